@@ -13,9 +13,11 @@ These names are the public API (docs/api/index.md). They are loaded when they ar
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0"
+from mtrain.base.version import __version__
 
 if TYPE_CHECKING:
+    from mtrain.api.engine import Engine
+    from mtrain.api.open_engines import close_all
     from mtrain.base.errors import (
         ConfigError,
         DataError,
@@ -27,14 +29,13 @@ if TYPE_CHECKING:
     )
     from mtrain.checkpoint.weights import read_weights
     from mtrain.config import Config
-    from mtrain.config.load import load_config
-    from mtrain.data.datum import Datum
-    from mtrain.hf.io.broadcast import receive_hf_tensors
-    from mtrain.hf.io.weight_delta import WeightCopy
-    from mtrain.loss.pair import (
+    from mtrain.core.batch.datum import Datum
+    from mtrain.core.loss.diagnostics import diagnosed, reports
+    from mtrain.core.loss.pair import (
         LossFunction,
         LossPair,
         TermInputs,
+        at_temperature,
         needs_extras,
         needs_teacher,
         per_token,
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
         weigh,
         weigh_sequences,
     )
-    from mtrain.loss.preference.member import GroupMember
-    from mtrain.loss.preference.scores import PreferenceValue, ScoredSequences, preference_loss
-    from mtrain.training.engine import Engine
-    from mtrain.training.open_engines import close_all
-    from mtrain.training.results import EvalResult, ForwardResult, StepResult
+    from mtrain.core.loss.preference.member import GroupMember
+    from mtrain.core.loss.preference.scores import PreferenceValue, ScoredSequences, preference_loss
+    from mtrain.core.step.results import EvalResult, ForwardResult, StepResult
+    from mtrain.hf.configuration import load_config
+    from mtrain.hf.io.broadcast import receive_hf_tensors
+    from mtrain.hf.io.weight_delta import WeightCopy
     from mtrain.training.sampling.params import SamplingParams
     from mtrain.training.sampling.sampler import Completion
 
@@ -62,14 +64,16 @@ _MODULES = {
     ),
     "mtrain.checkpoint.weights": ("read_weights",),
     "mtrain.config": ("Config",),
-    "mtrain.config.load": ("load_config",),
-    "mtrain.data.datum": ("Datum",),
+    "mtrain.hf.configuration": ("load_config",),
+    "mtrain.core.batch.datum": ("Datum",),
     "mtrain.hf.io.broadcast": ("receive_hf_tensors",),
     "mtrain.hf.io.weight_delta": ("WeightCopy",),
-    "mtrain.loss.pair": (
+    "mtrain.core.loss.diagnostics": ("diagnosed", "reports"),
+    "mtrain.core.loss.pair": (
         "LossFunction",
         "LossPair",
         "TermInputs",
+        "at_temperature",
         "needs_extras",
         "needs_teacher",
         "per_token",
@@ -79,11 +83,11 @@ _MODULES = {
     ),
     "mtrain.training.sampling.choice": ("SamplingParams",),
     "mtrain.training.sampling.sampler": ("Completion",),
-    "mtrain.loss.preference.member": ("GroupMember",),
-    "mtrain.loss.preference.scores": ("PreferenceValue", "ScoredSequences", "preference_loss"),
-    "mtrain.training.engine": ("Engine",),
-    "mtrain.training.open_engines": ("close_all",),
-    "mtrain.training.results": ("EvalResult", "ForwardResult", "StepResult"),
+    "mtrain.core.loss.preference.member": ("GroupMember",),
+    "mtrain.core.loss.preference.scores": ("PreferenceValue", "ScoredSequences", "preference_loss"),
+    "mtrain.api.engine": ("Engine",),
+    "mtrain.api.open_engines": ("close_all",),
+    "mtrain.core.step.results": ("EvalResult", "ForwardResult", "StepResult"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -111,7 +115,9 @@ __all__ = [
     "TermInputs",
     "WeightCopy",
     "__version__",
+    "at_temperature",
     "close_all",
+    "diagnosed",
     "load_config",
     "needs_extras",
     "needs_teacher",
@@ -119,6 +125,7 @@ __all__ = [
     "preference_loss",
     "read_weights",
     "receive_hf_tensors",
+    "reports",
     "stacked_extra",
     "weigh",
     "weigh_sequences",

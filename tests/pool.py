@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from mtrain.verify.core import ranks
 from mtrain.verify.core.ranks import RankFailedError as RankFailed
 from tests import warm

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from mtrain.config import Config
-from mtrain.config.load import load_config
+from mtrain.hf.configuration import load_config
 from tests.paths import CONFIGS, DOCS
 
 STARTS = sorted((CONFIGS / "start").glob("*.yaml"))

@@ -19,7 +19,7 @@ from mtrain.config import Config
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.loss import TermSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.data.samples.sample import Sample
+from mtrain.core.batch.sample import Sample
 from mtrain.verify.reference.model.experts import Routed
 from mtrain.verify.reference.model.shapes import LAYER_SCALAR, shapes_of
 from mtrain.verify.reference.model.transformer import Forward, Transformer

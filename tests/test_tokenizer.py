@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mtrain.base.errors import DataError
 from mtrain.data.preparation.train_tokenizer import train_tokenizer
-from mtrain.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
 from tests.fault_table import Notice
 from tests.messages import refuses
 

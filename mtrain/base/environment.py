@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain import __version__
 from mtrain.base.errors import MachineError
 from mtrain.base.ground import found_megatron, found_torch
+from mtrain.base.version import __version__
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 """Distributions whose versions can change the numbers of a run."""

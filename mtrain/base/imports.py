@@ -160,7 +160,7 @@ def release_beyond_bounds() -> str | None:
 
 
 def _is_certified() -> bool:
-    """Says whether some certificate is of the installed releases; `mtrain/mcore/model/certified.py` compares all."""
+    """Says whether some certificate is of the installed releases; `mtrain/core/layers/certified.py` compares all."""
     here, names = program_versions(), ("megatron-core", "transformer-engine")
     with suppress(MachineError):  # without a home folder there are none
         return any(

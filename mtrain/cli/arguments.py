@@ -79,8 +79,8 @@ def loaded_config(
         ConfigError: A file or a value is wrong.
         DataError: Data whose samples are counted cannot be read.
     """
-    from mtrain.config.load import load_config
     from mtrain.config.renamed import RenamedKeyWarning
+    from mtrain.hf.configuration import load_config
 
     paths, overrides = split_arguments(arguments)
     with warnings.catch_warnings(record=True) as caught:

@@ -45,6 +45,7 @@ def check(
     """Checks a configuration, the files and disks that it names, and what else a start would refuse; prints layout,
     batch, parameters, FLOPs and memory."""
     with one_message():
+        from mtrain.hf.configuration import notes_on
         from mtrain.plan.search.written import stated_machine
         from mtrain.plan.summary import plan_lines
         from mtrain.preflight.findings import Findings
@@ -53,7 +54,7 @@ def check(
         config = loaded_config(arguments, counts_epochs=not without_files)
         stated = stated_machine(split_arguments(arguments)[0])
         ranks = _ranks(world_size, stated)
-        typer.echo("\n".join(plan_lines(config, ranks)))
+        typer.echo("\n".join(plan_lines(config, ranks, notes_on(config))))
         findings = Findings()
         if not without_files:
             from mtrain.preflight.look import look
@@ -86,7 +87,7 @@ def look_at_gpus(
     samples that share its rows where `findings` knows them; without either there is nothing to compare or predict."""
     if memory_given is None and gpu_given is None and stated is None:
         return
-    from mtrain.plan.layout import Layout
+    from mtrain.arch.layout import Layout
     from mtrain.plan.search.cost import step_cost
     from mtrain.plan.search.hardware import Cluster, gpu_named, memory_size
     from mtrain.plan.search.layer_cost import Workload

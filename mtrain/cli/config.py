@@ -79,6 +79,7 @@ def _facts(key: "Key") -> str:
 def _resolved(given: "Given") -> Iterator[str]:
     """Yields the whole configuration as YAML, each value with its origin."""
     from mtrain.config.keys import described_keys
+    from mtrain.hf.configuration import resolved
 
     keys = {key.name: key for key in described_keys()}
 
@@ -102,4 +103,4 @@ def _resolved(given: "Given") -> Iterator[str]:
             else:
                 yield f"{indent}{name}: {json.dumps(value, ensure_ascii=False)}  # {origin(here, value)}"
 
-    yield from lines(given.config().model_dump(mode="json"), ())
+    yield from lines(given.config(resolved).model_dump(mode="json"), ())

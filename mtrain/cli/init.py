@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-import mtrain
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import disk_faults
+from mtrain.base.version import PACKAGE_FOLDER
 from mtrain.cli.messages import one_message
 
-SHARED = Path(mtrain.__file__).parent / "_share"
+SHARED = PACKAGE_FOLDER / "_share"
 """Folder of the shipped files: in a checkout links to the originals, in a wheel the files themselves."""
 PARTS = ("configs", "launch", "examples")
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-import mtrain
 from mtrain.base.log import show_lines
+from mtrain.base.version import __version__
 from mtrain.cli.arguments import SectionedCommand, Verbs
 from mtrain.cli.examples import EXAMPLES
 
@@ -114,7 +114,7 @@ app = _plain_app(add_completion=True, cls=_Program, no_args_is_help=True, epilog
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"mtrain {mtrain.__version__}")
+        typer.echo(f"mtrain {__version__}")
         raise typer.Exit
 
 

@@ -69,10 +69,11 @@ def _write(translate: Callable[[], "Translation"], output: Path | None) -> None:
     with one_message():
         from mtrain.base.errors import ConfigError
         from mtrain.base.files import disk_faults, write_atomically
+        from mtrain.hf.configuration import resolved
 
         if output is not None and output.exists():
             raise ConfigError(f"{output} exists, and nothing is overwritten; name another file")
-        found = translate().checked()
+        found = translate().checked(resolved)
         text = "".join(f"{line}\n" for line in found.lines())
         if output is None:
             typer.echo(text, nl=False)

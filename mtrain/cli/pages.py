@@ -17,7 +17,7 @@ def report(
     """Writes one HTML file on a run: curves, speed, memory, starts, events, ranks and configuration."""
     page = run / "report.html" if output is None else output
     with one_message():
-        from mtrain.monitor.page import write_run_page  # loads numpy and matplotlib
+        from mtrain.report.monitor.page import write_run_page  # loads numpy and matplotlib
 
         write_run_page(run, page)
     typer.echo(page)
@@ -30,7 +30,7 @@ def plot(
     """Draws training and validation loss, and the gradient norm, over steps."""
     picture = runs[0] / "losses.png" if output is None else output
     with one_message():
-        from mtrain.metrics.plot import plot_losses  # loads numpy and matplotlib
+        from mtrain.report.metrics.plot import plot_losses  # loads numpy and matplotlib
 
         plot_losses(runs, picture)
     typer.echo(picture)
@@ -50,8 +50,8 @@ def compare(
     divergent."""
     with one_message():
         from mtrain.base.errors import ConfigError
-        from mtrain.compare.report import report_comparison
-        from mtrain.compare.several import report_several
+        from mtrain.report.compare.report import report_comparison
+        from mtrain.report.compare.several import report_several
 
         if len(runs) == 1:
             raise ConfigError(f"only {runs[0]} is given, but it is compared with others; name a second run folder")

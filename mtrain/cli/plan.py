@@ -129,6 +129,7 @@ def _given(models: list[str], seq_length: int | None, global_batch_size: int | N
 def _completed(given: "Given") -> tuple["Config", list[str]]:
     """Fills in assumed values where the user gives none; returns the configuration and the keys that were assumed."""
     from mtrain.config.schema.data import MockSection
+    from mtrain.hf.configuration import resolved
 
     content, assumed = dict(given.content), []
     for name, keys in _ASSUMED.items():
@@ -142,4 +143,4 @@ def _completed(given: "Given") -> tuple["Config", list[str]]:
         missing = {key: value for key, value in keys.items() if key not in section}
         content[name] = {**missing, **section}
         assumed += [f"{name}.{key}" for key in missing]
-    return replace(given, content=content).config(), assumed
+    return replace(given, content=content).config(resolved), assumed

@@ -27,7 +27,7 @@ def serve(
     One rank alone, or all ranks of a layout under torchrun or srun.
     """
     with one_message(this_rank()), prefixed_traceback():
-        from mtrain.plan.layout import Layout
+        from mtrain.arch.layout import Layout
         from mtrain.serve.checked import check_libraries, read_token
 
         require_ground()

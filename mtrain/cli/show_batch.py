@@ -39,7 +39,7 @@ def show_batch(
         _print(shown)
         if html is not None:
             from mtrain.data.shown import headline
-            from mtrain.pages.html import render, write_page
+            from mtrain.report.pages.html import render, write_page
 
             write_page(html, render("batch.html", shown=shown, headline=headline))
             print(f"wrote {html}", flush=True)

@@ -35,7 +35,7 @@ def status(
 def _shown_as_json(runs: list[str]) -> None:
     import json
 
-    from mtrain.monitor.status import find_runs, read_status
+    from mtrain.report.monitor.status import find_runs, read_status
 
     print(json.dumps([read_status(run).as_json() for run in find_runs(runs)]), flush=True)
 
@@ -53,8 +53,8 @@ class _Screen:
         self._live = Live(console=self._console, auto_refresh=False) if is_live and self._console.is_terminal else None
 
     def show(self, runs: list[str]) -> None:
-        from mtrain.monitor.status import find_runs, read_status
-        from mtrain.monitor.table import status_view
+        from mtrain.report.monitor.status import find_runs, read_status
+        from mtrain.report.monitor.table import status_view
 
         width = self._console.width if self._console.is_terminal else None
         view = status_view([read_status(run) for run in find_runs(runs)], width)

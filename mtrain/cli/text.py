@@ -56,7 +56,7 @@ def tokenize(
     with one_message():
         from mtrain.data.formats.documents import PACKED_SUFFIXES, find_files
         from mtrain.data.preparation.tokenize import tokenize_corpus
-        from mtrain.tokenizer import PARALLELISM
+        from mtrain.hf.tokenizer.tokenizer import PARALLELISM
 
         # this process does nothing else, and `--workers` says how many threads there are
         os.environ.setdefault(PARALLELISM, "false")

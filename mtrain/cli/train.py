@@ -12,7 +12,7 @@ from mtrain.cli.messages import one_message, prefixed_traceback, this_rank
 def train(arguments: ConfigArguments) -> None:
     """Trains as one rank: under torchrun, under srun, or alone."""
     with one_message(this_rank()), prefixed_traceback():
-        from mtrain.plan.layout import Layout
+        from mtrain.arch.layout import Layout
         from mtrain.watch.rank import watched
 
         require_ground()

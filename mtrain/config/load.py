@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
 from mtrain.base.steady_files import retried
 from mtrain.base.yaml_text import MAX_BYTES, MAX_DEPTH, Location, NotYamlError, YamlTextError, read_yaml, yaml_text
-from mtrain.config.adapters import all_linear_in
-from mtrain.config.messages import dotted, joined, kinds_of, readable, sections_at, without_kinds
+from mtrain.config.kinds import before_another_kind, of_one_kind
+from mtrain.config.messages import dotted, joined, readable, without_kinds
 from mtrain.config.renamed import with_current_names
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import BrokenRulesError
@@ -45,6 +45,15 @@ class Source:
         return next((f"{self.name}:{self.lines[each]}" for each in known), self.name)
 
 
+Resolve: TypeAlias = Callable[[dict[Any, Any]], dict[Any, Any]]
+"""Sections as they are given -> the same with what folders that they name say."""
+
+
+def whole(content: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns sections that name no folder, or that had everything filled in before, as they are."""
+    return content
+
+
 @dataclass(frozen=True)
 class Given:
     """Merged content of files and overrides; no defaults are filled in."""
@@ -59,24 +68,18 @@ class Given:
         gives it."""
         return next((each.place(location) for each in reversed(self.sources) if _holds(each.content, location)), None)
 
-    def config(self) -> Config:
+    def config(self, resolve: Resolve) -> Config:
         """Builds the configuration that the content describes.
+
+        Args:
+            resolve: Fills in what folders that the content names say; `whole` where the content is complete.
 
         Raises:
             ConfigError: A value is wrong or missing; one line for each fault.
-            DataError: The folder that model.hf names cannot be understood.
+            DataError: A folder that the content names cannot be understood.
         """
-        content = self.content
-        if isinstance(model := content.get("model"), dict) and "hf" in model:
-            from mtrain.hf.schema.description import with_architecture  # all families, which other runs do without
-
-            content = with_architecture(content)
-        if all_linear_in(content) is not None:
-            from mtrain.hf.schema.peft import with_fused_targets  # likewise
-
-            content = with_fused_targets(content)
         try:
-            return Config.model_validate(content)
+            return Config.model_validate(resolve(self.content))
         except ValidationError as error:
             raise ConfigError(joined(_messages(error, self.sources))) from None
 
@@ -121,22 +124,6 @@ def with_overrides(sections: dict[Any, Any], overrides: Sequence[str]) -> Given:
     """
     sources = (Source("the model", sections), *(read_override(text) for text in overrides))
     return Given(_merged(sources), sources)
-
-
-def load_config(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()) -> Config:
-    """Builds the configuration that `parts`, merged left to right, and then `overrides` describe.
-
-    Args:
-        parts: Paths of YAML files and mappings such as `{"train": {"num_steps": 5}}`, in any mixture, of which later
-            ones take precedence; or one alone.
-        overrides: Texts of the form `section.key=value`, as `read_given` takes them.
-
-    Raises:
-        ConfigError: A value is wrong; the message has one line for each fault, starting with the dotted key or the
-            file.
-        DataError: The folder that model.hf names cannot be understood.
-    """
-    return read_given(parts, overrides).config()
 
 
 def _listed(given: Any, needed: str) -> list[Any]:
@@ -345,46 +332,3 @@ def _texts(content: object, location: tuple[int | str, ...]) -> Iterator[tuple[t
 
 def _is_text(text: str) -> bool:
     return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-_DATA_OF_0_1_0 = frozenset(
-    {"kind", "seq_length", "train", "valid", "test", "split", "tokenizer", "isolate_documents", "too_long"}
-)
-"""Keys of the data section in version 0.1.0, which had one section for all kinds of data and wrote every key into
-config.yaml."""
-
-
-def of_one_kind(content: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns the sections of one source without the keys that 0.1.0 wrote of other kinds of data, as these had no
-    effect."""
-    data = content.get("data")
-    if not isinstance(data, dict) or not data.keys() >= _DATA_OF_0_1_0:
-        return content
-    return {**content, "data": _without_keys_of_others("data", data, data["kind"])}
-
-
-def before_another_kind(under: dict[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Returns the keys of earlier sources that remain where a later source changes a section's kind: those that the new
-    kind has, too.
-
-    So `data.kind=mock` on the command line turns any configuration into one of random tokens.
-
-    Args:
-        under: Sections of the earlier sources, merged.
-        over: Sections of the next source.
-    """
-    kept = dict(under)
-    for name in Config.model_fields:
-        old, new = under.get(name), over.get(name)
-        if isinstance(old, dict) and isinstance(new, dict) and "kind" in new and new["kind"] != old.get("kind"):
-            kept[name] = _without_keys_of_others(name, old, new["kind"])
-    return kept
-
-
-def _without_keys_of_others(name: str, section: dict[Any, Any], kind: object) -> dict[Any, Any]:
-    """Removes the keys that sections of this name have, but not those of this kind; none where no known kind is
-    given."""
-    choices = sections_at((name,))
-    own = [key for each in choices if kind in kinds_of(each) for key in each.model_fields]
-    others = {key for each in choices for key in each.model_fields} - set(own) if own else set()
-    return {key: value for key, value in section.items() if key not in others}

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
-from typing import get_args, get_origin
+from typing import get_origin
 
 from pydantic_core import ErrorDetails
 
 from mtrain.base.spelling import meant, plain
 from mtrain.config.foreign.keys import FOLLOWING, OURS, SYNONYMS
 from mtrain.config.keys import separator
+from mtrain.config.kinds import kinds_of, sections_at
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import AS_LIST, BrokenRulesError, Section, is_list_or_mapping, sections_in
 
@@ -184,27 +185,6 @@ def _places() -> Mapping[str, list[str]]:
 
     add(Config, "")
     return found
-
-
-def sections_at(place: Location) -> tuple[type[Section], ...]:
-    """Returns the classes of a section by its keys as the user writes them, one for each kind; none where a value
-    stands."""
-    found: tuple[type[Section], ...] = (Config,)
-    parts = iter(place)
-    for part in parts:
-        fields = [section.model_fields[str(part)] for section in found if str(part) in section.model_fields]
-        found = sections_in(fields[0].annotation) if fields else ()
-        if fields and get_origin(fields[0].annotation) in (dict, tuple):
-            next(parts, None)  # the index in a list of sections, or the name of one
-        elif fields and is_list_or_mapping(fields[0].annotation) and isinstance(next(parts, None), str):
-            next(parts, None)
-    return found
-
-
-def kinds_of(section: type[Section]) -> tuple[str, ...]:
-    """Returns the kind of a section that is one of several; empty for other sections."""
-    field = section.model_fields.get("kind")
-    return get_args(field.annotation) if field else ()
 
 
 def _resolved(location: Location) -> tuple[Location, type[Section] | None]:

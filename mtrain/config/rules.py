@@ -1,5 +1,5 @@
 """Rules that span sections and hold for every world size; those that depend on the world size are in
-`mtrain/plan/layout.py`.
+`mtrain/arch/layout.py`.
 
 Each function yields a message for every broken rule: what was given, what is needed, what to change.
 """

@@ -11,27 +11,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import mtrain
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.tensor_slice import TensorSlice
+from mtrain.base.version import __version__
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at, reading
 from mtrain.checkpoint.store.manifest import CONFIG_NAME
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.convert.endings import put_ending
 from mtrain.convert.origin import put_side_files, source_of
 from mtrain.convert.proof import Proof
 from mtrain.convert.work import working_folder
+from mtrain.hf.configuration import load_config
 from mtrain.hf.io.matching import same_bits, shown
 from mtrain.hf.io.peft import to_peft
 from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.registry import family_of_run
-from mtrain.tokenizer import added_by
+from mtrain.hf.tokenizer.tokenizer import added_by
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
             "leave --adapter out, which merges them into a model"
         )
     named = list(peft.tensors(family, model, saved.adapter))
-    conversion = {"program": mtrain.__version__, "source": str(saved.entry.path.resolve()), "dtype": str(dtype)}
+    conversion = {"program": __version__, "source": str(saved.entry.path.resolve()), "dtype": str(dtype)}
     with reading(saved.entry), working_folder(out, conversion) as folder:
         verify_files(saved.entry, saved.entry.manifest.files, 1)
         own = {each.name: _outside(each, saved, dtype) for each in named}  # small: all at once

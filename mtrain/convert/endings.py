@@ -18,7 +18,7 @@ from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import SETTINGS_FILE, SPECIAL_TOKENS_FILE, ChatTemplates, chosen_templates
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
 from mtrain.hf.schema.files import EOS_KEY, GENERATION_NAME, as_declared, declared_ends, read_json
-from mtrain.tokenizer import HF_TOKENIZER_FILE, Tokenizer, load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import HF_TOKENIZER_FILE, Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
 

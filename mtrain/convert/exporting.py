@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-import mtrain
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.tensor_slice import Sizes
+from mtrain.base.version import __version__
 from mtrain.checkpoint.format.hashed_file import WriteBehind
 from mtrain.checkpoint.store.directory import reading
 from mtrain.convert.endings import put_ending
@@ -34,7 +34,7 @@ from mtrain.hf.io.source import EMBEDDINGS
 from mtrain.hf.schema.files import CONFIG_NAME, EOS_KEY, INDEX_NAME, NAMED_WEIGHTS, SINGLE_NAME, as_declared, read_json
 from mtrain.hf.schema.table import HfTensor, stream_tensor
 from mtrain.hf.schema.tower import TEXT
-from mtrain.tokenizer import added_by
+from mtrain.hf.tokenizer.tokenizer import added_by
 
 _log = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, Outgoin
 def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: object) -> dict[str, Any]:
     """Returns the facts by which a later call is recognized as the same conversion."""
     return {
-        "program": mtrain.__version__,
+        "program": __version__,
         "source": str(target.path.resolve()),
         "origin": None if target.origin is None else str(target.origin.resolve()),
         "manifest": None if target.entry is None else target.entry.manifest.model_dump(mode="json"),

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-import mtrain
 from mtrain.base.environment import git_checkout, program_versions
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.tensor_slice import TensorSlice
+from mtrain.base.version import __version__
 from mtrain.base.yaml_text import yaml_text
 from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.reader import CheckpointTensors
@@ -200,7 +200,7 @@ def _conversion(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
     """Returns the facts by which a later call is recognized as the same conversion."""
     files = {name: file.path.stat() for name, file in source.folder.files.items()}
     return {
-        "program": mtrain.__version__,
+        "program": __version__,
         "source": str(source.folder.path.resolve()),
         "config": source.folder.config,
         "files": {name: [facts.st_size, facts.st_mtime_ns] for name, facts in files.items()},
@@ -265,7 +265,7 @@ def _model_yaml(source: HfSource, out: Path) -> str:
     if "tokenizer.json" in names or any(name.endswith(".model") for name in names - {TIKTOKEN_NAME}):
         content["data"] = {"tokenizer": str(out / ORIGIN)}
     return (
-        f"# {source.family.model_type} from {source.folder.path}, by mtrain {mtrain.__version__}; to go last:\n"
+        f"# {source.family.model_type} from {source.folder.path}, by mtrain {__version__}; to go last:\n"
         f"#   mtrain train configs/run/finetune.yaml {out / MODEL_NAME} run.dir=runs/finetune\n" + yaml_text(content)
     )
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as Listing
 
+from mtrain.arch import num_parameters
 from mtrain.base.tensor_slice import Sizes
 from mtrain.convert.target import open_target
 from mtrain.hf.io.source import open_source
 from mtrain.hf.schema.files import CONFIG_NAME
-from mtrain.plan import num_parameters
 
 _PLAIN_WIDTH = 200
 

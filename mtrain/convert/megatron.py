@@ -13,13 +13,8 @@ from mtrain.base.errors import ConfigError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor
-from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
-from mtrain.config.load import Given, read_file
-from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.description import described_model
-from mtrain.hf.schema.table import Table
-from mtrain.mcore.state.reader import check_keys, check_shapes
-from mtrain.mcore.state.start_weights import (
+from mtrain.checkpoint.state.reader import check_keys, check_shapes
+from mtrain.checkpoint.state.start_weights import (
     STACKED_EXPERTS,
     STACKED_LAYERS,
     canonical,
@@ -27,6 +22,12 @@ from mtrain.mcore.state.start_weights import (
     keys_by_our_names,
     shards_of,
 )
+from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
+from mtrain.config.load import Given, read_file
+from mtrain.config.schema.model import ModelSection
+from mtrain.hf.configuration import resolved
+from mtrain.hf.schema.description import described_model
+from mtrain.hf.schema.table import Table
 
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows may be padded."""
@@ -133,4 +134,4 @@ def model_of(folder: Path, described: Path | None) -> ModelSection:
     given = read_file(described)
     if not isinstance(given.content.get("model"), dict):
         raise ConfigError(f"{described}: there is no section `model`; name a file such as configs/model/llama3_8b.yaml")
-    return Given({**_ANY_RUN, "model": given.content["model"]}, (given,)).config().model
+    return Given({**_ANY_RUN, "model": given.content["model"]}, (given,)).config(resolved).model

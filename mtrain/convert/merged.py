@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtrain.arch import adapters as plan
+from mtrain.arch.features.feature import EMBEDDING
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of, shown
@@ -20,14 +22,12 @@ from mtrain.config import Config
 from mtrain.config.adapters import has_merged_form
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.convert.adapters import SavedAdapter
+from mtrain.core.layers.adapters.adapter import LORA_A, LORA_B, MAGNITUDE
+from mtrain.core.layers.adapters.linear import Fusion
+from mtrain.core.layers.layer_spec import global_name, spelled_name
+from mtrain.core.layers.transformer_config import DTYPES
 from mtrain.hf.io.source import FolderTensors, GlobalTensorInfo, source_for
 from mtrain.hf.schema.table import Table
-from mtrain.mcore.model.adapters.adapter import LORA_A, LORA_B, MAGNITUDE
-from mtrain.mcore.model.adapters.linear import Fusion
-from mtrain.mcore.model.layer_spec import global_name, spelled_name
-from mtrain.mcore.model.transformer_config import DTYPES
-from mtrain.plan import adapters as plan
-from mtrain.plan.features.feature import EMBEDDING
 
 TensorOf = Callable[[str], Tensor]
 """Function that returns an adapter's whole parameter by its global name, with layers and experts spelled out."""
@@ -173,7 +173,9 @@ class MergedTensors:
         wanted = TensorSlice((*place, *[0] * len(shape)), (*[1] * len(place), *shape))
         source = _MAIN + key if _MAIN + key in self._base.tensors else key
         run = self._config.train.precision
-        is_narrow = plan.holds_narrow(self._config) and plan.is_matrix(key, len(shape))
+        is_narrow = plan.holds_narrow(self._config.adapter, self._config.train.precision) and plan.is_matrix(
+            key, len(shape)
+        )
         held = dtype_outside(key, torch.bfloat16 if is_narrow else DTYPES[run])
         return self._base.read(source, wanted).reshape(shape).to(held)
 

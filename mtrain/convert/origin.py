@@ -15,15 +15,15 @@ from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 from mtrain.data.chat.template import SETTINGS_FILE, TEMPLATE_FILE, put_templates
+from mtrain.hf.configuration import load_config
 from mtrain.hf.schema.files import CONFIG_NAME, read_json, side_files
 from mtrain.hf.schema.registry import ORIGIN
+from mtrain.hf.tokenizer.tokenizer import HF_TOKENIZER_FILE, NO_TOKENS, AddedTokens, load_tokenizer
 from mtrain.runs.folder import RunFolder
-from mtrain.tokenizer import HF_TOKENIZER_FILE, NO_TOKENS, AddedTokens, load_tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtrain.arch.layout import Layout
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError, DataError, MachineError
+from mtrain.checkpoint.state.load import load_frozen_weights
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
@@ -16,18 +18,16 @@ from mtrain.convert.carried import carried_in
 from mtrain.convert.origin import source_of
 from mtrain.convert.proof import Proof, prove
 from mtrain.convert.target import exported_family, open_target
-from mtrain.data.batch import Microbatch
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.layers.build import build_frozen_model, run_chunk
+from mtrain.core.layers.output_layer import Logits
+from mtrain.core.ranks.groups import Groups, opened_groups
+from mtrain.core.ranks.init import init_distributed
+from mtrain.core.ranks.party import Purpose
 from mtrain.hf.io.matching import shown as shown_names
 from mtrain.hf.io.source import open_source
 from mtrain.hf.io.training import transformers_logits
 from mtrain.hf.schema.description import disagreements
-from mtrain.mcore.distributed.groups import Groups, opened_groups
-from mtrain.mcore.distributed.init import init_distributed
-from mtrain.mcore.distributed.party import Purpose
-from mtrain.mcore.model.build import build_frozen_model, run_chunk
-from mtrain.mcore.model.output_layer import Logits
-from mtrain.mcore.state.load import load_frozen_weights
-from mtrain.plan.layout import Layout
 
 
 def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtrain.config.schema.data import FilesSection, SourceSection
-from mtrain.data.order import BlendPhase
+from mtrain.core.batch.order import BlendPhase
 
 _FROM = " from step {}: "
 _EDGE = re.compile(r" from step (\d+): ")

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.load import Given
+from mtrain.config.load import Given, whole
 from mtrain.config.schema.data import FilesSection, PackingSection
 from mtrain.data.sources import SampleStream, Sources
 from mtrain.data.steps import steps_of
@@ -69,4 +69,4 @@ def with_num_steps(config: Config) -> Config:
     content = config.model_dump()
     content["data"]["packing"] = None if epochs.packing is None else epochs.packing.model_dump()
     content["train"] |= {"num_epochs": None, "num_steps": epochs.num_steps(num_sequences)}
-    return Given(content, ()).config()
+    return Given(content, ()).config(whole)

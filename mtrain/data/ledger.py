@@ -20,9 +20,9 @@ import numpy as np
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, remove, replacing
 from mtrain.config.derived import DataPhase
+from mtrain.core.batch.order import SamplePosition
+from mtrain.core.batch.sample import Sample
 from mtrain.data.curriculum import fingerprint_until
-from mtrain.data.order import SamplePosition
-from mtrain.data.samples.sample import Sample
 from mtrain.data.steps import known_until, windows_in
 
 _DIGESTS = 1 << 64

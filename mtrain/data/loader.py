@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import data_phases
-from mtrain.data.batch import Microbatch, PlacedMember
-from mtrain.data.collate import Collate, Place, RowForm, collate
+from mtrain.core.batch.batch import Microbatch, PlacedMember
+from mtrain.core.batch.collate import Collate, Place, RowForm, collate
+from mtrain.core.batch.order import SamplePosition, slots
+from mtrain.core.batch.sample import Sample
 from mtrain.data.ledger import NotedSlots, StartEntry, StepEntry
-from mtrain.data.order import SamplePosition, slots
 from mtrain.data.packing.best_fit import PackedRows
 from mtrain.data.packing.step_plan import StepShape, plan_rows, plan_step
 from mtrain.data.prefetch import Prefetch
-from mtrain.data.samples.sample import Sample
 from mtrain.data.shown import ShownStep, shown_step
 from mtrain.data.sources import REFERENCES, HeldOut, MockHeldOut, OpenedData, SampleStream
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.hf.schema.registry import ORIGIN
-from mtrain.runs.folder import RunFolder
-from mtrain.tokenizer import AddedTokens, Tokenizer, load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 
 
 def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
@@ -24,7 +23,7 @@ def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     Raises:
         DataError: The tokenizer with the weights is another one.
     """
-    if config.data.allow_other_tokenizer or any(RunFolder(Path(config.run.dir)).checkpoints.glob("step_*")):
+    if config.data.allow_other_tokenizer or any(Path(config.run.dir, "checkpoints").glob("step_*")):
         return
     start = config.checkpoint.initialize_from
     places = [*([Path(config.model.hf)] if config.model.hf is not None else [])]

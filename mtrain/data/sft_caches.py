@@ -15,15 +15,15 @@ from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, route_columns
 from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput
+from mtrain.core.batch.numbers import top_k_fault
+from mtrain.core.batch.routes import route_fault
+from mtrain.core.batch.sample import SampleEncoder
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
 from mtrain.data.encoding.encoder import source_encoder
 from mtrain.data.formats.record_files import left_out, record_files, source_files
-from mtrain.data.numbers import top_k_fault
-from mtrain.data.routes import route_fault
-from mtrain.data.samples.sample import SampleEncoder
-from mtrain.tokenizer import AddedTokens, Tokenizer, load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
 

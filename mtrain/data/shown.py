@@ -17,13 +17,13 @@ from mtrain.config import Config
 from mtrain.config.derived import compared, data_phases, phase_number
 from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.model import ModelSection
+from mtrain.core.batch.sample import Sample
+from mtrain.core.loss.aggregation import aggregate
 from mtrain.data.samples.preference import PreferenceDataset
-from mtrain.data.samples.sample import Sample
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended, SampleStream
 from mtrain.data.steps import steps_of
-from mtrain.loss.aggregation import aggregate
-from mtrain.tokenizer import Tokenizer
+from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 _WINDOW = 4
 """Number of tokens before a token that decide how it is written: a space before it, the first bytes of its

@@ -14,20 +14,20 @@ from mtrain.base.errors import ConfigError, NothingToLearnError
 from mtrain.config import Config
 from mtrain.config.derived import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
+from mtrain.core.batch.order import Blend, BlendPhase, BlendPhases, SampleOrder, SamplePosition, key_of
+from mtrain.core.batch.sample import Sample, SampleSource
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.curriculum import BlendFrom, later_blends, with_later
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
 from mtrain.data.formats.mock import MockSamples
-from mtrain.data.order import Blend, BlendPhase, BlendPhases, SampleOrder, SamplePosition, key_of
 from mtrain.data.own_tokenizer import check_own_tokenizer
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.pretrain import PretrainDataset
-from mtrain.data.samples.sample import Sample, SampleSource
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.samples.too_long import RowLimit
 from mtrain.data.sft_caches import SftCaches
 from mtrain.data.steps import Steps, steps_of
-from mtrain.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
+from mtrain.hf.tokenizer.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 
 Split = Literal["train", "valid", "test"]
 _SPLITS: tuple[Split, ...] = ("train", "valid", "test")

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.config import Config
-from mtrain.data.order import key_of, permutation
+from mtrain.core.batch.order import key_of, permutation
 from mtrain.data.packing.best_fit import PackedRows, packed
 
 Widths = Callable[[NDArray[np.int64]], NDArray[np.int64]]

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import load_config
 from mtrain.config.renamed import RenamedKeyWarning
 from mtrain.config.schema.root import Config
+from mtrain.hf.configuration import load_config
 from mtrain.hf.schema.registry import refuse_unexportable
-from mtrain.plan.layout import Layout
 
 
 def checked_config(paths: Sequence[Path], overrides: Sequence[str], num_ranks: int) -> Config:

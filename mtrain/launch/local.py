@@ -21,14 +21,14 @@ from pathlib import Path
 
 import psutil
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, MachineError, RankLostError
 from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Beat
 from mtrain.base.signals import STOP_SIGNALS, StopSignal
-from mtrain.config.load import load_config
 from mtrain.config.renamed import RenamedKeyWarning
+from mtrain.hf.configuration import load_config
 from mtrain.launch.watch import Failure, Heartbeats, Rank, RankWatch
-from mtrain.plan.layout import Layout
 from mtrain.runs.failure import FailureClass, FailureRecord, last_failure, last_summary, record_failure
 from mtrain.watch.place import node_folder
 from mtrain.watch.watchdog import ENDING, ORDERED

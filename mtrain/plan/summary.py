@@ -1,13 +1,13 @@
 """Output of `mtrain check`: the layout, the batch, and the cost of a step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mtrain import plan
+from mtrain import arch
+from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.config import Config, adapters, known_issues
 from mtrain.config.derived import data_phases
 from mtrain.config.schema.train import TrainSection
-from mtrain.plan.layout import Layout, most_microbatches
 
 _GIB, _MIB = 2**30, 2**20
 _COLUMNS = ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "update", "total")
@@ -15,22 +15,19 @@ _HOST_COLUMN = ("pinned on the host",)
 """Header of the column that is added where activations or moments move to the host."""
 
 
-def plan_lines(config: Config, world_size: int) -> list[str]:
+def plan_lines(config: Config, world_size: int, notes_on_folder: Sequence[str] = ()) -> list[str]:
     """Returns the plan of a run as plain lines.
 
+    Args:
+        config: Configuration of the run.
+        world_size: Number of its ranks.
+        notes_on_folder: Notes on the folder that model.hf names.
+
     Raises:
-        ConfigError: The configuration does not run on `world_size` ranks, or its exports cannot be made.
+        ConfigError: The configuration does not run on `world_size` ranks.
     """
     summary = _Summary(config, Layout.from_config(config, world_size))
-    notes = [*known_issues.notes(config), *adapters.notes(config)]
-    if config.checkpoint.export_hf_every_steps:
-        from mtrain.hf.schema.registry import refuse_unexportable  # all families, which other runs do without
-
-        refuse_unexportable(config)
-    if config.model.hf is not None:
-        from mtrain.hf.schema.description import notes_on_folder
-
-        notes += notes_on_folder(config.model.hf)
+    notes = [*known_issues.notes(config), *adapters.notes(config), *notes_on_folder]
     lines = [f"{name:<18}{value}" for name, value in summary.facts().items()]
     lines += [f"note: {note}" for note in notes]
     lines += ["", "Memory of a rank, GiB (activations and update do not coincide)"]
@@ -52,19 +49,19 @@ class _Summary(NamedTuple):
         at_most = "" if config.data.packing is None else "at most "
         sequences = config.sequences_per_step
         tokens = sequences * (config.row_width if config.steps_count_rows else config.data.seq_length)
-        flops = plan.run_flops_per_token(config)
-        padded = f"{plan.num_padded_parameters(model, layout.tp):,} with the vocabulary padded"
-        parameters = f"{plan.num_parameters(model):,} ({padded})"
+        flops = arch.run_flops_per_token(config)
+        padded = f"{arch.num_padded_parameters(model, layout.tp):,} with the vocabulary padded"
+        parameters = f"{arch.num_parameters(model):,} ({padded})"
         if model.experts is not None:
-            parameters += f", {plan.num_active_parameters(model):,} for each token"
+            parameters += f", {arch.num_active_parameters(model):,} for each token"
         if config.adapter is not None:
-            trained = plan.num_adapter_parameters(model, config.adapter)
+            trained = arch.num_adapter_parameters(model, config.adapter)
             parameters += (
-                f"; frozen, with {trained:,} trained ones of adapters ({trained / plan.num_parameters(model):.2%})"
+                f"; frozen, with {trained:,} trained ones of adapters ({trained / arch.num_parameters(model):.2%})"
             )
         of_adapter = {}
         if config.adapter is not None:
-            most = max(plan.memory_per_rank(config, layout, pp_rank).adapter_bytes for pp_rank in range(layout.pp))
+            most = max(arch.memory_per_rank(config, layout, pp_rank).adapter_bytes for pp_rank in range(layout.pp))
             state = "weights, gradients and the optimizer's state"
             of_adapter["each adapter"] = f"{most / _MIB:.3f} MiB of a rank: {state}"
         passed = ", ".join(f"{name}={value}" for name, value in model.megatron.items())
@@ -97,7 +94,7 @@ class _Summary(NamedTuple):
         config, layout = self.config, self.layout
         num_layers = config.model.num_layers
         for pp_rank in range(layout.pp):
-            memory = plan.memory_per_rank(config, layout, pp_rank)
+            memory = arch.memory_per_rank(config, layout, pp_rank)
             bytes_of = (
                 memory.weights_bytes,
                 memory.gradients_bytes,
@@ -110,7 +107,7 @@ class _Summary(NamedTuple):
             yield (
                 str(pp_rank),
                 str(sum(len(layout.layers(num_layers, pp_rank, chunk)) for chunk in range(layout.vpp))),
-                f"{plan.parameters_on_rank(config.model, layout, pp_rank).total:,}",
+                f"{arch.parameters_on_rank(config.model, layout, pp_rank).total:,}",
                 *(f"{count / _GIB:.3f}" for count in bytes_of),
             )
 

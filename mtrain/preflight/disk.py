@@ -7,14 +7,14 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtrain.arch.activations import FP32_BYTES, element_bytes
+from mtrain.arch.adapters import num_adapter_parameters
+from mtrain.arch.layout import Layout
+from mtrain.arch.parameters import matrices_on_rank, num_parameters
 from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults
 from mtrain.config import Config
 from mtrain.config.schema.train import MuonSection
-from mtrain.plan.activations import FP32_BYTES, element_bytes
-from mtrain.plan.adapters import num_adapter_parameters
-from mtrain.plan.layout import Layout
-from mtrain.plan.parameters import matrices_on_rank, num_parameters
 from mtrain.preflight.findings import Findings
 from mtrain.runs.folder import RunFolder
 

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
+from mtrain.arch.parameters import padded_vocab_size
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.derived import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
+from mtrain.core.batch.sample import SampleEncoder, TokenizedSample
 from mtrain.data.formats.megatron_indexed import check_pair
 from mtrain.data.own_tokenizer import check_own_tokenizer
-from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
-from mtrain.plan.parameters import padded_vocab_size
+from mtrain.hf.tokenizer.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 from mtrain.preflight.findings import Findings
-from mtrain.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 
 
 def look_at_files(config: Config, findings: Findings) -> None:

@@ -18,10 +18,10 @@ from mtrain.config import Config
 from mtrain.config.schema.data import MockSection, SftSection
 from mtrain.config.schema.loss import LossSection
 from mtrain.hf.schema.files import has_weights
-from mtrain.metrics.trackers.open import refuse_missing
 from mtrain.preflight.disk import look_at_disk
 from mtrain.preflight.files import look_at_files, source_paths
 from mtrain.preflight.findings import Findings
+from mtrain.report.metrics.trackers.open import refuse_missing
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import refuse_if_held
 
@@ -50,7 +50,7 @@ def look_at_start(config: Config, findings: Findings, needs_weights: bool, is_no
             config = going_on(folder, config)
     if not _is_usual(config.loss):
         with findings.looking():
-            from mtrain.loss.objective import objective_of  # torch
+            from mtrain.core.loss.objective import objective_of  # torch
 
             findings.fact("loss", f"{', '.join(objective_of(config).functions)} can be loaded")
     start = Start(config, findings, needs_weights)
@@ -122,8 +122,8 @@ class Start:
         if own is None or config.adapter is not None:
             self.look_at_model("weights")
         if config.loss.teacher is not None:
-            from mtrain.mcore.state.start_weights import check_weights  # megatron-core
-            from mtrain.mcore.state.teacher import teacher_config
+            from mtrain.checkpoint.state.start_weights import check_weights  # megatron-core
+            from mtrain.checkpoint.state.teacher import teacher_config
 
             teacher = _entry(Path(config.loss.teacher.checkpoint))
             check_weights(teacher, teacher_config(config, teacher.path))
@@ -138,7 +138,7 @@ class Start:
         weights would have to be loaded."""
         if _is_usual(self.config.loss):
             return {}
-        from mtrain.loss.functions.sources import source_fingerprints
+        from mtrain.core.loss.functions.sources import source_fingerprints
 
         return source_fingerprints(self.config.loss)
 
@@ -146,7 +146,7 @@ class Start:
         """Checks the weights that a new run, or a service, begins with; the finding has this name."""
         config, findings = self.config, self.findings
         if config.checkpoint.initialize_from is not None:
-            from mtrain.mcore.state.start_weights import check_megatron_weights, check_weights  # megatron-core
+            from mtrain.checkpoint.state.start_weights import check_megatron_weights, check_weights  # megatron-core
 
             start = Path(config.checkpoint.initialize_from)
             found = megatron_folder(start)

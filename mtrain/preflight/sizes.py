@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.schema.data import FilesSection
+from mtrain.core.batch.sample import SampleSource
 from mtrain.data.epochs import Epochs
 from mtrain.data.packing.best_fit import packed
 from mtrain.data.packing.step_plan import StepShape, num_microbatches_of
 from mtrain.data.samples.preference import PreferenceDataset
-from mtrain.data.samples.sample import SampleSource
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended
 from mtrain.data.steps import steps_of

@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 from pydantic_core import PydanticUndefined
 
+from mtrain.arch.lr import decay_steps, learning_rate
 from mtrain.base.errors import RunFolderError
 from mtrain.config import Config
+from mtrain.config.changes import Change, changes, flat_keys
 from mtrain.config.consent import is_permitted
-from mtrain.config.messages import sections_at
+from mtrain.config.kinds import sections_at
 from mtrain.config.schema.data import SourceSection, is_path_of_template
 from mtrain.config.schema.section import Section
 from mtrain.config.schema.train import AnyOptimizer
-from mtrain.plan.lr import decay_steps, learning_rate
-from mtrain.runs.changes import Change, changes, flat_keys
 
 AnySection = TypeVar("AnySection", bound=Section)
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtrain.data.datum import Datum
-from mtrain.loss.pair import LossPair, TermInputs, needs_extras, per_token, weigh
+from mtrain.api.engine import Engine
+from mtrain.core.batch.datum import Datum
+from mtrain.core.loss.pair import LossPair, TermInputs, needs_extras, per_token, weigh
+from mtrain.hf.tokenizer.tokenizer import Tokenizer
 from mtrain.serve.protocol import NO_LOG_PROB, Likeliest
-from mtrain.tokenizer import Tokenizer
-from mtrain.training.engine import Engine
 
 _LONGEST_CHARACTER = 4
 """Bytes of the longest character of UTF-8, each of which can be a token."""

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.data.datum import Datum
-from mtrain.loss.pair import LossFunction, LossPair, TermInputs, needs_extras, per_token, stacked_extra, weigh
+from mtrain.core.batch.datum import Datum
+from mtrain.core.loss.pair import LossFunction, LossPair, TermInputs, needs_extras, per_token, stacked_extra, weigh
 from mtrain.serve.protocol import MOST_COLUMNS, SentDatum
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo")

@@ -20,7 +20,7 @@ from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.signals import StopSignal
 from mtrain.config.schema.loss import LossSection
 from mtrain.convert.endings import ends_next_to
-from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.core.ranks.init import on_first_rank
 from mtrain.runs.folder import RunFolder
 from mtrain.serve.asked import BaseModel
 from mtrain.serve.checked import check_served, check_token

@@ -14,14 +14,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mtrain.api.engine import Engine
+from mtrain.api.turns import Held
+from mtrain.arch.adapters import all_matrices
 from mtrain.base.errors import ConfigError, DataError, MachineError, MtrainError, NumericError, RunFolderError
 from mtrain.config import Config
 from mtrain.config.schema.adapter import GROUPS, AdapterSection, LoraSection, Target
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import export_adapter
-from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.mcore.engine.optimizer import AdamOptions
-from mtrain.plan.adapters import all_matrices
+from mtrain.core.engine.optimizer import AdamOptions
+from mtrain.core.ranks.init import on_first_rank
+from mtrain.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from mtrain.serve.likeliest import ends_with, likeliest_of_prompt, log_probs_of_prompt
 from mtrain.serve.losses import Batch
 from mtrain.serve.operations import (
@@ -40,10 +43,7 @@ from mtrain.serve.operations import (
 from mtrain.serve.protocol import SentBatch, written_answers, written_outputs
 from mtrain.serve.room import Sizes, check_room
 from mtrain.serve.store import Described, Kind, Lora, Place, Store
-from mtrain.tokenizer import Tokenizer, load_tokenizer
-from mtrain.training.engine import Engine
 from mtrain.training.export import export_whole, exported_through_checkpoint
-from mtrain.training.turns import Held
 
 _ALPHA = 32.0
 """Numerator of the scale of adapters where the configuration gives none, the same for every rank."""

@@ -7,32 +7,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mtrain.arch.lr import LearningRate, learning_rate
 from mtrain.base.errors import DataError
 from mtrain.base.imports import faulty_gpu_packages
+from mtrain.checkpoint.state.teacher import loaded_teacher, teacher_config, teacher_fingerprint
+from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, ChangeInfo
 from mtrain.config import Config, adapters, known_issues
 from mtrain.config.schema.sections import Sections
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import build_model
+from mtrain.core.layers.layer_spec import choose
+from mtrain.core.loss.functions.sources import source_fingerprints
+from mtrain.core.loss.objective import Objective, objective_of
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.ranks.init import on_all_ranks, on_first_rank, with_the_slowest
+from mtrain.core.step.step import TrainingStep
+from mtrain.core.step.teacher import Teacher
 from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
-from mtrain.loss.functions.sources import source_fingerprints
-from mtrain.loss.objective import Objective, objective_of
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank, with_the_slowest
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import build_model
-from mtrain.mcore.model.layer_spec import choose
-from mtrain.mcore.state.teacher import Teacher, teacher_config
-from mtrain.mcore.state.verified import opened_checkpoint
-from mtrain.plan.lr import LearningRate, learning_rate
 from mtrain.runs.continuation import TEACHER
 from mtrain.runs.folder import RunFolder
 from mtrain.training.evaluate import ValidationSet
 from mtrain.training.inputs import differing, of_validation
 from mtrain.training.preferences.references import References
 from mtrain.training.resume import announced, resume_or_initialize
-from mtrain.training.step import TrainingStep
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def load_teacher(config: Config, groups: Groups) -> Teacher | None:
         entry = announced(newest)
         assert entry is not None, "checkpoint_at raises where there is none"
         teachers = on_first_rank(lambda: teacher_config(config, entry.path))
-        return Teacher.load(teachers, entry, groups)
+        return loaded_teacher(teachers, entry, groups)
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     built = build_step(config, groups, objective, teacher_of, weights_follow=True)
     # before the run's own weights are loaded, since this overwrites the model's weights
     references.use(built.model)
-    of_teacher = {} if built.teacher is None else {TEACHER: built.teacher.fingerprint()}
+    of_teacher = {} if built.teacher is None else {TEACHER: teacher_fingerprint(built.teacher)}
     inputs = {**sources, **held_out, **of_teacher}
     resumed = resume_or_initialize(built.model, folder, loader, inputs)
     return Run(

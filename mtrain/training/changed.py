@@ -14,14 +14,14 @@ from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, newest_go
 from mtrain.checkpoint.store.manifest import CONFIG_NAME, ChangeInfo
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
+from mtrain.config.changes import Change
 from mtrain.config.consent import is_permitted
 from mtrain.config.schema.run import CheckpointSection
 from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.formats.megatron_indexed import same_fingerprint
 from mtrain.data.sources import REFERENCES
 from mtrain.data.steps import Windows, known_until, windows_in
-from mtrain.metrics.record import ChangeRecord
-from mtrain.runs.changes import Change
+from mtrain.report.metrics.record import ChangeRecord
 from mtrain.runs.continuation import TEACHER, allowed_changes, continued
 from mtrain.runs.folder import RunFolder
 from mtrain.training.inputs import VALID, changed_inputs

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.format.writer import Shard
+from mtrain.checkpoint.state.load import load_checkpoint
+from mtrain.checkpoint.state.save import Saver
+from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers
 from mtrain.checkpoint.store.steps import step_name
-from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
-from mtrain.mcore.state.load import load_checkpoint
-from mtrain.mcore.state.save import Saver
-from mtrain.mcore.state.shards import local_shards
-from mtrain.mcore.state.verified import opened_checkpoint
+from mtrain.core.engine.training_state import local_shards
+from mtrain.core.ranks.init import on_all_ranks, on_first_rank
+from mtrain.core.state.shard import Shard
 from mtrain.training.build import Run
 
 _log = logging.getLogger(__name__)

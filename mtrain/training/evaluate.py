@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
+from mtrain.core.engine.loss_reduction import Totals
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.loss.objective import Objective
+from mtrain.core.loss.pair import MAIN_TERM
+from mtrain.core.ranks.init import on_first_rank
+from mtrain.core.step.forward import forward_totals
+from mtrain.core.step.teacher import Teacher
 from mtrain.data.loader import HeldOutBatches, StepLoader
-from mtrain.loss.objective import Objective
-from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.mcore.engine.loss_reduction import Totals
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.state.teacher import Teacher
-from mtrain.metrics.record import TermRecord, ValidRecord
-from mtrain.training.forward import forward_totals
+from mtrain.report.metrics.record import TermRecord, ValidRecord
 
 
 @dataclass(frozen=True)

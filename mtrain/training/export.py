@@ -27,7 +27,7 @@ from mtrain.checkpoint.store.directory import load_entry, reading
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.work import staging_folder, staging_folders
-from mtrain.mcore.distributed.init import on_first_rank
+from mtrain.core.ranks.init import on_first_rank
 from mtrain.runs.folder import RunFolder
 
 _log = logging.getLogger(__name__)

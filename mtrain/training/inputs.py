@@ -10,10 +10,10 @@ from pathlib import Path
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import CheckpointEntry
+from mtrain.config.changes import Change
 from mtrain.config.consent import is_permitted
 from mtrain.config.schema.data import AnyData, IndexedSection
 from mtrain.config.schema.loss import LossSection
-from mtrain.runs.changes import Change
 from mtrain.runs.continuation import TEACHER
 
 VALID = "data.valid"

@@ -12,20 +12,20 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from mtrain.base.errors import DataError
+from mtrain.checkpoint.state.base import settle_base
+from mtrain.checkpoint.state.load import load_checkpoint, load_weights
+from mtrain.checkpoint.state.start_weights import load_hf_weights, load_megatron_weights, load_peft_adapter
+from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
 from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, ChangeInfo
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.training_state import non_finite_state
+from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.init_weights import draw_weights
+from mtrain.core.ranks.init import on_first_rank
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.model.init_weights import draw_weights
-from mtrain.mcore.state.base import settle_base
-from mtrain.mcore.state.load import load_checkpoint, load_weights
-from mtrain.mcore.state.shards import non_finite_state
-from mtrain.mcore.state.start_weights import load_hf_weights, load_megatron_weights, load_peft_adapter
-from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
 from mtrain.training.changed import changes_since, resumable
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtrain.base.errors import DataError
+from mtrain.checkpoint.state.load import load_checkpoint, save_checkpoint
+from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.config.schema.data import SftSection
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.training_state import non_finite_state
+from mtrain.core.ranks.init import on_first_rank
 from mtrain.data.encoding.encoder import trained_templates
-from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.state.load import load_checkpoint, save_checkpoint
-from mtrain.mcore.state.shards import non_finite_state
-from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.continuation import kept_lines
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import RunLock

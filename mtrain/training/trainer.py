@@ -15,26 +15,29 @@ from typing import TypeVar
 
 import torch
 
+from mtrain.arch.layout import Layout
 from mtrain.base import pulse
 from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
 from mtrain.base.errors import NumericError, SpoiledStateError, StopRequestedError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.base.signals import StopSignal
+from mtrain.checkpoint.state.replicas import ReplicaCheck
+from mtrain.checkpoint.state.save import Provenance, Saver
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.manifest import GitState
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import TrainSection
-from mtrain.data.batch import Microbatch
-from mtrain.data.epochs import with_num_steps
-from mtrain.data.shown import as_text
-from mtrain.hf.schema.registry import refuse_unexportable
-from mtrain.mcore.distributed import patience
-from mtrain.mcore.distributed.deterministic import VARIABLES, deterministic
-from mtrain.mcore.distributed.groups import Groups, opened_groups
-from mtrain.mcore.distributed.init import (
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.training_state import spoil_point
+from mtrain.core.layers.certified import candidate_of, finding, machine_of
+from mtrain.core.layers.layer_spec import chosen_backend
+from mtrain.core.ranks import patience
+from mtrain.core.ranks.deterministic import VARIABLES, deterministic
+from mtrain.core.ranks.groups import Groups, opened_groups
+from mtrain.core.ranks.init import (
     any_rank,
     init_distributed,
     naming_lack_of_memory,
@@ -43,14 +46,11 @@ from mtrain.mcore.distributed.init import (
     on_first_rank,
     with_the_slowest,
 )
-from mtrain.mcore.distributed.party import purpose_of
-from mtrain.mcore.health.replicas import ReplicaCheck
-from mtrain.mcore.model.certified import candidate_of, finding, machine_of
-from mtrain.mcore.model.layer_spec import chosen_backend
-from mtrain.mcore.state.save import Provenance, Saver
-from mtrain.mcore.state.shards import spoil_point
-from mtrain.metrics.sinks import Sinks
-from mtrain.plan.layout import Layout
+from mtrain.core.ranks.party import purpose_of
+from mtrain.data.epochs import with_num_steps
+from mtrain.data.shown import as_text
+from mtrain.hf.schema.registry import refuse_unexportable
+from mtrain.report.metrics.sinks import Sinks
 from mtrain.runs.account import StartAccount
 from mtrain.runs.failure import clear_summary, recording
 from mtrain.runs.folder import RunFolder

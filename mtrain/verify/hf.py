@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.checkpoint.state.start_weights import load_hf_weights
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import build_model
+from mtrain.core.loss.pair import MAIN_TERM
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.step import TrainingStep
 from mtrain.hf.io.source import FolderTensors, source_for
 from mtrain.hf.io.training import StepInput, TrainingRows, open_trainable, transformers_steps
-from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import build_model
-from mtrain.mcore.state.start_weights import load_hf_weights
-from mtrain.tokenizer import added_by
+from mtrain.hf.tokenizer.tokenizer import added_by
 from mtrain.training.build import opened_loader
-from mtrain.training.step import TrainingStep
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.compare import relative
 from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials, prepared

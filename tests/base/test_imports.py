@@ -261,7 +261,7 @@ del bound
 def test_logged_messages_of_others_are_left_out_by_their_beginning() -> None:
     program = """
 import logging
-import mtrain.mcore
+import mtrain.core.ranks
 logger = logging.getLogger("torch.utils.cpp_extension")
 logger.warning("No CUDA runtime is found, using CUDA_HOME='/usr/local'")
 logger.warning("anything else")

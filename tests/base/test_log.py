@@ -13,7 +13,7 @@ from tests.paths import ROOT
 PROGRAM = """
 import logging, sys
 from pathlib import Path
-from mtrain.metrics.jsonl import rewind
+from mtrain.report.metrics.jsonl import rewind
 {set_up}
 Path(sys.argv[1]).write_text("")
 rewind(Path(sys.argv[1]), 3)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.base import warning_ranks
 from tests.paths import ROOT
 from tests.pool import Pool, RankFailed
@@ -28,7 +28,7 @@ def test_what_another_package_says_of_itself_is_none(pool: Pool, module: str) ->
 def test_the_folder_of_the_test_that_starts_ranks_does_not_matter(tmp_path: Path) -> None:
     program = f"""
 import os
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.base import warning_ranks
 from tests.conftest import POOL
 from tests.pool import RankFailed

@@ -2,7 +2,7 @@
 
 import warnings
 
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 
 
 def filters_of_warning(groups: Groups, module: str) -> list[str]:

@@ -7,7 +7,7 @@ import yaml
 
 import mtrain
 from mtrain.config.keys import editor_schema
-from mtrain.config.load import load_config
+from mtrain.hf.configuration import load_config
 from tests.cli.command_line import call
 from tests.config.samples import content
 from tests.config.yaml_files import write

@@ -15,8 +15,9 @@ import yaml
 from hypothesis import assume, event, given, reject, settings
 from hypothesis import strategies as st
 
-from mtrain.config.load import config_yaml, load_config
-from mtrain.runs.changes import flat_keys
+from mtrain.config.changes import flat_keys
+from mtrain.config.load import config_yaml
+from mtrain.hf.configuration import load_config
 from tests.cli.command_line import call
 from tests.cli.test_verbs import modules_loaded_by
 from tests.config.yaml_files import write

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.compare.runs import Comparison, compare_runs
+from mtrain.report.compare.runs import Comparison, compare_runs
 from tests.compare.test_runs import ENVIRONMENT, changed, compare, first, run, steps
 from tests.training.test_trainer import command, finished, records, start
 

@@ -18,10 +18,10 @@ import pytest
 
 from mtrain.__main__ import main
 from mtrain.base.errors import ConfigError, DataError
-from mtrain.compare.report import comparison_page, comparison_picture
-from mtrain.compare.runs import Comparison, compare_runs, relative_difference
-from mtrain.metrics.record import StepRecord, TermRecord
-from mtrain.runs.changes import Change
+from mtrain.config.changes import Change
+from mtrain.report.compare.report import comparison_page, comparison_picture
+from mtrain.report.compare.runs import Comparison, compare_runs, relative_difference
+from mtrain.report.metrics.record import StepRecord, TermRecord
 from mtrain.runs.folder import RunFolder
 from tests.browser import Browser
 from tests.cli.command_line import blocking

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import config_yaml, load_config
+from mtrain.config.load import config_yaml
+from mtrain.hf.configuration import load_config
 from tests.config.samples import config, content
 from tests.fault_table import Notice
 from tests.messages import refuses

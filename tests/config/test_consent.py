@@ -6,7 +6,7 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.consent import NEUTRAL_KEYS, is_permitted
-from mtrain.config.load import load_config
+from mtrain.hf.configuration import load_config
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice

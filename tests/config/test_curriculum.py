@@ -9,7 +9,8 @@ import pytest
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import data_phases, phase_number
-from mtrain.config.load import config_yaml, load_config
+from mtrain.config.load import config_yaml
+from mtrain.hf.configuration import load_config
 from mtrain.plan.summary import plan_lines
 from tests.config.samples import INDEXED, content
 from tests.config.yaml_files import write

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mtrain import plan
+from mtrain import arch
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.load import load_config
-from mtrain.plan.layout import Layout
+from mtrain.hf.configuration import load_config
 from tests.messages import refuses
 from tests.paths import CONFIGS
 
@@ -105,7 +105,7 @@ def test_a_reward_model_is_a_head_on_any_model() -> None:
     assert (found.sequences_per_step, found.model.output.rows, found.model.output.is_tied) == (128, 1, False)
     whole = load("tiny", run="preference").model
     assert (
-        plan.num_parameters(whole) - plan.num_parameters(found.model)
+        arch.num_parameters(whole) - arch.num_parameters(found.model)
         == ((0 if whole.tied_embeddings else whole.vocab_size) - 1) * whole.hidden_size
     )
 
@@ -124,7 +124,7 @@ def test_models_with_experts_run_and_fit_an_h200(model: str) -> None:
     config = load_config(fragments(model, name, "pretrain"), ["train.recompute=full", *stages])
     layout = Layout.from_config(config, num_ranks)
     assert layout.edp == 1
-    assert max(plan.memory_per_rank(config, layout, rank).total_bytes for rank in range(layout.pp)) < 141e9
+    assert max(arch.memory_per_rank(config, layout, rank).total_bytes for rank in range(layout.pp)) < 141e9
 
 
 @pytest.mark.parametrize(("model", "layout"), sorted(ILLEGAL))
@@ -135,17 +135,17 @@ def test_other_combinations_are_refused(model: str, layout: str) -> None:
 
 @pytest.mark.parametrize(("model", "expected"), PARAMETERS.items())
 def test_known_models_have_their_known_size(model: str, expected: int) -> None:
-    assert plan.num_parameters(load(model).model) == expected
+    assert arch.num_parameters(load(model).model) == expected
 
 
 @pytest.mark.parametrize(("model", "expected"), EXPERTS.items())
 def test_known_models_with_experts_have_their_known_sizes(model: str, expected: tuple[int, int]) -> None:
     section = load(model).model
-    assert plan.num_parameters(section.model_copy(update={"mtp_depths": 0})) == expected[0]
-    assert plan.num_active_parameters(section) == expected[1]
+    assert arch.num_parameters(section.model_copy(update={"mtp_depths": 0})) == expected[0]
+    assert arch.num_active_parameters(section) == expected[1]
 
 
 def test_deepseek_v3_has_a_layer_and_a_projection_more_that_predict_ahead() -> None:
     section = load("deepseek_v3").model
-    ahead = plan.num_parameters(section) - plan.num_parameters(section.model_copy(update={"mtp_depths": 0}))
+    ahead = arch.num_parameters(section) - arch.num_parameters(section.model_copy(update={"mtp_depths": 0}))
     assert ahead == 11_610_067_968

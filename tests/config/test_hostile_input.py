@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import load_config
 from mtrain.config.schema import bounds
 from mtrain.config.schema.data import IndexedSection
+from mtrain.hf.configuration import load_config
 from mtrain.plan.summary import plan_lines
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write

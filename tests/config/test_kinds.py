@@ -7,8 +7,8 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.config.renamed import RenamedKeyWarning
+from mtrain.hf.configuration import load_config
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.load import load_config, save_config
+from mtrain.config.load import save_config
 from mtrain.config.schema.bounds import FLOAT32_LARGEST, FLOAT32_SMALLEST
 from mtrain.config.schema.data import IndexedSection
 from mtrain.config.schema.loss import wrong_options
 from mtrain.config.schema.train import MuonSection
+from mtrain.hf.configuration import load_config
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice

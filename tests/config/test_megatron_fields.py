@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from mtrain.base.errors import ConfigError
 from mtrain.base.ground import found_megatron
 from mtrain.config import Config, known_issues, megatron_fields
-from mtrain.config.load import load_config
 from mtrain.config.megatron_fields import UNREADABLE, field_defaults
+from mtrain.hf.configuration import load_config
 from tests.config.samples import config, content
 from tests.config.yaml_files import write
 from tests.fault_table import Notice

@@ -6,8 +6,9 @@ import pytest
 
 from mtrain import __version__
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import config_yaml, load_config
+from mtrain.config.load import config_yaml
 from mtrain.config.renamed import KEYS, LAST_VERSION, LOSS_FUNCTIONS, VALUES, RenamedKeyWarning, with_current_names
+from mtrain.hf.configuration import load_config
 from tests.config.samples import config
 from tests.messages import refuses
 

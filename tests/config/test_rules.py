@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import load_config
+from mtrain.hf.configuration import load_config
 from tests.config.samples import INDEXED, config, content
 from tests.config.yaml_files import write
 from tests.messages import check_message

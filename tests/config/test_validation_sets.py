@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import config_yaml, load_config
+from mtrain.config.load import config_yaml
+from mtrain.hf.configuration import load_config
 from tests.config.samples import INDEXED, content
 from tests.config.yaml_files import write
 from tests.messages import refuses

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.convert.adapters import export_adapter
 from mtrain.convert.exporting import export_hf
 from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
-from mtrain.plan.layout import Layout
-from mtrain.tokenizer import load_tokenizer, tokenizer_of
+from mtrain.hf.configuration import load_config
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer, tokenizer_of
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.hf import comparable, verify_hf

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.config import Config
@@ -15,7 +16,6 @@ from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import verify_hf
 from mtrain.hf.schema.description import described_model, with_architecture
-from mtrain.plan.layout import Layout
 from tests.cli.command_line import call
 from tests.hf.ahead import CONFIGS, FILE, save_ahead
 from tests.mcore.state import checkpoint_ranks

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from mtrain.config.load import load_config
+from mtrain.arch.layout import Layout
 from mtrain.convert.exporting import export_hf
-from mtrain.plan.layout import Layout
+from mtrain.hf.configuration import load_config
 from tests.data.chat.cases import TOOL, assistant, user, write_tokenizer
 from tests.pool import Pool
 from tests.training.one_process import train_fresh

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.convert.exporting import export_hf
 from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
-from mtrain.plan.layout import Layout
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.configuration import load_config
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from mtrain.training.sampling.prompts import questions_of
 from tests.pool import Pool
 from tests.training.one_process import train_fresh

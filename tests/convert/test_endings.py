@@ -25,7 +25,7 @@ from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import chosen_templates, put_templates
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
 from mtrain.hf.schema.files import declared_ends
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 
 MODEL = ModelSection(num_layers=1, hidden_size=8, num_attention_heads=1, ffn_hidden_size=8, vocab_size=12)
 WORDS = ["<unk>", "user", "assistant", "system", "a", "b", "c", "<eos>", "<end>", "<eom>", "\n", "###"]

@@ -10,11 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mtrain.arch.layout import Layout
 from mtrain.base.tensor_slice import slices_of_run
-from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
+from mtrain.checkpoint.format.writer import write_metadata, write_shards
 from mtrain.checkpoint.store.diff import contents_of, differences
 from mtrain.cli.inspect import inspect_app
-from mtrain.plan.layout import Layout
+from mtrain.core.state.shard import Shard
 from tests.config.samples import config
 from tests.mcore.state.checkpoint_ranks import save
 from tests.pool import Pool

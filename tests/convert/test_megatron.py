@@ -10,12 +10,12 @@ import yaml
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.nn import functional
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.verifying import verify_hf
 from mtrain.data.loader import StepLoader
-from mtrain.plan.layout import Layout
 from tests.cli.command_line import call
 from tests.config.samples import config
 from tests.hf.folders import save

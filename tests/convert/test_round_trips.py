@@ -11,16 +11,17 @@ import torch
 import transformers
 import yaml
 
+from mtrain.arch.layout import Layout
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
-from mtrain.config.load import load_config, save_config
+from mtrain.config.load import save_config
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import random_tokens, verify_hf
+from mtrain.hf.configuration import load_config
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.training import transformers_logits
-from mtrain.plan.layout import Layout
 from mtrain.runs.folder import RunFolder
 from tests.hf import hf_ranks
 from tests.hf.folders import CONFIGS, TOWERS, class_of, save

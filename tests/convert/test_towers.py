@@ -13,6 +13,7 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import DataError
 from mtrain.config.load import save_config
 from mtrain.config.schema.adapter import LoraSection
@@ -25,7 +26,6 @@ from mtrain.hf.schema import peft
 from mtrain.hf.schema.description import described_model, read_model
 from mtrain.hf.schema.files import as_declared, declared_ends
 from mtrain.hf.schema.registry import family_of
-from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.folders import TOWERS, class_of, content_of, run_of_folder, save
 from tests.hf.stored import store

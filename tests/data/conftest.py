@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-import mtrain.mcore  # noqa: F401 - its CPU emulation has to be there before megatron-core is imported
+import mtrain.core.ranks  # noqa: F401 - its CPU emulation has to be there before megatron-core is imported
 from mtrain.config import Config
 from mtrain.data.formats.corpus_writer import writing_corpus
 

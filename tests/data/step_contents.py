@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mtrain.core.batch.order import SamplePosition
 from mtrain.data.loader import StepLoader
-from mtrain.data.order import SamplePosition
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from mtrain.data.batch import DOCUMENT_STARTS, Microbatch, MtpTargets
-from mtrain.data.collate import RowForm
+from mtrain.core.batch.batch import DOCUMENT_STARTS, Microbatch, MtpTargets
+from mtrain.core.batch.collate import RowForm
 
 TERMS = ("main", "tokens")
 """Names of terms, of which one equals the name of a field."""

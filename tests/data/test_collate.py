@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mtrain.config.schema.loss import LossSection
-from mtrain.data.batch import Microbatch
-from mtrain.data.collate import Place, RowForm, collate, loss_terms
-from mtrain.data.samples.sample import Sample, shifted
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.batch.collate import Place, RowForm, collate, loss_terms
+from mtrain.core.batch.sample import Sample, shifted
 
 TERMS = loss_terms(LossSection(aggregation="seq-mean-token-mean", side_terms={"all": {"aggregation": "sum"}}))
 FORM = RowForm(8, TERMS, is_packed=True, isolates_documents=True, with_padding=True)

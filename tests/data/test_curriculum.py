@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain.config import Config
+from mtrain.core.batch.order import BlendPhase, BlendPhases, SampleOrder
 from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.loader import StepLoader
-from mtrain.data.order import BlendPhase, BlendPhases, SampleOrder
 from mtrain.data.shown import as_text
 from tests.data.test_loader import assert_same, global_batch
 from tests.data.test_packed_loader import Sequences, sequences

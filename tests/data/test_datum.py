@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain import DataError, Datum, GroupMember
-from mtrain.data.datum import sample_of
-from mtrain.data.numbers import token_ids
+from mtrain.core.batch.datum import sample_of
+from mtrain.core.batch.numbers import token_ids
 from tests.messages import refuses
 from tests.parity.cases import SINGLE
 

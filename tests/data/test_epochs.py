@@ -10,9 +10,10 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.load import config_yaml, load_config
+from mtrain.config.load import config_yaml
 from mtrain.data.epochs import with_num_steps
 from mtrain.data.loader import StepLoader
+from mtrain.hf.configuration import load_config
 from tests.config.samples import content
 from tests.config.yaml_files import write
 from tests.messages import refuses

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError
+from mtrain.core.batch.order import SamplePosition
+from mtrain.core.batch.sample import Sample
 from mtrain.data.ledger import (
     Ledger,
     NotedSlots,
@@ -22,8 +24,6 @@ from mtrain.data.ledger import (
     rewind_ledger,
     to_line,
 )
-from mtrain.data.order import SamplePosition
-from mtrain.data.samples.sample import Sample
 from mtrain.training.recording.sinks import LedgerSink
 from tests.fault_table import Notice
 from tests.messages import refuses

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
-from mtrain.data.collate import loss_terms
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.batch.collate import loss_terms
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.data.loader import StepLoader
 from tests.fault_table import Notice

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain.base.errors import ConfigError
-from mtrain.data.order import (
+from mtrain.core.batch.order import (
     PERIOD_LIMIT,
     Blend,
     SampleOrder,

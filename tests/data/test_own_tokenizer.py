@@ -12,7 +12,7 @@ import pytest
 
 from mtrain.base.errors import DataError
 from mtrain.data.own_tokenizer import check_own_tokenizer
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.hf.tokenizer.folders import trained, written

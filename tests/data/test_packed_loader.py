@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
+from mtrain.core.batch.batch import Microbatch
 from mtrain.data.loader import StepLoader
 
 MakeConfig = Callable[..., Config]

@@ -17,7 +17,7 @@ from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.sft_caches import SftCaches
 from mtrain.data.sources import Sources
-from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from tests.fault_table import Notice
 from tests.messages import refuses
 

@@ -12,8 +12,8 @@ from mtrain.cli.show_batch import coloured, styles_of
 from mtrain.config import Config
 from mtrain.data.loader import StepLoader
 from mtrain.data.shown import as_text, headline
-from mtrain.pages.html import render
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
+from mtrain.report.pages.html import render
 
 WriteJsonl = Callable[[Sequence[dict[str, Any]]], Path]
 LINES: list[dict[str, Any]] = [{"prompt": "a <x>", "response": "c d", "weight": 2}, {"prompt": "b", "response": "e"}]

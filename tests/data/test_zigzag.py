@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mtrain.data.batch import Microbatch
-from mtrain.data.zigzag import slice_for_context_parallel, zigzag_index, zigzag_index_on
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.batch.zigzag import slice_for_context_parallel, zigzag_index, zigzag_index_on
 
 
 def test_a_rank_owns_a_chunk_from_each_end() -> None:

@@ -18,23 +18,22 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from tests.paths import ROOT
-from tests.test_architecture import PACKAGES_BY_LAYER
+from tests.test_architecture import PACKAGES
 
 FOLDER = ROOT / "docs" / "pictures"
 
 BANDS = (
-    "errors, files, signals",
-    "still without torch: answers on a login node",
-    "losses as pairs: torch alone",
-    "torch and numpy, no Megatron-Core; do not import each other",
-    "the only package that imports Megatron-Core",
+    "without torch: answers on a login node",
+    "one training step: loss, batch, ranks, layers, engine",
+    "files: of Hugging Face, of data, of runs",
+    "between formats, to people, on machines",
     "composition: who is built, in what order things happen",
-    "proofs",
+    "checks, proofs and a service",
     "the command line",
 )
 """Description of each layer."""
 
-FILLS = ("#dfe6f0", "#e8eef7", "#e4f2ea", "#e4f2ea", "#fdf0d9", "#f8e4e4", "#efe6f6", "#e9e9e9")
+FILLS = ("#dfe6f0", "#fdf0d9", "#e4f2ea", "#e8eef7", "#f8e4e4", "#efe6f6", "#e9e9e9")
 """Colours of the layers, from the bottom up."""
 INK, FAINT = "#1f2933", "#5b6775"
 
@@ -83,19 +82,16 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text
         axes.text(middle[0] + 0.8, middle[1], text, ha="left", va="center", size=8.5, color=FAINT)
 
 
-def packages(table: Sequence[frozenset[str]]) -> list[list[str]]:
-    """Returns the packages of each layer, without the root, scripts, and packages that only hold packages of other
-    layers."""
-    everything = frozenset[str]().union(*table)
-    holders = {name.rpartition(".")[0] for name in everything}
-    return [sorted(n for n in layer if not n.startswith("__") and n not in {*holders, "tools"}) for layer in table]
+def packages(table: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Returns the packages of each line, without the root, scripts and old names."""
+    return [[name for name in line if not name.startswith("__") and name not in ("tools", "loss")] for line in table]
 
 
 def layers_picture() -> Figure:
     """Draws one band a layer, the lowest at the bottom; imports go down."""
     height, gap, width = 7.0, 1.1, 92.0
     figure, axes = canvas(width, len(BANDS) * (height + gap) + gap)
-    for layer, (names, said, fill) in enumerate(zip(packages(PACKAGES_BY_LAYER), BANDS, FILLS, strict=True)):
+    for layer, (names, said, fill) in enumerate(zip(packages(PACKAGES), BANDS, FILLS, strict=True)):
         y = gap + layer * (height + gap)
         draw(axes, Box(1, y, width - 2, height, "", fill))
         axes.text(2.2, y + height - 1.4, f"{layer} {said}", va="center", size=8.5, color=FAINT)

@@ -21,7 +21,7 @@ from mtrain.checkpoint.store.manifest import CheckpointInfo, FileInfo, Manifest
 from mtrain.cli.examples import EXAMPLES as EXAMPLES_OF_VERBS
 from mtrain.cli.main import VERBS, app
 from mtrain.config.keys import Key, described_keys
-from mtrain.metrics.record import OF_THE_MACHINE, ChangeRecord, StepRecord, TermRecord, ValidRecord
+from mtrain.report.metrics.record import OF_THE_MACHINE, ChangeRecord, StepRecord, TermRecord, ValidRecord
 from mtrain.runs.folder import RunFolder
 from tests.paths import CONFIGS, DOCS
 
@@ -213,7 +213,7 @@ these it is. Numbers that are not finite are the texts `"NaN"`, `"Infinity"` and
 the machine and its speed: {of_the_machine}; all others are the same in every repetition of a run on one layout ([bit
 for bit](../checkpoints.md#bit-for-bit)), and to rounding on another.
 """
-    return heading("Metrics", "mtrain/metrics/record.py") + intro + "\n".join(lines) + "\n"
+    return heading("Metrics", "mtrain/report/metrics/record.py") + intro + "\n".join(lines) + "\n"
 
 
 WRITTEN_BY_OTHERS = {

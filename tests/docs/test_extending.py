@@ -97,7 +97,7 @@ def test_a_loss_of_a_users_package_is_the_same_on_two_layouts(
 RATES = """
 import json, mtrain
 from mtrain.config.schema.train import AdamWSection
-from mtrain.plan.lr import learning_rate
+from mtrain.arch.lr import learning_rate
 from mtrain.verify.reference.schedule import published_rate
 optimizer = AdamWSection(lr=1.0, min_lr=0.0, schedule="wsd_sqrt", warmup_steps=2, decay_steps=16)
 rates = [[rate(step, optimizer, 20) for step in (0, 1, 2, 4, 5, 8, 13)] for rate in (learning_rate, published_rate)]
@@ -116,7 +116,7 @@ STARTS = """
 import json, sqlite3
 from pathlib import Path
 from mtrain.config import Config
-from mtrain.metrics.trackers.open import refuse_missing, tracked_run, tracker_sink
+from mtrain.report.metrics.trackers.open import refuse_missing, tracked_run, tracker_sink
 from mtrain.launch.local import free_port
 from tests.config.samples import content
 from tests.metrics.records import step_record

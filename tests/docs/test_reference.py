@@ -10,7 +10,7 @@ from pydantic import ValidationError, create_model
 from mtrain.base.yaml_text import read_yaml
 from mtrain.cli.examples import EXAMPLES as EXAMPLES_OF_VERBS
 from mtrain.config.keys import Key, described_keys
-from mtrain.config.load import load_config
+from mtrain.hf.configuration import load_config
 from tests.cli.command_line import parsed
 from tests.docs.reference import COMMAND, EXAMPLES, FOLDER, PAGES, commands, examples
 from tests.paths import CONFIGS

@@ -15,7 +15,8 @@ import yaml
 
 from mtrain.cli.arguments import split_arguments
 from mtrain.config import Config
-from mtrain.config.load import config_yaml, load_config
+from mtrain.config.load import config_yaml
+from mtrain.hf.configuration import load_config
 from mtrain.plan.summary import plan_lines
 from tests.config.samples import content
 from tests.fuzz.mutations import FLOATS, HUGE, TEXTS, TOKENS, mutated_bytes, mutated_tree
@@ -67,7 +68,7 @@ def _bases() -> tuple[dict[str, Any], ...]:
                 "aggregation": "token-sum-norm",
                 "norm_length": 64,
                 "options": {"label_smoothing": 0.1},
-                "side_terms": {"z": {"function": "mtrain.loss.objective:z_loss", "coefficient": 0.1}},
+                "side_terms": {"z": {"function": "mtrain.core.loss.objective:z_loss", "coefficient": 0.1}},
                 "router": {"z_coefficient": 0.001, "sequence_balance_coefficient": 0.01},
             },
             checkpoint={"interval_steps": 5, "keep_every_steps": 10, "export_hf_every_steps": 10},

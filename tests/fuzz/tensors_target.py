@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
+from mtrain.checkpoint.format.writer import write_metadata, write_shards
+from mtrain.core.state.shard import Shard
 from tests.fuzz.mutations import HUGE, TEXTS, mutated_bytes
 from tests.fuzz.target import Target
 

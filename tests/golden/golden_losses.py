@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from mtrain.arch.layout import Layout
+from mtrain.arch.lr import learning_rate
 from mtrain.config import Config
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.plan.layout import Layout
-from mtrain.plan.lr import learning_rate
 from tests.config.samples import content
 from tests.parity.ranks import build
 from tests.pool import Pool

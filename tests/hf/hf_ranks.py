@@ -5,21 +5,21 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.state import reader
+from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.load import load_frozen_weights
+from mtrain.checkpoint.state.reader import load_shards
+from mtrain.checkpoint.state.start_weights import load_hf_weights
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.config import Config
 from mtrain.convert.origin import source_of
 from mtrain.convert.verifying import our_logits, random_tokens
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.optimizer_state import FlatSlice
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import build_frozen_model, build_model
+from mtrain.core.ranks.groups import Groups
 from mtrain.hf.io.source import FolderTensors
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.optimizer_state import FlatSlice
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import build_frozen_model, build_model
-from mtrain.mcore.state import reader
-from mtrain.mcore.state.gather import gather_whole, parameter_shards
-from mtrain.mcore.state.load import load_frozen_weights
-from mtrain.mcore.state.reader import load_shards
-from mtrain.mcore.state.start_weights import load_hf_weights
 
 
 def logits(groups: Groups, checkpoint: Path, main: bool = True) -> Any:

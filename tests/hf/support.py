@@ -25,19 +25,19 @@ import peft
 import torch
 import transformers
 
+from mtrain.arch import num_parameters
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.config.schema.adapter import DELTA_NET_PARTS, JOINED, LATENT_PARTS, LoraSection, Target
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import export_adapter
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import random_tokens
+from mtrain.hf.configuration import load_config
 from mtrain.hf.schema.peft import tensors
 from mtrain.hf.schema.registry import FAMILIES, family_of_run
-from mtrain.plan import num_parameters
-from mtrain.plan.layout import Layout
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.verify.hf import verify_hf
 from mtrain.verify.parity import Request, verify_parity

@@ -4,9 +4,9 @@ import pytest
 import torch
 import transformers
 
-from mtrain.config.load import load_config
+from mtrain.arch import num_parameters
+from mtrain.hf.configuration import load_config
 from mtrain.hf.schema.registry import FAMILIES, fitting_family
-from mtrain.plan import num_parameters
 from tests.hf import support
 from tests.paths import CONFIGS
 from tests.pool import Pool

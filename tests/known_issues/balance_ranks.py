@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 
 EXPERTS = 4
 

@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import pytest
 
-import mtrain.mcore  # noqa: F401  # before tests import megatron-core: it may need what stands in for triton
+import mtrain.core.ranks  # noqa: F401  # before tests import megatron-core: it may need what stands in for triton
 from tests.known_issues.rows import TABLE
 from tests.known_issues.rows.row import installed
 

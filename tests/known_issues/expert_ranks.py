@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.config.schema.experts import ExpertsSection
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.moe.experts import Experts
-from mtrain.mcore.model.moe.router import Router
+from mtrain.core.layers.moe.experts import Experts
+from mtrain.core.layers.moe.router import Router
+from mtrain.core.ranks.groups import Groups
 
 SECTION = ExpertsSection(num_experts=4, top_k=2, ffn_hidden_size=16)
 SEQ, HIDDEN = 8, 16

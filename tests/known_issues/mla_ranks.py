@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mtrain.config.schema.attention import LatentAttentionSection
 from mtrain.config.schema.rope import RopeSection
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.attention.mla import LatentAttention
+from mtrain.core.layers.attention.mla import LatentAttention
+from mtrain.core.ranks.groups import Groups
 
 HIDDEN, HEADS, SEQ, ROWS = 16, 4, 8, 2
 SIZES = LatentAttentionSection(q_lora_rank=8, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=4)

@@ -1,6 +1,6 @@
 """Plain Megatron-Core on CPU ranks: its GPTModel, DDP, schedules and optimizer, combined as in its examples.
 
-It uses nothing of `mtrain.mcore` besides the process groups and the CPU emulation, so faults here are megatron-core's.
+It uses nothing of `mtrain.core.ranks` besides the process groups and the CPU emulation, so faults are megatron-core's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.data.order import slots
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.batch.order import slots
+from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import GlobalBatch
 
 Arrays = dict[str, Any]

@@ -29,16 +29,16 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
+from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
-from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.finalize import finalize_gradients
-from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
-from mtrain.mcore.model.attention.context_parallel import CoreAttention
-from mtrain.mcore.model.build import build_model
-from mtrain.mcore.model.transformer_config import transformer_config
-from mtrain.mcore.state.gather import gather_whole, parameter_shards
+from mtrain.core.engine.finalize import finalize_gradients
+from mtrain.core.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
+from mtrain.core.layers.attention.context_parallel import CoreAttention
+from mtrain.core.layers.build import build_model
+from mtrain.core.layers.transformer_config import transformer_config
+from mtrain.core.loss.pair import MAIN_TERM, LossPair
+from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.core.ranks.groups import Groups
 
 SEQ, HIDDEN = 8, 16
 

@@ -13,11 +13,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.core.engine import optimizer_state
+from mtrain.core.engine.optimizer_state import MAIN, STATES
+from mtrain.core.layers.build import unwrap
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine import optimizer_state
-from mtrain.mcore.engine.optimizer_state import MAIN, STATES
-from mtrain.mcore.model.build import unwrap
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import build_run
 from tests.mcore.state.checkpoint_ranks import Parts, build

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.known_issues import balance_ranks as ranks
 from tests.pool import Pool
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.known_issues import expert_ranks
 from tests.mcore.state import expert_ranks as state_ranks
 from tests.mcore.state.test_save_and_load import FP16, configured

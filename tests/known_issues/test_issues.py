@@ -26,15 +26,15 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.safe_metadata import read_metadata
 from mtrain.config import known_issues
 from mtrain.config.schema.rope import RopeSection
-from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.mcore.engine.loss_reduction import PairAccumulator
-from mtrain.mcore.model.attention.rotary import inverse_frequencies
-from mtrain.mcore.model.norm import Norm
-from mtrain.plan.layout import Layout
+from mtrain.core.engine.loss_reduction import PairAccumulator
+from mtrain.core.layers.attention.rotary import inverse_frequencies
+from mtrain.core.layers.norm import Norm
+from mtrain.core.loss.pair import MAIN_TERM, LossPair
 from tests.known_issues import ranks, state_ranks
 from tests.known_issues.configs import assert_refused, megatron_core, small
 from tests.pool import Pool

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.known_issues.mla_ranks import HEADS, HIDDEN, SIZES, Gradients, error_of_plain, our_gradients, plain_gradients
 from tests.parity.compare import tensor_deviation
 from tests.pool import Pool

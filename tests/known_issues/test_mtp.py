@@ -15,9 +15,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from mtrain.data.collate import moved
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.batch.collate import moved
+from mtrain.core.ranks.groups import Groups
 from tests.known_issues.plain import PlainStep, plain_step
 from tests.known_issues.ranks import SEQ, fields
 from tests.known_issues.test_whole_steps import OF_THEIRS, WHOLE_TABLE

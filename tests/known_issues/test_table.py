@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.config import known_issues
-from mtrain.plan.layout import Layout
 from mtrain.plan.summary import plan_lines
 from tests.known_issues.configs import SMALL, assert_refused, megatron_core, small
 from tests.known_issues.page import FINDINGS, NUM_FINDINGS, PAGE, UNREAD, findings, page

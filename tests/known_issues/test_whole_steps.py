@@ -13,7 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from tests.known_issues.plain import PlainStep, plain_initial_weights, plain_step
 from tests.parity.batches import GlobalBatch, full_batch, three_steps
 from tests.parity.cases import Case, case
@@ -95,7 +95,7 @@ def test_batched_transfers_pair_activations_with_gradients_at_pp_2(pool: Pool) -
 def test_activations_are_freed_while_they_are_being_sent(pool: Pool) -> None:
     """Shows a race (`test_freed_outputs_arrive_as_other_numbers` shows other numbers).
 
-    It is absent here: `deallocate_pipeline_outputs` is off on CPUs (mtrain/mcore/model/transformer_config.py); on a GPU
+    It is absent here: `deallocate_pipeline_outputs` is off on CPUs (mtrain/core/layers/transformer_config.py); on a GPU
     the stream keeps the order."""
     config = INTERLEAVED.config(**WHOLE_TABLE)
     arguments = (config.model, initial_parameters(config), three_steps()[0], INTERLEAVED.micro_batch_size)
@@ -199,7 +199,7 @@ def smoothed(groups: Groups, logits: Any, labels: Any) -> tuple[list[float], lis
 
 @OF_THEIRS
 def test_label_smoothing_is_wrong_under_tensor_parallelism(pool: Pool) -> None:
-    """Shows a fault that is absent here: losses come from mtrain/loss/vocab_parallel/logits.py."""
+    """Shows a fault that is absent here: losses come from mtrain/core/loss/vocab_parallel/logits.py."""
     rng = np.random.default_rng(0)
     logits, labels = (4 * rng.standard_normal((5, 3, 64))).astype(np.float32), rng.integers(0, 64, (5, 3))
     deviations = []

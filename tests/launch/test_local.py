@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from mtrain.base.certificate import Certificate, Comparison
 from mtrain.base.signals import STOP_SIGNALS
 from mtrain.cli.main import app
-from mtrain.config.load import load_config
+from mtrain.core.layers.certified import layers_of, machine_of
+from mtrain.hf.configuration import load_config
 from mtrain.launch.local import run_ranks
-from mtrain.mcore.model.certified import layers_of, machine_of
 from tests.config.samples import config
 from tests.fault_table import Notice
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from mtrain.loss.functions.likelihood import next_token_loss
-from mtrain.loss.pair import LossPair, TermInputs
+from mtrain.core.loss.functions.likelihood import next_token_loss
+from mtrain.core.loss.pair import LossPair, TermInputs
 
 not_a_function = 3
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from mtrain.loss.pair import Extras, TermInputs
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.core.loss.pair import Extras, TermInputs
+from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 
 VOCAB = 11
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.config.schema.loss import NORM_AGGREGATIONS, Aggregation, TermSection
-from mtrain.loss.aggregation import aggregate
+from mtrain.core.loss.aggregation import aggregate
 
 NAMES: list[Aggregation] = [
     "token-mean",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config.schema.loss import RouterLossSection
-from mtrain.loss.router import (
+from mtrain.core.loss.router import (
     GLOBAL_BALANCE,
     MICROBATCH_BALANCE,
     ROUTER_TERMS,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mtrain.config.schema.loss import Aggregation, LossSection
-from mtrain.data.zigzag import zigzag_index
-from mtrain.loss.aggregation import aggregate
+from mtrain.core.batch.zigzag import zigzag_index
+from mtrain.core.loss.aggregation import aggregate
 from mtrain.verify.reference.aggregation import divisor, token_weights
 
 NUM_SEQUENCES, LENGTH, HIDDEN, VOCAB = 16, 32, 6, 19

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mtrain.metrics.record import StepRecord, TermRecord, ValidRecord
+from mtrain.report.metrics.record import StepRecord, TermRecord, ValidRecord
 
 
 def step_record(step: int, loss: float = 2.5, *, empty: bool = False, skipped: str | None = None) -> StepRecord:

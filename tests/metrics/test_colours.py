@@ -2,7 +2,7 @@
 
 import itertools
 
-from mtrain.metrics.shown import curve_colour, curve_hue
+from mtrain.report.metrics.shown import curve_colour, curve_hue
 
 
 def test_neighbours_are_far_apart_and_no_two_of_many_are_the_same() -> None:

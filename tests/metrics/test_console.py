@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from mtrain.metrics.record import Record, StepRecord, TermRecord, ValidRecord
-from mtrain.metrics.shown import as_duration, as_size
-from mtrain.metrics.sinks import ConsoleSink
+from mtrain.report.metrics.record import Record, StepRecord, TermRecord, ValidRecord
+from mtrain.report.metrics.shown import as_duration, as_size
+from mtrain.report.metrics.sinks import ConsoleSink
 from tests.metrics.records import step_record, valid_record, with_side_terms
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.metrics.appended import AppendedFile
-from mtrain.metrics.jsonl import JsonlSink, read_records, rewind
-from mtrain.metrics.record import Record
+from mtrain.report.metrics.appended import AppendedFile
+from mtrain.report.metrics.jsonl import JsonlSink, read_records, rewind
+from mtrain.report.metrics.record import Record
 from tests.base.crash import killed_at_every_file_operation
 from tests.fault_table import Notice
 from tests.messages import refuses

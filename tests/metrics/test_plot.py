@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.metrics.jsonl import JsonlSink
-from mtrain.metrics.plot import Curves, load_curves, plot_losses, running_mean
-from mtrain.metrics.record import ChangeRecord, Record
+from mtrain.report.metrics.jsonl import JsonlSink
+from mtrain.report.metrics.plot import Curves, load_curves, plot_losses, running_mean
+from mtrain.report.metrics.record import ChangeRecord, Record
 from tests.messages import refuses
 from tests.metrics.records import step_record, valid_record
 

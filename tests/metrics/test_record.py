@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError
-from mtrain.metrics.record import (
+from mtrain.report.metrics.record import (
     ChangeRecord,
     Record,
     StepRecord,

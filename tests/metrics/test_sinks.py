@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.metrics.jsonl import JsonlSink, read_records
-from mtrain.metrics.sinks import Sinks
+from mtrain.report.metrics.jsonl import JsonlSink, read_records
+from mtrain.report.metrics.sinks import Sinks
 from tests.metrics.records import step_record
 
 

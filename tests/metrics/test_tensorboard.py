@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mtrain.metrics.record import Record, TermRecord
-from mtrain.metrics.sinks import TensorBoardSink
+from mtrain.report.metrics.record import Record, TermRecord
+from mtrain.report.metrics.sinks import TensorBoardSink
 from tests.metrics.records import step_record, valid_record, with_side_terms
 
 

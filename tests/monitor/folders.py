@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from mtrain.base.heartbeat import Beat, Phase, heartbeat_file
-from mtrain.metrics.record import Record, to_json_line
+from mtrain.report.metrics.record import Record, to_json_line
 from mtrain.runs.events import EventKind, EventLog, Fact
 from tests.metrics.records import step_record, valid_record
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.metrics.record import StepRecord, TermRecord, ValidRecord
-from mtrain.monitor.history import read_history
-from mtrain.monitor.page import run_page, write_run_page
+from mtrain.report.metrics.record import StepRecord, TermRecord, ValidRecord
+from mtrain.report.monitor.history import read_history
+from mtrain.report.monitor.page import run_page, write_run_page
 from mtrain.runs.events import EventKind
 from tests.browser import Browser
 from tests.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mtrain.pages.charts import Curve, difference_chart, swatch, value_chart
+from mtrain.report.pages.charts import Curve, difference_chart, swatch, value_chart
 from tests.elements import Element, read_html
 
 FEW = 10

@@ -9,7 +9,7 @@ import torch
 
 from mtrain.base.errors import NumericError
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, build, own_microbatches
 

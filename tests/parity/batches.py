@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.data.samples.sample import Sample, shifted
+from mtrain.core.batch.sample import Sample, shifted
 
 BATCH, SEQ, VOCAB = 16, 32, 61
 """Number of samples in a step, of positions in a row, and of real tokens."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.config.samples import content
 from tests.parity.batches import BATCH, SEQ, VOCAB
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mtrain.arch.layout import Layout
+from mtrain.arch.lr import learning_rate
 from mtrain.config import Config
-from mtrain.data.samples.sample import Sample
-from mtrain.plan.layout import Layout
-from mtrain.plan.lr import learning_rate
+from mtrain.core.batch.sample import Sample
 from mtrain.verify.reference.model.transformer import Transformer
 from tests.parity.batches import GlobalBatch
 from tests.parity.cases import Case

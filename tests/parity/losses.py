@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import logsigmoid
 
-from mtrain.loss.pair import LossPair, TermInputs, weigh, weigh_sequences
+from mtrain.core.loss.pair import LossPair, TermInputs, weigh, weigh_sequences
 
 
 def focal_loss(inputs: TermInputs, gamma: float) -> LossPair:

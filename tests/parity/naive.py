@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.loss.functions.policy import ppo_loss
-from mtrain.loss.pair import LossPair, TermInputs, needs_extras
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.loss.functions.policy import ppo_loss
+from mtrain.core.loss.pair import LossPair, TermInputs, needs_extras
+from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Outcome, Run, train
 

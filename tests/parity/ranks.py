@@ -9,27 +9,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import NumericError
+from mtrain.checkpoint.state.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.finalize import finalize_gradients
+from mtrain.core.engine.loss_reduction import PairAccumulator, StepSums, TermTotals, Totals
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.schedule import LossOfLogits, run_forward, run_schedule
+from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.layers.init_weights import sharded_tensors
+from mtrain.core.layers.layer_spec import global_name
+from mtrain.core.layers.output_layer import Logits
+from mtrain.core.loss.objective import Objective
+from mtrain.core.loss.pair import MAIN_TERM, LossPair
+from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.loss import term_inputs
+from mtrain.core.step.step import TrainingStep
 from mtrain.data.loader import Given, RowsOfRank
-from mtrain.loss.objective import Objective
-from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.finalize import finalize_gradients
-from mtrain.mcore.engine.loss_reduction import PairAccumulator, StepSums, TermTotals, Totals
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.engine.schedule import LossOfLogits, run_forward, run_schedule
-from mtrain.mcore.model.build import build_model, unwrap
-from mtrain.mcore.model.init_weights import sharded_tensors
-from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.model.output_layer import Logits
-from mtrain.mcore.state.gather import gather_whole, gradient_shards, parameter_shards
-from mtrain.plan.lr import learning_rate
-from mtrain.training.output.loss import term_inputs
-from mtrain.training.step import TrainingStep
 from tests.parity.batches import GlobalBatch
 
 Arrays = dict[str, Any]

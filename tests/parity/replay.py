@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.data.samples.sample import Sample
+from mtrain.core.batch.sample import Sample
 from mtrain.verify.reference.model import experts
 
 

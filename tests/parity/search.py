@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mtrain.arch.lr import learning_rate
 from mtrain.config import Config
-from mtrain.data.samples.sample import Sample
-from mtrain.plan.lr import learning_rate
+from mtrain.core.batch.sample import Sample
 from tests.parity import balance_ranks
 from tests.parity.batches import GlobalBatch
 from tests.parity.cases import Case

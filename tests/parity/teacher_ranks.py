@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mtrain.arch.layout import Layout
+from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
-from mtrain.loss.objective import Objective
-from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import build_frozen_model, build_model
-from mtrain.mcore.state.gather import gather_whole, parameter_shards
-from mtrain.mcore.state.teacher import Teacher
-from mtrain.plan.layout import Layout
-from mtrain.training.step import TrainingStep
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import build_frozen_model, build_model
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.step import TrainingStep
+from mtrain.core.step.teacher import Teacher
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, Outcome, arrays, have_routes, own_microbatches, run_step, set_parameters
 

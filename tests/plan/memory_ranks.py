@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.core.engine import optimizer_state
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine import optimizer_state
 from tests.mcore.offload.copies import Copies
 from tests.parity.ranks import Built, build
 from tests.plan.allocations import Allocations

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from mtrain import plan
-from mtrain.config.load import load_config
-from mtrain.plan.layout import Layout
+from mtrain import arch
+from mtrain.arch.layout import Layout
+from mtrain.hf.configuration import load_config
 from tests.paths import CONFIGS
 from tests.plan.memory_ranks import measured
 from tests.plan.test_memory import long_rows
@@ -51,7 +51,7 @@ def test_the_estimate_with_a_frozen_model_is_what_ranks_allocate(
     configs = [long_rows(*small, *each) for each in changes]
     ranks = pool.run(measured, layout, configs)
     for number, config in enumerate(configs):
-        found, estimate = [rank[number] for rank in ranks], plan.memory_per_rank(config, layout, 0)
+        found, estimate = [rank[number] for rank in ranks], arch.memory_per_rank(config, layout, 0)
         states = (estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
         assert {(each.weights_bytes, each.gradients_bytes, each.optimizer_bytes) for each in found} == {states}
         worst = max(each.forward_backward_bytes for each in found)
@@ -94,7 +94,7 @@ def test_a_frozen_model_of_70b_is_counted_as_it_is_built() -> None:
             continue  # on the second stage
         count = parameter.numel() // (1 if any(each in name for each in REPLICATED) else layout.tp)
         frozen, trained = frozen + count * (not parameter.requires_grad), trained + count * parameter.requires_grad
-    found = plan.memory_per_rank(user, layout, 0)
+    found = arch.memory_per_rank(user, layout, 0)
     assert frozen > 4.2e9
     assert found.weights_bytes == pytest.approx(2 * (frozen + trained), rel=1e-3)
     assert found.gradients_bytes == 4 * trained

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mtrain import plan
+from mtrain import arch
+from mtrain.arch.adapters import adapter_parameters_on_rank, num_adapter_parameters
+from mtrain.arch.layout import Layout
+from mtrain.arch.parameters import padded_vocab_size
 from mtrain.config import Config
-from mtrain.plan.adapters import adapter_parameters_on_rank, num_adapter_parameters
-from mtrain.plan.layout import Layout
-from mtrain.plan.parameters import padded_vocab_size
 from mtrain.verify.reference.model.adapters import all_shapes, is_trained
 from tests.config.samples import config
 
@@ -98,7 +98,7 @@ def test_norms_are_those_that_the_reference_trains(name: str) -> None:
     ]
     assert sum(found[0]) - sum(found[1]) == total
     narrow, layout = num_adapter_parameters(user.model, user.adapter), Layout()
-    assert plan.memory_per_rank(user, layout, 0).gradients_bytes == 4 * narrow
+    assert arch.memory_per_rank(user, layout, 0).gradients_bytes == 4 * narrow
 
 
 def test_a_head_is_counted_with_what_learns() -> None:
@@ -110,11 +110,11 @@ def test_a_head_is_counted_with_what_learns() -> None:
     )
     without = adapted(adapter, train__precision="fp32")
     head, output = 3 * 64, 64 * user.model.vocab_size
-    found, before = (plan.memory_per_rank(each, layout, 0) for each in (user, without))
+    found, before = (arch.memory_per_rank(each, layout, 0) for each in (user, without))
     assert found.gradients_bytes - before.gradients_bytes == 4 * head
     assert found.optimizer_bytes - before.optimizer_bytes == 2 * 4 * head
     assert found.weights_bytes - before.weights_bytes == 4 * (head - padded_vocab_size(without.model, 1) * 64)
-    assert plan.run_flops_per_token(user) - plan.run_flops_per_token(without) == 6 * head - 4 * output
+    assert arch.run_flops_per_token(user) - arch.run_flops_per_token(without) == 6 * head - 4 * output
     assert user.adapter is not None
     on_stages = [adapter_parameters_on_rank(user.model, user.adapter, Layout(pp=2), rank).total for rank in (0, 1)]
     assert sum(on_stages) == num_adapter_parameters(user.model, user.adapter)
@@ -124,12 +124,12 @@ def test_a_head_is_counted_with_what_learns() -> None:
 def test_a_frozen_model_has_weights_alone_and_two_thirds_of_the_arithmetic() -> None:
     user = adapted({"rank": 1, "targets": ["q_proj"]})
     whole, layout = user.model_copy(update={"adapter": None}), Layout()
-    adapters, everything = (plan.memory_per_rank(each, layout, 0) for each in (user, whole))
+    adapters, everything = (arch.memory_per_rank(each, layout, 0) for each in (user, whole))
     elements = 8 * (64 + 64)  # layers, columns and rows of q_proj
     assert adapters.gradients_bytes == 4 * elements
     assert adapters.optimizer_bytes == 3 * 4 * elements
     assert adapters.weights_bytes == everything.weights_bytes + 2 * elements
     model = user.model
     matrices = 8 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128) + 64 * model.vocab_size
-    expected = plan.flops_per_token(model, 64) - 2 * matrices + 6 * elements
-    assert plan.run_flops_per_token(user) == expected
+    expected = arch.flops_per_token(model, 64) - 2 * matrices + 6 * elements
+    assert arch.run_flops_per_token(user) == expected

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from mtrain.preflight.disk import checkpoint_bytes, disk_need
 from tests.config.samples import config
 from tests.mcore.adapters import adapter_ranks

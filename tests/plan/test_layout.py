@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtrain.arch.layout import Coordinate, Layout, broken_rules, microbatches_come_in, most_microbatches
 from mtrain.base.errors import ConfigError
-from mtrain.plan.layout import Coordinate, Layout, broken_rules, microbatches_come_in, most_microbatches
 from tests.config.samples import config
 from tests.messages import refuses
 

@@ -19,8 +19,8 @@ from transformers import (
     get_wsd_schedule,
 )
 
+from mtrain.arch.lr import learning_rate
 from mtrain.config.schema.train import AdamWSection
-from mtrain.plan.lr import learning_rate
 
 ULP = 2.0**-52
 

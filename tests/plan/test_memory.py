@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mtrain import plan
+from mtrain import arch
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.load import load_config
-from mtrain.plan.layout import Layout
+from mtrain.hf.configuration import load_config
 from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.messages import refuses
@@ -56,7 +56,7 @@ def long_rows(*changes: str) -> Config:
 
 def assert_estimated(found: list[Measured], config: Config, layout: Layout) -> None:
     """Checks the total within 10 % on the rank that needs most, and what follows from parameters to the byte."""
-    estimate = plan.memory_per_rank(config, layout, 0)
+    estimate = arch.memory_per_rank(config, layout, 0)
     states = (estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
     assert {(each.weights_bytes, each.gradients_bytes, each.optimizer_bytes) for each in found} == {states}
     worst = max(each.forward_backward_bytes for each in found)
@@ -184,11 +184,11 @@ def test_a_row_of_128k_fits_on_gpus_of_80_gb() -> None:
     names = {"model": "llama3_8b", "layout": "tp4cp8", "run": "finetune_128k"}
     given = load_config([CONFIGS / axis / f"{name}.yaml" for axis, name in names.items()])
     layout = Layout.from_config(given, 32)
-    full = plan.memory_per_rank(given, layout, 0).total_bytes
+    full = arch.memory_per_rank(given, layout, 0).total_bytes
     part = given.model_copy(update={"train": given.train.model_copy(update={"recompute_layers": 24})})
     nothing = given.model_copy(update={"train": given.train.model_copy(update={"recompute": "none"})})
     assert (
-        full < plan.memory_per_rank(part, layout, 0).total_bytes < plan.memory_per_rank(nothing, layout, 0).total_bytes
+        full < arch.memory_per_rank(part, layout, 0).total_bytes < arch.memory_per_rank(nothing, layout, 0).total_bytes
     )
     assert full < 25e9
-    assert plan.memory_per_rank(nothing, layout, 0).total_bytes < 70e9
+    assert arch.memory_per_rank(nothing, layout, 0).total_bytes < 70e9

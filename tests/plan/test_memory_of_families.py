@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mtrain import plan
-from mtrain.plan.layout import Layout
+from mtrain import arch
+from mtrain.arch.layout import Layout
 from tests.config.samples import config
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL
 from tests.parity.families import DEEPSEEK_ATTENTION, GATED, GEMMA, HYBRID, OLMO2
@@ -51,7 +51,7 @@ def test_what_follows_from_parameters_is_exact_and_the_whole_within_a_tenth(name
     layout, changes = CASES[name]
     given = config(**{"train__precision": "fp32", **WIDE, **changes})
     for rank, (found,) in enumerate(pool.run(measured, layout, [given])):
-        estimate = plan.memory_per_rank(given, layout, layout.coordinate(rank).pp)
+        estimate = arch.memory_per_rank(given, layout, layout.coordinate(rank).pp)
         states = (estimate.weights_bytes, estimate.gradients_bytes, estimate.optimizer_bytes)
         assert (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes) == pytest.approx(states, rel=1e-3)
         whole = sum(states) + max(found.forward_backward_bytes, found.update_bytes)

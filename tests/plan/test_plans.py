@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain import plan
+from mtrain import arch
+from mtrain.arch.layout import Layout
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.layout import Layout
 from tests.config.samples import config
 
 MODEL = config().model
@@ -17,7 +17,7 @@ MODEL = config().model
 @given(st.integers(1, 40), st.none() | st.integers(1, 50))
 def test_attended_pairs_are_counted_one_by_one(seq_length: int, window: int | None) -> None:
     pairs = [(q, k) for q in range(seq_length) for k in range(q + 1) if window is None or q - k < window]
-    assert plan.num_attended_pairs(seq_length, window) == len(pairs)
+    assert arch.num_attended_pairs(seq_length, window) == len(pairs)
 
 
 def matrices(model: ModelSection) -> dict[str, tuple[int, ...]]:
@@ -65,15 +65,15 @@ def test_parameters_are_those_of_the_written_out_shapes(model: ModelSection) -> 
     layer = sum(size(shape) for shape in matrices(model).values())
     norm = model.hidden_size * (2 if model.norm == "layernorm" else 1)
     tables = (1 if model.tied_embeddings else 2) * model.vocab_size * model.hidden_size
-    assert plan.layer_parameters(model, 0).total == layer
-    assert plan.num_parameters(model) == model.num_layers * layer + norm + tables
+    assert arch.layer_parameters(model, 0).total == layer
+    assert arch.num_parameters(model) == model.num_layers * layer + norm + tables
 
 
 def test_padding_of_the_vocabulary_is_counted_apart() -> None:
-    assert [plan.padded_vocab_size(MODEL, tp) for tp in (1, 2, 4)] == [1024, 1024, 1024]
-    assert plan.padded_vocab_size(MODEL, 16) == 2048
+    assert [arch.padded_vocab_size(MODEL, tp) for tp in (1, 2, 4)] == [1024, 1024, 1024]
+    assert arch.padded_vocab_size(MODEL, 16) == 2048
     padding = 2 * 24 * MODEL.hidden_size
-    assert plan.num_padded_parameters(MODEL, 2) == plan.num_parameters(MODEL) + padding
+    assert arch.num_padded_parameters(MODEL, 2) == arch.num_parameters(MODEL) + padding
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -82,16 +82,16 @@ def test_padding_of_the_vocabulary_is_counted_apart() -> None:
 )
 def test_ranks_without_tp_hold_the_model_once(layout: Layout, tied: bool) -> None:
     model = MODEL.model_copy(update={"tied_embeddings": tied})
-    held = sum(plan.parameters_on_rank(model, layout, pp_rank).total for pp_rank in range(layout.pp))
-    copied = plan.padded_vocab_size(model, 1) * model.hidden_size if tied and layout.pp > 1 else 0
-    assert held == plan.num_padded_parameters(model, 1) + copied
+    held = sum(arch.parameters_on_rank(model, layout, pp_rank).total for pp_rank in range(layout.pp))
+    copied = arch.padded_vocab_size(model, 1) * model.hidden_size if tied and layout.pp > 1 else 0
+    assert held == arch.num_padded_parameters(model, 1) + copied
 
 
 def test_ranks_of_a_tp_group_repeat_norms_and_row_parallel_biases() -> None:
     model = MODEL.model_copy(update={"linear_bias": True, "qk_norm": True})
-    held = 2 * plan.parameters_on_rank(model, Layout(tp=2), 0).total
+    held = 2 * arch.parameters_on_rank(model, Layout(tp=2), 0).total
     per_layer = 4 * model.hidden_size + 2 * model.head_size
-    assert held == plan.num_padded_parameters(model, 2) + model.num_layers * per_layer + model.hidden_size
+    assert held == arch.num_padded_parameters(model, 2) + model.num_layers * per_layer + model.hidden_size
 
 
 def test_flops_are_those_of_every_multiply_add() -> None:
@@ -102,16 +102,16 @@ def test_flops_are_those_of_every_multiply_add() -> None:
     pairs = 2 * causal + 6 * windowed
     attention = 2 * 2 * model.num_attention_heads * model.head_size * pairs
     forward = seq_length * (2 * 8 * weights + 2 * model.vocab_size * model.hidden_size) + attention
-    assert plan.flops_per_token(model, seq_length) == pytest.approx(3 * forward / seq_length, rel=1e-15)
+    assert arch.flops_per_token(model, seq_length) == pytest.approx(3 * forward / seq_length, rel=1e-15)
 
 
 def test_a_window_over_the_whole_sequence_changes_nothing() -> None:
     windowed = MODEL.model_copy(update={"sliding_window": 64})
-    assert plan.flops_per_token(windowed, 64) == plan.flops_per_token(MODEL, 64)
+    assert arch.flops_per_token(windowed, 64) == arch.flops_per_token(MODEL, 64)
 
 
 def test_mfu_is_a_share_of_the_peak() -> None:
-    assert plan.mfu(flops=5e12, seconds=1.0, peak_flops=1e13) == 0.5
+    assert arch.mfu(flops=5e12, seconds=1.0, peak_flops=1e13) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_memory_follows_precision_and_distribution(
         layout__cp=2,
     )
     layout = Layout.from_config(given, 4)
-    num = plan.parameters_on_rank(given.model, layout, 0).total
-    found = plan.memory_per_rank(given, layout, 0)
+    num = arch.parameters_on_rank(given.model, layout, 0).total
+    found = arch.memory_per_rank(given, layout, 0)
     assert (found.weights_bytes, found.gradients_bytes, found.optimizer_bytes) == (
         weights * num,
         4 * num,
@@ -143,14 +143,14 @@ def test_muon_keeps_one_number_less_for_each_element_of_a_matrix(precision: str,
     given = config(train=train, optimizer__kind="muon", layout__cp=2)
     layout, model = Layout.from_config(given, 4), given.model
     matrices = model.num_layers * (3 * model.hidden_size**2 + 3 * model.hidden_size * model.ffn_hidden_size)
-    assert plan.matrices_on_rank(model, layout, 0).total == matrices
-    num = plan.parameters_on_rank(model, layout, 0).total
-    assert plan.memory_per_rank(given, layout, 0).optimizer_bytes == (kept * num - 4 * matrices) // 4
+    assert arch.matrices_on_rank(model, layout, 0).total == matrices
+    num = arch.parameters_on_rank(model, layout, 0).total
+    assert arch.memory_per_rank(given, layout, 0).optimizer_bytes == (kept * num - 4 * matrices) // 4
 
 
 def activations(world_size: int, pp_rank: int = 0, recompute: str = "none", **layout: object) -> int:
     given = config(layout=layout, train={"global_batch_size": 16, "num_steps": 1, "recompute": recompute})
-    return plan.memory_per_rank(given, Layout.from_config(given, world_size), pp_rank).activations_bytes
+    return arch.memory_per_rank(given, Layout.from_config(given, world_size), pp_rank).activations_bytes
 
 
 def test_activations_shrink_where_the_work_is_divided() -> None:
@@ -166,9 +166,9 @@ def test_early_stages_keep_more_microbatches() -> None:
 
 
 def test_peaks_of_known_gpus_only() -> None:
-    assert plan.peak_flops("NVIDIA H200", "bf16") == 989e12
-    assert plan.peak_flops("NVIDIA H200", "fp32") is None
-    assert plan.peak_flops("Some other card", "bf16") is None
+    assert arch.peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert arch.peak_flops("NVIDIA H200", "fp32") is None
+    assert arch.peak_flops("Some other card", "bf16") is None
 
 
 def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
@@ -182,7 +182,7 @@ def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
             loss__chunk_tokens=chunk_tokens,
             train={"global_batch_size": 16, "num_steps": 1, "precision": "fp32"},
         )
-        return plan.memory_per_rank(given, Layout(), 0).activations_bytes
+        return arch.memory_per_rank(given, Layout(), 0).activations_bytes
 
     hidden = config().model.hidden_size
     whole, cut = 1024 * 50_000 * 8, 64 * 50_000 * 12 + 50_000 * hidden * 4 + 1024 * hidden * 4
@@ -190,44 +190,44 @@ def test_chunks_of_logits_take_the_place_of_whole_ones() -> None:
     assert of("auto") == of("whole"), "1024 tokens are one chunk"
 
 
-def full_rows(model: ModelSection, seq: int) -> plan.Work:
+def full_rows(model: ModelSection, seq: int) -> arch.Work:
     """Returns the work of one row of text, every token of which is learned."""
-    pairs, window = (plan.num_attended_pairs(seq, each) for each in (None, model.sliding_window))
-    return plan.Work(seq, pairs, window, (1 + model.mtp_depths) * seq)
+    pairs, window = (arch.num_attended_pairs(seq, each) for each in (None, model.sliding_window))
+    return arch.Work(seq, pairs, window, (1 + model.mtp_depths) * seq)
 
 
 def test_the_work_of_a_full_row_is_that_of_its_tokens() -> None:
     windowed = {"model__sliding_window": 7, "model__global_attention_every": 3}
     for each in (config(), config(**windowed), config(model__mtp_depths=2)):
-        wanted = 64 * plan.flops_per_token(each.model, 64)
-        assert plan.flops_of_step(each.model, full_rows(each.model, 64)) == pytest.approx(wanted, rel=1e-12)
+        wanted = 64 * arch.flops_per_token(each.model, 64)
+        assert arch.flops_of_step(each.model, full_rows(each.model, 64)) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_a_pass_that_scores_is_a_third_of_a_step() -> None:
     """A frozen matrix costs two thirds of a step, so there a pass is half of one."""
     model = config().model
     whole = full_rows(model, 64)
-    step = plan.flops_of_step(model, whole)
-    assert plan.flops_of_step(model, whole, None, True) == pytest.approx(step * 4 / 3, rel=1e-12)
+    step = arch.flops_of_step(model, whole)
+    assert arch.flops_of_step(model, whole, None, True) == pytest.approx(step * 4 / 3, rel=1e-12)
     adapted = config(adapter={"kind": "lora", "rank": 4, "targets": ["proj"]}).adapter
     attention = whole.pairs * 2 * model.hidden_size * model.num_layers * 6
     pair = 64 * model.num_layers * 6 * 4 * (64 + 64)
-    more = plan.flops_of_step(model, whole, adapted, True) - plan.flops_of_step(model, whole, adapted)
+    more = arch.flops_of_step(model, whole, adapted, True) - arch.flops_of_step(model, whole, adapted)
     assert more == pytest.approx((step - attention) / 3 + attention / 3 + pair / 3, rel=1e-12)
 
 
 def test_documents_masks_and_frozen_matrices_cost_less() -> None:
     model = config().model
     whole = full_rows(model, 64)
-    two = dataclasses.replace(whole, pairs=2 * plan.num_attended_pairs(32, None))
+    two = dataclasses.replace(whole, pairs=2 * arch.num_attended_pairs(32, None))
     lost = (whole.pairs - two.pairs) * 2 * model.hidden_size * model.num_layers * 6
-    assert plan.flops_of_step(model, whole) - plan.flops_of_step(model, two) == lost
+    assert arch.flops_of_step(model, whole) - arch.flops_of_step(model, two) == lost
     masked = dataclasses.replace(whole, outputs=14)
-    assert plan.flops_of_step(model, whole) - plan.flops_of_step(model, masked) == 50 * 6 * 64 * 1000
+    assert arch.flops_of_step(model, whole) - arch.flops_of_step(model, masked) == 50 * 6 * 64 * 1000
     adapted = config(adapter={"kind": "lora", "rank": 4, "targets": ["proj"]})
     assert adapted.adapter is not None
     attention = whole.pairs * 2 * model.hidden_size * model.num_layers * 6
-    base, pair = plan.flops_of_step(model, whole) - attention, 64 * model.num_layers * 6 * 4 * (64 + 64)
-    assert plan.flops_of_step(model, whole, adapted.adapter) == pytest.approx(
+    base, pair = arch.flops_of_step(model, whole) - attention, 64 * model.num_layers * 6 * 4 * (64 + 64)
+    assert arch.flops_of_step(model, whole, adapted.adapter) == pytest.approx(
         base * 2 / 3 + attention + pair, rel=1e-12
     )

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from mtrain import plan
+from mtrain import arch
+from mtrain.arch.layout import Layout
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.layout import Layout
 from mtrain.verify.reference.model.shapes import EXPERT_BIAS, shapes_of
 from tests.config.samples import config
 from tests.parity.cases import case
@@ -61,13 +61,13 @@ def share_that_is_met(name: str, model: ModelSection) -> float:
 
 
 def test_all_parameters_are_counted(model: ModelSection) -> None:
-    assert plan.num_parameters(model) == sum(map(math.prod, sizes(model).values()))
+    assert arch.num_parameters(model) == sum(map(math.prod, sizes(model).values()))
 
 
 def test_active_parameters_leave_other_experts_and_depths_out(model: ModelSection) -> None:
     met = {name: shape for name, shape in sizes(model).items() if not name.startswith("mtp.")}
     expected = sum(math.prod(shape) * share_that_is_met(name, model) for name, shape in met.items())
-    assert plan.num_active_parameters(model) == pytest.approx(expected, rel=1e-12)
+    assert arch.num_active_parameters(model) == pytest.approx(expected, rel=1e-12)
 
 
 def test_flops_are_those_of_the_matrices_that_a_token_meets(model: ModelSection) -> None:
@@ -83,7 +83,7 @@ def test_flops_are_those_of_the_matrices_that_a_token_meets(model: ModelSection)
         keys, values = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim, model.mla.v_head_dim
     forward = 2 * weights + 2 * model.num_attention_heads * (keys + values) * num_pairs(model) / SEQ
     forward += 2 * num_delta_nets(model) * products_with_states(model)
-    assert plan.flops_per_token(model, SEQ) == pytest.approx(3 * forward, rel=1e-12)
+    assert arch.flops_per_token(model, SEQ) == pytest.approx(3 * forward, rel=1e-12)
 
 
 def num_delta_nets(model: ModelSection) -> int:
@@ -125,19 +125,19 @@ def test_moments_of_experts_are_divided_over_their_replicas() -> None:
     experts = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 48}
     given = config(model__experts=experts, layout={"tp": 2, "sp": True, "ep": 4}, train__precision="bf16")
     layout = Layout.from_config(given, 16)
-    held = plan.parameters_on_rank(given.model, layout, 0)
-    dense = plan.parameters_on_rank(given.model.model_copy(update={"experts": None}), Layout(tp=2), 0)
+    held = arch.parameters_on_rank(given.model, layout, 0)
+    dense = arch.parameters_on_rank(given.model.model_copy(update={"experts": None}), Layout(tp=2), 0)
     of_experts = 8 * 3 * 64 * 48 * 8
     assert held.experts == of_experts // 4
     assert held.dense == dense.total - 8 * 3 * 64 * 128 // 2 + 8 * 8 * 64
-    memory = plan.memory_per_rank(given, layout, 0)
+    memory = arch.memory_per_rank(given, layout, 0)
     assert memory.optimizer_bytes == 12 * held.dense // 8 + 12 * held.experts // 4
     assert memory.weights_bytes == 2 * held.total
 
 
 def activations(**model: Any) -> int:
     given = config(**{f"model__{name}": value for name, value in model.items()})
-    return plan.memory_per_rank(given, Layout.from_config(given, 1), 0).activations_bytes
+    return arch.memory_per_rank(given, Layout.from_config(given, 1), 0).activations_bytes
 
 
 def test_activations_grow_with_what_backward_keeps() -> None:

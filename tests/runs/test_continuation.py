@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
+from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import RunFolderError
 from mtrain.config import Config
+from mtrain.config.changes import Change
 from mtrain.config.load import config_yaml
 from mtrain.config.schema.data import SftSection
-from mtrain.plan.lr import learning_rate
-from mtrain.runs.changes import Change
 from mtrain.runs.continuation import allowed_changes, continued, kept_lines
 from tests.config.samples import config
 from tests.fault_table import Notice

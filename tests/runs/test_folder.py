@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError, MachineError, RunFolderError
+from mtrain.config.changes import Change, changes
 from mtrain.config.consent import NEUTRAL_KEYS
-from mtrain.config.messages import sections_at
-from mtrain.runs.changes import Change, changes
+from mtrain.config.kinds import sections_at
 from mtrain.runs.folder import RunFolder
 from tests.base.crash import killed_at_every_file_operation
 from tests.fault_table import Notice

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.data.samples.sample import Sample
+from mtrain.core.batch.sample import Sample
 from mtrain.verify.reference.model.adapters import is_trained, merged
 from mtrain.verify.reference.model.transformer import Transformer
 from tests.reference import Parameters, doubles, rows_of

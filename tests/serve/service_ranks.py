@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mtrain import Engine
 from mtrain.base.errors import MachineError
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from mtrain.serve.link import Link, framed
 from mtrain.serve.losses import Batch
 from mtrain.serve.operations import CreateModel, Done, Failed, KeepSampler, OptimStep, Unload

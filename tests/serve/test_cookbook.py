@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mtrain.config.load import load_config
+from mtrain.hf.configuration import load_config
 from tests.parity.cases import Case
 from tests.pool import Pool
 from tests.serve.cookbook import KEY, LONGEST, MODEL, run_recipe, shown, write_data, write_model, write_reader

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain.loss.pair import Extras
+from mtrain.core.loss.pair import Extras
 from mtrain.serve.losses import Batch
 from mtrain.serve.protocol import SentDatum
 from tests.loss.microbatches import VOCAB, term_inputs

@@ -15,10 +15,10 @@ from tokenizers.models import BPE
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mtrain.base.errors import DataError
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from mtrain.serve.asked import BaseModel, asked_of
 from mtrain.serve.bodies import SampleBody
 from mtrain.serve.likeliest import ends_with
-from mtrain.tokenizer import load_tokenizer
 from tests.messages import refuses
 from tests.parity.cases import Case
 from tests.parity.compare import at_night

@@ -15,8 +15,8 @@ from tinker import RequestFailedError, types
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.convert.adapters import export_adapter
+from mtrain.hf.configuration import load_config
 from mtrain.serve.store import Lora
 from mtrain.serve.work import Served
 from tests.hf.folders import save

@@ -22,12 +22,12 @@ if __name__ == "__main__":
     cuda.load(Path(sys.argv[1]))
     cuda.install()
 
-import mtrain.mcore  # noqa: F401
+import mtrain.core.ranks  # noqa: F401
 from mtrain.base.errors import MtrainError
+from mtrain.checkpoint.state import save
+from mtrain.checkpoint.state.save import Saver
 from mtrain.config import Config
-from mtrain.mcore.offload import activations
-from mtrain.mcore.state import save
-from mtrain.mcore.state.save import Saver
+from mtrain.core.layers.offload import activations
 from mtrain.training import trainer
 from mtrain.training.faults.trial import StepTrial
 from tests.simulated_gpu.probe import probed

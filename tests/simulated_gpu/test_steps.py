@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mtrain import plan
+from mtrain import arch
 from mtrain.config import Config
 from tests.config.samples import content
 from tests.data.conftest import word_tokenizer
@@ -218,7 +218,7 @@ def test_moved_activations_are_not_on_the_device_between_their_passes(results: d
     # two layers instead of four, and what both hold besides
     assert moved["peaks"]["3"] < 0.6 * kept["peaks"]["3"]
     copies = [
-        count for kind, where, count in moved["steps"]["3"] if kind == "copy" and "mtrain/mcore/offload/" in where
+        count for kind, where, count in moved["steps"]["3"] if kind == "copy" and "mtrain/core/layers/offload/" in where
     ]
     assert len(copies) == 2  # the lines of both ways
     assert copies[0] == copies[1] >= 4 * 3 * 10  # microbatches, layers, tensors that a layer keeps at least
@@ -232,7 +232,7 @@ def test_moved_activations_are_not_on_the_device_between_their_passes(results: d
 def test_moments_on_the_host_are_not_on_the_device_between_updates(results: dict[str, Any], runs: Path) -> None:
     kept, moved = (results[name][0] for name in ("four layers", "on the host"))
     model = Config.model_validate(sections(CASES["on the host"].changes, runs)).model
-    moments_bytes = 2 * 4 * plan.num_padded_parameters(model, tp=1)
+    moments_bytes = 2 * 4 * arch.num_padded_parameters(model, tp=1)
     assert kept["held"]["3"] - moved["held"]["3"] == pytest.approx(moments_bytes, rel=0.001)
     copies = [where for kind, where, _ in moved["steps"]["3"] if kind == "copy" and "host_moments.py" in where]
     assert len(copies) == 2  # the lines of both ways

@@ -20,7 +20,7 @@ import pytest
 
 from mtrain.base.fault_points import REACHED, VARIABLE, InjectedFault
 from mtrain.base.heartbeat import Phase
-from mtrain.metrics.record import OF_THE_MACHINE
+from mtrain.report.metrics.record import OF_THE_MACHINE
 from tests.paths import ROOT
 from tests.slurm.cluster import Cluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from tests.training.engine_ranks import free
 from tools.bench.gpu import SECTIONS, answer_of
 from tools.bench.one_gpu import reference

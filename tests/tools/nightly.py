@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.parity.cases import Case
 
 ALWAYS = "tests/mcore/distributed/"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from tools.bench.parts import machine
 from tools.bench.scaling import OfRank, measure
 

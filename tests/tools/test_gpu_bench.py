@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.paths import ROOT
 from tests.pool import Pool
 from tests.tools.gpu_ranks import TINY, answers

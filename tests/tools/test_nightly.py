@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.parity.cases import case
 from tests.parity.compare import Row
 from tests.parity.layouts.test_layouts import RUNS
@@ -15,7 +15,7 @@ from tests.tools.nightly import Nightly, axes_of, covering, num_ranks
 pytest_plugins = ["pytester"]
 SUITE = """
 import pytest
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 
 @pytest.fixture
 def pool(): ...

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.layer_cost import Workload
 from tests.messages import refuses

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mtrain import plan
+from mtrain import arch
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.layer_cost import Workload
 from tests.messages import refuses
@@ -148,7 +148,7 @@ def _gradients_and_parameters_travel_once(found: Sent, config: Config, layout: L
     if size == 1:
         assert of_axis(found, "dp").sent_bytes == 0, "nobody to send to"
         return
-    held = plan.parameters_on_rank(config.model, layout, layout.coordinate(rank).pp).total
+    held = arch.parameters_on_rank(config.model, layout, layout.coordinate(rank).pp).total
     least = held * SIZE * (size - 1) / size
     for kind in ("reduce-scatter", "all-gather"):
         assert found[("dp", kind)].count == layout.vpp

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import build, own_microbatches
 from tools.bench.slots import Slot, recorded

@@ -11,8 +11,8 @@ import torch
 
 from mtrain import ConfigError, Engine
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import AdamOptions
+from mtrain.core.engine.optimizer import AdamOptions
+from mtrain.core.ranks.groups import Groups
 from tests.training.engine_ranks import Batch, free
 
 ADAM = AdamOptions(0.8, 0.9, 1e-3, 0.0, 0.5)

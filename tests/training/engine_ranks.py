@@ -30,7 +30,7 @@ from mtrain import (
     weigh,
 )
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from tests.training.one_process import in_a_thread
 
 Batch = list[Datum]

@@ -18,7 +18,7 @@ from mtrain import (
     weigh,
 )
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from tests.training.engine_ranks import free
 
 

@@ -17,11 +17,11 @@ from mtrain.base.errors import MachineError
 from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.format import snapshot
 from mtrain.config import Config
-from mtrain.loss.functions.likelihood import next_token_loss
-from mtrain.loss.pair import LossPair, TermInputs
-from mtrain.mcore.distributed.deterministic import deterministic
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model import init_weights
+from mtrain.core.layers import init_weights
+from mtrain.core.loss.functions.likelihood import next_token_loss
+from mtrain.core.loss.pair import LossPair, TermInputs
+from mtrain.core.ranks.deterministic import deterministic
+from mtrain.core.ranks.groups import Groups
 from mtrain.training.trainer import train, train_on
 
 

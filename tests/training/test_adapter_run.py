@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from mtrain.config.load import load_config
+from mtrain.arch.layout import Layout
 from mtrain.convert.adapters import export_adapter
-from mtrain.plan.layout import Layout
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.configuration import load_config
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.hf.folders import save
 from tests.pool import Pool
 from tests.training import engine_ranks

@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
-from mtrain import Datum, plan
-from mtrain.config.load import load_config
+from mtrain import Datum, arch
+from mtrain.arch.layout import Layout
 from mtrain.convert.adapters import export_adapter
-from mtrain.plan.layout import Layout
+from mtrain.hf.configuration import load_config
 from tests.hf.folders import save
 from tests.messages import check_message
 from tests.parity.cases import Case, case
@@ -124,7 +124,7 @@ def test_an_adapter_takes_the_memory_that_check_says_and_leaves_none(pool: Pool,
     one = case(2, num_layers=2, dp=2)
     config = one.config(adapter={"rank": 2}, train__precision=precision)
     section = {"rank": 48, "targets": ["qkv", "fc2", "output"]}
-    estimate = plan.memory_per_rank(adapters_ranks.with_adapter(config, section), one.resolved(config), 0)
+    estimate = arch.memory_per_rank(adapters_ranks.with_adapter(config, section), one.resolved(config), 0)
     for found in pool.run(adapters_ranks.sizes, one.resolved(config), config, section, batch(1, 4)):
         assert found.added == pytest.approx(estimate.adapter_bytes, rel=0.02)
         assert abs(found.left) < 0.01 * estimate.adapter_bytes

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mtrain.base import fault_points
-from mtrain.compare.report import report_comparison
 from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.report.compare.report import report_comparison
 from tests.fault_table import Notice
 from tests.training.test_trainer import command, finished, numbers, records, start
 

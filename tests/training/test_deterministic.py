@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
-from mtrain.mcore.distributed.deterministic import VARIABLES
-from mtrain.plan.layout import Layout
+from mtrain.core.ranks.deterministic import VARIABLES
 from tests.messages import refuses
 from tests.pool import Pool
 from tests.training import one_process

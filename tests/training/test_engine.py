@@ -13,15 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mtrain import DataError, Datum, read_weights
+from mtrain.arch.layout import Layout
+from mtrain.arch.lr import learning_rate
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.config import Config
 from mtrain.convert.merged import stacked_places
+from mtrain.core.batch.sample import Sample
+from mtrain.core.layers.layer_spec import global_name
 from mtrain.data.loader import StepLoader
-from mtrain.data.samples.sample import Sample
 from mtrain.launch.local import free_port
-from mtrain.mcore.model.layer_spec import global_name
-from mtrain.plan.layout import Layout
-from mtrain.plan.lr import learning_rate
 from tests.fault_table import Notice
 from tests.parity.batches import SEQ, cut, three_steps, weighted_steps
 from tests.parity.cases import Case, case

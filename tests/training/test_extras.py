@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mtrain import ConfigError, DataError, Datum, LossFunction, NumericError
-from mtrain.data.datum import sample_of
-from mtrain.loss.functions.load import extras_of
+from mtrain.core.batch.datum import sample_of
+from mtrain.core.loss.functions.load import extras_of
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.parity.batches import SEQ, VOCAB

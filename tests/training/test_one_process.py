@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.launch.local import free_port
-from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.pool import Pool
 from tests.training import one_process

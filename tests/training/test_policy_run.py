@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mtrain import Datum
+from mtrain.arch.layout import Layout
+from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.data.datum import sample_of
+from mtrain.core.batch.datum import sample_of
 from mtrain.data.loader import StepLoader
-from mtrain.plan.layout import Layout
-from mtrain.plan.lr import learning_rate
 from mtrain.verify.core.worker import own_objective
 from mtrain.verify.parity import refuse_without_reference
 from tests.config.samples import config

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base import fault_points
 from mtrain.base.environment import git_checkout
 from mtrain.base.errors import DataError
@@ -16,7 +17,6 @@ from mtrain.checkpoint.store.directory import begin_staging, newest_good, publis
 from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.data.loader import StepLoader
-from mtrain.plan.layout import Layout
 from mtrain.training.changed import change_of_data
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
@@ -79,7 +79,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from mtrain.base.background import started
-from mtrain.loss.functions.likelihood import next_token_loss as loss
+from mtrain.core.loss.functions.likelihood import next_token_loss as loss
 
 # as a writer of checkpoints or exports whose disk never answers: a pool of a thread of the program
 started(lambda: ThreadPoolExecutor(1).submit(time.sleep, 3600).result(), "stuck")

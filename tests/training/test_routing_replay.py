@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mtrain import ConfigError, DataError, Datum, SamplingParams
+from mtrain.arch.lr import learning_rate
 from mtrain.config import Config
-from mtrain.data.datum import sample_of
-from mtrain.plan.lr import learning_rate
+from mtrain.core.batch.datum import sample_of
 from tests.messages import refuses
 from tests.parity.batches import SEQ, VOCAB
 from tests.parity.cases import SINGLE, Case, case

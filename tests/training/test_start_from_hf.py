@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
-from mtrain.config.load import config_yaml, load_config
+from mtrain.config.load import config_yaml
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
-from mtrain.plan.layout import Layout
+from mtrain.hf.configuration import load_config
 from tests.convert.test_round_trips import names
 from tests.hf import hf_ranks
 from tests.hf.folders import save

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mtrain import DataError, Datum
+from mtrain.arch.lr import learning_rate
 from mtrain.config.extras import TEMPERATURE
-from mtrain.data.datum import sample_of
-from mtrain.plan.lr import learning_rate
+from mtrain.core.batch.datum import sample_of
 from tests.messages import refuses
 from tests.parity.batches import VOCAB
 from tests.parity.cases import SINGLE, Case, case

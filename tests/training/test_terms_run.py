@@ -23,7 +23,7 @@ metrics: {tensorboard: false}
 LOSSES = """
 import torch
 
-from mtrain.loss.pair import LossPair
+from mtrain.core.loss.pair import LossPair
 
 
 def unlikely_tokens(inputs, below):

@@ -34,8 +34,8 @@ data: {kind: mock, seq_length: 16}
 metrics: {tensorboard: false}
 """
 LOSSES = """
-from mtrain.loss.functions.likelihood import next_token_loss
-from mtrain.loss.pair import LossPair
+from mtrain.core.loss.functions.likelihood import next_token_loss
+from mtrain.core.loss.pair import LossPair
 
 
 def doubled(inputs):

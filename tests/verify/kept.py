@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
-from mtrain.mcore.distributed.groups import Groups, seed_generators
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.ranks.groups import Groups, seed_generators
 from tests import pool
 
 MAX_LAYOUTS = 8

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import NumericError
-from mtrain.plan.layout import Layout
 from tests.pool import RankFailed
 from tests.verify.core.rank_functions import coordinates, die_once_there, drawn, fail, process
 from tests.verify.kept import KeptPool

@@ -16,7 +16,7 @@ __all__ = ["command", "start"]
 
 SLOW = """
 import os, time
-from mtrain.loss.functions.likelihood import next_token_loss
+from mtrain.core.loss.functions.likelihood import next_token_loss
 
 def loss(inputs):
     if os.environ["RANK"] == "1":

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.loss.pair import LossPair, TermInputs
+from mtrain.core.loss.pair import LossPair, TermInputs
 
 
 def mean_of_micro_steps(inputs: TermInputs) -> LossPair:

@@ -22,19 +22,19 @@ from matplotlib.figure import Figure
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
+from mtrain.arch.layout import Layout
+from mtrain.arch.lr import learning_rate
 from mtrain.cli.messages import one_message
 from mtrain.config import Config
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import build_model
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.step import TrainingStep
 from mtrain.data.loader import StepLoader
 from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
 from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
-from mtrain.loss.objective import Objective
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import build_model
-from mtrain.plan.layout import Layout
-from mtrain.plan.lr import learning_rate
-from mtrain.training.step import TrainingStep
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.planted.faults import PLANTS
 

@@ -27,8 +27,8 @@ if __name__ == "__main__":
 
 from mtrain import Datum, Engine
 from mtrain.config import Config
-from mtrain.data.collate import RowForm, collate
-from mtrain.data.datum import sample_of
+from mtrain.core.batch.collate import RowForm, collate
+from mtrain.core.batch.datum import sample_of
 from tools.bench.peers.padding import BATCH_SIZE, batched, padded
 
 HIDDEN, LAYERS, HEADS, GROUPS, FFN, VOCAB = 256, 4, 8, 4, 704, 8192

@@ -40,12 +40,12 @@ from torch import Tensor
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
-from mtrain.loss.objective import side_term_factors
-from mtrain.loss.pair import LossPair
-from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, PlannedTotals, StepSums
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.engine.loss_reduction import GlobalTotals, PairAccumulator, PlannedTotals, StepSums
+from mtrain.core.loss.objective import side_term_factors
+from mtrain.core.loss.pair import LossPair
+from mtrain.core.ranks.all_reduce import AsyncAllReduce
+from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.ranks import Pool
 
 NUM_MICROBATCHES = 8

@@ -38,14 +38,14 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
+from mtrain.arch.layout import Layout
+from mtrain.checkpoint.state.save import Saver
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import build_model, unwrap
-from mtrain.mcore.state.save import Saver
-from mtrain.mcore.state.shards import local_shards
-from mtrain.plan.layout import Layout
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.training_state import local_shards
+from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.ranks import Pool
 
 LAYOUTS = [Layout(), Layout(dp=2), Layout(tp=2, dp=2)]

@@ -27,9 +27,9 @@ import typer
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.plan.layout import Layout
+from mtrain.core.ranks.groups import Groups
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.hardware import Cluster
 from mtrain.plan.search.layer_cost import Workload
@@ -170,8 +170,8 @@ def gloo_seconds() -> float:
 
 def measure(groups: Groups, config: Config, rounds: int) -> OfRank:
     """Measures the step with the least processor time of several; then counts the collectives of another one."""
+    from mtrain.core.loss.objective import Objective
     from mtrain.data.loader import StepLoader
-    from mtrain.loss.objective import Objective
     from mtrain.training.build import build_step
     from tools.bench.traffic import measured
 

@@ -44,10 +44,11 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
+from mtrain.api.engine import Engine
 from mtrain.config import Config
-from mtrain.config.load import load_config, save_config
-from mtrain.data.datum import Datum
-from mtrain.training.engine import Engine
+from mtrain.config.load import save_config
+from mtrain.core.batch.datum import Datum
+from mtrain.hf.configuration import load_config
 
 ROOT = Path(__file__).parents[2]
 KEY = "tml-of-the-benchmark"

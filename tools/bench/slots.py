@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 
 FORWARD_UNITS, BACKWARD_UNITS = 1.0, 2.0
 

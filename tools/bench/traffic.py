@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from mtrain.mcore.distributed.cpu_collectives import in_the_place_of
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.cpu_collectives import in_the_place_of
+from mtrain.core.ranks.groups import Groups
 
 AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp_cp": "dp", "expt_dp": "dp", "embd": "pp"}
 """Attribute of megatron-core's groups -> axis that they serve."""

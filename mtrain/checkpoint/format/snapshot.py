@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import mmap
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 
 from mtrain.base.background import started
-from mtrain.checkpoint.format.writer import Shard
+from mtrain.core.state.host_memory import pinned_memory
+from mtrain.core.state.shard import Shard
 
 _log = logging.getLogger(__name__)
 
@@ -87,34 +86,4 @@ def _touched(memory: torch.Tensor) -> torch.Tensor:
     """Writes to every page of the memory, so that the system has allocated all of it, and returns it."""
     # numpy releases the interpreter's lock while it writes, and has no threads that training would wait for
     memory.numpy()[:: mmap.PAGESIZE] = 0
-    return memory
-
-
-def pinned_memory(size_bytes: int, purpose: str) -> torch.Tensor:
-    """Returns host memory for asynchronous copies from a GPU; pageable memory, with a warning, where the driver
-    refuses.
-
-    torch's own pinned memory comes in powers of two: for 70 GiB of state each rank would take 128. So pageable memory
-    of the exact size is allocated and pinned here, and unpinned before it is freed.
-
-    Args:
-        size_bytes: Size of the memory, in bytes.
-        purpose: Purpose that a warning names, such as "snapshots".
-
-    Returns:
-        Memory as a tensor, [size_bytes] uint8.
-    """
-    memory = torch.empty(size_bytes, dtype=torch.uint8)
-    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if size_bytes == 0:
-        return memory
-    fault = int(driver.cudaHostRegister(memory.data_ptr(), size_bytes, 0))
-    if fault:
-        _log.warning(
-            f"warning: {size_bytes / 2**30:.1f} GiB for {purpose} could not be pinned (CUDA error {fault}); training "
-            "waits for each copy"
-        )
-    else:
-        # at the end of the process the driver ends with it
-        weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from mtrain.base import pulse
 from mtrain.base.errors import DataError
-from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.hashed_file import HashedFile, write_hashed
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice
 from mtrain.checkpoint.store.manifest import FileInfo
+from mtrain.core.state.shard import Shard
 
 METADATA_NAME = ".metadata"
 _TORCH_FORMAT = "1.0.0"
@@ -44,19 +44,6 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 """Content of metadata.json, by which megatron-core recognizes the format."""
-
-
-class Shard(NamedTuple):
-    """Part of a global tensor that a rank holds."""
-
-    key: str
-    global_shape: Sizes
-    at: TensorSlice
-    """Slice of the global tensor."""
-    data: Tensor
-    """Elements of the slice, contiguous, in any shape."""
-    may_be_padded: bool = False
-    """Whether the tensor's last rows are padding, whose number depends on the layout."""
 
 
 class Written(NamedTuple):

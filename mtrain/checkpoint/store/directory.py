@@ -103,7 +103,7 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
     warnings: list[str] = []
     for step in reversed(published_steps(root)):
         try:
-            # faults found by reading all bytes (mtrain/mcore/state/verified.py): `load_entry` only compares sizes
+            # faults found by reading all bytes (mtrain/checkpoint/state/verified.py): `load_entry` only compares sizes
             if unusable is not None and step in unusable:
                 raise DataError(unusable[step])
             entry = load_entry(root / step_name(step))

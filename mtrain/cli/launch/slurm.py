@@ -193,12 +193,13 @@ def _print_summary(
 ) -> None:
     """Prints to standard error what `mtrain check` prints, and the hours where a GPU is named."""
     from mtrain.cli.check import look_at_gpus, print_findings
+    from mtrain.hf.configuration import notes_on
     from mtrain.plan.search.written import stated_machine
     from mtrain.plan.summary import plan_lines
 
     with redirect_stdout(sys.stderr):
         config = loaded_config(arguments, counts_epochs=has_files)
-        typer.echo("\n".join(plan_lines(config, num_ranks)))
+        typer.echo("\n".join(plan_lines(config, num_ranks, notes_on(config))))
         look_at_gpus(config, num_ranks, None, gpu, stated_machine(split_arguments(arguments)[0]), findings)
         print_findings(findings)
     if findings.faults:  # memory that the GPUs do not have

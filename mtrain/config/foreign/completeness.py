@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtrain.base.errors import MtrainError
-from mtrain.config.load import Given
+from mtrain.config.load import Given, Resolve
 from mtrain.config.schema.root import Config
 
 _MOST_ROUNDS = 40
@@ -35,11 +35,12 @@ class Faults(NamedTuple):
     """What contradicts each other, or is no value."""
 
 
-def found_faults(content: Mapping[str, Any]) -> Faults:
+def found_faults(content: Mapping[str, Any], resolve: Resolve) -> Faults:
     """Finds every fault of sections; one that hides others is repaired for the search.
 
     Args:
         content: Sections with their keys, which are left as they are.
+        resolve: Fills in what folders say that the sections name.
     """
     sections: dict[str, Any] = copy.deepcopy(dict(content))
     found = Faults([], [])
@@ -47,7 +48,7 @@ def found_faults(content: Mapping[str, Any]) -> Faults:
     is_stand_in = False
     for _ in range(_MOST_ROUNDS):
         try:
-            Given(sections, ()).config()
+            Given(sections, ()).config(resolve)
             break
         except MtrainError as error:
             lines = str(error).splitlines()

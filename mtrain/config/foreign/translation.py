@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.foreign.completeness import Faults, found_faults, keys_in
+from mtrain.config.foreign.completeness import found_faults, keys_in
 from mtrain.config.foreign.values import boolean, default_of, fitting, is_same
+from mtrain.config.load import Resolve
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Translation:
     """Names of what was given and does not change what is trained."""
     wrong: list[str] = field(default_factory=list)
     """Lines on what the program itself would refuse, so that there is nothing to translate."""
+    missing: list[str] = field(default_factory=list)
+    """Lines on what the translated configuration still lacks; `checked` finds them."""
 
     def put(self, key: str, value: Any, origin: str) -> None:
         """Sets a dotted key; a default of the program gives way to what is given under another name.
@@ -107,7 +110,7 @@ class Translation:
         yield from _listed("Differs", self.notes)
         if self.without_effect:
             yield f"# Without effect on what is trained: {', '.join(map(one_line, self.without_effect))}"
-        yield from _listed("To be completed", self.faults().missing)
+        yield from _listed("To be completed", self.missing)
         yield from self._section(self.content, "", "")
 
     def _section(self, section: Mapping[str, Any], indent: str, prefix: str) -> Iterator[str]:
@@ -119,19 +122,19 @@ class Translation:
             else:
                 yield f"{indent}{name}: {json.dumps(value)}  # {one_line(self.origins[key])}"
 
-    def faults(self) -> Faults:
-        """Finds all that the translated configuration still lacks, or cannot be."""
-        return found_faults(self.content)
-
-    def checked(self) -> Translation:
+    def checked(self, resolve: Resolve) -> Translation:
         """Returns the translation, without defaults that are ours.
+
+        Args:
+            resolve: Fills in what folders say that the configuration names.
 
         Raises:
             ConfigError: The program would refuse what is given, or `mtrain check` would refuse what it becomes; one
                 line for each reason.
         """
         self.drop_same_defaults()
-        wrong = [self._with_origins(line) for line in self.faults().wrong]
+        self.missing, faults = found_faults(self.content, resolve)
+        wrong = [self._with_origins(line) for line in faults]
         if reasons := list(dict.fromkeys((*self.wrong, *wrong))):
             raise ConfigError("\n".join(reasons))
         return self

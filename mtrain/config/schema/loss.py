@@ -25,7 +25,7 @@ NORM_AGGREGATIONS = ("seq-mean-token-sum-norm", "token-sum-norm")
 """The aggregations that divide by a constant length."""
 
 ROLLOUT_CORRECTIONS = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "sequence-mean-mask")
-"""Ways to bound importance weights (`mtrain.loss.functions.policy.ppo_loss`)."""
+"""Ways to bound importance weights (`mtrain.core.loss.functions.policy.ppo_loss`)."""
 
 _OPTION_IS_LEGAL: dict[str, Callable[[Any], bool]] = {
     "label_smoothing": lambda value: _is_number(value) and 0 <= value < 1,
@@ -88,30 +88,32 @@ class PreferenceForm(NamedTuple):
 
 
 PREFERENCE_LOSSES = {
-    "dpo": PreferenceForm("mtrain.loss.preference.losses:dpo_loss", "pairs", "seq-mean-token-sum"),
-    "ipo": PreferenceForm("mtrain.loss.preference.losses:ipo_loss", "pairs", "seq-mean-token-mean"),
-    "kto": PreferenceForm("mtrain.loss.preference.losses:kto_loss", "answers", "seq-mean-token-sum"),
-    "orpo": PreferenceForm("mtrain.loss.preference.losses:orpo_loss", "pairs", "seq-mean-token-mean"),
-    "simpo": PreferenceForm("mtrain.loss.preference.losses:simpo_loss", "pairs", "seq-mean-token-mean"),
-    "reward_model": PreferenceForm("mtrain.loss.preference.losses:reward_model_loss", "pairs", "seq-mean-token-sum"),
+    "dpo": PreferenceForm("mtrain.core.loss.preference.losses:dpo_loss", "pairs", "seq-mean-token-sum"),
+    "ipo": PreferenceForm("mtrain.core.loss.preference.losses:ipo_loss", "pairs", "seq-mean-token-mean"),
+    "kto": PreferenceForm("mtrain.core.loss.preference.losses:kto_loss", "answers", "seq-mean-token-sum"),
+    "orpo": PreferenceForm("mtrain.core.loss.preference.losses:orpo_loss", "pairs", "seq-mean-token-mean"),
+    "simpo": PreferenceForm("mtrain.core.loss.preference.losses:simpo_loss", "pairs", "seq-mean-token-mean"),
+    "reward_model": PreferenceForm(
+        "mtrain.core.loss.preference.losses:reward_model_loss", "pairs", "seq-mean-token-sum"
+    ),
 }
 """Losses of groups of sequences by their names in the configuration."""
 SCORE_AGGREGATIONS: tuple[Aggregation, ...] = ("seq-mean-token-sum", "seq-mean-token-mean")
 """Aggregations that a preference loss can have: a mean over groups, of scores that are sums or means over tokens."""
 
 LOSS_FUNCTIONS = {
-    "next_token": "mtrain.loss.functions.likelihood:next_token_loss",
-    "z_loss": "mtrain.loss.functions.likelihood:z_loss",
-    "entropy": "mtrain.loss.functions.likelihood:entropy_loss",
-    "distillation": "mtrain.loss.functions.divergence:distillation_loss",
-    "topk_distillation": "mtrain.loss.functions.divergence:top_k_distillation_loss",
-    "ppo": "mtrain.loss.functions.policy:ppo_loss",
-    "gspo": "mtrain.loss.functions.policy:gspo_loss",
-    "cispo": "mtrain.loss.functions.policy:cispo_loss",
-    "kl": "mtrain.loss.functions.divergence:kl_loss",
-    "dft": "mtrain.loss.functions.likelihood:dft_loss",
-    "classification": "mtrain.loss.functions.heads:classification_loss",
-    "regression": "mtrain.loss.functions.heads:regression_loss",
+    "next_token": "mtrain.core.loss.functions.likelihood:next_token_loss",
+    "z_loss": "mtrain.core.loss.functions.likelihood:z_loss",
+    "entropy": "mtrain.core.loss.functions.likelihood:entropy_loss",
+    "distillation": "mtrain.core.loss.functions.divergence:distillation_loss",
+    "topk_distillation": "mtrain.core.loss.functions.divergence:top_k_distillation_loss",
+    "ppo": "mtrain.core.loss.functions.policy:ppo_loss",
+    "gspo": "mtrain.core.loss.functions.policy:gspo_loss",
+    "cispo": "mtrain.core.loss.functions.policy:cispo_loss",
+    "kl": "mtrain.core.loss.functions.divergence:kl_loss",
+    "dft": "mtrain.core.loss.functions.likelihood:dft_loss",
+    "classification": "mtrain.core.loss.functions.heads:classification_loss",
+    "regression": "mtrain.core.loss.functions.heads:regression_loss",
     **{name: form.path for name, form in PREFERENCE_LOSSES.items()},
 }
 """Loss functions of this package: name in the configuration -> `package.module:name`. The name is what is stored, so a
@@ -311,7 +313,7 @@ class LossSection(TermSection):
     chunk_tokens: ChunkTokens = "auto"
     """Largest number of tokens of a microbatch whose logits exist at once; output layer and loss then run together, a
     chunk of tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at
-    one token at a time (`mtrain.loss.pair.per_token`), as this package's own do. auto: where functions permit it,
+    one token at a time (`mtrain.per_token`), as this package's own do. auto: where functions permit it,
     chunks of 1024 tokens, or of as many as have 2^26 logits on a rank where that is more (on a CPU 2^21, where that is
     256 tokens or more); smaller microbatches whose tokens all count are left whole. whole: logits of all tokens at
     once."""

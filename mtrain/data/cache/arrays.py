@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.data.samples.sample import TokenizedSample
+from mtrain.core.batch.sample import TokenizedSample
 
 DTYPES: dict[str, type[np.generic]] = {
     "ids": np.int32,

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.cache.arrays import DTYPES, EXTRAS, OF_SAMPLES, ArrayWriter, checksum, fingerprint_of
 from mtrain.data.formats.record_files import RecordFile
-from mtrain.data.samples.sample import TokenizedSample
 
 _FACTS = "entry.json"
 FORMAT = 1

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, assert_never
 
 from mtrain.base.errors import DataError
+from mtrain.core.batch.numbers import whole_number
 from mtrain.data.encoding.checks import check_keys, check_text, check_weight
 from mtrain.data.formats.records import without_nulls
-from mtrain.data.numbers import whole_number
 
 LossOn = Literal["all_answers", "last_answer"]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.chat.answers import Rendering, found_answers, marked_answers
 from mtrain.data.chat.conversation import ANSWERS, RESERVED, Conversation, LossOn, conversation_of
 from mtrain.data.chat.ends import TOOLS, EndFinder, Weighed, up_to_stops
@@ -27,8 +28,7 @@ from mtrain.data.chat.sandbox import Cut, LimitError, NotRendered, Rendered, Ren
 from mtrain.data.chat.shown import check_shown
 from mtrain.data.chat.spans import SpecialTexts, UntrainableError, refused, special_texts
 from mtrain.data.chat.template import ChatTemplate, ChatTemplates
-from mtrain.data.samples.sample import TokenizedSample
-from mtrain.tokenizer import EncodedText, Tokenizer
+from mtrain.hf.tokenizer.tokenizer import EncodedText, Tokenizer
 
 _VERSION = 4
 """Number of the version of this package's output; raised when the same record gives other ids or weights, or another

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.config.extras import ROUTED_EXPERTS
-from mtrain.data.routes import MAKERS, shaped_routes
+from mtrain.core.batch.routes import MAKERS, shaped_routes
 
 _MEDIA = frozenset({"image", "images", "image_url", "video", "videos", "audio", "audios"})
 """Keys of what is no text, in data for models that read it."""

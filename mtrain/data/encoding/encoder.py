@@ -12,6 +12,7 @@ from mtrain.base.errors import DataError
 from mtrain.config.extras import key_and_sizes
 from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.output import HeadOutput
+from mtrain.core.batch.sample import SampleEncoder, TokenizedSample
 from mtrain.data.chat.conversation import untrained
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_files
@@ -29,8 +30,7 @@ from mtrain.data.encoding.plain import (
     with_response,
 )
 from mtrain.data.encoding.preferences import PreferenceEncoder
-from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
-from mtrain.tokenizer import Tokenizer, tokenizer_file
+from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_file
 
 PLAIN = "plain"
 """Value of data.chat_template that uses no template."""

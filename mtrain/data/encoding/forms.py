@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mtrain.base.errors import DataError
+from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.encoding.checks import check_keys, check_text, check_weight
-from mtrain.data.samples.sample import TokenizedSample
 
 _ALPACA_KEYS = frozenset({"instruction", "input", "output", "system", "history", "weight"})
 _SHAREGPT_KEYS = frozenset({"conversations", "system", "tools", "weight"})

@@ -14,8 +14,8 @@ import numpy as np
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.output import HeadOutput
+from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.encoding.checks import check_keys
-from mtrain.data.samples.sample import TokenizedSample
 
 _TOKENS_KEYS = frozenset({"input_ids", "weight"})
 _VERSION = 2

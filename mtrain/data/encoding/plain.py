@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtrain.base.errors import DataError
+from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.chat.conversation import ANSWERS, LossOn, answers_in_loss
 from mtrain.data.encoding.checks import check_keys, check_text, check_weight
-from mtrain.data.samples.sample import TokenizedSample
-from mtrain.tokenizer import Tokenizer
+from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '\\n\\n' if not loop.first else '' }}### {{ message.role }}\n"

@@ -18,10 +18,10 @@ from typing import Any, Literal, Protocol, assert_never
 import numpy as np
 
 from mtrain.base.errors import DataError
+from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.chat.conversation import untrained
 from mtrain.data.encoding.checks import check_keys, check_text
 from mtrain.data.encoding.judged import judged
-from mtrain.data.samples.sample import TokenizedSample
 
 _SHARED_KEYS = frozenset({"weight", "tools", "chat_template_kwargs"})
 _PAIR_KEYS = frozenset({"prompt", "chosen", "rejected"}) | _SHARED_KEYS

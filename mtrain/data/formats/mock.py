@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.data.order import SamplePosition, key_of, mix
-from mtrain.data.samples.sample import Sample, shifted
+from mtrain.core.batch.order import SamplePosition, key_of, mix
+from mtrain.core.batch.sample import Sample, shifted
 
 _TRAIN, _HELD_OUT = 0, 1
 

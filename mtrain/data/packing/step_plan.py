@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mtrain.arch.layout import microbatches_come_in
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.data.packing.best_fit import PackedRows, packed
-from mtrain.plan.layout import microbatches_come_in
 
 FILLER: tuple[int, ...] = ()
 """Row without a sample, which makes the number of rows equal on all ranks."""

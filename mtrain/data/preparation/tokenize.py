@@ -30,7 +30,7 @@ from mtrain.base.errors import DataError, MachineError
 from mtrain.base.signals import interrupts_blocked
 from mtrain.data.formats.corpus_writer import element_type, writing_corpus
 from mtrain.data.formats.documents import Document, documents, find_files
-from mtrain.tokenizer import PARALLELISM, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import PARALLELISM, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 _MOST_CHARACTERS = 4096
 """Number of characters of each chunk that both libraries encode: a hundredth of the chunk, a quarter of the time."""

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.core.batch.sample import Sample, shifted, with_label
+from mtrain.core.loss.preference.member import GroupMember, Role
 from mtrain.data.cache.entry import TokenCache
-from mtrain.data.samples.sample import Sample, shifted, with_label
 from mtrain.data.samples.too_long import Pieces, RowLimit, why_nothing
-from mtrain.loss.preference.member import GroupMember, Role
 
 
 class PreferenceDataset:

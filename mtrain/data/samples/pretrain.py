@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
+from mtrain.core.batch.order import key_of, permutation
+from mtrain.core.batch.sample import Sample, shifted
 from mtrain.data.formats.megatron_indexed import Corpus
-from mtrain.data.order import key_of, permutation
-from mtrain.data.samples.sample import Sample, shifted
 
 _DOCUMENT_ORDER = 1
 """Part of the key that separates the permutation of documents from that of windows, which has the same seed."""

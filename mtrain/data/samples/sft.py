@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.config.extras import route_columns
+from mtrain.core.batch.routes import Routes
+from mtrain.core.batch.sample import Sample, TokenizedSample, shifted, with_label
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
-from mtrain.data.routes import Routes
-from mtrain.data.samples.sample import Sample, TokenizedSample, shifted, with_label
 from mtrain.data.samples.too_long import Pieces, RowLimit, TooLong, pieces_of, why_nothing
 
 _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refuse": "refuse"}

@@ -19,7 +19,7 @@ from mtrain.hf.schema.description import disagreements, read_model, with_tokens
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.hf.schema.table import FilledSlice, Table, read_slice
-from mtrain.tokenizer import added_by, load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import added_by, load_tokenizer
 
 EMBEDDINGS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 

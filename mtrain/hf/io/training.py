@@ -18,7 +18,7 @@ from mtrain.base.errors import MachineError
 from mtrain.config.schema.train import AdamWSection
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.registry import family_of
-from mtrain.tokenizer import NO_TOKENS, AddedTokens
+from mtrain.hf.tokenizer.tokenizer import NO_TOKENS, AddedTokens
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from mtrain.hf.schema.files import (
 from mtrain.hf.schema.registry import family_of, fields_nobody_knows
 from mtrain.hf.schema.tower import TEXT
 from mtrain.hf.schema.values import shown_name
-from mtrain.tokenizer import NO_TOKENS, AddedTokens, load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import NO_TOKENS, AddedTokens, load_tokenizer
 
 ADDED_TOKENS = ("add_tokens", "add_special_tokens")
 """Keys of `model.*` that add tokens."""

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mtrain.arch.features import kinds, present
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, Entry, config_of, model_of, validated
 from mtrain.hf.schema.table import Rule, Table, TensorPattern, build_table
 from mtrain.hf.schema.tower import TEXT, TIED, Tower
-from mtrain.plan.features import kinds, present
 
 BASE = "model."
 _IN_BASE = ("layers.", "embed_tokens.")

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mtrain.arch.adapters import HEAD, in_layer, is_norm, learned_matrices, model_parts, tables
+from mtrain.arch.features.feature import AdaptedMatrix
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.config.adapters import all_linear_in
@@ -23,8 +25,6 @@ from mtrain.hf.schema.files import ADAPTER_NAME
 from mtrain.hf.schema.registry import family_of, template_at
 from mtrain.hf.schema.table import Arrangement, JoinedArrangement, Rule, order_in_region
 from mtrain.hf.schema.table import shape as shape_of
-from mtrain.plan.adapters import HEAD, in_layer, is_norm, learned_matrices, model_parts, tables
-from mtrain.plan.features.feature import AdaptedMatrix
 
 CONFIG_NAME, TENSORS_NAME = ADAPTER_NAME, "adapter_model.safetensors"
 # A PeftModel holds a LoraModel (base_model), which holds the model of transformers (model).

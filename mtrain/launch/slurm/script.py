@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import mtrain
+from mtrain.base.version import PACKAGE_FOLDER
 from mtrain.launch.slurm.options import SlurmOptions, container_command
 
-TEMPLATE = Path(mtrain.__file__).parent / "_share" / "launch" / "slurm.sbatch"
+TEMPLATE = PACKAGE_FOLDER / "_share" / "launch" / "slurm.sbatch"
 _BODY = "# --- from here on the same in every job ---\n"
 _NAME_LENGTH = 48
 

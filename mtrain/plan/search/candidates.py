@@ -10,12 +10,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from mtrain.arch.activations import FP32_BYTES, element_bytes
+from mtrain.arch.layout import Layout
+from mtrain.arch.memory import own_shard, trained_parameters
 from mtrain.config import Config, known_issues, rules
 from mtrain.config.schema.layout import CpComm, LayoutSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.activations import FP32_BYTES, element_bytes
-from mtrain.plan.layout import Layout
-from mtrain.plan.memory import own_shard, trained_parameters
 from mtrain.plan.search.cost import least_microbatch_seconds
 from mtrain.plan.search.hardware import Cluster
 from mtrain.plan.search.layer_cost import Workload

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import assert_never
 
+from mtrain.arch.activations import FP32_BYTES
+from mtrain.arch.features import kinds
+from mtrain.arch.features.feature import RankParameters, hidden_local, once_a_model
+from mtrain.arch.flops import mfu, run_flops_per_token, sees_everything
+from mtrain.arch.memory import own_shard, trained_parameters
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.activations import FP32_BYTES
-from mtrain.plan.features import kinds
-from mtrain.plan.features.feature import RankParameters, hidden_local, once_a_model
-from mtrain.plan.flops import mfu, run_flops_per_token, sees_everything
-from mtrain.plan.memory import own_shard, trained_parameters
 from mtrain.plan.search.hardware import Group, Transfer, gathered, reduced, sent
 from mtrain.plan.search.layer_cost import LayerCost, Workload, layer_cost, logits_seconds
 

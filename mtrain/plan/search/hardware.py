@@ -5,7 +5,7 @@ published numbers.
 
 Time and bytes of transfers between ranks, by the alpha-beta model: a latency, and bytes over a bandwidth.
 
-Ranks are numbered so that tp is innermost, then cp, then dp, then pp (mtrain/plan/layout.py). A group whose members lie
+Ranks are numbered so that tp is innermost, then cp, then dp, then pp (mtrain/arch/layout.py). A group whose members lie
 `stride` ranks apart fits into a node where stride x size does; else some of its members share a node, and together use
 as many network cards.
 """

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, assert_never
 
+from mtrain.arch.activations import element_bytes
+from mtrain.arch.features import LAYER_PARTS
+from mtrain.arch.features.feature import LayerPart, hidden_local
+from mtrain.arch.flops import num_attended_pairs, sees_everything
+from mtrain.arch.layout import Layout, most_microbatches
+from mtrain.arch.parameters import output_columns
 from mtrain.config import Config
-from mtrain.plan.activations import element_bytes
-from mtrain.plan.features import LAYER_PARTS
-from mtrain.plan.features.feature import LayerPart, hidden_local
-from mtrain.plan.flops import num_attended_pairs, sees_everything
-from mtrain.plan.layout import Layout, most_microbatches
-from mtrain.plan.parameters import output_columns
 from mtrain.plan.search.hardware import Cluster, Group, Transfer, exchanged, gathered
 
 HALF_EFFICIENT = 160

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
+from mtrain.arch.features import kinds
+from mtrain.arch.layout import Layout, broken_rules
+from mtrain.arch.memory import MemoryEstimate, memory_per_rank
 from mtrain.config import Config
 from mtrain.config.schema.layout import LayoutSection
-from mtrain.plan.features import kinds
-from mtrain.plan.layout import Layout, broken_rules
-from mtrain.plan.memory import MemoryEstimate, memory_per_rank
 from mtrain.plan.search.candidates import Candidate, batches, candidates, divisions, stage_split, state_bytes
 from mtrain.plan.search.cost import StepCost, step_cost
 from mtrain.plan.search.hardware import USABLE_MEMORY, Cluster

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mtrain.arch.layout import Layout, broken_rules
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.plan.layout import Layout, broken_rules
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster
 from mtrain.plan.search.layer_cost import Workload

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtrain.base.errors import DataError, NumericError, SpoiledStateError
+from mtrain.checkpoint.state.save import Saver
 from mtrain.checkpoint.store.directory import delete_checkpoint, set_aside
-from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.mcore.state.save import Saver
+from mtrain.core.ranks.init import on_first_rank
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run
 from mtrain.training.export import Exporter

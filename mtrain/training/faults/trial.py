@@ -11,13 +11,13 @@ from torch import Tensor
 
 from mtrain.base.errors import BadStepError, NonFiniteError, NumericError, SpoiledStateError
 from mtrain.base.heartbeat import Heartbeat, Phase
-from mtrain.checkpoint.format.training_state import LossScaler
-from mtrain.data.batch import Microbatch
-from mtrain.mcore.distributed import rng
-from mtrain.mcore.engine import optimizer_state
-from mtrain.mcore.engine.loss_reduction import StepTotals
-from mtrain.mcore.engine.optimizer import Update
-from mtrain.mcore.health.non_finite import cause_of_non_finite
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine import optimizer_state
+from mtrain.core.engine.loss_reduction import StepTotals
+from mtrain.core.engine.non_finite import cause_of_non_finite
+from mtrain.core.engine.optimizer import Update
+from mtrain.core.ranks import rng
+from mtrain.core.state.loss_scaler import LossScaler
 from mtrain.training.build import Run
 from mtrain.training.faults.guard import Guard, Verdict
 

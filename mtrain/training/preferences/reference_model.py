@@ -18,27 +18,27 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.checkpoint.state.base import model_fingerprint
+from mtrain.checkpoint.state.load import load_adapters
+from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.manifest import CONFIG_NAME as RUN_CONFIG_NAME
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.config.messages import readable
 from mtrain.config.schema.adapter import AdapterSection
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.adapters.adapter import adapters_off
+from mtrain.core.layers.build import build_model
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.ranks.init import on_first_rank
+from mtrain.hf.configuration import load_config
 from mtrain.hf.io.peft import adapter_of
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.description import ADDED_TOKENS
 from mtrain.hf.schema.files import CONFIG_NAME
 from mtrain.hf.schema.registry import family_of_run
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.adapters.adapter import adapters_off
-from mtrain.mcore.model.build import build_model
-from mtrain.mcore.state.base import model_fingerprint
-from mtrain.mcore.state.load import load_adapters
-from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.training.resume import announced, initialize, load_base
 
 _log = logging.getLogger(__name__)

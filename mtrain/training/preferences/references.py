@@ -27,19 +27,19 @@ from mtrain.base.files import disk_faults, replacing
 from mtrain.checkpoint.store.steps import published_steps
 from mtrain.config import Config
 from mtrain.config.schema.data import SftSection
-from mtrain.data.batch import Microbatch
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.loss.preference.scores import PreferenceLoss, preference_marks
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.ranks.init import on_all_ranks, on_first_rank
+from mtrain.core.step.forward import num_microbatches
+from mtrain.core.step.scoring_pass import sequence_scores
 from mtrain.data.cache.opening import default_folder
 from mtrain.data.loader import HeldOutBatches, RowsOfRank, StepLoader
 from mtrain.data.sources import HeldOut
 from mtrain.hf.schema.description import ADDED_TOKENS
-from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
-from mtrain.mcore.engine.rank_model import RankModel
 from mtrain.runs.folder import RunFolder
-from mtrain.training.forward import num_microbatches
 from mtrain.training.preferences.reference_model import Reference
-from mtrain.training.preferences.scoring_pass import sequence_scores
 
 _log = logging.getLogger(__name__)
 

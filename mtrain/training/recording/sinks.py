@@ -9,15 +9,15 @@ from pathlib import Path
 
 from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Heartbeat
+from mtrain.config.changes import flat_keys
+from mtrain.core.ranks.init import on_first_rank
 from mtrain.data.ledger import StartEntry, StepEntry, rewind_ledger, to_line
-from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.metrics.appended import AppendedFile
-from mtrain.metrics.jsonl import JsonlSink, last_step
-from mtrain.metrics.record import ChangeRecord, Record, StepRecord
-from mtrain.metrics.sinks import ConsoleSink, Fence, Sink, Sinks, TensorBoardSink
-from mtrain.metrics.trackers.open import TrackedRun, refuse_missing, tracked_run, tracker_sink
+from mtrain.report.metrics.appended import AppendedFile
+from mtrain.report.metrics.jsonl import JsonlSink, last_step
+from mtrain.report.metrics.record import ChangeRecord, Record, StepRecord
+from mtrain.report.metrics.sinks import ConsoleSink, Fence, Sink, Sinks, TensorBoardSink
+from mtrain.report.metrics.trackers.open import TrackedRun, refuse_missing, tracked_run, tracker_sink
 from mtrain.runs.account import StartAccount
-from mtrain.runs.changes import flat_keys
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import RunLock
 from mtrain.training.build import Run

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from mtrain.base.heartbeat import Heartbeat
 from mtrain.config.schema.run import WatchSection
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.metrics.record import StepRecord
+from mtrain.core.ranks.groups import Groups
+from mtrain.report.metrics.record import StepRecord
 from mtrain.training.recording.life import Life
 
 _log = logging.getLogger(__name__)

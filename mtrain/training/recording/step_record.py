@@ -10,11 +10,11 @@ from dataclasses import replace
 import psutil
 import torch
 
-from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.engine.loss_reduction import StepTotals, Totals
-from mtrain.mcore.engine.optimizer import Update
-from mtrain.metrics.record import StepRecord
-from mtrain.plan import Work, flops_of_step, mfu, peak_flops
+from mtrain.arch import Work, flops_of_step, mfu, peak_flops
+from mtrain.core.engine.loss_reduction import StepTotals, Totals
+from mtrain.core.engine.optimizer import Update
+from mtrain.core.loss.pair import MAIN_TERM
+from mtrain.report.metrics.record import StepRecord
 from mtrain.training.build import Run
 from mtrain.training.evaluate import term_records
 from mtrain.training.faults.trial import StepOutcome

@@ -13,26 +13,27 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
+from mtrain.checkpoint.state.load import load_adapters, load_weights
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.config import Config
-from mtrain.config.load import load_config, with_overrides
+from mtrain.config.load import with_overrides
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.convert.origin import source_of_run
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import build_model
+from mtrain.core.ranks.deterministic import deterministic
+from mtrain.core.ranks.groups import Groups, opened_groups
+from mtrain.core.ranks.init import joined_distributed
+from mtrain.core.ranks.party import purpose_of
+from mtrain.hf.configuration import load_config, resolved
 from mtrain.hf.schema.files import declared_ends
 from mtrain.hf.schema.registry import ORIGIN
-from mtrain.mcore.distributed.deterministic import deterministic
-from mtrain.mcore.distributed.groups import Groups, opened_groups
-from mtrain.mcore.distributed.init import joined_distributed
-from mtrain.mcore.distributed.party import purpose_of
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import build_model
-from mtrain.mcore.state.load import load_adapters, load_weights
-from mtrain.plan.layout import Layout
+from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_of
 from mtrain.runs.folder import RunFolder
-from mtrain.tokenizer import Tokenizer, tokenizer_of
 from mtrain.training.resume import initialize, load_base
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.prompts import Prompt, questions_of
@@ -95,7 +96,7 @@ def _config_of(side_files: Path, model: dict[str, Any], overrides: Sequence[str]
         # like a finetuning run, which has a chat template if the tokenizer has one
         "data": {"kind": "sft", "seq_length": 2, "train": [{"path": "unused"}], "tokenizer": str(side_files)},
     }
-    return with_overrides(sections, overrides).config()
+    return with_overrides(sections, overrides).config(resolved)
 
 
 def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParams, as_chat: bool = False) -> list[str]:

@@ -17,13 +17,13 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.config import Config
 from mtrain.convert.origin import source_of_run
+from mtrain.core.engine.generation import refuse_uncachable
+from mtrain.core.ranks.init import on_first_rank
 from mtrain.hf.schema.files import declared_ends
-from mtrain.mcore.distributed.init import on_first_rank
-from mtrain.mcore.engine.generation import refuse_uncachable
-from mtrain.metrics.appended import AppendedFile
-from mtrain.metrics.sinks import Sinks
+from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_of
+from mtrain.report.metrics.appended import AppendedFile
+from mtrain.report.metrics.sinks import Sinks
 from mtrain.runs.folder import RunFolder
-from mtrain.tokenizer import Tokenizer, tokenizer_of
 from mtrain.training.build import Run
 from mtrain.training.sampling.generate import answer_text
 from mtrain.training.sampling.params import SamplingParams

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mtrain.data.numbers import whole_number
+from mtrain.core.batch.numbers import whole_number
 
 
 @dataclass(frozen=True)

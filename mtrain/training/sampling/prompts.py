@@ -14,7 +14,7 @@ from mtrain.data.encoding.checks import check_keys
 from mtrain.data.encoding.encoder import chat_encoder
 from mtrain.data.encoding.plain import asked
 from mtrain.data.formats.jsonl import parsed_line, raw_lines
-from mtrain.tokenizer import Tokenizer
+from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 """Conversation that waits for an answer; each message has `role` and `content`."""

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.errors import NumericError
-from mtrain.data.numbers import token_ids, whole_number
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.init import any_rank
-from mtrain.mcore.engine.generation import CachedModel, PassTokens, cached_model
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.engine.recorded_routes import RecordedRoutes
+from mtrain.core.batch.numbers import token_ids, whole_number
+from mtrain.core.engine.generation import CachedModel, PassTokens, cached_model
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.recorded_routes import RecordedRoutes
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.ranks.init import any_rank
 from mtrain.training.sampling.choice import TokenPlace, choose, log_probs
 from mtrain.training.sampling.params import SamplingParams
 

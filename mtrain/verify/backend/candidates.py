@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from mtrain.base.errors import MachineError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.attention import flash_linear_attention
-from mtrain.mcore.model.attention.context_parallel import CoreAttention, document_runs
-from mtrain.mcore.model.attention.documents import pieces_of, segments_of
-from mtrain.mcore.model.build import build_with
-from mtrain.mcore.model.compiled import compile_layers, try_compiler
-from mtrain.mcore.model.layer_spec import absent, unbuildable
-from mtrain.mcore.model.norm import Norm
+from mtrain.core.layers.attention import flash_linear_attention
+from mtrain.core.layers.attention.context_parallel import CoreAttention, document_runs
+from mtrain.core.layers.attention.documents import pieces_of, segments_of
+from mtrain.core.layers.build import build_with
+from mtrain.core.layers.compiled import compile_layers, try_compiler
+from mtrain.core.layers.layer_spec import absent, unbuildable
+from mtrain.core.layers.norm import Norm
+from mtrain.core.ranks.groups import Groups
 
 _MAX_HEAD = 256
 """Largest head of flash-attn's kernels."""

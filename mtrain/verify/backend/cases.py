@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain.arch.features import kinds
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
-from mtrain.plan.features import kinds
 from mtrain.verify.reference.model.grouped_attention import rotates, window_of
 from mtrain.verify.reference.text import Rows
 

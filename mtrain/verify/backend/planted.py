@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtrain.mcore.model.build import unwrap
+from mtrain.core.layers.build import unwrap
 from mtrain.verify.backend.candidates import Candidate, Place, torch_layers
 
 

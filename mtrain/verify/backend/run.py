@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from mtrain.arch.layout import Layout
 from mtrain.base.certificate import Certificate, Comparison, certificates
 from mtrain.base.errors import ConfigError, MachineError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
-from mtrain.mcore.model.certified import layers_of, machine_of
-from mtrain.plan.layout import Layout
+from mtrain.core.layers.certified import layers_of, machine_of
 from mtrain.verify.backend.candidates import CANDIDATES, NO_CANDIDATES, Candidate
 from mtrain.verify.backend.cases import NUM_ROWS, Case, cases_of, few_layers, length_of
 from mtrain.verify.backend.errors import MEASURES, TensorError, tolerances

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
-from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
-from mtrain.mcore.model.transformer_config import DTYPES
+from mtrain.core.batch.zigzag import zigzag_index
+from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.layer_spec import global_name
+from mtrain.core.layers.sharded_parameters import sharded_parameters, shards
+from mtrain.core.layers.transformer_config import DTYPES
+from mtrain.core.ranks.groups import Groups
 from mtrain.verify.backend.candidates import Candidate, Place, torch_layers
 from mtrain.verify.backend.cases import NUM_ROWS, Case, rows_like, starts_of
 from mtrain.verify.backend.errors import UNIT_ROUNDOFF, TensorError, compared

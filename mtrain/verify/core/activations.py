@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mtrain.config import Config
-from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.model.output_layer import Logits
+from mtrain.core.batch.zigzag import zigzag_index
+from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.output_layer import Logits
+from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.samples import Places
 
 IN_LAYER = ("input_layernorm", "self_attention.core_attention", "self_attention", "pre_mlp_layernorm", "mlp")

@@ -16,10 +16,10 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.loss import TermSection
 from mtrain.config.schema.train import AnyOptimizer
-from mtrain.loss.functions.load import load_loss_function
-from mtrain.loss.pair import LossPair, TermInputs
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.loss.functions.load import load_loss_function
+from mtrain.core.loss.pair import LossPair, TermInputs
+from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.reach import with_epsilon
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.weights import TABLES, Arrays, drawn
@@ -180,7 +180,7 @@ class _Evaluator:
         if not isinstance(pair, LossPair):
             raise ConfigError(
                 f"loss.function={section.function!r} returned a value of type {type(pair).__name__}, but has to "
-                "return a mtrain.loss.pair.LossPair(numerator, denominator)"
+                "return a mtrain.LossPair(numerator, denominator)"
             )
         return pair.numerator, float(pair.denominator)
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.model.build import unwrap
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.layers.build import unwrap
+from mtrain.core.ranks.groups import Groups
 from mtrain.verify.planted.collaborators import configured
 
 without_gathers = configured("train", lambda train: {"overlap_param_gather": False})

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mtrain.config import Config
 from mtrain.config.schema.loss import TermSection
-from mtrain.data.batch import Microbatch
+from mtrain.core.batch.batch import Microbatch
 from mtrain.verify.core.result import Deviation
 from mtrain.verify.core.tolerances import RATE_TOLERANCE, UNIT_ROUNDOFF
 from mtrain.verify.reference.aggregation import token_weights

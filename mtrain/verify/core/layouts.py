@@ -11,12 +11,12 @@ from typing import Any, assert_never
 
 from pydantic import ValidationError
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.known_issues import context_kinds
 from mtrain.config.messages import readable
 from mtrain.config.schema.layout import CpComm, LayoutSection
-from mtrain.plan.layout import Layout
 
 MAX_STAGES = 8
 """Largest number of pipeline stages of a derived layout, virtual ones included: each needs a layer."""

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from mtrain.arch.layout import Layout
 from mtrain.base.environment import program_versions
 from mtrain.base.errors import MtrainError, UnfinishedError, reason_of
 from mtrain.base.log import show_lines
 from mtrain.base.signals import interrupts_blocked, was_interrupted
-from mtrain.plan.layout import Layout
 
 TIMEOUT_S = 120
 _LOOK_S = 1.0
@@ -43,8 +43,8 @@ _GROUP_TIMEOUT_S = 1800
 """Longest time in seconds that a rank waits for another in a collective: on a GPU, where waiting takes a processor."""
 _PRELOADED = (
     "numpy",
-    "mtrain.mcore",
-    "mtrain.training.step",
+    "mtrain.core.ranks",
+    "mtrain.core.step.step",
     "mtrain.data.loader",
     "torch._dynamo",
     "mtrain.verify.core.ranks",
@@ -263,7 +263,7 @@ def _serve(pipe: Connection, job: _Job, rank: int) -> None:
     torch.set_num_threads(1)
     show_lines()
     try:
-        from mtrain.mcore.distributed.deterministic import deterministic
+        from mtrain.core.ranks.deterministic import deterministic
 
         with deterministic(job.is_deterministic):
             answer = (True, _call(job, rank))
@@ -278,7 +278,7 @@ def _call(job: _Job, rank: int) -> Any:
     import torch
     import torch.distributed as dist
 
-    from mtrain.mcore.distributed.groups import opened_groups
+    from mtrain.core.ranks.groups import opened_groups
 
     device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
     options: dict[str, Any] = {}

@@ -18,10 +18,10 @@ from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.rope import RopeSection
 from mtrain.config.schema.train import AnyOptimizer
-from mtrain.loss.vocab_parallel import cross_entropy
-from mtrain.mcore.engine import optimizer as optimizers
-from mtrain.mcore.model.attention.recurrent.core import RecurrentCore
-from mtrain.mcore.offload import activations
+from mtrain.core.engine import optimizer as optimizers
+from mtrain.core.layers.attention.recurrent.core import RecurrentCore
+from mtrain.core.layers.offload import activations
+from mtrain.core.loss.vocab_parallel import cross_entropy
 
 _CHUNK = 3
 """Tokens of a chunk of a recurrent layer: parts of context-parallel ranks, from 4 tokens on, have several, too."""

@@ -15,15 +15,15 @@ from mtrain.config import Config
 from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, columns_of
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.data.batch import Microbatch
-from mtrain.data.datum import Datum
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.batch.datum import Datum
+from mtrain.core.batch.order import key_of
+from mtrain.core.batch.routes import routes_shape
+from mtrain.core.batch.sample import Sample, TokenizedSample, shifted
+from mtrain.core.loss.functions.load import extras_of, load_loss_function, reads_temperature
 from mtrain.data.encoding.checks import token_extras
 from mtrain.data.encoding.forms import tokens_sample
 from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
-from mtrain.data.order import key_of
-from mtrain.data.routes import routes_shape
-from mtrain.data.samples.sample import Sample, TokenizedSample, shifted
-from mtrain.loss.functions.load import extras_of, load_loss_function, reads_temperature
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
 from mtrain.verify.planted.collaborators import SOUND, Collaborators
 from mtrain.verify.reference.policy import EXTRAS

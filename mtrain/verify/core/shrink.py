@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
 
+from mtrain.arch import padded_vocab_size
+from mtrain.arch.activations import tokens_at_once
+from mtrain.arch.features import FEATURES, SmallRun
+from mtrain.arch.features.feature import SMALL_HEAD_DIM, multiple_from
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
@@ -22,10 +26,6 @@ from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection, SourceSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import OptimizerSection
-from mtrain.plan import padded_vocab_size
-from mtrain.plan.activations import tokens_at_once
-from mtrain.plan.features import FEATURES, SmallRun
-from mtrain.plan.features.feature import SMALL_HEAD_DIM, multiple_from
 from mtrain.verify.core.layouts import Trial, common_multiple
 from mtrain.verify.core.reach import epsilon_factor, loss_keys, model_keys, optimizer_keys, section_keys
 

@@ -22,7 +22,7 @@ from mtrain.data.formats.records import chunks
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended, Sources
-from mtrain.tokenizer import Tokenizer
+from mtrain.hf.tokenizer.tokenizer import Tokenizer
 from mtrain.verify.core.samples import HardBatch, SamplePlan
 from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation, unshuffled
 from mtrain.verify.reference.text import RawCorpus, Text, num_lines, objects, text_of

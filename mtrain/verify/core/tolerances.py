@@ -49,10 +49,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from mtrain.arch import num_parameters
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AnyOptimizer
-from mtrain.plan import num_parameters
 from mtrain.verify.core.result import Tolerance
 
 UNIT_ROUNDOFF = 2.0**-24

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mtrain.checkpoint.format.writer import Shard
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.model.init_weights import sharded_tensors
-from mtrain.mcore.model.layer_spec import global_name
+from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.init_weights import sharded_tensors
+from mtrain.core.layers.layer_spec import global_name
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.state.shard import Shard
 from mtrain.verify.core.reach import scaled
 
 Arrays = dict[str, NDArray[Any]]

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtrain.base.errors import ConfigError, NumericError
+from mtrain.checkpoint.state.gather import gradient_shards, parameter_shards
 from mtrain.config import Config
 from mtrain.config.extras import TEMPERATURE, as_configured
-from mtrain.data.batch import Microbatch
-from mtrain.loss.objective import Objective
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.loss_reduction import StepTotals, TermTotals
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import build_frozen_model, build_model
-from mtrain.mcore.state.gather import gradient_shards, parameter_shards
-from mtrain.mcore.state.teacher import Teacher
-from mtrain.training.step import TrainingStep
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.loss_reduction import StepTotals, TermTotals
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import build_frozen_model, build_model
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.step import TrainingStep
+from mtrain.core.step.teacher import Teacher
 from mtrain.verify.core.activations import ActivationRecorder, RecordedOutput
 from mtrain.verify.core.in_float64 import NeverUpdates, copy_weights, without_gathers
 from mtrain.verify.core.reach import shrink_chunks, small_blocks

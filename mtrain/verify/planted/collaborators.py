@@ -10,16 +10,16 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
+from mtrain.arch.lr import LearningRate, learning_rate
 from mtrain.config import Config
-from mtrain.data.collate import Collate, collate
-from mtrain.data.datum import Datum, sample_of
+from mtrain.core.batch.collate import Collate, collate
+from mtrain.core.batch.datum import Datum, sample_of
+from mtrain.core.batch.sample import Sample, TokenizedSample
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.step import StepFunctions
 from mtrain.data.loader import StepLoader
-from mtrain.data.samples.sample import Sample, TokenizedSample
 from mtrain.data.samples.sft import sample_of_record
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.plan.lr import LearningRate, learning_rate
-from mtrain.training.step import StepFunctions
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=nn.Module)

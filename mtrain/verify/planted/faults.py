@@ -14,31 +14,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mtrain.arch import padded_vocab_size
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
-from mtrain.loss.objective import Objective
-from mtrain.loss.pair import MAIN_TERM, LossPair
-from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
-from mtrain.mcore.distributed.broadcast import slice_for_rank
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.finalize import NumeratorFactors, finalize_gradients
-from mtrain.mcore.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
-from mtrain.mcore.engine.muon import Muon
-from mtrain.mcore.engine.optimizer import Optimizer, Update
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.engine.router_balance import Factors, RouterBalance
-from mtrain.mcore.engine.schedule import LossOfLogits, run_schedule
-from mtrain.mcore.model.adapters.adapter import Adapter, is_adapter_key
-from mtrain.mcore.model.adapters.linear import LinearAdapter
-from mtrain.mcore.model.attention.context_parallel import CoreAttention, RowAttention
-from mtrain.mcore.model.attention.full_width_norm import FullWidthNorm
-from mtrain.mcore.model.attention.mla import LatentCore
-from mtrain.mcore.model.attention.recurrent.core import CoreParameters, Inputs, RecurrentCore
-from mtrain.mcore.model.norm import Norm
-from mtrain.mcore.model.output_layer import Logits
-from mtrain.plan import padded_vocab_size
-from mtrain.training.output.loss import OutputLoss
-from mtrain.training.step import StepFunctions
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.finalize import NumeratorFactors, finalize_gradients
+from mtrain.core.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
+from mtrain.core.engine.muon import Muon
+from mtrain.core.engine.optimizer import Optimizer, Update
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.router_balance import Factors, RouterBalance
+from mtrain.core.engine.schedule import LossOfLogits, run_schedule
+from mtrain.core.layers.adapters.adapter import Adapter, is_adapter_key
+from mtrain.core.layers.adapters.linear import LinearAdapter
+from mtrain.core.layers.attention.context_parallel import CoreAttention, RowAttention
+from mtrain.core.layers.attention.full_width_norm import FullWidthNorm
+from mtrain.core.layers.attention.mla import LatentCore
+from mtrain.core.layers.attention.recurrent.core import CoreParameters, Inputs, RecurrentCore
+from mtrain.core.layers.norm import Norm
+from mtrain.core.layers.output_layer import Logits
+from mtrain.core.loss.objective import Objective
+from mtrain.core.loss.pair import MAIN_TERM, LossPair
+from mtrain.core.ranks.all_reduce import AsyncAllReduce
+from mtrain.core.ranks.broadcast import slice_for_rank
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.loss import OutputLoss
+from mtrain.core.step.step import StepFunctions
 from mtrain.verify.planted.collaborators import ALONE, Collaborators, become, configured, modules, step_of
 from mtrain.verify.planted.shared_faults import SHARED_PLANTS
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from mtrain.arch import padded_vocab_size
 from mtrain.base.errors import ConfigError
 from mtrain.base.spelling import meant
 from mtrain.config import Config
 from mtrain.config.schema.model import RECURRENT
-from mtrain.plan import padded_vocab_size
 from mtrain.verify.planted.fault import Fault, side_terms_differ
 from mtrain.verify.planted.shared_inject import SHARED_FAULTS
 

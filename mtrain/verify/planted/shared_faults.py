@@ -18,29 +18,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mtrain.arch import padded_vocab_size
+from mtrain.arch.lr import learning_rate
 from mtrain.config import Config
 from mtrain.config.schema.loss import TermSection, depth_term
 from mtrain.config.schema.train import OptimizerSection
-from mtrain.data.batch import Microbatch
-from mtrain.data.collate import Collate, Place, RowForm, collate
-from mtrain.data.datum import Datum, sample_of
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.batch.collate import Collate, Place, RowForm, collate
+from mtrain.core.batch.datum import Datum, sample_of
+from mtrain.core.batch.order import SampleOrder, SamplePosition
+from mtrain.core.batch.sample import Sample, TokenizedSample
+from mtrain.core.engine.finalize import NumeratorFactors
+from mtrain.core.engine.loss_reduction import PairAccumulator
+from mtrain.core.engine.optimizer import Optimizer, Update
+from mtrain.core.engine.router_balance import Factors, RouterBalance
+from mtrain.core.layers.attention.context_parallel import RowAttention
+from mtrain.core.loss import router as losses
+from mtrain.core.loss.vocab_parallel.chunks import LossOfChunk
+from mtrain.core.ranks.broadcast import slice_for_rank
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.loss import OutputLoss
 from mtrain.data.loader import StepLoader
-from mtrain.data.order import SampleOrder, SamplePosition
-from mtrain.data.samples.sample import Sample, TokenizedSample
 from mtrain.data.samples.sft import sample_of_record
 from mtrain.data.sources import Blended
-from mtrain.loss import router as losses
-from mtrain.loss.vocab_parallel.chunks import LossOfChunk
-from mtrain.mcore.distributed.broadcast import slice_for_rank
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.finalize import NumeratorFactors
-from mtrain.mcore.engine.loss_reduction import PairAccumulator
-from mtrain.mcore.engine.optimizer import Optimizer, Update
-from mtrain.mcore.engine.router_balance import Factors, RouterBalance
-from mtrain.mcore.model.attention.context_parallel import RowAttention
-from mtrain.plan import padded_vocab_size
-from mtrain.plan.lr import learning_rate
-from mtrain.training.output.loss import OutputLoss
 from mtrain.verify.planted.collaborators import Collaborators, become, configured, modules, step_of, with_values
 
 _Rows = Sequence[Sequence[Sample]]

@@ -22,7 +22,7 @@ from mtrain.base.heartbeat import Phase
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
 from mtrain.config.schema.data import AnyData, MockSection
-from mtrain.metrics.record import StepRecord
+from mtrain.report.metrics.record import StepRecord
 from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
 from mtrain.verify.core.ranks import failure

@@ -18,7 +18,8 @@ import psutil
 from mtrain.base.errors import UnfinishedError
 from mtrain.base.fault_points import REACHED, VARIABLE, InjectedFault
 from mtrain.base.heartbeat import Phase
-from mtrain.config.load import config_yaml, load_config
+from mtrain.config.load import config_yaml
+from mtrain.hf.configuration import load_config
 from mtrain.runs.folder import RunFolder
 from mtrain.verify.planted.fault import Fault
 

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtrain.tokenizer import Tokenizer
+from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mtrain.pages.charts import Curve, difference_chart, value_chart
-from mtrain.pages.html import moment, render, short
+from mtrain.report.pages.charts import Curve, difference_chart, value_chart
+from mtrain.report.pages.html import moment, render, short
 from mtrain.verify.core.result import Deviation, Diagnosis, LayoutResult, ParityReport, Report, StepValues, badness
 from mtrain.verify.report.text import TITLES
 

@@ -64,7 +64,7 @@ def write_report(report: Report, folder: Path) -> None:
     Raises:
         MachineError: The folder cannot be written.
     """
-    from mtrain.pages.html import write_page  # here, to load matplotlib only if a page is written
+    from mtrain.report.pages.html import write_page  # here, to load matplotlib only if a page is written
     from mtrain.verify.report.page import report_page
 
     with disk_faults(f"write {folder}"):

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from mtrain.config import Config
-from mtrain.metrics.jsonl import read_records
-from mtrain.metrics.record import OF_THE_MACHINE, StepRecord, to_json_line
+from mtrain.report.metrics.jsonl import read_records
+from mtrain.report.metrics.record import OF_THE_MACHINE, StepRecord, to_json_line
 from mtrain.verify.core.compare import StepComparison, relative
 from mtrain.verify.core.exact import Exact
 from mtrain.verify.core.result import Deviation, StepValues, Tolerance

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtrain.checkpoint.format.training_state import LossScaler
-from mtrain.data.batch import Microbatch
+from mtrain.arch.lr import learning_rate
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine import optimizer_state
+from mtrain.core.engine.optimizer_state import MAIN
+from mtrain.core.layers.build import build_frozen_model, unwrap
+from mtrain.core.layers.init_weights import draw_weights
+from mtrain.core.ranks import rng
+from mtrain.core.state.loss_scaler import LossScaler
 from mtrain.data.loader import StepLoader
 from mtrain.data.prefetch import Prefetch
-from mtrain.mcore.distributed import rng
-from mtrain.mcore.engine import optimizer_state
-from mtrain.mcore.engine.optimizer_state import MAIN
-from mtrain.mcore.model.build import build_frozen_model, unwrap
-from mtrain.mcore.model.init_weights import draw_weights
-from mtrain.plan.lr import learning_rate
 from mtrain.training.build import Run
 
 RandomStates = Mapping[str, Tensor]

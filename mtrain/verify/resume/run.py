@@ -24,7 +24,7 @@ from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.data import AnyData, MockSection
 from mtrain.config.schema.train import AnyOptimizer
-from mtrain.metrics.record import StepRecord
+from mtrain.report.metrics.record import StepRecord
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.exact import ExactJob, exact_steps
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared

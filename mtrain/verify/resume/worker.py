@@ -16,25 +16,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mtrain.arch.adapters import is_learned_whole
 from mtrain.base.signals import StopSignal
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.writer import Shard
+from mtrain.checkpoint.state.gather import gradient_shards, parameter_shards
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
-from mtrain.mcore.distributed import rng
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine import optimizer_state
-from mtrain.mcore.engine.loss_reduction import StepTotals
-from mtrain.mcore.engine.optimizer import Update
-from mtrain.mcore.model.adapters.adapter import is_adapter_key
-from mtrain.mcore.state.gather import gradient_shards, parameter_shards
-from mtrain.mcore.state.shards import WEIGHTS, Held, local_state
-from mtrain.plan.adapters import is_learned_whole
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine import optimizer_state
+from mtrain.core.engine.loss_reduction import StepTotals
+from mtrain.core.engine.optimizer import Update
+from mtrain.core.engine.training_state import WEIGHTS, Held, local_state
+from mtrain.core.layers.adapters.adapter import is_adapter_key
+from mtrain.core.ranks import rng
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.state.shard import Shard
+from mtrain.core.step.step import TrainingStep
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
-from mtrain.training.step import TrainingStep
 from mtrain.training.trainer import train_on
 from mtrain.verify.core.samples import Places
 from mtrain.verify.core.weights import TABLES, Whole, gathered

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from mtrain.base.files import disk_faults, write_atomically
-from mtrain.pages.charts import Curve, difference_chart
-from mtrain.pages.html import moment, render, write_page
+from mtrain.report.pages.charts import Curve, difference_chart
+from mtrain.report.pages.html import moment, render, write_page
 from mtrain.verify.rollout.inner import LIMIT
 from mtrain.verify.rollout.report import JSON_NAME, PAGE_NAME, RolloutReport, Side
 

@@ -11,7 +11,7 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.schema.data import SftSection
 from mtrain.data.encoding.encoder import encoder_of
 from mtrain.data.encoding.plain import asked
-from mtrain.tokenizer import Tokenizer, load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.sampling.generate import Model
 from mtrain.training.sampling.prompts import questions_of
 from mtrain.verify.parity import Progress

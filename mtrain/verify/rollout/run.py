@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config.schema.layout import LayoutSection
-from mtrain.mcore.model.transformer_config import DTYPES
-from mtrain.plan.layout import Layout
+from mtrain.core.layers.transformer_config import DTYPES
 from mtrain.training.sampling.generate import Model, model_at
 from mtrain.verify.core.layouts import Prepared, own_layout
 from mtrain.verify.core.ranks import Pool, environment_of

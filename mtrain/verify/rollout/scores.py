@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mtrain.api.batches import GlobalBatches
+from mtrain.api.scores import AskedScores, token_scores
+from mtrain.arch.features.feature import multiple_from
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config.schema.loss import LossSection
-from mtrain.data.datum import Datum
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.state.gather import parameter_shards
-from mtrain.plan.features.feature import multiple_from
-from mtrain.training.batches import GlobalBatches
-from mtrain.training.forward import AskedScores, token_scores
-from mtrain.training.results import ForwardResult
+from mtrain.core.batch.datum import Datum
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.results import ForwardResult
 from mtrain.training.sampling.generate import Model, loaded_model
 from mtrain.verify.core.weights import Arrays, gathered
 from mtrain.verify.rollout.records import Rollout

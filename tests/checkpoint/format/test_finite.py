@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mtrain.base.tensor_slice import TensorSlice
-from mtrain.checkpoint.format.finite import Finding, described, non_finite
-from mtrain.checkpoint.format.writer import Shard
+from mtrain.core.state.finite import NonFinite, described, non_finite
+from mtrain.core.state.shard import Shard
 
 
 def part(key: str, values: torch.Tensor, *offset: int) -> Shard:
@@ -22,20 +22,20 @@ def test_the_first_one_is_named_by_its_place_in_the_whole_tensor(dtype: torch.dt
     parts = [part("a", good, 0, 0), part("b", bad, 5, 2), part("b", bad.clone(), 2, 2)]
     assert non_finite(parts) is None
     bad[1, 3] = bad[2, 0] = value
-    assert non_finite(parts) == Finding(f"b[6, 5] is {value}", 1)
+    assert non_finite(parts) == NonFinite(f"b[6, 5] is {value}", 1)
 
 
 def test_integers_and_empty_shards_are_left_out() -> None:
     assert non_finite([]) is None
     states = torch.full((2, 2), 255, dtype=torch.uint8)
     assert non_finite([part("random", states, 0, 0), part("none", torch.empty(0, 3), 0, 0)]) is None
-    assert non_finite([Shard("scalar", (), TensorSlice((), ()), torch.tensor(math.nan))]) == Finding(
+    assert non_finite([Shard("scalar", (), TensorSlice((), ()), torch.tensor(math.nan))]) == NonFinite(
         "scalar[] is nan", 1
     )
 
 
 def test_the_ranks_are_named() -> None:
-    one, three = Finding("a[0] is nan", 1), Finding("b[1] is inf", 3)
+    one, three = NonFinite("a[0] is nan", 1), NonFinite("b[1] is inf", 3)
     assert described([None, None]) is None
     assert described([None, one]) == "a[0] is nan on rank 1"
     assert described([three, None]) == "b[1] is inf on rank 0, one of 3 such tensors there"

@@ -13,7 +13,8 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice, slices_of_run
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
+from mtrain.checkpoint.format.writer import write_metadata, write_shards
+from mtrain.core.state.shard import Shard
 from tests.messages import refuses
 
 shapes = st.lists(st.integers(1, 5), max_size=4)

@@ -24,7 +24,8 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice, TensorMetadata, read_metadata
-from mtrain.checkpoint.format.writer import Shard, write_metadata, write_shards
+from mtrain.checkpoint.format.writer import write_metadata, write_shards
+from mtrain.core.state.shard import Shard
 from tests.fault_table import Notice
 from tests.messages import refuses
 

@@ -9,8 +9,9 @@ import torch
 
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format import snapshot as snapshots
-from mtrain.checkpoint.format.snapshot import Snapshot, pinned_memory
-from mtrain.checkpoint.format.writer import Shard
+from mtrain.checkpoint.format.snapshot import Snapshot
+from mtrain.core.state.host_memory import pinned_memory
+from mtrain.core.state.shard import Shard
 
 SIZE_BYTES = 70_000
 

@@ -9,6 +9,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.foreign.megatron_arguments import FLAGS, REFUSED, TRANSLATED, WITHOUT_EFFECT
 from mtrain.config.foreign.megatron_lm import from_megatron_lm
+from mtrain.hf.configuration import resolved
 from tests.messages import refuses
 
 BASE = (
@@ -84,7 +85,7 @@ WITH_EXPERTS = {"expert-tensor-parallel-size", "expert-model-parallel-size", "nu
 
 
 def lines(text: str) -> list[str]:
-    return list(from_megatron_lm(text.split()).checked().lines())
+    return list(from_megatron_lm(text.split()).checked(resolved).lines())
 
 
 def told(text: str) -> tuple[object, ...]:
@@ -136,8 +137,8 @@ def test_an_argument_is_translated_or_refused_or_without_effect() -> None:
 
 
 def test_a_usual_start_becomes_a_configuration() -> None:
-    found = from_megatron_lm(LLAMA.split()).checked()
-    assert found.faults() == ([], [])
+    found = from_megatron_lm(LLAMA.split()).checked(resolved)
+    assert found.missing == []
     assert found.lost == []
     config = Config.model_validate(yaml.safe_load("\n".join(found.lines())))
     assert config.layout.tp == 2
@@ -183,4 +184,4 @@ def test_defaults_that_differ_are_written_out() -> None:
 )
 def test_what_is_no_argument_is_named(given: str, fact: str) -> None:
     with refuses(ConfigError, fact):
-        from_megatron_lm(given.split()).checked()
+        from_megatron_lm(given.split()).checked(resolved)

@@ -20,6 +20,7 @@ from mtrain.config.foreign.megatron_lm import from_megatron_lm
 from mtrain.config.foreign.ms_swift import from_ms_swift
 from mtrain.config.foreign.translation import Translation
 from mtrain.config.foreign.verl import from_verl
+from mtrain.hf.configuration import resolved
 from tests.config.samples import content
 from tests.config.yaml_files import write
 
@@ -133,8 +134,8 @@ def defaults_of(program: str) -> dict[str, Any]:
 
 def configuration(found: Translation) -> Config:
     """Returns the configuration that the written file is, with a small model in place of the one that it names."""
-    read = yaml.safe_load("\n".join(found.checked().lines()))
-    assert set(found.faults().missing) <= {
+    read = yaml.safe_load("\n".join(found.checked(resolved).lines()))
+    assert set(found.missing) <= {
         "model.hf=M holds no config.json; name a folder of Hugging Face with config.json and *.safetensors",
         "train.num_steps: no value is given; set it, or num_epochs",
     }
@@ -149,7 +150,7 @@ def configuration(found: Translation) -> Config:
 def test_a_default_that_is_given_changes_nothing(program: str, tmp_path: Path) -> None:
     """Every default that differs from ours is written where the key is absent, as where it is given."""
     way = PROGRAMS[program]
-    absent = way.translate(way.base, tmp_path).checked()
+    absent = way.translate(way.base, tmp_path).checked(resolved)
     wrong = {}
     for name, value in defaults_of(program).items():
         if name not in way.base:
@@ -391,7 +392,7 @@ def has(program: str, name: str) -> bool:
 def test_a_comment_agrees_with_its_value(program: str, seed: int, tmp_path: Path) -> None:
     """A comment names what was given where anything was, with its own value; else a default of what was not."""
     given = {name: value for name, value in drawn(program, seed).items() if has(program, name)}
-    found = PROGRAMS[program].translate(given, tmp_path).checked()
+    found = PROGRAMS[program].translate(given, tmp_path).checked(resolved)
     for origin in found.origins.values():
         for name in given:
             if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", origin) and given[name] != "":
@@ -422,6 +423,6 @@ def test_all_faults_come_at_once(program: str, seed: int, tmp_path: Path) -> Non
         given["adapter"] = "lora"
         chosen = [name for name in chosen if name != "adapter"]
     with pytest.raises(ConfigError) as error:
-        PROGRAMS[program].translate(given, tmp_path).checked()
+        PROGRAMS[program].translate(given, tmp_path).checked(resolved)
     named = str(error.value)
     assert [name for name in chosen if not re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", named)] == []

@@ -16,9 +16,9 @@ from mtrain.config.foreign.ms_swift import MEGATRON, MS_SWIFT, from_ms_swift
 from mtrain.config.foreign.translation import Row, Translation, translated
 from mtrain.config.foreign.verl import VERL as VERL_KEYS
 from mtrain.config.foreign.verl import from_verl
-from mtrain.config.load import load_config
+from mtrain.config.kinds import sections_at
 from mtrain.config.megatron_fields import PROVEN
-from mtrain.config.messages import sections_at
+from mtrain.hf.configuration import load_config, resolved
 from tests.cli.command_line import call
 from tests.config.samples import content
 from tests.config.yaml_files import write
@@ -80,7 +80,7 @@ def section(found: Translation, name: str) -> dict[str, Any]:
 
 
 def test_a_file_of_axolotl(tmp_path: Path) -> None:
-    found = from_axolotl(Path(write(tmp_path / "a.yml", AXOLOTL))).checked()
+    found = from_axolotl(Path(write(tmp_path / "a.yml", AXOLOTL))).checked(resolved)
     assert section(found, "adapter") == {"kind": "lora", "rank": 16, "alpha": 32.0, "targets": ["all-linear"]}
     assert section(found, "train") == {
         "micro_batch_size": 2,
@@ -106,7 +106,7 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
 
 
 def test_a_file_of_verl(tmp_path: Path) -> None:
-    found = from_verl([str(write(tmp_path / "v.yaml", VERL))]).checked()
+    found = from_verl([str(write(tmp_path / "v.yaml", VERL))]).checked(resolved)
     assert "adapter" not in found.content
     assert section(found, "layout") == {"cp": 2, "cp_comm": "ulysses"}
     assert section(found, "data")["columns"] == {"chat": "messages"}
@@ -145,7 +145,7 @@ PPO = (
 
 
 def test_the_actor_of_a_loop_of_verl() -> None:
-    found = from_verl(PPO.split()).checked()
+    found = from_verl(PPO.split()).checked(resolved)
     bonus = {"function": "entropy", "coefficient": -0.01}
     assert section(found, "loss") == {
         "function": "ppo",
@@ -221,7 +221,7 @@ def test_pairs_of_axolotl(tmp_path: Path) -> None:
     """TRL's defaults of SimPO are not ours; a key is in one list of the head only."""
     given = {"base_model": "M", "datasets": "a", "learning_rate": 1, "adapter": "lora", "lora_dropout": 0.1}
     file = Path(write(tmp_path / "a.yml", given | {"rl": "simpo", "sample_packing": True}))
-    found = from_axolotl(file).checked()
+    found = from_axolotl(file).checked(resolved)
     assert found.get("loss.options.beta") == 0.1
     assert found.get("adapter.dropout") is found.get("data.packing") is None
     assert [re.split("[=:]", line)[0] for line in found.lost] == ["axolotl's default of cpo_alpha", "lora_dropout"]
@@ -236,7 +236,7 @@ def test_a_model_that_is_not_here_is_not_judged(tmp_path: Path) -> None:
     """Modules and sizes are those of the folder, which may be downloaded later."""
     given = {"base_model": "M", "datasets": "a", "learning_rate": 1, "adapter": "lora", "tensor_parallel_size": 7}
     file = write(tmp_path / "a.yml", given | {"lora_target_modules": ["in_proj", "down_proj"]})
-    assert [line.partition("=")[0] for line in from_axolotl(Path(file)).checked().faults().missing] == ["model.hf"]
+    assert [line.partition("=")[0] for line in from_axolotl(Path(file)).checked(resolved).missing] == ["model.hf"]
 
 
 def test_later_words_of_verl_hold(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_later_words_of_verl_hold(tmp_path: Path) -> None:
 
 
 def test_arguments_of_ms_swift() -> None:
-    found = from_ms_swift(SWIFT.split()).checked()
+    found = from_ms_swift(SWIFT.split()).checked(resolved)
     assert section(found, "layout") == {"tp": 2, "sp": True}
     assert section(found, "data")["train"] == [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
     assert "adapter" not in found.content
@@ -297,7 +297,7 @@ def test_ways_of_axolotl_to_say_a_thing(tmp_path: Path) -> None:
         "num_epochs": 2,
         "special_tokens": {"pad_token": "<pad>", "eos_token": "</s>"},
     }
-    found = from_axolotl(Path(write(tmp_path / "a.yml", given))).checked()
+    found = from_axolotl(Path(write(tmp_path / "a.yml", given))).checked(resolved)
     assert found.content["loss"] == {"function": "kto", "options": {"beta": 0.3}}
     assert "format" not in found.content["data"]
     assert found.content["model"]["add_tokens"] == ["<think>"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mtrain.base.errors import DataError
-from mtrain.data.samples.sample import TokenizedSample
+from mtrain.core.batch.sample import TokenizedSample
 
 COUNT_FILE = "MTRAIN_TEST_ENCODED"
 """Environment variable with the name of a file that grows by a byte with every record that any process encodes."""

@@ -13,10 +13,10 @@ import pytest
 from mtrain.base.errors import StopRequestedError
 from mtrain.base.files import remove
 from mtrain.base.signals import StopSignal, leave_if_stopped
+from mtrain.core.batch.sample import SampleEncoder
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.opening import CacheOptions, content_of, token_cache
 from mtrain.data.formats.record_files import record_files
-from mtrain.data.samples.sample import SampleEncoder
 from tests.data.cache.byte_encoder import COUNT_FILE, ByteEncoder, EndlessEncoder
 from tests.data.cache.test_cache import write
 from tests.messages import refuses

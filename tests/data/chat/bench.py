@@ -26,7 +26,7 @@ from transformers.utils import chat_template_utils
 from mtrain.base.errors import DataError
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import chosen_templates
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.data.chat.cases import DAY, TEMPLATES, TOOL, assistant, user
 from tests.data.chat.memorised import faults
 

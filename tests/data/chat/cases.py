@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mtrain.data.samples.sample import TokenizedSample
+from mtrain.core.batch.sample import TokenizedSample
 
 TEMPLATES = Path(__file__).parent / "templates"
 DAY = "2025-03-09"

@@ -11,7 +11,7 @@ import pytest
 
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import chosen_templates
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.data.chat.cases import DAY, folder_of, write_tokenizer
 
 MakeEncoder = Callable[..., ChatEncoder]

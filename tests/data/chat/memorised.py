@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain.data.samples.sample import TokenizedSample
+from mtrain.core.batch.sample import TokenizedSample
 
 
 class Memorised:

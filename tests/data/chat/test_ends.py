@@ -17,7 +17,7 @@ from mtrain.convert.endings import put_ending
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import chosen_templates
 from mtrain.hf.schema.files import declared_ends
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.data.chat.cases import TOOL, assistant, folder_of, user
 from tests.data.chat.memorised import faults
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, normalizers
 from mtrain.base.errors import DataError
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import chosen_templates
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.data.chat.cases import CALL, TOOL, assistant, folder_of, trained_texts, user
 from tests.data.chat.conftest import MakeEncoder
 from tests.fault_table import Notice

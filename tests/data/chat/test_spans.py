@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from mtrain.base.errors import DataError
 from mtrain.data.chat.encoder import ChatEncoder, token_weights
 from mtrain.data.chat.ends import Weighed
-from mtrain.tokenizer import EncodedText
+from mtrain.hf.tokenizer.tokenizer import EncodedText
 from tests.data.chat.cases import TOOL, assistant, trained_texts, user
 from tests.data.chat.conftest import MakeEncoder
 from tests.fault_table import Notice

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from mtrain.base.errors import DataError
-from mtrain.data.samples.sample import TokenizedSample
+from mtrain.core.batch.sample import TokenizedSample
 from tests.data.chat.cases import CONVERSATIONS, DAY, ENDS, NAMES, SPECIAL, trained_texts
 from tests.data.chat.conftest import MakeEncoder
 from tests.messages import refuses

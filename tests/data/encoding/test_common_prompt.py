@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.data_utils import extract_prompt
 
-from mtrain.data.samples.sample import SampleEncoder
+from mtrain.core.batch.sample import SampleEncoder
 from tests.data.chat.cases import assistant, folder_of, user, write_tokenizer
 from tests.data.encoding.test_preferences import BOS, EOS, A, B, C, encoder, sequences
 

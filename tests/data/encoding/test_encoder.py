@@ -13,7 +13,7 @@ from mtrain.data.chat.sandbox import Cut, RenderLimits, Sandbox
 from mtrain.data.encoding.encoder import RecordEncoder, encoder_of, trained_templates
 from mtrain.data.encoding.forms import sharegpt_as_messages
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.fault_table import Notice
 from tests.messages import refuses
 

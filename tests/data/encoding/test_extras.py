@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from mtrain.base.errors import DataError, NumericError
 from mtrain.config import Config
-from mtrain.data.datum import Datum, sample_of
+from mtrain.core.batch.datum import Datum, sample_of
 from mtrain.data.loader import StepLoader
 from mtrain.data.shown import headline
 from tests.fault_table import Notice

@@ -15,7 +15,7 @@ from trl.data_utils import common_prefix_length
 from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.output import HeadOutput
 from mtrain.data.encoding.encoder import source_encoder
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.hf.tokenizer.folders import NAMES, trained, written
 
 PIECES = st.sampled_from(["the", " reader", "rea", "der", " ", "  ", "\n", "index", "ind", "ex", "é", "日", ".", "x1"])

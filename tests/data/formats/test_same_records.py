@@ -22,14 +22,14 @@ from transformers import AutoTokenizer
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
+from mtrain.core.batch.sample import SampleEncoder, TokenizedSample
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.opening import Progress, build_entry
 from mtrain.data.encoding.encoder import source_encoder
 from mtrain.data.formats.recognise import FileKind
 from mtrain.data.formats.record_files import RecordFile, record_files
 from mtrain.data.formats.records import chunks
-from mtrain.data.samples.sample import SampleEncoder, TokenizedSample
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.data.chat.cases import write_folder
 
 RESERVED = "<|" + "".join(map(chr, range(0xF0000, 0xF0010)))

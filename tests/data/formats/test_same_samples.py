@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
+from mtrain.core.batch.sample import SampleEncoder
 from mtrain.data.encoding.encoder import encoder_of
 from mtrain.data.formats.record_files import record_files
 from mtrain.data.formats.records import chunks
-from mtrain.data.samples.sample import SampleEncoder
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 
 datasets.disable_progress_bars()
 WORDS = st.sampled_from(["a", "Zürich", "null", "1", "true", '{"x": 1}', "", " é "])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mtrain.data.samples.sample import Sample
+from mtrain.core.batch.sample import Sample
 from mtrain.data.sources import Blended
 from mtrain.data.steps import WindowedRows, WindowShape
 from tests.data.packing.oracle import best_fit_decreasing

@@ -9,7 +9,7 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.data.preparation.tokenize import CheckedEncoding, tokenize_corpus
 from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer, train_tokenizer
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.messages import refuses
 
 SOURCE = Path(json.__file__).with_name("decoder.py")

@@ -15,7 +15,7 @@ from mtrain.data.formats.documents import documents, find_files
 from mtrain.data.formats.megatron_indexed import Corpus
 from mtrain.data.preparation import tokenize as module
 from mtrain.data.preparation.tokenize import tokenize_corpus
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.messages import refuses
 from tests.warm import completed
 

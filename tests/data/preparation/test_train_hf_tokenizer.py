@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.data.preparation.train_tokenizer import END, train_hf_tokenizer
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.cli.command_line import call
 from tests.messages import refuses
 

@@ -7,7 +7,7 @@ import pytest
 
 from mtrain.base.errors import DataError
 from mtrain.data.preparation.train_tokenizer import train_tokenizer
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.messages import refuses
 
 WORDS = ["value", "weight", "index", "length", "colour", "height", "parent", "child", "reader", "writer"]

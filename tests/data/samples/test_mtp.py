@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.config.schema.loss import LossSection, depth_term
-from mtrain.data.collate import Place, RowForm, collate, loss_terms, moved, mtp_sample
-from mtrain.data.samples.sample import Sample, shifted
+from mtrain.core.batch.collate import Place, RowForm, collate, loss_terms, moved, mtp_sample
+from mtrain.core.batch.sample import Sample, shifted
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 7))

@@ -10,10 +10,10 @@ import numpy as np
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
+from mtrain.core.loss.preference.member import GroupMember
 from mtrain.data.loader import StepLoader
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.sources import Sources
-from mtrain.loss.preference.member import GroupMember
 from tests.config.samples import content
 from tests.messages import refuses
 

@@ -15,7 +15,7 @@ from mtrain.data.samples.sft import SftDataset
 from mtrain.data.samples.too_long import RowLimit, TooLong
 from mtrain.data.sft_caches import SftCaches
 from mtrain.data.sources import Sources
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.messages import refuses

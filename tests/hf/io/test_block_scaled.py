@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import random_tokens
 from mtrain.hf.io.training import transformers_logits
-from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.deepseek import save_published
 from tests.hf.folders import save

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
@@ -28,7 +29,6 @@ from mtrain.hf.io.matching import same_bits
 from mtrain.hf.io.mxfp4 import Mxfp4, packed, rounding_error, unpacked
 from mtrain.hf.io.source import FolderTensors, open_source
 from mtrain.hf.io.training import transformers_logits
-from mtrain.plan.layout import Layout
 from tests.cli.command_line import call
 from tests.hf import hf_ranks
 from tests.hf.folders import run_of_folder, save

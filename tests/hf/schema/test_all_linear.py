@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 
 from mtrain.config import Config, adapters
-from mtrain.config.load import load_config
+from mtrain.hf.configuration import load_config
 from mtrain.hf.schema.peft import path_in_model, tensors
 from mtrain.hf.schema.registry import family_of_run
 from tests.hf.folders import CONFIGS, TOWERS, save

@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 from mtrain.base.errors import DataError
-from mtrain.config.load import load_config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.hf.configuration import load_config
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.config import differences
 from mtrain.hf.schema.registry import FAMILIES, family_of, fitting_family

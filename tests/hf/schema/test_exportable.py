@@ -10,16 +10,17 @@ import torch
 import transformers
 import yaml
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError, RunFolderError
 from mtrain.config import Config
-from mtrain.config.load import config_yaml, load_config
+from mtrain.config.load import config_yaml
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import random_tokens, verify_hf
+from mtrain.hf.configuration import load_config
 from mtrain.hf.io.training import transformers_logits
 from mtrain.hf.schema.description import disagreements
 from mtrain.hf.schema.registry import FAMILIES, refuse_unexportable
-from mtrain.plan.layout import Layout
 from mtrain.runs.continuation import continued
 from tests.fault_table import Notice
 from tests.hf import hf_ranks

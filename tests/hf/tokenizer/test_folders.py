@@ -16,7 +16,7 @@ from transformers.models.auto import tokenization_auto
 
 from mtrain.base.errors import DataError
 from mtrain.hf.tokenizer import classes
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.hf.tokenizer.folders import NAMES, folders, written
 
 TEXTS = st.lists(

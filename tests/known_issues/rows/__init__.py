@@ -7,8 +7,8 @@ from this table.
 
 from __future__ import annotations
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.known_issues.rows import balance, checkpoint, experts, layers, loss, mla, mtp, optimizer, schedules
 from tests.known_issues.rows.row import VERSION, KnownIssue
 

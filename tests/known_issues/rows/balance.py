@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.known_issues.rows.row import KnownIssue, Place
 
 _ROUTER = "transformer/moe/router.py"
-_BALANCE = "mtrain/mcore/engine/router_balance.py"
+_BALANCE = "mtrain/core/engine/router_balance.py"
 _FAULTS = "tests/known_issues/test_balance.py::test_"
 _OURS = "tests/parity/models/test_balance.py::test_"
 _PARITY = f"{_OURS}balancing_does_not_change_with_the_layout"
@@ -58,7 +58,7 @@ ROWS = (
         "fixed",
         "Their sums over text enter backward with coefficient x D_main / D_k of the whole global batch, so that the "
         "one division leaves coefficient / D_k.",
-        (_BALANCE, "mtrain/loss/router.py", "mtrain/training/step.py"),
+        (_BALANCE, "mtrain/core/loss/router.py", "mtrain/core/step/step.py"),
         (
             f"{_FAULTS}auxiliary_losses_weigh_tokens_without_a_loss",
             _PARITY,
@@ -80,7 +80,7 @@ ROWS = (
         _has_losses,
         "fixed",
         "Each is a sum over text with a denominator of its own for the whole global batch.",
-        (_BALANCE, "mtrain/loss/router.py", "mtrain/training/step.py"),
+        (_BALANCE, "mtrain/core/loss/router.py", "mtrain/core/step/step.py"),
         (f"{_FAULTS}auxiliary_losses_shrink_with_ranks_and_rows", _PARITY),
         gone_in="0.19.2",
     ),
@@ -147,7 +147,7 @@ ROWS = (
         _moves_biases,
         "fixed",
         "It moves after a successful update: not in an empty batch, after an overflow, or where the run stops.",
-        (_BALANCE, "mtrain/training/step.py"),
+        (_BALANCE, "mtrain/core/step/step.py"),
         (f"{_FAULTS}biases_move_before_the_optimizer_refuses_the_step", f"{_OURS}biases_move_with_the_weights_alone"),
     ),
     KnownIssue(
@@ -165,7 +165,7 @@ ROWS = (
         _cuts_masks,
         "fixed",
         "Every stage cuts its mask.",
-        ("mtrain/mcore/model/language_model.py",),
+        ("mtrain/core/layers/language_model.py",),
         (f"{_FAULTS}the_first_stage_alone_cuts_the_padding_mask", _PARITY),
     ),
     KnownIssue(
@@ -183,7 +183,7 @@ ROWS = (
         lambda config, layout: _counts_text(config, layout) and layout.sp,
         "fixed",
         "The shell of the model cuts its mask by the group that it was given.",
-        ("mtrain/mcore/model/language_model.py",),
+        ("mtrain/core/layers/language_model.py",),
         (f"{_FAULTS}the_padding_mask_is_cut_by_the_global_group", _PARITY),
         findings=(5,),
     ),
@@ -196,7 +196,7 @@ ROWS = (
         "fixed",
         "train.recompute=full recomputes every layer of a model with experts (recompute_layers is refused), and a "
         "router without its mask stops the run.",
-        ("mtrain/mcore/model/transformer_config.py", _BALANCE),
+        ("mtrain/core/layers/transformer_config.py", _BALANCE),
         (f"{_FAULTS}layers_beyond_the_recomputed_ones_lose_the_padding_mask", _PARITY),
         gone_in="0.19.2",
     ),

@@ -27,7 +27,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "Weights, main weights and moments are whole tensors under names that do not depend on the layout.",
-        ("mtrain/mcore/state/shards.py", "mtrain/mcore/model/sharded_parameters.py"),
+        ("mtrain/core/engine/training_state.py", "mtrain/core/layers/sharded_parameters.py"),
         (
             issue_test("the_default_checkpoint_form_cannot_be_saved"),
             f"{_CHECKPOINT_TESTS}::test_another_layout_gets_the_same_bits_and_trains_alike",
@@ -46,7 +46,7 @@ ROWS = (
         always,
         "fixed",
         "Ranks write their own shards; no process is started.",
-        ("mtrain/mcore/state/save.py", "mtrain/checkpoint/format/writer.py"),
+        ("mtrain/checkpoint/state/save.py", "mtrain/checkpoint/format/writer.py"),
         (
             issue_test("a_save_of_theirs_starts_processes"),
             f"{_CHECKPOINT_TESTS}::test_saving_needs_no_helper_process",
@@ -66,7 +66,7 @@ ROWS = (
         always,
         "fixed",
         "Saving does not use it.",
-        ("mtrain/mcore/state/save.py", "mtrain/checkpoint/format/writer.py"),
+        ("mtrain/checkpoint/state/save.py", "mtrain/checkpoint/format/writer.py"),
         (
             issue_test("their_writer_needs_psutil"),
             f"{_CHECKPOINT_TESTS}::test_saving_needs_no_helper_process",

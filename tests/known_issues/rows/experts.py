@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.known_issues.rows.row import KnownIssue, Place
 
 _LINEARS = "tensor_parallel/layers.py"
 _UTILITIES = "transformer/moe/moe_utils.py"
-_EXPERTS = "mtrain/mcore/model/moe/experts.py"
-_ROUTER = "mtrain/mcore/model/moe/router.py"
+_EXPERTS = "mtrain/core/layers/moe/experts.py"
+_ROUTER = "mtrain/core/layers/moe/router.py"
 _TESTS = "tests/known_issues/test_experts.py::test_"
 _PARITY = "tests/parity/models/test_experts.py::test_experts_do_not_change_with_the_layout"
 
@@ -130,7 +130,7 @@ ROWS = (
         _is_tensor_parallel,
         "fixed",
         "Every expert's parameters carry the mark, and each counts once.",
-        (_EXPERTS, "mtrain/mcore/engine/optimizer.py"),
+        (_EXPERTS, "mtrain/core/engine/optimizer.py"),
         (f"{_TESTS}experts_miss_in_the_norm", _PARITY),
         gone_in="0.19.2",
     ),
@@ -143,7 +143,7 @@ ROWS = (
         _has_two_scales,
         "fixed",
         "One norm of all gradients says whether one overflowed, and the scales move together.",
-        ("mtrain/mcore/engine/optimizer.py",),
+        ("mtrain/core/engine/optimizer.py",),
         (f"{_TESTS}loss_scales_part_when_experts_overflow",),
     ),
     KnownIssue(
@@ -154,7 +154,7 @@ ROWS = (
         _has_experts,
         "fixed",
         "They become numbers; gloo, which refuses lists of several sizes besides, sends those by all-to-all.",
-        ("mtrain/mcore/distributed/cpu.py", "mtrain/mcore/distributed/cpu_collectives.py"),
+        ("mtrain/core/ranks/cpu.py", "mtrain/core/ranks/cpu_collectives.py"),
         (f"{_TESTS}split_sizes_stay_tensors_on_cpus", f"{_TESTS}lists_of_several_sizes_travel_on_gloo", _PARITY),
     ),
     KnownIssue(
@@ -179,7 +179,7 @@ ROWS = (
         _has_experts,
         "fixed",
         "Names are those of TransformerEngine for each kind of layer.",
-        ("mtrain/mcore/model/layer_spec.py",),
+        ("mtrain/core/layers/layer_spec.py",),
         (
             f"{_TESTS}their_checkpoint_keys_of_expert_layers_are_dense_ones",
             "tests/mcore/state/test_expert_state.py::test_checkpoint_keys_are_megatrons",

@@ -18,7 +18,7 @@ ROWS = (
         lambda config, layout: layout.pp > 1,
         "fixed",
         "A weight follows from the seed, its name and its place in the whole tensor.",
-        ("mtrain/mcore/model/init_weights.py",),
+        ("mtrain/core/layers/init_weights.py",),
         (spec_test("initial_weights_depend_on_the_pipeline"), issue_test("initial_weights_depend_on_no_layout_here")),
     ),
     KnownIssue(
@@ -29,7 +29,7 @@ ROWS = (
         lambda config, layout: layout.tp > 1,
         "fixed",
         "As above; the code for GPUs is shown on CPU ranks.",
-        ("mtrain/mcore/model/init_weights.py",),
+        ("mtrain/core/layers/init_weights.py",),
         (
             issue_test("initial_weights_depend_on_tp_on_a_gpu"),
             issue_test("initial_weights_depend_on_no_layout_here"),
@@ -51,7 +51,7 @@ ROWS = (
         lambda config, layout: layout.tp > 1,
         "fixed",
         "It stays on with initialisers that do nothing; the field is not free.",
-        ("mtrain/mcore/model/transformer_config.py", "mtrain/config/megatron_fields.py"),
+        ("mtrain/core/layers/transformer_config.py", "mtrain/config/megatron_fields.py"),
         (spec_test("weights_without_their_initialisation_miss_in_the_norm"),),
         gone_in="0.19.2",
     ),
@@ -70,7 +70,7 @@ ROWS = (
         lambda config, layout: layout.vpp > 1 and layout.pp == 2,
         "fixed",
         "Transfers are not batched where vpp > 1; model.megatron.batch_p2p_comm=true is refused there.",
-        ("mtrain/mcore/model/transformer_config.py", "mtrain/config/known_issues.py"),
+        ("mtrain/core/layers/transformer_config.py", "mtrain/config/known_issues.py"),
         (
             spec_test("batched_transfers_pair_activations_with_gradients_at_pp_2"),
             "tests/config/test_known_issues.py::test_a_field_that_lets_a_fault_in_is_refused",
@@ -91,7 +91,7 @@ ROWS = (
         lambda config, layout: layout.vpp > 1,
         "fixed",
         "It is on only where a CUDA stream keeps the order; the field is not free.",
-        ("mtrain/mcore/model/transformer_config.py", "mtrain/config/megatron_fields.py"),
+        ("mtrain/core/layers/transformer_config.py", "mtrain/config/megatron_fields.py"),
         (
             spec_test("activations_are_freed_while_they_are_being_sent"),
             "tests/mcore/model/test_transformer_config.py::test_outputs_are_kept_while_gloo_may_be_sending_them",
@@ -113,7 +113,7 @@ ROWS = (
         lambda config, layout: layout.tp > 1 and config.adapter is not None and "output" in config.adapter.parts,
         "fixed",
         "The gradient that an adapter of the output layer hands to megatron-core is made contiguous.",
-        ("mtrain/mcore/model/adapters/linear.py",),
+        ("mtrain/core/layers/adapters/linear.py",),
         (
             issue_test("sums_of_tensors_with_gaps_are_lost"),
             "tests/verify/parity/test_adapters.py::test_lora_of_everything_is_exact_on_all_axes",
@@ -140,7 +140,7 @@ ROWS = (
         lambda config, layout: layout.sp,
         "fixed",
         "Norms are our own and marked.",
-        ("mtrain/mcore/model/norm.py",),
+        ("mtrain/core/layers/norm.py",),
         (issue_test("norms_are_marked_for_sequence_parallelism"),),
     ),
     KnownIssue(
@@ -154,7 +154,7 @@ ROWS = (
         lambda config, layout: layout.cp > 1 or config.data.isolate_documents,
         "fixed",
         "Core attention is our own, and keeps documents apart on every layout.",
-        ("mtrain/mcore/model/attention/context_parallel.py",),
+        ("mtrain/core/layers/attention/context_parallel.py",),
         (
             issue_test("attention_keeps_documents_apart_where_theirs_refuses"),
             "tests/parity/layouts/test_options.py::test_documents_that_cross_every_border_of_chunks",
@@ -177,9 +177,9 @@ ROWS = (
         "Its attention gets the ends of documents (cu_seqlens), with a certificate of `mtrain verify backend` alone; "
         "under cp > 1 it is refused. The fault itself needs a GPU to be shown.",
         (
-            "mtrain/mcore/model/attention/te_attention.py",
+            "mtrain/core/layers/attention/te_attention.py",
             "mtrain/config/known_issues.py",
-            "mtrain/mcore/model/layer_spec.py",
+            "mtrain/core/layers/layer_spec.py",
         ),
         (
             "tests/mcore/transformer_engine/test_spec.py::"
@@ -203,7 +203,7 @@ ROWS = (
         lambda config, layout: config.model.rope.scaling == "llama3",
         "fixed",
         "All of them are read from model.rope and agree with transformers bit for bit.",
-        ("mtrain/mcore/model/attention/rotary.py",),
+        ("mtrain/core/layers/attention/rotary.py",),
         (issue_test("llama3_scaling_reads_its_constants"),),
     ),
     KnownIssue(
@@ -221,7 +221,7 @@ ROWS = (
         lambda config, layout: config.train.recompute == "selective",
         "fixed",
         "train.recompute_modules has no norms to choose; the fields are not free.",
-        ("mtrain/mcore/model/transformer_config.py", "mtrain/config/megatron_fields.py"),
+        ("mtrain/core/layers/transformer_config.py", "mtrain/config/megatron_fields.py"),
         (issue_test("recomputed_norms_need_transformer_engine"),),
     ),
     KnownIssue(
@@ -253,7 +253,7 @@ ROWS = (
         lambda config, layout: config.model.attention_sinks,
         "fixed",
         "Attention and its sinks are our own; they are marked.",
-        ("mtrain/mcore/model/attention/sinks.py",),
+        ("mtrain/core/layers/attention/sinks.py",),
         (
             issue_test("attention_sinks_miss_in_the_norm"),
             "tests/parity/models/test_families.py::test_families_keep_the_promise",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain.plan import padded_vocab_size
+from mtrain.arch import padded_vocab_size
 from tests.known_issues.rows.row import KnownIssue, Place, always, has_field, issue_test, spec_test
 
 _SCHEDULES = "pipeline_parallel/schedules.py"
@@ -18,7 +18,7 @@ ROWS = (
         lambda config, layout: config.train.global_batch_size > config.train.micro_batch_size,
         "fixed",
         "Sums travel through the schedule and the gradient is divided once, by the sum of the denominators.",
-        ("mtrain/mcore/model/transformer_config.py", "mtrain/mcore/engine/finalize.py"),
+        ("mtrain/core/layers/transformer_config.py", "mtrain/core/engine/finalize.py"),
         (spec_test("the_default_is_a_mean_of_means"),),
     ),
     KnownIssue(
@@ -29,7 +29,7 @@ ROWS = (
         always,
         "fixed",
         "The three-part form is used, which per-token mode leaves alone.",
-        ("mtrain/mcore/engine/schedule.py",),
+        ("mtrain/core/engine/schedule.py",),
         (
             issue_test("a_two_part_closure_is_scaled"),
             "tests/parity/layouts/test_layouts.py::test_the_layout_does_not_change_the_run",
@@ -60,7 +60,7 @@ ROWS = (
         always,
         "fixed",
         "Denominators are float64 and never pass through megatron-core's count.",
-        ("mtrain/mcore/engine/loss_reduction.py",),
+        ("mtrain/core/engine/loss_reduction.py",),
         (issue_test("token_counts_overflow_and_denominators_do_not"),),
     ),
     KnownIssue(
@@ -74,7 +74,7 @@ ROWS = (
         always,
         "fixed",
         "Numbers for the log are copied into float64 sums before megatron-core gets the loss; the report is empty.",
-        ("mtrain/mcore/engine/loss_reduction.py", "mtrain/mcore/engine/schedule.py"),
+        ("mtrain/core/engine/loss_reduction.py", "mtrain/core/engine/schedule.py"),
         (issue_test("a_report_that_shares_memory_changes_and_our_sums_do_not"),),
     ),
     KnownIssue(
@@ -85,7 +85,7 @@ ROWS = (
         always,
         "fixed",
         "Nothing is clamped and no epsilon is added: the division is by the denominator itself.",
-        ("mtrain/mcore/engine/finalize.py",),
+        ("mtrain/core/engine/finalize.py",),
         (issue_test("small_weights_are_divided_by_their_own_sum"),),
     ),
     KnownIssue(
@@ -104,7 +104,7 @@ ROWS = (
         always,
         "fixed",
         "Gradients become exactly 0, the update is left out and the step is recorded as empty.",
-        ("mtrain/mcore/engine/finalize.py", "mtrain/training/step.py"),
+        ("mtrain/core/engine/finalize.py", "mtrain/core/step/step.py"),
         (
             issue_test("a_batch_without_tokens_leaves_no_gradient"),
             "tests/parity/objectives/test_terms.py::test_an_empty_batch_leaves_every_bit",
@@ -125,7 +125,7 @@ ROWS = (
         always,
         "fixed",
         "The division is by the denominator itself; megatron-core's count is not handed on.",
-        ("mtrain/mcore/engine/finalize.py",),
+        ("mtrain/core/engine/finalize.py",),
         (issue_test("a_batch_that_weighs_less_than_one_is_divided_by_one"),),
         since="0.19.2",
     ),
@@ -143,7 +143,7 @@ ROWS = (
         lambda config, layout: layout.dp * layout.cp > 1,
         "fixed",
         "Gradients are summed: the factor is 1 and averaging in the collective is off.",
-        ("mtrain/mcore/model/transformer_config.py",),
+        ("mtrain/core/layers/transformer_config.py",),
         (
             issue_test("gradients_are_averaged_over_ranks_and_summed_here"),
             issue_test("shards_of_a_sequence_are_divided_by_their_own_tokens"),
@@ -158,7 +158,7 @@ ROWS = (
         lambda config, layout: layout.tp > 1,
         "fixed",
         "Smoothing is over the whole real vocabulary, with the sum over ranks in the same all-reduce.",
-        ("mtrain/loss/vocab_parallel/logits.py",),
+        ("mtrain/core/loss/vocab_parallel/logits.py",),
         (
             spec_test("label_smoothing_is_wrong_under_tensor_parallelism"),
             "tests/loss/vocab_parallel/test_vocab_parallel.py::test_losses_and_gradients_are_those_of_the_whole_vocabulary",
@@ -180,7 +180,7 @@ ROWS = (
         lambda config, layout: layout.tp > 1,
         "fixed",
         "Logits stay split and the loss is computed outside the model.",
-        ("mtrain/mcore/model/language_model.py",),
+        ("mtrain/core/layers/language_model.py",),
         (issue_test("gathered_logits_add_log_tp"),),
         findings=(2,),
     ),
@@ -192,7 +192,7 @@ ROWS = (
         has_field("cross_entropy"),
         "refused",
         "The field is not free; the loss here returns gradients in the precision of the logits.",
-        ("mtrain/config/megatron_fields.py", "mtrain/loss/vocab_parallel/logits.py"),
+        ("mtrain/config/megatron_fields.py", "mtrain/core/loss/vocab_parallel/logits.py"),
         (issue_test("the_fused_cross_entropy_rounds_to_bf16"),),
         ({"cross_entropy_loss_fusion": True}, {"cross_entropy_fusion_impl": "native"}),
     ),
@@ -210,7 +210,7 @@ ROWS = (
         lambda config, layout: padded_vocab_size(config.model, layout.tp) != config.model.vocab_size,
         "fixed",
         "Padding takes part in no softmax, its gradient is exactly 0 and its rows start at 0.",
-        ("mtrain/loss/vocab_parallel/logits.py", "mtrain/mcore/model/init_weights.py"),
+        ("mtrain/core/loss/vocab_parallel/logits.py", "mtrain/core/layers/init_weights.py"),
         (issue_test("padding_of_the_vocabulary_changes_the_loss"),),
     ),
     KnownIssue(
@@ -221,7 +221,7 @@ ROWS = (
         lambda config, layout: config.train.precision == "fp16",
         "fixed",
         "The objective is first multiplied by an exact power of two near 1 / D, which the one division takes out.",
-        ("mtrain/training/step.py", "mtrain/loss/objective.py"),
+        ("mtrain/core/step/step.py", "mtrain/core/loss/objective.py"),
         (
             "tests/parity/layouts/test_precision.py::test_plain_sums_would_overflow_in_fp16",
             "tests/parity/layouts/test_precision.py::test_the_numerator_scale_changes_no_bit",

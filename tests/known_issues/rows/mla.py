@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.known_issues.rows.row import KnownIssue, Place
 
 _MODULE = "transformer/multi_latent_attention.py"
-_HERE = ("mtrain/mcore/model/attention/mla.py",)
+_HERE = ("mtrain/core/layers/attention/mla.py",)
 _TESTS = "tests/known_issues/test_mla.py::test_"
 _OURS = f"{_TESTS}ours_is_the_plain_module_on_one_rank"
 
@@ -53,7 +53,7 @@ ROWS = (
         _has_latents,
         "fixed",
         "Our core attention takes the sizes from the tensors.",
-        (*_HERE, "mtrain/mcore/model/attention/context_parallel.py"),
+        (*_HERE, "mtrain/core/layers/attention/context_parallel.py"),
         (f"{_TESTS}its_core_attention_does_not_take_the_sizes", _OURS),
     ),
     KnownIssue(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.known_issues.rows.row import KnownIssue, Place, has_field
 
 _MODEL = "models/gpt/gpt_model.py"
@@ -30,7 +30,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "Each depth is a term of its own, scaled by its own planned denominator.",
-        ("mtrain/data/collate.py", "mtrain/loss/objective.py"),
+        ("mtrain/core/batch/collate.py", "mtrain/core/loss/objective.py"),
         (
             f"{_FAULTS}::test_depths_are_divided_by_the_tokens_of_the_main_loss",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
@@ -46,7 +46,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "Sums are divided once for the step; a denominator of 0 makes the factor 0.",
-        ("mtrain/loss/objective.py",),
+        ("mtrain/core/loss/objective.py",),
         (
             f"{_FAULTS}::test_a_microbatch_without_loss_tokens_is_not_a_number",
             f"{_PARITY}::test_nothing_lies_so_far_ahead",
@@ -66,7 +66,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "Tokens, labels and weights of every depth are cut from whole rows, inside each document.",
-        ("mtrain/data/collate.py",),
+        ("mtrain/core/batch/collate.py",),
         (
             f"{_FAULTS}::test_rolling_takes_tokens_of_other_places",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
@@ -84,7 +84,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "The weights of the depths come with the batch, from the mask of the token that each predicts.",
-        ("mtrain/data/collate.py",),
+        ("mtrain/core/batch/collate.py",),
         (
             f"{_FAULTS}::test_without_a_mask_prompts_are_in_the_loss",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
@@ -105,7 +105,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "Each depth is a term of its own, scaled by its own planned denominator of the whole global batch.",
-        ("mtrain/data/collate.py", "mtrain/loss/objective.py"),
+        ("mtrain/core/batch/collate.py", "mtrain/core/loss/objective.py"),
         (
             f"{_FAULTS}::test_tokens_of_depths_weigh_according_to_their_microbatch",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
@@ -128,7 +128,7 @@ ROWS = (
         _has_depths_with_windows,
         "fixed",
         "Depths are a module of ours and are numbered on after the last layer, under every version.",
-        ("mtrain/mcore/model/mtp.py",),
+        ("mtrain/core/layers/mtp.py",),
         (
             f"{_FAULTS}::test_layers_of_depths_are_numbered_as_the_first_ones",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
@@ -147,7 +147,7 @@ ROWS = (
         _has_depths,
         "fixed",
         "Records have each depth's own sum over its own denominator, of the whole global batch.",
-        ("mtrain/mcore/engine/loss_reduction.py",),
+        ("mtrain/core/engine/loss_reduction.py",),
         (
             f"{_FAULTS}::test_the_logged_loss_of_a_depth_is_a_mean_of_means",
             f"{_PARITY}::test_depths_do_not_change_with_the_layout",
@@ -210,7 +210,7 @@ ROWS = (
         lambda config, layout: config.model.mtp_depths > 0 and config.model.tied_embeddings and layout.pp > 1,
         "fixed",
         "No table is made where the embeddings are.",
-        ("mtrain/mcore/model/language_model.py",),
+        ("mtrain/core/layers/language_model.py",),
         (
             f"{_FAULTS}::test_tied_embeddings_cannot_be_described",
             "tests/mcore/state/test_save_and_load.py::test_depths_of_multi_token_prediction_travel_between_layouts",

@@ -20,7 +20,7 @@ ROWS = (
         lambda config, layout: config.optimizer.clip_grad == 0,
         "fixed",
         "The norm is computed at every step, before anything is clipped.",
-        ("mtrain/mcore/engine/optimizer.py",),
+        ("mtrain/core/engine/optimizer.py",),
         (issue_test("the_norm_is_reported_without_clipping"),),
     ),
     KnownIssue(
@@ -38,7 +38,7 @@ ROWS = (
         "noted",
         "Kept, since torch and transformers do the same; the log says so. It acts after the one division, so it does "
         "not depend on the layout.",
-        ("mtrain/mcore/engine/optimizer.py", "mtrain/config/known_issues.py"),
+        ("mtrain/core/engine/optimizer.py", "mtrain/config/known_issues.py"),
         (issue_test("the_epsilon_in_clipping_is_noted"),),
     ),
     KnownIssue(
@@ -56,7 +56,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "Each parameter gets a counter of its own.",
-        ("mtrain/mcore/engine/optimizer_state.py",),
+        ("mtrain/core/engine/optimizer_state.py",),
         (issue_test("adam_counts_updates_once_after_a_load"),),
     ),
     KnownIssue(
@@ -67,7 +67,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "States are made where they are missing.",
-        ("mtrain/mcore/engine/optimizer_state.py",),
+        ("mtrain/core/engine/optimizer_state.py",),
         (issue_test("states_are_loaded_before_the_first_update"),),
     ),
     KnownIssue(
@@ -84,7 +84,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "Main weights and moments are set by name, the step from its own counter.",
-        ("mtrain/mcore/engine/optimizer_state.py",),
+        ("mtrain/core/engine/optimizer_state.py",),
         (issue_test("loading_does_not_ask_for_adams_step"),),
     ),
     KnownIssue(
@@ -107,7 +107,7 @@ ROWS = (
         lambda config, layout: config.train.distributed_optimizer,
         "fixed",
         "States are gathered bucket by bucket, each parameter from its place in its bucket.",
-        ("mtrain/mcore/engine/optimizer_state.py",),
+        ("mtrain/core/engine/optimizer_state.py",),
         (issue_test("states_after_padding_are_their_own"),),
     ),
 )

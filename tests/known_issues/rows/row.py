@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from mtrain.arch.layout import Layout
 from mtrain.base.ground import MEGATRON_CORES, found_megatron
 from mtrain.config import Config
 from mtrain.config.known_issues import Refusal
-from mtrain.plan.layout import Layout
 
 VERSIONS = MEGATRON_CORES
 """Versions of megatron-core in whose sources each row was looked up."""

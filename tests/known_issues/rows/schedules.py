@@ -77,7 +77,7 @@ ROWS = (
         lambda config, layout: False,
         "absent",
         "No model of megatron-core's is built, only layers of it.",
-        ("mtrain/mcore/model/language_model.py",),
+        ("mtrain/core/layers/language_model.py",),
         ("tests/known_issues/test_table.py::test_no_model_of_theirs_is_built",),
         findings=(7,),
     ),
@@ -96,7 +96,7 @@ ROWS = (
         lambda config, layout: False,
         "absent",
         "Megatron-FSDP is not used; layers have their numbers in the whole model in every checkpoint.",
-        ("mtrain/mcore/model/build.py", "mtrain/mcore/model/layer_spec.py"),
+        ("mtrain/core/layers/build.py", "mtrain/core/layers/layer_spec.py"),
         (
             "tests/known_issues/test_table.py::test_megatron_fsdp_is_not_used",
             "tests/mcore/state/test_save_and_load.py::test_another_layout_gets_the_same_bits_and_trains_alike",

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import load_config
+from mtrain.hf.configuration import load_config
 from mtrain.launch.kubernetes.manifest import KubernetesOptions, Volume, kubernetes_job, render
 from tests.cli.command_line import call
 from tests.messages import refuses

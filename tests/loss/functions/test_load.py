@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mtrain.base.errors import ConfigError
-from mtrain.loss.functions.likelihood import next_token_loss
-from mtrain.loss.functions.load import load_loss_function
+from mtrain.core.loss.functions.likelihood import next_token_loss
+from mtrain.core.loss.functions.load import load_loss_function
 from tests.loss.microbatches import term_inputs
 from tests.messages import refuses
 
@@ -24,11 +24,11 @@ def test_a_function_is_loaded_and_its_options_are_bound() -> None:
     ("path", "options", "fact"),
     [
         ("next_tokens", {}, "next_token"),
-        ("mtrain.loss.functions.likelihood:", {}, "package.module:name"),
+        ("mtrain.core.loss.functions.likelihood:", {}, "package.module:name"),
         (":next_token_loss", {}, "package.module:name"),
         ("no_such_package.losses:mine", {}, "'no_such_package'"),
         ("mtrain.loss.nowhere:mine", {}, "'mtrain.loss.nowhere'"),
-        ("mtrain.loss.functions.likelihood:next_token_los", {}, "next_token_loss"),
+        ("mtrain.core.loss.functions.likelihood:next_token_los", {}, "next_token_loss"),
         ("tests.loss.bad_losses:zzz", {}, "counted_in_integers"),
         ("tests.loss.bad_losses:not_a_function", {}, "not_a_function"),
         ("tests.loss.bad_losses:scaled", {}, "'factor'"),
@@ -47,7 +47,7 @@ def test_a_wrong_name_or_option_is_one_message(path: str, options: dict[str, obj
     ("source", "message"),
     [
         ("import not_installed_anywhere", "importing {module} failed: No module named 'not_installed_anywhere'"),
-        ("from mtrain.loss.pair import Nothing", "importing {module} failed: cannot import name 'Nothing'"),
+        ("from mtrain.core.loss.pair import Nothing", "importing {module} failed: cannot import name 'Nothing'"),
         ("def broken(:", "importing {module} failed: invalid syntax"),
     ],
 )

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mtrain.config.schema.loss import LossSection
-from mtrain.loss.functions.load import load_loss_function
-from mtrain.loss.functions.sources import source_fingerprints
+from mtrain.core.loss.functions.load import load_loss_function
+from mtrain.core.loss.functions.sources import source_fingerprints
 
-LOSS = "from mtrain.loss.functions.likelihood import next_token_loss as loss\n"
+LOSS = "from mtrain.core.loss.functions.likelihood import next_token_loss as loss\n"
 FILES = {
     "own_losses.py": "import own_tools\nimport numpy\n" + LOSS,
     "own_tools.py": "from own_package import deep\n",

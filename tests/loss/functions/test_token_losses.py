@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.loss.functions.divergence import distillation_loss, top_k_distillation_loss
-from mtrain.loss.functions.likelihood import entropy_loss, next_token_loss, z_loss
-from mtrain.loss.pair import LossPair, TermInputs, weigh
+from mtrain.core.loss.functions.divergence import distillation_loss, top_k_distillation_loss
+from mtrain.core.loss.functions.likelihood import entropy_loss, next_token_loss, z_loss
+from mtrain.core.loss.pair import LossPair, TermInputs, weigh
 from tests.loss.microbatches import VOCAB, term_inputs, top_k_extras
 
 LOSSES = [

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtrain.loss.vocab_parallel.chunks import chunks, logits_of_rows, sum_over_chunks
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.loss.vocab_parallel.chunks import chunks, logits_of_rows, sum_over_chunks
+from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.core.ranks.groups import Groups
 from tests.plan.allocations import Allocations
 from tests.pool import Pool
 

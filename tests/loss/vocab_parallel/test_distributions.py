@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mtrain.loss.vocab_parallel import cross_entropy
-from mtrain.loss.vocab_parallel.divergence import KnownProbabilities
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.loss.vocab_parallel import cross_entropy
+from mtrain.core.loss.vocab_parallel.divergence import KnownProbabilities
+from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.core.ranks.groups import Groups
 from tests.loss.vocab_parallel.counting import counted_all_reduces
 from tests.loss.vocab_parallel.test_vocab_parallel import BATCH, SEQ, VOCAB, factors, random_labels, random_logits
 from tests.pool import Pool

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.core.ranks.groups import Groups
 from tests.loss.vocab_parallel.counting import counted_all_reduces
 from tests.pool import Pool
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import DataError
+from mtrain.checkpoint.state.base import base_of, settle_base
+from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.load import load_checkpoint, load_weights, save_checkpoint
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.engine.schedule import run_forward
-from mtrain.mcore.model.adapters.adapter import adapters_off
-from mtrain.mcore.model.build import build_model, unwrap
-from mtrain.mcore.model.output_layer import Logits
-from mtrain.mcore.state.base import base_of, settle_base
-from mtrain.mcore.state.gather import gather_whole, parameter_shards
-from mtrain.mcore.state.load import load_checkpoint, load_weights, save_checkpoint
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.schedule import run_forward
+from mtrain.core.layers.adapters.adapter import adapters_off
+from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.layers.output_layer import Logits
+from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.samples import Batches, SamplePlan
 from mtrain.verify.core.weights import drawn, set_weights
 

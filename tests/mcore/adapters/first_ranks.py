@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.adapters.adapter import adapters_off, is_adapter_key
-from mtrain.mcore.model.build import build_model, unwrap
-from mtrain.mcore.model.init_weights import draw_adapters
-from mtrain.mcore.state.gather import gather_whole, parameter_shards
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.adapters.adapter import adapters_off, is_adapter_key
+from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.layers.init_weights import draw_adapters
+from mtrain.core.ranks.groups import Groups
 from mtrain.training.resume import initialize
 from mtrain.verify.core.samples import Batches, SamplePlan
 from tests.mcore.adapters.adapter_ranks import Weights, logits_of

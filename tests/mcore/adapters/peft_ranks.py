@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrain.api.hf_tensors import HfContent, HfTensors
+from mtrain.arch.adapters import HEAD, is_learned_whole
+from mtrain.checkpoint.state.load import save_checkpoint
 from mtrain.config import Config
 from mtrain.config.adapters import has_merged_form
 from mtrain.config.load import save_config
-from mtrain.data.batch import Microbatch
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.engine.schedule import run_forward
-from mtrain.mcore.model.build import build_model
-from mtrain.mcore.model.output_layer import Logits
-from mtrain.mcore.state.load import save_checkpoint
-from mtrain.plan.adapters import HEAD, is_learned_whole
-from mtrain.training.hf_tensors import HfContent, HfTensors
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.schedule import run_forward
+from mtrain.core.layers.build import build_model
+from mtrain.core.layers.output_layer import Logits
+from mtrain.core.ranks.groups import Groups
 from mtrain.training.resume import initialize
 from mtrain.verify.core.weights import drawn, set_weights
 from tests.training.engine_parts.hf_ranks import bits_of

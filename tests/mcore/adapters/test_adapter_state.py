@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mtrain.arch.layout import Layout
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.mcore.adapters import adapter_ranks

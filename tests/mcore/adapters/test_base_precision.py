@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from mtrain.verify.core.exact import ExactJob, exact_steps
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.texts import texts_of

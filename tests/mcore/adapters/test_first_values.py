@@ -10,11 +10,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config, adapters
 from mtrain.config.schema.adapter import GROUPS, JOINED, LoraSection, Target
 from mtrain.convert.importing import import_hf
 from mtrain.hf.schema.description import described_model
-from mtrain.plan.layout import Layout
 from tests.hf.folders import save
 from tests.hf.support import MODELS
 from tests.mcore.adapters import first_ranks

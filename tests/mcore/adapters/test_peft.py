@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.convert.adapters import export_adapter
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.verifying import random_tokens
+from mtrain.hf.configuration import load_config
 from mtrain.hf.io.peft import PeftFolder, adapter_of
 from mtrain.hf.schema.peft import config_of, path_in_model, tensors
 from mtrain.hf.schema.registry import family_of_run
-from mtrain.plan.layout import Layout
 from tests.config.samples import content
 from tests.fault_table import Notice
 from tests.hf.folders import class_of, save

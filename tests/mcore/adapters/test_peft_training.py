@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from mtrain.arch.lr import learning_rate
 from mtrain.hf.io.peft import from_peft, to_peft
 from mtrain.hf.schema.peft import PeftTensor, tensors
 from mtrain.hf.schema.registry import family_of
-from mtrain.plan.lr import learning_rate
 from tests.hf.megatron_names import from_huggingface
 from tests.parity import ranks
 from tests.parity.batches import three_steps

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.generation import PassTokens, cached_model
-from mtrain.mcore.model import compiled
-from mtrain.mcore.model.build import build_model
+from mtrain.core.engine.generation import PassTokens, cached_model
+from mtrain.core.layers import compiled
+from mtrain.core.layers.build import build_model
+from mtrain.core.ranks.groups import Groups
 from tests.parity.ranks import Outcome, Run, train
 
 

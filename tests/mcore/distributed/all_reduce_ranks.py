@@ -2,8 +2,8 @@
 
 import torch
 
-from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.all_reduce import AsyncAllReduce
+from mtrain.core.ranks.groups import Groups
 
 
 def sums(groups: Groups, vectors: list[list[float]]) -> tuple[list[float], list[float], int]:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
-from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.distributed.broadcast import broadcast_batches, broadcast_on_hosts, slice_for_rank
-from mtrain.mcore.distributed.groups import Groups, open_host_group
-from mtrain.mcore.distributed.init import naming_lost_ranks
-from mtrain.training.output.weighed_tokens import WeighedTokens
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.loss.pair import MAIN_TERM
+from mtrain.core.ranks.broadcast import broadcast_batches, broadcast_on_hosts, slice_for_rank
+from mtrain.core.ranks.groups import Groups, open_host_group
+from mtrain.core.ranks.init import naming_lost_ranks
+from mtrain.core.step.weighed_tokens import WeighedTokens
 
 TIMEOUT = timedelta(minutes=10)
 

@@ -5,9 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.init import joined_distributed, on_first_rank, with_the_slowest
-from mtrain.mcore.distributed.party import Purpose
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.ranks.init import joined_distributed, on_first_rank, with_the_slowest
+from mtrain.core.ranks.party import Purpose
 
 
 def rounds_with_a_slow_rank(groups: Groups, folder: str) -> list[int]:

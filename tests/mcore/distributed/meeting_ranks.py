@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import MtrainError
-from mtrain.mcore.distributed.init import init_distributed
-from mtrain.mcore.distributed.party import Purpose
+from mtrain.core.ranks.init import init_distributed
+from mtrain.core.ranks.party import Purpose
 
 DEADLINE_S = 120.0
 

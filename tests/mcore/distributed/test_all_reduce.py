@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.mcore.distributed.all_reduce_ranks import sums
 from tests.pool import Pool
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import MachineError, RankLostError
-from mtrain.plan.layout import Layout
 from tests.config.samples import INDEXED, config
 from tests.fault_table import Notice
 from tests.mcore.distributed import broadcast_ranks

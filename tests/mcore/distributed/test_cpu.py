@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.mcore.distributed import cpu
+from mtrain.core.ranks import cpu
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda"), torch.device("cuda", 1)])

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-import mtrain.mcore.distributed.groups as groups_module
-from mtrain.mcore.distributed.groups import Groups, opened_groups
-from mtrain.plan.layout import Layout
+import mtrain.core.ranks.groups as groups_module
+from mtrain.arch.layout import Layout
+from mtrain.core.ranks.groups import Groups, opened_groups
 from tests.pool import Pool
 
 LAYOUTS = [  # by day every two axes together

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mtrain.arch.layout import Layout
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import MachineError, RankLostError
-from mtrain.mcore.distributed.init import choose_device, gpu_index, init_distributed
-from mtrain.mcore.distributed.party import Purpose
-from mtrain.plan.layout import Layout
+from mtrain.core.ranks.init import choose_device, gpu_index, init_distributed
+from mtrain.core.ranks.party import Purpose
 from tests.fault_table import Notice
 from tests.mcore.distributed import init_ranks
 from tests.messages import refuses

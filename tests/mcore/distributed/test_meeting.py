@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from mtrain.arch.layout import Layout
+from mtrain.core.ranks.party import Purpose
 from mtrain.launch.local import free_port
-from mtrain.mcore.distributed.party import Purpose
-from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.distributed import init_ranks
 from tests.mcore.distributed.meeting_ranks import DEADLINE_S, AgentStore, Came, Rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.mcore.distributed import two_ranks_ranks as ranks
 from tests.pool import Pool
 

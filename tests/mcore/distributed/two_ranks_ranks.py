@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtrain.mcore.distributed.cpu_collectives import all_gather_into_tensor, in_the_place_of, reduce_scatter_tensor
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.cpu_collectives import all_gather_into_tensor, in_the_place_of, reduce_scatter_tensor
+from mtrain.core.ranks.groups import Groups
 
 
 class Operations(TorchDispatchMode):

@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
-from mtrain.loss.pair import MAIN_TERM
-from mtrain.mcore.distributed.broadcast import broadcast_batches, slice_for_rank
-from mtrain.mcore.distributed.cpu_collectives import in_the_place_of
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.build import run_chunk
-from mtrain.mcore.model.output_layer import Logits
-from mtrain.training.output.loss import term_inputs
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.layers.build import run_chunk
+from mtrain.core.layers.output_layer import Logits
+from mtrain.core.loss.pair import MAIN_TERM
+from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
+from mtrain.core.ranks.cpu_collectives import in_the_place_of
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.loss import term_inputs
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, build, own_microbatches
 

@@ -12,7 +12,7 @@ from megatron.core.optimizer import distrib_optimizer
 from torch.optim.adamw import adamw
 
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from tests.mcore.state import checkpoint_ranks
 from tests.mcore.state.checkpoint_ranks import Outcome
 

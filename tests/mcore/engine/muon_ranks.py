@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 
 from mtrain.config import Config
+from mtrain.core.engine.optimizer_state import MAIN, flat_slice_states
+from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.sharded_parameters import sharded_parameters
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer_state import MAIN, flat_slice_states
-from mtrain.mcore.model.build import unwrap
-from mtrain.mcore.model.sharded_parameters import sharded_parameters
 from tests.mcore.state.checkpoint_ranks import Parts, build
 
 

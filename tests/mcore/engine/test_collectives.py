@@ -37,7 +37,7 @@ SIDE_TERMS = {"z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "se
 ONE_TERM_AND_TWO: tuple[Mapping[str, Any], ...] = ({}, {"loss__side_terms": SIDE_TERMS})
 REPLICATED = {"train__distributed_optimizer": False}
 ALIKE = {"loss__side_terms": {"z": {"function": "z_loss", "coefficient": 0.1}}}
-OUR_READ = Counter({"mtrain/mcore/engine/loss_reduction.py": 1})
+OUR_READ = Counter({"mtrain/core/engine/loss_reduction.py": 1})
 NORM = {("allreduce_", 1): 1}
 """The all-reduce of megatron-core's own norm, which it calls on one rank as well."""
 
@@ -208,7 +208,7 @@ def test_chunks_cost_two_sums_of_their_tokens_and_nothing_else(pool: Pool, case:
     for counted in steps_of_all_ranks(pool, case, *chunks, ways=["ours"]):
         whole, selected, chunked = (steps["ours"] for steps in counted)
         # on a CPU one look finds a factor of 1, which is then left out; tests/simulated_gpu counts no look on a GPU
-        looks = Counter({"mtrain/loss/vocab_parallel/chunks.py": num_microbatches})
+        looks = Counter({"mtrain/core/loss/vocab_parallel/chunks.py": num_microbatches})
         assert whole.reads + looks == selected.reads == chunked.reads
         calls = [_calls(counts.collectives) for counts in (whole, selected, chunked)]
         spared = Counter({"all-gather": num_microbatches if "sp" in case.layout else 0})

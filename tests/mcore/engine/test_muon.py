@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain import plan
-from mtrain.mcore.engine.muon import orthogonalized
-from mtrain.plan.layout import Layout
+from mtrain import arch
+from mtrain.arch.layout import Layout
+from mtrain.core.engine.muon import orthogonalized
 from tests.config.samples import config
 from tests.mcore.engine.counting import count_steps
 from tests.mcore.engine.muon_ranks import overflow, share
@@ -102,8 +102,8 @@ def test_the_state_of_matrices_is_divided_as_planned(pool: Pool, layout: Layout)
     replicas = layout.dp * layout.cp
     for pp_rank in range(layout.pp):
         own = [each for rank, each in enumerate(shares) if layout.coordinate(rank).pp == pp_rank]
-        held = plan.parameters_on_rank(given.model, layout, pp_rank).total
-        matrices = plan.matrices_on_rank(given.model, layout, pp_rank).total
+        held = arch.parameters_on_rank(given.model, layout, pp_rank).total
+        matrices = arch.matrices_on_rank(given.model, layout, pp_rank).total
         assert replicas * sum(each.momenta for each in own) == len(own) * matrices
         assert replicas * sum(each.moments for each in own) == len(own) * (held - matrices)
         assert max(each.momenta + each.moments for each in own) < 1.01 * held / replicas + 128, "shared out evenly"

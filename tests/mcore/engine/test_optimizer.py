@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtrain.mcore.engine.optimizer import BLOCK, _sum_of_squares
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.engine.optimizer import BLOCK, _sum_of_squares
 from tests.mcore.engine import fused_adam_ranks
 from tests.mcore.state.test_save_and_load import TIED, assert_same_standing, configured
 from tests.pool import Pool

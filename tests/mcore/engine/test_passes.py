@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.plan.layout import Layout
+from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import GlobalBatch, three_steps
 from tests.parity.cases import SINGLE
 from tests.parity.ranks import build, own_microbatches

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.mcore.model.products import FIELD, add_product
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.layers.products import FIELD, add_product
 from tests.mcore.engine.weight_gradient_ranks import step
 from tests.mcore.state.test_save_and_load import BF16, TIED, configured
 from tests.pool import Pool

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.loss_reduction import TokenCounts
+from mtrain.core.engine.loss_reduction import TokenCounts
+from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import build, own_microbatches
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.core.layers import products
+from mtrain.core.layers.products import add_product
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model import products
-from mtrain.mcore.model.products import add_product
 from tests.mcore.state.checkpoint_ranks import build
 
 

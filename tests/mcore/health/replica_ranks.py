@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from mtrain.base.errors import NumericError
+from mtrain.checkpoint.state.replicas import ReplicaCheck
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.health.replicas import ReplicaCheck
-from mtrain.mcore.state.shards import local_state
+from mtrain.core.engine.training_state import local_state
+from mtrain.core.ranks.groups import Groups
 from tests.mcore.state.checkpoint_ranks import build
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.mcore.health.non_finite import largest_local_gradients
+from mtrain.core.engine.non_finite import largest_local_gradients
 
 NAN, INF = math.nan, math.inf
 

@@ -9,10 +9,10 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from mtrain.config import Config
-from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.attention.context_parallel import CoreAttention
-from mtrain.mcore.model.transformer_config import CP_COMM_TYPES, transformer_config
+from mtrain.core.batch.zigzag import zigzag_index
+from mtrain.core.layers.attention.context_parallel import CoreAttention
+from mtrain.core.layers.transformer_config import CP_COMM_TYPES, transformer_config
+from mtrain.core.ranks.groups import Groups
 
 
 class Attended(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import build, own_microbatches
 

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.mamba import MambaSection
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.attention.delta_net import GatedDeltaNet
-from mtrain.mcore.model.attention.flash_linear_attention import outputs_of_rows
-from mtrain.mcore.model.attention.mamba import MambaMixer
-from mtrain.mcore.model.transformer_config import as_it_is
+from mtrain.core.layers.attention.delta_net import GatedDeltaNet
+from mtrain.core.layers.attention.flash_linear_attention import outputs_of_rows
+from mtrain.core.layers.attention.mamba import MambaMixer
+from mtrain.core.layers.transformer_config import as_it_is
+from mtrain.core.ranks.groups import Groups
 
 
 class Example(NamedTuple):

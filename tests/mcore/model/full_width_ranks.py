@@ -10,8 +10,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.attention.full_width_norm import FullWidthNorm
+from mtrain.core.layers.attention.full_width_norm import FullWidthNorm
+from mtrain.core.ranks.groups import Groups
 
 HEAD_DIM = 6
 

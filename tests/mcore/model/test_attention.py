@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.data.zigzag import zigzag_index
+from mtrain.core.batch.zigzag import zigzag_index
 from tests.mcore.model.attention_ranks import attend
 from tests.parity.cases import Case, case
 from tests.pool import Pool

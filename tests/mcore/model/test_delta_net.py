@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtrain.arch.layout import Layout
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.mamba import MambaSection
-from mtrain.plan.layout import Layout
 from tests.mcore.model import delta_net_ranks
 from tests.mcore.model.delta_net_ranks import Example, Found
 from tests.pool import Pool

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import permute
 
-from mtrain.mcore.model.moe.layer import rows_by_expert
+from mtrain.core.layers.moe.layer import rows_by_expert
 
 TOP_K = 3
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.model.attention.context_parallel import document_runs
-from mtrain.mcore.model.attention.documents import (
+from mtrain.core.batch.zigzag import zigzag_index
+from mtrain.core.layers.attention.context_parallel import document_runs
+from mtrain.core.layers.attention.documents import (
     Segments,
     attend_segments,
     is_varlen_usable,

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from mtrain.base.certificate import Certificate, Comparison
-from mtrain.mcore.model import build, certified
-from mtrain.mcore.model.attention import flash_linear_attention
-from mtrain.mcore.model.certified import layers_of
-from mtrain.mcore.model.layer_spec import choose
+from mtrain.core.layers import build, certified
+from mtrain.core.layers.attention import flash_linear_attention
+from mtrain.core.layers.certified import layers_of
+from mtrain.core.layers.layer_spec import choose
 from mtrain.training import trainer
 from tests.config.samples import config
 from tests.verify.backend import delta_rule_semantics

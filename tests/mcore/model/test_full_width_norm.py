@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.mcore.model import full_width_ranks
 from tests.mcore.model.full_width_ranks import HEAD_DIM, Example, Found
 from tests.pool import Pool

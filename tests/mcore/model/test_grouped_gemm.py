@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mtrain.base.errors import ConfigError
-from mtrain.mcore.model.moe import grouped_gemm
-from mtrain.mcore.model.moe.grouped_gemm import chosen_product, grouped, has_grouped, sequential
+from mtrain.core.layers.moe import grouped_gemm
+from mtrain.core.layers.moe.grouped_gemm import chosen_product, grouped, has_grouped, sequential
 from tests.messages import refuses
 
 

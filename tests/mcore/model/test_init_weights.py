@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from mtrain.arch.layout import Layout
+from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.build import build_model, unwrap
-from mtrain.mcore.model.init_weights import draw, sharded_tensors
-from mtrain.mcore.state.gather import gather_whole, parameter_shards
-from mtrain.plan.layout import Layout
+from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.layers.init_weights import draw, sharded_tensors
+from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import VOCAB
 from tests.parity.cases import Case, case
 from tests.parity.compare import without_padding

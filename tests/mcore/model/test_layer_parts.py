@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mtrain.mcore.model.layer_parts import MODULES
-from mtrain.plan.features import LAYER_PARTS
+from mtrain.arch.features import LAYER_PARTS
+from mtrain.core.layers.layer_parts import MODULES
 
 
 def test_every_part_that_is_described_is_built() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.mcore.model.norm import Norm, RmsNormOnCpu
+from mtrain.core.layers.norm import Norm, RmsNormOnCpu
 
 SIZE = 48
 

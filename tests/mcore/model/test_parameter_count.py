@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from mtrain import plan
+from mtrain import arch
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.muon import is_matrix
-from mtrain.mcore.model.build import build_model, unwrap
-from mtrain.mcore.model.sharded_parameters import sharded_parameters
-from mtrain.plan.layout import Layout
+from mtrain.core.engine.muon import is_matrix
+from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.layers.sharded_parameters import sharded_parameters
+from mtrain.core.ranks.groups import Groups
 from tests.config.samples import config
 from tests.pool import Pool
 
@@ -104,8 +104,8 @@ def test_every_rank_holds_as_many_parameters_as_planned(
     planned = [
         {
             name: (
-                plan.parameters_on_rank(each.model, layout, pp_rank).total,
-                plan.matrices_on_rank(each.model, layout, pp_rank).total,
+                arch.parameters_on_rank(each.model, layout, pp_rank).total,
+                arch.matrices_on_rank(each.model, layout, pp_rank).total,
             )
             for name, each in given.items()
         }

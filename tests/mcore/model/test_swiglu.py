@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mtrain.mcore.model.swiglu import is_swiglu, swiglu
-from mtrain.mcore.model.transformer_config import transformer_config
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.layers.swiglu import is_swiglu, swiglu
+from mtrain.core.layers.transformer_config import transformer_config
 from tests.config.samples import config
 
 

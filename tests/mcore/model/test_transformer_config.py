@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtrain.mcore.model.language_model import scaled
-from mtrain.mcore.model.transformer_config import ddp_config, optimizer_config, transformer_config
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.layers.language_model import scaled
+from mtrain.core.layers.transformer_config import ddp_config, optimizer_config, transformer_config
 from tests.config.samples import config
 
 FLUSH = {"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mtrain.mcore.offload import activations
+from mtrain.core.layers.offload import activations
 
 
 class Copies:

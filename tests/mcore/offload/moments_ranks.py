@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtrain.config import Config
+from mtrain.core.engine import host_moments
+from mtrain.core.engine.host_moments import HostMoments
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.optimizer_state import MAIN, flat_slice_states
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine import host_moments
-from mtrain.mcore.engine.host_moments import HostMoments
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.optimizer_state import MAIN, flat_slice_states
 from tests.mcore.engine import fused_adam_ranks
 from tests.mcore.state import checkpoint_ranks
 from tests.mcore.state.checkpoint_ranks import Outcome

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.rng import random_states, set_random_states
-from mtrain.mcore.offload import activations
+from mtrain.core.layers.offload import activations
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.ranks.rng import random_states, set_random_states
 from tests.mcore.offload.copies import Copies
 from tests.parity.ranks import Outcome, Run, train
 

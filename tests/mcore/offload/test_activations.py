@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mtrain.mcore.offload import activations
-from mtrain.mcore.offload.activations import move_activations
-from mtrain.mcore.offload.host_memory import PIECE_BYTES
+from mtrain.core.layers.offload import activations
+from mtrain.core.layers.offload.activations import move_activations
+from mtrain.core.state.host_memory import PIECE_BYTES
 from tests.mcore.offload.copies import Copies
 from tests.mcore.offload.offload_ranks import Moved, train_each
 from tests.parity.batches import documents_steps, two_steps

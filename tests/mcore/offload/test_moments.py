@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.mcore.offload import host_memory
-from mtrain.mcore.offload.host_memory import HostBlocks
-from mtrain.plan import memory
-from mtrain.plan.layout import Layout
+from mtrain.arch import memory
+from mtrain.arch.layout import Layout
+from mtrain.core.state import host_memory
+from mtrain.core.state.host_memory import HostBlocks
 from tests.mcore.offload import moments_ranks
 from tests.mcore.offload.moments_ranks import AT_ONCE_BYTES, SAVE_AT, Crossed
 from tests.mcore.state.test_save_and_load import BF16, FP16, NOT_DISTRIBUTED, TIED, assert_same_standing, configured

@@ -17,24 +17,24 @@ from torch import Tensor
 from mtrain.base.errors import MtrainError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.safe_metadata import read_metadata
-from mtrain.checkpoint.format.training_state import LossScaler
-from mtrain.checkpoint.format.writer import Shard
+from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.load import LoadedState, load_checkpoint, load_weights, save_checkpoint
+from mtrain.checkpoint.state.save import Saver
 from mtrain.checkpoint.store.directory import load_entry, newest_good
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.optimizer_state import adam_step, flat_slices, loss_scaler
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.layers.init_weights import sharded_tensors
+from mtrain.core.layers.layer_spec import global_name
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.state.loss_scaler import LossScaler
+from mtrain.core.state.shard import Shard
+from mtrain.core.step.step import TrainingStep
 from mtrain.data.loader import StepLoader
-from mtrain.loss.objective import Objective
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.optimizer_state import adam_step, flat_slices, loss_scaler
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import build_model, unwrap
-from mtrain.mcore.model.init_weights import sharded_tensors
-from mtrain.mcore.model.layer_spec import global_name
-from mtrain.mcore.state.gather import gather_whole, parameter_shards
-from mtrain.mcore.state.load import LoadedState, load_checkpoint, load_weights, save_checkpoint
-from mtrain.mcore.state.save import Saver
-from mtrain.training.step import TrainingStep
 from tests.base.crash import kill_self_before_operation
 from tests.mcore.state.whole_states import whole_states
 

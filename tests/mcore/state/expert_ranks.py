@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.load import load_checkpoint, load_weights, save_checkpoint
 from mtrain.config import Config
-from mtrain.mcore.distributed.all_reduce import AsyncAllReduce
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.build import build_model, unwrap
-from mtrain.mcore.state.gather import gather_whole, parameter_shards
-from mtrain.mcore.state.load import load_checkpoint, load_weights, save_checkpoint
+from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.ranks.all_reduce import AsyncAllReduce
+from mtrain.core.ranks.groups import Groups
 from tests.mcore.state.checkpoint_ranks import Arrays, Parts, _arrays, _entry, build
 
 

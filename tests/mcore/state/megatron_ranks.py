@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn import functional
 
+from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.state.gather import gather_whole, parameter_shards
 from mtrain.runs.folder import RunFolder
 from mtrain.training.resume import Resumed, resume_or_initialize
 from tests.known_issues.expert_ranks import with_their_router

@@ -16,15 +16,15 @@ import torch.distributed as dist
 
 from mtrain.base import fault_points
 from mtrain.base.errors import MtrainError
+from mtrain.checkpoint.state.load import load_checkpoint
+from mtrain.checkpoint.state.pending_save import PendingSave
+from mtrain.checkpoint.state.save import Saver
+from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import newest_good
 from mtrain.checkpoint.store.steps import published_steps
 from mtrain.config import Config
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.state.load import load_checkpoint
-from mtrain.mcore.state.pending_save import PendingSave
-from mtrain.mcore.state.save import Saver
-from mtrain.mcore.state.verified import opened_checkpoint
 from mtrain.runs.folder import RunFolder
 from tests.checkpoint.checkpoints import save
 from tests.mcore.state.checkpoint_ranks import Parts, build, in_few_passes

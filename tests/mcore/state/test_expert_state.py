@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.mcore.state import checkpoint_ranks, expert_ranks
 from tests.mcore.state.checkpoint_ranks import Arrays, Outcome
 from tests.mcore.state.test_save_and_load import (

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.checkpoint.format.safe_metadata import read_metadata
 from mtrain.checkpoint.store.steps import step_name
-from mtrain.plan.layout import Layout
 from tests.mcore.state import checkpoint_ranks
 from tests.mcore.state.checkpoint_ranks import Outcome
 from tests.mcore.state.test_save_and_load import assert_same_model, configured

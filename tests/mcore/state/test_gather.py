@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from mtrain.base.tensor_slice import TensorSlice
-from mtrain.checkpoint.format.writer import Shard
-from mtrain.mcore.state.gather import assemble
+from mtrain.checkpoint.state.gather import assemble
+from mtrain.core.state.shard import Shard
 from tests.messages import refuses
 
 

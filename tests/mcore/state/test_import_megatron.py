@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import DataError
+from mtrain.checkpoint.state.start_weights import canonical, check_megatron_weights
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
-from mtrain.mcore.state.start_weights import canonical, check_megatron_weights
-from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.mcore.state import megatron_0_19
 from tests.mcore.state.megatron_ranks import foreign_weights, loss_from_foreign_weights, save_like_megatron_lm

@@ -1,6 +1,6 @@
 """Ranks find out whether a save is done without waiting for each other."""
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.mcore.state.save_fault_ranks import answers
 from tests.pool import Pool
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import begin_staging, load_entry, publish
 from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.state import checkpoint_ranks as ranks
 from tests.mcore.state.checkpoint_ranks import Arrays, Outcome, Standing, Whole, newest_step

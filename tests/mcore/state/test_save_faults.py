@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import MachineError, RunFolderError
 from mtrain.checkpoint.store.directory import CheckpointEntry, clean_leftovers, load_entry, newest_good
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.state import checkpoint_ranks
 from tests.mcore.state import save_fault_ranks as ranks

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.checkpoint.state.teacher import teacher_config
 from mtrain.config.load import config_yaml
-from mtrain.mcore.state.teacher import teacher_config
 from tests.config.samples import config
 from tests.messages import refuses
 

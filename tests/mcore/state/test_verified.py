@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtrain.mcore.state.verified import num_threads_of
+from mtrain.checkpoint.state.verified import num_threads_of
 
 
 @pytest.mark.parametrize(

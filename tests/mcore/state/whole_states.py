@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.mcore.engine.optimizer_state import STATES, flat_slice_states
-from mtrain.mcore.engine.rank_model import RankModel
+from mtrain.core.engine.optimizer_state import STATES, flat_slice_states
+from mtrain.core.engine.rank_model import RankModel
 
 
 @torch.no_grad()

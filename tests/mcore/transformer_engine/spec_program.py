@@ -33,16 +33,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.fp8_utils import get_fp8_recipe
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.load import load_config
-from mtrain.mcore.distributed.groups import Groups, opened_groups
-from mtrain.mcore.model import build
-from mtrain.mcore.model.init_weights import draw_weights
-from mtrain.mcore.model.layer_spec import canonical_name, chosen_backend
-from mtrain.mcore.model.sharded_parameters import sharded_parameters, shards
-from mtrain.mcore.model.transformer_config import transformer_config
-from mtrain.plan.layout import Layout
+from mtrain.core.layers import build
+from mtrain.core.layers.init_weights import draw_weights
+from mtrain.core.layers.layer_spec import canonical_name, chosen_backend
+from mtrain.core.layers.sharded_parameters import sharded_parameters, shards
+from mtrain.core.layers.transformer_config import transformer_config
+from mtrain.core.ranks.groups import Groups, opened_groups
+from mtrain.hf.configuration import load_config
 from mtrain.verify.backend import candidates, worker
 from mtrain.verify.backend.cases import cases_of, few_layers
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from mtrain.arch.features import FEATURES
 from mtrain.base.certificate import Certificate, Comparison
 from mtrain.base.errors import ConfigError
 from mtrain.config.known_issues import beyond_transformer_engine
-from mtrain.mcore.model import build, certified, layer_spec
-from mtrain.mcore.model.certified import layers_of
-from mtrain.mcore.model.layer_spec import choose, chosen_backend
-from mtrain.plan.features import FEATURES
+from mtrain.core.layers import build, certified, layer_spec
+from mtrain.core.layers.certified import layers_of
+from mtrain.core.layers.layer_spec import choose, chosen_backend
 from mtrain.training import trainer
 from tests.config.samples import config
 from tests.messages import refuses

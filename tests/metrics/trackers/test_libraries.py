@@ -10,7 +10,7 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.run import TrackerName
-from mtrain.metrics.trackers.open import TrackedRun, refuse_missing, tracked_run, tracker_sink
+from mtrain.report.metrics.trackers.open import TrackedRun, refuse_missing, tracked_run, tracker_sink
 from tests.messages import refuses
 from tests.metrics.records import step_record, valid_record
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtrain.metrics.trackers.open import is_secret_name, without_secrets
+from mtrain.report.metrics.trackers.open import is_secret_name, without_secrets
 
 
 @pytest.mark.parametrize(

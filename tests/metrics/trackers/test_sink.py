@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from mtrain.metrics.sinks import Sinks
-from mtrain.metrics.trackers.sink import TrackerSink
+from mtrain.report.metrics.sinks import Sinks
+from mtrain.report.metrics.trackers.sink import TrackerSink
 from tests.fault_table import Notice
 from tests.metrics.records import step_record
 

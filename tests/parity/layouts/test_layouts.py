@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mtrain.config.schema.layout import CpComm
-from mtrain.data.order import slots
-from mtrain.data.zigzag import zigzag_index
+from mtrain.core.batch.order import slots
+from mtrain.core.batch.zigzag import zigzag_index
 from tests.parity.batches import BATCH, SEQ, two_steps
 from tests.parity.cases import LAYOUTS, Case, affordable, case
 from tests.parity.compare import between, deviation, run_case, run_oracle

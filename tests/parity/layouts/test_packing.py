@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtrain.config.schema.loss import Aggregation
-from mtrain.data.samples.sample import Sample
+from mtrain.core.batch.sample import Sample
 from tests.parity.batches import SEQ, VOCAB, GlobalBatch
 from tests.parity.cases import SINGLE, Case, case
 from tests.parity.compare import at_night, between, deviation, initial_parameters, relative, run_oracle

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from mtrain.data.order import slots
-from mtrain.data.zigzag import zigzag_index
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.batch.order import slots
+from mtrain.core.batch.zigzag import zigzag_index
 from tests.hf.megatron_names import from_huggingface
 from tests.parity import ranks
 from tests.parity.batches import BATCH, SEQ, VOCAB, three_steps

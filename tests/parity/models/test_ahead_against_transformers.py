@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtrain.arch.layout import Layout
 from mtrain.convert.importing import import_hf
 from mtrain.hf.schema.description import described_model
-from mtrain.plan.layout import Layout
 from tests.hf import hf_ranks
 from tests.hf.ahead import COMMON, CONFIGS, draw_own, drawn, saved
 from tests.parity import ranks

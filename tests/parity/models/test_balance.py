@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtrain.config import Config
-from mtrain.data.order import slots
+from mtrain.core.batch.order import slots
 from mtrain.verify.reference.model.experts import SEQUENCE_BALANCE, Routed, router_numerator
 from tests.parity import balance_ranks as ranks
 from tests.parity.batches import GlobalBatch, cut, documents_steps, empty_batch, padded_steps, three_steps

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.parity.batches import two_steps
 from tests.parity.cases import Case, case, lean
 from tests.parity.compare import (

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.data.datum import Datum, sample_of
+from mtrain.core.batch.datum import Datum, sample_of
+from mtrain.core.layers.layer_spec import canonical_name, global_name
+from mtrain.core.loss.preference.member import GroupMember, Role
 from mtrain.hf.schema import peft as peft_schema
 from mtrain.hf.schema.families.dense import LLAMA
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.table import read_slice
-from mtrain.loss.preference.member import GroupMember, Role
-from mtrain.mcore.model.layer_spec import canonical_name, global_name
 from tests.parity.batches import SEQ, VOCAB, GlobalBatch
 
 NUM_GROUPS, CENTER = 6, 0.05

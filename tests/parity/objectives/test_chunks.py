@@ -10,7 +10,7 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import LossSection
-from mtrain.loss.objective import Objective
+from mtrain.core.loss.objective import Objective
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.parity import teacher_ranks

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import NumericError
-from mtrain.mcore.engine.optimizer import check_norm
-from mtrain.training.totals import check_denominator, check_factors
+from mtrain.core.engine.optimizer import check_norm
+from mtrain.core.step.totals import check_denominator, check_factors
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.parity import ranks

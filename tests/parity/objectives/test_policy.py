@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.config.schema.loss import LossSection
-from mtrain.data.samples.sample import Sample
+from mtrain.core.batch.sample import Sample
 from tests.parity.batches import VOCAB, GlobalBatch
 from tests.parity.cases import Case, case
 from tests.parity.compare import at_night, deviation, initial_parameters, relative, run_oracle, without_padding

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import Aggregation
-from mtrain.loss.pair import TermInputs, weigh_sequences
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.core.loss.pair import TermInputs, weigh_sequences
+from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.verify.reference.objective import Scene
 from tests.fault_table import Notice
 from tests.messages import refuses

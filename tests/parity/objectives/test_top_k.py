@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.data.samples.sample import Sample
+from mtrain.core.batch.sample import Sample
 from mtrain.verify.reference.objective import Scene
 from tests.parity.batches import VOCAB, GlobalBatch
 from tests.parity.cases import Case, case

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mtrain import plan
+from mtrain import arch
+from mtrain.arch.layout import Layout, broken_rules
 from mtrain.config import Config
 from mtrain.config.schema.layout import CpComm
-from mtrain.plan.layout import Layout, broken_rules
 from mtrain.plan.search import layer_cost as layers
 from mtrain.plan.search.candidates import candidates
 from mtrain.plan.search.cost import StepTime, step_cost, step_mfu
@@ -120,8 +120,8 @@ def test_where_nothing_is_lost_all_arithmetic_is_the_models(family: str, monkeyp
     counts once and the other twice: the second forward pass of scores, routers, joint projections."""
     monkeypatch.setattr(layers, "HALF_EFFICIENT", 0)
     given = config(**{**WIDE, **FAMILIES[family]}, train__recompute="none")
-    exact = plan.run_flops_per_token(given)
-    attention = exact - plan.run_flops_per_token(
+    exact = arch.run_flops_per_token(given)
+    attention = exact - arch.run_flops_per_token(
         given.model_copy(update={"data": given.data.model_copy(update={"seq_length": 2})})
     )
     again = 1 + attention / 6 / exact  # backward computes the scores once more: 3.5 forward passes in the place of 3

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from mtrain.plan.search.cost import step_cost, step_mfu
 from mtrain.plan.search.hardware import GPUS, Cluster
 from mtrain.plan.search.layer_cost import Workload

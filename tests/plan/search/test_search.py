@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from mtrain.arch.layout import Layout, broken_rules
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.config.schema.layout import CpComm
-from mtrain.plan.layout import Layout, broken_rules
+from mtrain.hf.configuration import load_config
 from mtrain.plan.search.candidates import candidates, stage_split
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.hardware import GIB, GPUS, USABLE_MEMORY, Cluster

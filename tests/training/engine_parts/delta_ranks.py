@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain import ConfigError, Datum, Engine, WeightCopy
+from mtrain.api.hf_tensors import HfContent
 from mtrain.base.background import started
 from mtrain.config import Config
+from mtrain.core.ranks.groups import Groups
 from mtrain.hf.io.weight_delta import Part
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.training.hf_tensors import HfContent
 from tests.training.engine_parts.hf_ranks import bits_of, group_pair
 from tests.training.engine_ranks import free
 

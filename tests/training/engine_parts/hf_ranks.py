@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from mtrain import ConfigError, Datum, Engine, receive_hf_tensors
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from tests.training.engine_ranks import free
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.pool import Pool
 from tests.training.engine_parts import hf_ranks
 from tests.training.engine_parts.hf_ranks import bits_of

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.parity.cases import Case, case
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL, with_experts
 from tests.pool import Pool

@@ -11,18 +11,18 @@ import torch
 
 from mtrain.base import fault_points
 from mtrain.base.signals import StopSignal
+from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
-from mtrain.data.batch import Microbatch
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.optimizer_state import adam_step, loss_scaler
+from mtrain.core.engine.training_state import local_state
+from mtrain.core.loss.pair import LossPair, TermInputs, weigh
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.step import TrainingStep
 from mtrain.data.loader import StepLoader
 from mtrain.data.prefetch import Prefetch
-from mtrain.loss.pair import LossPair, TermInputs, weigh
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer_state import adam_step, loss_scaler
-from mtrain.mcore.state.gather import gather_whole, parameter_shards
-from mtrain.mcore.state.shards import local_state
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
-from mtrain.training.step import TrainingStep
 from mtrain.training.trainer import train_on
 from tests.training.faults.numeric_fault_ranks import Ending, run
 

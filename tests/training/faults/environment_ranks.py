@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.step import TrainingStep
 from mtrain.runs import lock
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
-from mtrain.training.step import TrainingStep
 from tests.training.faults.numeric_fault_ranks import Ending, run
 
 _DAY_S = 86400.0

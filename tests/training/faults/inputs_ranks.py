@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mtrain.base.errors import DataError
+from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import newest_good
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.state.verified import opened_checkpoint
+from mtrain.core.ranks.groups import Groups
 from mtrain.training.build import agreed
 
 

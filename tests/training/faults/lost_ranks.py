@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from mtrain.base import fault_points
 from mtrain.base.signals import StopSignal
 from mtrain.config import Config
-from mtrain.mcore.distributed import patience
-from mtrain.mcore.distributed.groups import Groups, opened_groups
+from mtrain.core.ranks import patience
+from mtrain.core.ranks.groups import Groups, opened_groups
 from mtrain.training.trainer import train_on
 
 

@@ -18,8 +18,8 @@ from mtrain.checkpoint.format.writer import write_metadata, write_shards
 from mtrain.checkpoint.store.directory import begin_staging, publish
 from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.state.shards import local_shards
+from mtrain.core.engine.training_state import local_shards
+from mtrain.core.ranks.groups import Groups
 from mtrain.training.build import build_run
 from mtrain.training.trainer import Build, train_on
 from tests.mcore.state.checkpoint_ranks import build

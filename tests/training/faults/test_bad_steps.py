@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.data.ledger import Ledger
 from mtrain.data.loader import StepLoader
-from mtrain.metrics.jsonl import read_records
-from mtrain.metrics.record import StepRecord
-from mtrain.plan.layout import Layout
+from mtrain.report.metrics.jsonl import read_records
+from mtrain.report.metrics.record import StepRecord
 from mtrain.runs.events import EventKind, read_events
 from mtrain.runs.goodput import goodput_of_run
 from tests.fault_table import Notice

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from mtrain.runs.goodput import goodput_of_run
 from tests.data.conftest import word_tokenizer
 from tests.fault_table import Notice

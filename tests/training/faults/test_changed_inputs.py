@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.checkpoint.checkpoints import change_manifest, save
 from tests.fault_table import Notice
 from tests.pool import Pool
@@ -21,8 +21,8 @@ from tests.training.test_trainer import command, finished, numbers, records, sta
 __all__ = ["command", "start"]
 
 OWN_LOSS = """
-from mtrain.loss.functions.likelihood import next_token_loss
-from mtrain.loss.pair import LossPair
+from mtrain.core.loss.functions.likelihood import next_token_loss
+from mtrain.core.loss.pair import LossPair
 from my_scale import SCALE
 
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mtrain.checkpoint.store.directory import newest_good
 from mtrain.checkpoint.store.verification import verify_files
-from mtrain.metrics.jsonl import read_records
+from mtrain.report.metrics.jsonl import read_records
 from tests.fault_table import Notice
 from tests.tools.small_disk import play
 from tests.training.faults import full_disk_scenes as scenes

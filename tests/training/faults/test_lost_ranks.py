@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import RankLostError
 from mtrain.base.fault_points import InjectedFault
 from mtrain.base.heartbeat import Beat, Phase, verdict
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.pool import Pool

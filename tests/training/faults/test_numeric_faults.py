@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.checkpoint.store.steps import published_steps
-from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool

@@ -18,7 +18,7 @@ __all__ = ["command", "word_tokenizer"]
 
 LOSS = """
 import os
-from mtrain.loss.functions.likelihood import next_token_loss
+from mtrain.core.loss.functions.likelihood import next_token_loss
 
 count = 0
 

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtrain.arch.activations import chunk_tokens, tokens_at_once
 from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection
-from mtrain.data.batch import Microbatch
-from mtrain.data.collate import RowForm, collate, loss_terms
-from mtrain.data.zigzag import slice_for_context_parallel
-from mtrain.plan.activations import chunk_tokens, tokens_at_once
-from mtrain.training.output.weighed_tokens import places, terms_by_distribution, weighed
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.batch.collate import RowForm, collate, loss_terms
+from mtrain.core.batch.zigzag import slice_for_context_parallel
+from mtrain.core.step.weighed_tokens import places, terms_by_distribution, weighed
 from tests.config.samples import config
 from tests.parity.batches import SEQ, three_steps
 

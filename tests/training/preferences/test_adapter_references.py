@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.manifest import read_manifest
 from mtrain.config import Config
@@ -25,7 +26,6 @@ from mtrain.config.load import config_yaml
 from mtrain.config.schema.train import AdamWSection
 from mtrain.convert.adapters import export_adapter
 from mtrain.hf.schema.description import with_architecture
-from mtrain.plan.layout import Layout
 from tests.cli.command_line import call
 from tests.fault_table import Notice
 from tests.messages import refuses

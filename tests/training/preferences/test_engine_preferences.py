@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mtrain import Datum, GroupMember, StepResult
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.layout import Layout
 from tests.fault_table import Notice
 from tests.parity.cases import case
 from tests.parity.compare import relative

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtrain import Datum, GroupMember
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.config import Config
@@ -17,7 +18,6 @@ from mtrain.convert.exporting import export_hf
 from mtrain.convert.verifying import compare_logits
 from mtrain.hf.io.source import open_source
 from mtrain.hf.schema.description import with_architecture
-from mtrain.plan.layout import Layout
 from tests.config.samples import content
 from tests.fault_table import Notice
 from tests.messages import refuses

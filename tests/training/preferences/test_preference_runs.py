@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from mtrain import Datum, GroupMember
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.manifest import read_manifest
 from mtrain.config import Config
 from mtrain.hf.schema.description import with_architecture
-from mtrain.plan.layout import Layout
 from tests.config.samples import content
 from tests.fault_table import Notice
 from tests.messages import refuses

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import load_config
-from mtrain.metrics.jsonl import read_records
-from mtrain.metrics.record import StepRecord
+from mtrain.hf.configuration import load_config
+from mtrain.report.metrics.jsonl import read_records
+from mtrain.report.metrics.record import StepRecord
 from tests.messages import refuses
 from tests.training.test_trainer import BASE
 from tests.warm import completed

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from mtrain import Datum, Engine
+from mtrain.checkpoint.state.start_weights import load_hf_weights
 from mtrain.config import Config
-from mtrain.config.load import load_config
-from mtrain.data.batch import Microbatch
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.optimizer import Optimizer
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.mcore.model.build import build_model, run_chunk
-from mtrain.mcore.model.output_layer import Logits
-from mtrain.mcore.state.start_weights import load_hf_weights
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import build_model, run_chunk
+from mtrain.core.layers.output_layer import Logits
+from mtrain.core.ranks.groups import Groups
+from mtrain.hf.configuration import load_config
 from mtrain.training.sampling.generate import generate_text
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.sampler import Completion, generate

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.convert.importing import import_hf
-from mtrain.plan.layout import Layout
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.configuration import load_config
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.prompts import questions_of, read_prompts, shown
 from tests.config.samples import config

@@ -7,7 +7,7 @@ from statistics import mean
 
 import pytest
 
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
 from tests.pool import Pool
 from tests.training.sampling import sampling_ranks
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
-from mtrain.config.load import load_config
-from mtrain.plan.layout import Layout
+from mtrain.hf.configuration import load_config
 from mtrain.training.sampling.in_training import _rewind
 from tests.messages import refuses
 from tests.pool import Pool

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
 from mtrain.data.encoding.encoder import encoder_of
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from mtrain.training.sampling.prompts import questions_of, read_prompts
 from tests.messages import refuses
 from tests.training.sampling.test_generate import finetuning

@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.config.load import load_config
-from mtrain.plan.layout import Layout
+from mtrain.hf.configuration import load_config
 from mtrain.training.sampling.choice import TokenPlace, choose
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.sampler import Completion

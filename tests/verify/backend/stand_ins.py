@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mtrain.mcore.model import compiled
-from mtrain.mcore.model.build import unwrap
+from mtrain.core.layers import compiled
+from mtrain.core.layers.build import unwrap
 from mtrain.verify.backend.candidates import CANDIDATES, Candidate, Place, torch_layers
 from tests.verify.backend import delta_rule_semantics
 

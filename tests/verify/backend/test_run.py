@@ -14,8 +14,8 @@ from mtrain.base.certificate import Certificate, Comparison, certificates
 from mtrain.base.errors import ConfigError, MachineError
 from mtrain.cli.main import app
 from mtrain.config import Config
-from mtrain.config.load import load_config
-from mtrain.mcore.model.certified import layers_of
+from mtrain.core.layers.certified import layers_of
+from mtrain.hf.configuration import load_config
 from mtrain.verify.backend import worker
 from mtrain.verify.backend.candidates import NO_CANDIDATES, Candidate, without_apex, without_flash_attention
 from mtrain.verify.backend.cases import cases_of, few_layers, length_of, rows_like, starts_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mtrain.base.errors import NumericError
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 
 
 def coordinates(groups: Groups) -> tuple[int, int, int, int]:

@@ -12,11 +12,11 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.section import Section
-from mtrain.plan.layout import Layout
 from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
 from mtrain.verify.core.shrink import reads_files, shrink
 from mtrain.verify.parity import Request

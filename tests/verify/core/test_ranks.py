@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import NumericError
-from mtrain.plan.layout import Layout
 from mtrain.verify.core import ranks
 from mtrain.verify.core.ranks import Patience, Pool, RankFailedError
 from tests.verify.core.rank_functions import (

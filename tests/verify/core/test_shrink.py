@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.arch.layout import broken_rules
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import load_config
-from mtrain.plan.layout import broken_rules
+from mtrain.hf.configuration import load_config
 from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
 from mtrain.verify.core.shrink import shrink
 from tests.config.samples import config

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtrain.config import Config
-from mtrain.data import order
+from mtrain.core.batch import order
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.data.loader import StepLoader
 from mtrain.data.samples import pretrain

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mtrain.base.tensor_slice import TensorSlice
-from mtrain.checkpoint.format.writer import Shard
+from mtrain.core.state.shard import Shard
 from mtrain.verify.core.weights import EMBEDDING, OUTPUT, assembled, drawn, forward_order
 from tests.config.samples import config
 

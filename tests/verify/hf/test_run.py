@@ -9,12 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
 from mtrain.cli.main import app
 from mtrain.config import Config
-from mtrain.config.load import load_config
 from mtrain.config.schema.train import AdamWSection
-from mtrain.plan.layout import Layout
+from mtrain.hf.configuration import load_config
 from mtrain.verify.core.result import HfReport
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.texts import texts_of

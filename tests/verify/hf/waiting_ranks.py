@@ -8,8 +8,8 @@ from typing import Any
 from unittest import mock
 
 from mtrain.config import Config
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from mtrain.mcore.distributed.groups import Groups
 from mtrain.verify import hf
 from mtrain.verify.planted.collaborators import Collaborators
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from mtrain.config import Config
+from mtrain.core.engine.finalize import finalize_gradients
+from mtrain.core.engine.loss_reduction import GlobalTotals
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.formats.corpus_writer import writing_corpus
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.finalize import finalize_gradients
-from mtrain.mcore.engine.loss_reduction import GlobalTotals
 from mtrain.verify.core.result import LayoutResult
 from mtrain.verify.core.worker import Job, Outcome, run_layout
 from mtrain.verify.planted.collaborators import Collaborators, step_of

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.data.formats.corpus_writer import writing_corpus
-from mtrain.plan.layout import Layout
 from mtrain.verify.core.activations import module_order, put_together
 from mtrain.verify.core.bisect import first_deviating
 from mtrain.verify.core.exact import ExactJob, exact_steps, text_places

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.load import load_config
+from mtrain.hf.configuration import load_config
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.parity import refuse_without_reference
 from tests.messages import refuses

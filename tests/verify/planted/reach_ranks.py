@@ -10,16 +10,16 @@ from unittest.mock import patch
 
 import torch
 
-from mtrain.loss.vocab_parallel import logits
-from mtrain.loss.vocab_parallel.cross_entropy import row_slices
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine import optimizer
-from mtrain.mcore.model.attention import delta_net
-from mtrain.mcore.model.attention.mamba import MambaMixer
-from mtrain.mcore.model.attention.recurrent import chunks
-from mtrain.mcore.model.moe import router
-from mtrain.plan.layout import Layout
+from mtrain.arch.layout import Layout
+from mtrain.core.engine import optimizer
+from mtrain.core.layers.attention import delta_net
+from mtrain.core.layers.attention.mamba import MambaMixer
+from mtrain.core.layers.attention.recurrent import chunks
+from mtrain.core.layers.moe import router
+from mtrain.core.loss.vocab_parallel import logits
+from mtrain.core.loss.vocab_parallel.cross_entropy import row_slices
+from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.worker import Job, Outcome, run_layout
 from mtrain.verify.planted.collaborators import SOUND, Collaborators, configured
 from mtrain.verify.planted.faults import PLANTS

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from mtrain.config.schema.train import AdamWSection
-from mtrain.training.step import StepFunctions
+from mtrain.core.step.step import StepFunctions
 from mtrain.verify.planted.collaborators import SOUND, with_values
 from mtrain.verify.planted.faults import PLANTS
 from mtrain.verify.planted.shared_inject import POLICY_LOSSES

@@ -15,8 +15,8 @@ from mtrain.base.errors import ConfigError
 from mtrain.base.fault_points import REACHED, VARIABLE, InjectedFault
 from mtrain.base.heartbeat import Phase
 from mtrain.config import Config
-from mtrain.config.load import load_config
-from mtrain.metrics.jsonl import JsonlSink
+from mtrain.hf.configuration import load_config
+from mtrain.report.metrics.jsonl import JsonlSink
 from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.result import PreemptReport
 from mtrain.verify.parity import Request

@@ -15,7 +15,7 @@ from torch.distributions import Categorical, kl_divergence
 from transformers.models.mixtral import modeling_mixtral as mixtral
 
 from mtrain.config import Config
-from mtrain.data.samples.sample import Sample
+from mtrain.core.batch.sample import Sample
 from mtrain.verify.core.samples import HardBatch
 from mtrain.verify.reference.model.shapes import shapes_of
 from mtrain.verify.reference.model.transformer import Transformer

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mtrain.base.errors import MachineError
-from mtrain.pages.html import write_page
+from mtrain.report.pages.html import write_page
 from mtrain.verify.core.result import KINDS, Deviation, LayoutResult, ParityReport
 from mtrain.verify.report.page import report_page
 from tests.browser import Browser, Visit

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.build import build_model
+from mtrain.core.layers.build import build_model
+from mtrain.core.ranks.groups import Groups
 from mtrain.verify.resume.faults import PLANTS
 
 

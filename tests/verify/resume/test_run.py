@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.data import IndexedSection
 from mtrain.data.formats.corpus_writer import writing_corpus
-from mtrain.plan.layout import Layout
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.result import LayoutResult, ResumeReport
 from mtrain.verify.report.print import write_report

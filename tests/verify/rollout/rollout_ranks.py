@@ -5,8 +5,8 @@ from typing import Any
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from mtrain import Completion, Config, Datum, Engine, SamplingParams
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.moe import router
+from mtrain.core.layers.moe import router
+from mtrain.core.ranks.groups import Groups
 from mtrain.verify.rollout.scores import Scored, scores
 from tests.training.engine_ranks import free
 

@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from mtrain import Completion, DataError
+from mtrain.arch.layout import Layout
 from mtrain.cli.main import app
-from mtrain.config.load import load_config
-from mtrain.plan.layout import Layout
+from mtrain.hf.configuration import load_config
 from mtrain.verify.rollout.report import RolloutReport
 from mtrain.verify.rollout.run import NOT_EXPLAINED, RolloutRequest, verify_rollout
 from mtrain.verify.rollout.scores import scores

@@ -26,12 +26,12 @@ if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
 from mtrain import load_config
+from mtrain.arch.layout import Layout
+from mtrain.checkpoint.state.start_weights import load_hf_weights
 from mtrain.config import Config
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.groups import Groups
 from mtrain.hf.io.safetensors import raw_bytes
-from mtrain.loss.objective import Objective
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.state.start_weights import load_hf_weights
-from mtrain.plan.layout import Layout
 from mtrain.training.build import build_step
 from mtrain.verify.core.ranks import Pool
 from tools.bench.convert import write_model

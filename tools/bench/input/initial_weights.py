@@ -2,7 +2,7 @@
 
 - "bound": the generator alone, block by block into existing memory: the limit if every drawn value is kept.
 - "whole": blocks joined to a whole tensor in float32, which is then copied into the parameter, as in 0.1.0.
-- "ours": `draw` of `mtrain.mcore.model.init_weights`, on one thread and on as many as a rank alone has cores.
+- "ours": `draw` of `mtrain.core.layers.init_weights`, on one thread and on as many as a rank alone has cores.
 
 Contenders take turns and must draw the same bits. Threads are for wall time: the last column.
 """
@@ -21,7 +21,7 @@ import typer
 from torch import Tensor
 
 from mtrain.base.environment import cores_of_rank
-from mtrain.mcore.model.init_weights import draw
+from mtrain.core.layers.init_weights import draw
 
 _ROWS = 256
 _DEVIATION = 0.02

@@ -19,10 +19,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.opening import CacheOptions, token_cache
 from mtrain.data.formats.record_files import record_files
-from mtrain.data.samples.sample import TokenizedSample
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.samples.too_long import RowLimit
 

@@ -19,13 +19,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.groups import Groups, opened_groups
+from mtrain.core.ranks.init import joined_distributed
+from mtrain.core.ranks.party import Purpose
 from mtrain.data.loader import StepLoader
-from mtrain.loss.objective import Objective
-from mtrain.mcore.distributed.groups import Groups, opened_groups
-from mtrain.mcore.distributed.init import joined_distributed
-from mtrain.mcore.distributed.party import Purpose
-from mtrain.plan.layout import Layout
 from mtrain.training.build import build_step
 from tools.bench.one_gpu.reference import Llama
 from tools.bench.one_gpu.shapes import Bench

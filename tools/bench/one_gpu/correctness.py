@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mtrain import Datum, Engine
 from mtrain.config import Config
-from mtrain.mcore.model.moe.grouped_gemm import grouped, has_grouped, sequential
+from mtrain.core.layers.moe.grouped_gemm import grouped, has_grouped, sequential
 from tools.bench.one_gpu.reference import Llama
 from tools.bench.one_gpu.shapes import ONE_B, TINY, TINY_EXPERTS, TINY_WINDOWS, Bench, Model, config_of
 

@@ -15,14 +15,14 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mtrain import Datum, Engine, plan
+from mtrain import Datum, Engine, arch
+from mtrain.arch.layout import Layout
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of
 from mtrain.config import Config
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.offload import activations
-from mtrain.mcore.state.shards import local_state
-from mtrain.plan.layout import Layout
+from mtrain.core.engine.training_state import local_state
+from mtrain.core.layers.offload import activations
+from mtrain.core.ranks.groups import Groups
 from tools.bench.one_gpu.contenders import Build, Contender, one_rank, ours, reference, stock
 from tools.bench.one_gpu.correctness import need, texts
 from tools.bench.one_gpu.host_reads import host_reads
@@ -58,7 +58,7 @@ def products(bench: Bench) -> dict[str, Any]:
     one, two = (torch.randn(size, size, device=bench.torch_device, dtype=torch.bfloat16) for _ in range(2))
     one @ two
     seconds = _seconds(bench, lambda: [one @ two for _ in range(repeats)])
-    peak = plan.peak_flops(bench.device_name, "bf16")
+    peak = arch.peak_flops(bench.device_name, "bf16")
     rate = 2 * size**3 * repeats / seconds
     return {"TFLOP/s": rate / 1e12, "peak TFLOP/s": None if peak is None else peak / 1e12}
 
@@ -172,7 +172,7 @@ def on_the_host(bench: Bench) -> dict[str, Any]:
             peak = torch.cuda.max_memory_allocated() if bench.device == "cuda" else None
             del contender
         _free(bench)
-        estimate = plan.memory_per_rank(config, Layout(), 0)
+        estimate = arch.memory_per_rank(config, Layout(), 0)
         found[name] = {
             "forward and backward s": min(times.accumulate),
             "update s": min(times.update),
@@ -270,7 +270,7 @@ def _compared(bench: Bench, config: Config, builds: Mapping[str, Build]) -> dict
 
 def _runs(bench: Bench, config: Config, builds: Mapping[str, Build]) -> list[dict[str, Build]]:
     """Groups the contenders that are in memory together."""
-    together = BYTES_A_PARAMETER * plan.num_parameters(config.model) * len(builds)
+    together = BYTES_A_PARAMETER * arch.num_parameters(config.model) * len(builds)
     if bench.device == "cpu" or together < 0.5 * torch.cuda.get_device_properties(0).total_memory:
         return [dict(builds)]
     return [{name: build} for name, build in builds.items()]
@@ -304,7 +304,7 @@ def _measured(bench: Bench, config: Config, groups: Groups, builds: Mapping[str,
         _attempt(found, name, describe)
     if "mtrain" in held:
         peak = found["mtrain"].get("peak bytes")
-        estimate = plan.memory_per_rank(config, Layout(), 0).total_bytes
+        estimate = arch.memory_per_rank(config, Layout(), 0).total_bytes
         found["mtrain"] |= {"estimated bytes": estimate, "peak / estimate": None if peak is None else peak / estimate}
     return found
 
@@ -340,15 +340,15 @@ def _figures(bench: Bench, config: Config, times: Times) -> dict[str, Any]:
     """Computes figures from the medians; adds the best step."""
     steps = [first + second for first, second in zip(times.accumulate, times.update, strict=True)]
     tokens = config.train.global_batch_size * config.data.seq_length
-    seconds, peak = statistics.median(steps), plan.peak_flops(bench.device_name, "bf16")
-    flops = plan.run_flops_per_token(config) * tokens
+    seconds, peak = statistics.median(steps), arch.peak_flops(bench.device_name, "bf16")
+    flops = arch.run_flops_per_token(config) * tokens
     return {
         "step s": seconds,
         "best step s": min(steps),
         "update s": statistics.median(times.update),
         "tokens/s": tokens / seconds,
         "TFLOP/s": flops / seconds / 1e12,
-        "MFU": None if peak is None else plan.mfu(flops, seconds, peak),
+        "MFU": None if peak is None else arch.mfu(flops, seconds, peak),
         "loss": times.loss,
     }
 

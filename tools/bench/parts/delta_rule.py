@@ -28,8 +28,8 @@ from torch import Tensor
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
-from mtrain.mcore.model.attention.delta_net import delta_rule
-from mtrain.mcore.model.attention.recurrent.chunks import Projected
+from mtrain.core.layers.attention.delta_net import delta_rule
+from mtrain.core.layers.attention.recurrent.chunks import Projected
 from tools.bench.peers.padding import BATCH_SIZE
 
 CHUNKS = (16, 32, 64, 128)

@@ -23,7 +23,7 @@ from torch.nn import functional
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
-from mtrain.mcore.model.moe.grouped_gemm import Product, grouped, has_grouped, sequential
+from mtrain.core.layers.moe.grouped_gemm import Product, grouped, has_grouped, sequential
 
 
 class Size(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.groups import Groups
 from mtrain.plan.search.hardware import GIB, Cluster, Gpu
 from mtrain.plan.search.layer_cost import HALF_EFFICIENT
 

@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
-from mtrain.loss.vocab_parallel.chunks import sum_over_chunks
-from mtrain.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.training.output.weighed_tokens import places
+from mtrain.core.loss.vocab_parallel.chunks import sum_over_chunks
+from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.core.step.weighed_tokens import places
 
 
 class Sizes(NamedTuple):

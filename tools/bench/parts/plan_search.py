@@ -13,7 +13,7 @@ from sys import path as import_path
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
-from mtrain.config.load import load_config
+from mtrain.hf.configuration import load_config
 from mtrain.plan.search.hardware import GPUS, Cluster
 from mtrain.plan.search.search import search
 

@@ -19,12 +19,12 @@ import typer
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
+from mtrain.arch.layout import Layout
+from mtrain.checkpoint.state.replicas import ReplicaCheck
 from mtrain.config import Config
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from mtrain.loss.objective import Objective
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.health.replicas import ReplicaCheck
-from mtrain.plan.layout import Layout
 from mtrain.training.build import build_step
 from mtrain.verify.core.ranks import Pool
 

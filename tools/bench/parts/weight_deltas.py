@@ -23,7 +23,7 @@ if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
 from mtrain import Datum, Engine, WeightCopy, load_config
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 
 RATES = (1e-6, 1e-5, 1e-4)
 NUM_TOKENS, NUM_SAMPLES = 128, 8

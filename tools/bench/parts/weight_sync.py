@@ -22,13 +22,13 @@ from torch import Tensor
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
+from mtrain.api.hf_tensors import HfTensors
+from mtrain.arch.layout import Layout
 from mtrain.config import Config
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.groups import Groups
 from mtrain.hf.io.broadcast import BUCKET_BYTES
-from mtrain.loss.objective import Objective
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.plan.layout import Layout
 from mtrain.training.build import build_step
-from mtrain.training.hf_tensors import HfTensors
 from mtrain.verify.core.ranks import Pool
 from tools.bench.parts.replicas import config_of
 

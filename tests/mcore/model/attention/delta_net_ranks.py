@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain.config.schema.layout import CpComm
-from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.attention.cache import CachedPass, remembering
-from mtrain.mcore.model.attention.delta_net import DeltaNetCore
-from mtrain.mcore.model.attention.mamba import MambaCore
-from mtrain.mcore.model.attention.recurrent.core import Heads, RecurrentCore
-from mtrain.mcore.model.transformer_config import CP_COMM_TYPES
+from mtrain.core.batch.zigzag import zigzag_index
+from mtrain.core.layers.attention.cache import CachedPass, remembering
+from mtrain.core.layers.attention.delta_net import DeltaNetCore
+from mtrain.core.layers.attention.mamba import MambaCore
+from mtrain.core.layers.attention.recurrent.core import Heads, RecurrentCore
+from mtrain.core.layers.transformer_config import CP_COMM_TYPES
+from mtrain.core.ranks.groups import Groups
 
 
 class Whole(NamedTuple):

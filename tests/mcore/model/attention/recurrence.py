@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.mcore.model.attention.recurrent.chunks import Projected
+from mtrain.core.layers.attention.recurrent.chunks import Projected
 
 KEY_DIM, VALUE_DIM, KERNEL = 5, 3, 4
 Documents = list[list[int]]

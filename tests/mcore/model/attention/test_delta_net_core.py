@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtrain.arch.layout import Layout
 from mtrain.config.schema.layout import CpComm
-from mtrain.data.zigzag import zigzag_index
-from mtrain.mcore.model.attention.recurrent.core import Heads
-from mtrain.plan.layout import Layout
+from mtrain.core.batch.zigzag import zigzag_index
+from mtrain.core.layers.attention.recurrent.core import Heads
 from tests.mcore.model.attention import delta_net_ranks
 from tests.mcore.model.attention.delta_net_ranks import Found, Whole
 from tests.mcore.model.attention.recurrence import (

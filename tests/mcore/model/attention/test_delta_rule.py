@@ -17,11 +17,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from mtrain.mcore.model.attention import delta_net as delta
-from mtrain.mcore.model.attention import mamba
-from mtrain.mcore.model.attention.delta_net import delta_rule
-from mtrain.mcore.model.attention.recurrent import chunks
-from mtrain.mcore.model.attention.recurrent.core import causal_convolution
+from mtrain.core.layers.attention import delta_net as delta
+from mtrain.core.layers.attention import mamba
+from mtrain.core.layers.attention.delta_net import delta_rule
+from mtrain.core.layers.attention.recurrent import chunks
+from mtrain.core.layers.attention.recurrent.core import causal_convolution
 from tests.mcore.model.attention.recurrence import KERNEL, Documents, Inputs, convolved, inputs, one_by_one, starts_of
 
 

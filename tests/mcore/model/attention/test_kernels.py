@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mtrain.mcore.model.attention.ring import attend, attend_backward, kernel_of
+from mtrain.core.layers.attention.ring import attend, attend_backward, kernel_of
 
 BATCH, HEADS, GROUPS, QUERIES, KEYS = 2, 4, 2, 6, 10
 

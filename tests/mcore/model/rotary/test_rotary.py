@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mtrain.config.schema.rope import RopeSection
-from mtrain.mcore.model.attention.rotary import Rotary, inverse_frequencies
+from mtrain.core.layers.attention.rotary import Rotary, inverse_frequencies
 from mtrain.verify.reference.model.rotary import frequency
 
 SECTIONS = {

@@ -7,7 +7,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 
-from mtrain.mcore.model.attention.rotating import rotated, rotated_as_rounded, rotations_of, split_and_rotated
+from mtrain.core.layers.attention.rotating import rotated, rotated_as_rounded, rotations_of, split_and_rotated
 
 
 def angles(rows: int, seed: int = 0) -> Tensor:

@@ -1,0 +1,1 @@
+"""`Engine`: training steps from a program of the user, sample by sample."""

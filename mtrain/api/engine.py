@@ -1,0 +1,416 @@
+"""Engine for a user's own program: the parts of `mtrain train` under the user's loop.
+
+Every method is collective: all ranks call the same ones in the same order, with the same arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.api.batches import GlobalBatches, checked_config
+from mtrain.api.hf_tensors import HfContent, HfTensors, need_group
+from mtrain.api.open_engines import open_engines
+from mtrain.api.scores import AskedScores, reading, scores_of_samples, token_scores
+from mtrain.api.turns import SharedBase, Turns
+from mtrain.api.weight_deltas import WeightDeltas
+from mtrain.arch import num_parameters
+from mtrain.arch.layout import Layout
+from mtrain.arch.lr import learning_rate
+from mtrain.config import Config
+from mtrain.core.batch.datum import Datum
+from mtrain.core.engine.optimizer import AdamOptions
+from mtrain.core.loss.objective import AnyLoss, Objective
+from mtrain.core.ranks.deterministic import deterministic
+from mtrain.core.ranks.groups import opened_groups
+from mtrain.core.ranks.init import joined_distributed, on_first_rank
+from mtrain.core.ranks.party import purpose_of
+from mtrain.core.step.forward import forward_totals
+from mtrain.core.step.results import EvalResult, ForwardResult, StepResult
+from mtrain.hf.io.broadcast import BUCKET_BYTES
+from mtrain.runs.folder import RunFolder
+from mtrain.training.build import build_step
+from mtrain.training.export import exported_through_checkpoint
+from mtrain.training.resume import initialize
+from mtrain.training.run_folder import Position, load_from, save_at
+from mtrain.training.sampling.params import SamplingParams
+from mtrain.training.sampling.sampler import Completion, generate
+
+
+class Engine(Turns):
+    """A model with its optimizer, distributed over ranks according to `config.layout`.
+
+    The engine initialises torch.distributed from the launcher's environment (torchrun, srun, `mtrain launch local`; a
+    single rank without a launcher). If the program has initialised it already, the engine uses that and leaves it open
+    at the end. A process can have one engine at a time; after `close` it can open another, under another layout.
+
+    Initial weights are those of a run of `mtrain train`: from `checkpoint.initialize_from` or `model.hf`, or drawn from
+    `train.seed`, the same under any layout. Of `data.*` only `data.seq_length`, the length of a sample, and
+    `data.packing` are used.
+
+    Batches are global: every rank is given all samples and takes its own. Any number of samples is allowed; empty rows,
+    which count nothing, complete the last microbatch. With `data.packing` rows hold several samples, which do not
+    attend to each other.
+
+    Raises of all methods: RankLostError and MachineError inside a `with` block, where another rank is gone or memory
+    runs out; RuntimeError after `close`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Joins the other ranks, builds the model and loads or draws its weights.
+
+        Args:
+            config: Configuration, from `load_config`.
+
+        Raises:
+            ConfigError: The configuration does not fit the number of ranks, or another engine is open.
+            DataError: Weights or a teacher cannot be loaded.
+            MachineError: The device does not exist, the other ranks cannot be reached, or a rank has another
+                configuration or belongs to another launch.
+        """
+        train = checked_config(config).train
+        with contextlib.ExitStack() as held:
+            purpose = purpose_of("Engine", config)
+            held.enter_context(deterministic(train.deterministic))
+            device = held.enter_context(joined_distributed(train.device, train.process_group_timeout_s, purpose))
+            layout = Layout.from_config(config, dist.get_world_size())
+            groups = held.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))
+            self._groups, self.config = groups, config
+            self._objective = Objective.from_config(config.loss, config.model)
+            self._built_step = build_step(config, groups, self._objective, weights_follow=True)
+            initialize(self._built_step.model)
+            if config.adapter is not None:
+                self._base = SharedBase(self._built_step)
+                held.callback(self._base.close)
+            self._batches = GlobalBatches(config, groups)
+            # a failure above closes all that was opened; from here on `close` does
+            self._held = held.pop_all()
+            open_engines.add(self)
+
+    @property
+    def rank(self) -> int:
+        """Returns the rank of this process, from 0."""
+        return self._groups.rank
+
+    @property
+    def world_size(self) -> int:
+        """Returns the number of ranks."""
+        return self._groups.layout.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of this rank."""
+        return self._groups.device
+
+    def forward(
+        self,
+        batch: Sequence[Datum],
+        entropy: bool = False,
+        temperature: float | None = None,
+        routed_experts: bool = False,
+    ) -> ForwardResult:
+        """Returns the log-probability of each token under the current weights; no gradient, no dropout.
+
+        One all-reduce of the result over all ranks, in addition to those of the forward pass.
+
+        Args:
+            batch: Samples of the global batch.
+            entropy: Whether to compute the entropy of each distribution too, which costs one more all-reduce over TP
+                for each chunk of tokens, and a pass over the logits.
+            temperature: Divisor of the logits, for log-probabilities and entropies of a sampler with that temperature.
+                None: `Datum.temperature` of each sample, 1 where it has none.
+            routed_experts: Whether to return the experts that each token was sent to, for `Datum.routed_experts` of
+                later passes; one more all-reduce over all ranks for each layer with experts.
+
+        Raises:
+            ConfigError: Routed experts are asked for or given, and the model has no experts, or drops tokens.
+            DataError: A sample does not fit the configuration.
+        """
+        asked = AskedScores(entropy, temperature, routed_experts)
+        return token_scores(batch, asked, self._built().model, self._batches)
+
+    def scores(self, batch: Sequence[Datum]) -> list[float]:
+        """Returns the scores that a preference loss compares, for `GroupMember.reference`; no gradient, no dropout.
+
+        Args:
+            batch: Samples of the global batch, each with a `member`.
+
+        Returns:
+            Score of each sample, on every rank: the sum of the log-probabilities of its weighted tokens, in nats, or
+            their mean if loss.aggregation=seq-mean-token-mean; for a reward model the reward.
+
+        Raises:
+            DataError: A sample does not fit the configuration, or is member of no group.
+        """
+        return scores_of_samples(batch, self._built().model, self._batches)
+
+    def forward_backward(
+        self,
+        batch: Sequence[Datum],
+        loss: AnyLoss | str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Accumulates the undivided gradient of a batch; several calls can form one step.
+
+        Numerators and denominators are added up too, and `optim_step` divides once: calls with parts of a batch are
+        equivalent to one call with all of it, bit for bit if the microbatches are the same (parts of a multiple of dp x
+        micro_batch_size samples). Nothing is reduced over data-parallel ranks, and the host does not wait.
+
+        Args:
+            batch: Samples of the global batch.
+            loss: Loss to use instead of `loss.function`: a name, as that key accepts it, or a function TermInputs ->
+                LossPair under the contract of docs/extending/loss.md. Weights follow `loss.aggregation`. None: the loss
+                of the configuration.
+            options: Options of a loss that is given by its name, as in `loss.options`.
+
+        Raises:
+            ConfigError: The loss function is not known, does not accept the options, breaks its contract or needs a
+                teacher where there is none; or this is a second call, and terms with denominators of their own need the
+                whole batch in the first one.
+            DataError: A sample does not fit the configuration, or lacks an extra that the loss needs; the gradients of
+                earlier calls are kept. An error during the pass loses them.
+            NumericError: An extra is not finite; the gradients of earlier calls are kept.
+        """
+        training = self._built().training
+        if self._is_bare:
+            raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it after the block")
+        objective = reading(self._objective_of(loss, options), batch)
+        samples = self._batches.samples(batch, objective.extras)
+        plan = self._batches.plan(samples, len(batch))
+        batches = self._batches.own(plan, samples, has_first=self._open is None, extras=objective.extras)
+        step, self._open = self._open or training.open(), None  # a pass that fails must not leave half a gradient
+        training.accumulate(step, batches, plan.num_microbatches, objective, is_last=False)
+        self._open = step
+        self._tokens += sum(len(datum.input_ids) - 1 for datum in batch)
+
+    def optim_step(self, lr: float | None = None, options: AdamOptions | None = None) -> StepResult:
+        """Sums gradients over all ranks, divides them once by the global denominator, clips and updates.
+
+        Args:
+            lr: Learning rate; None: that of `optimizer.*` for this step.
+            options: Options of AdamW from this step on; None: as they are, at first those of `optimizer.*`.
+
+        Raises:
+            ConfigError: Options are given, but the optimizer is Muon.
+            NumericError: A loss, a denominator or the gradient norm is not finite or cannot be right. The gradients are
+                lost, the weights unchanged. On all ranks.
+            RuntimeError: There was no `forward_backward` since the last step.
+            ValueError: An update with this learning rate and these options could leave the range of float32. The
+                gradients are kept.
+        """
+        training = self._built().training
+        if self._open is None:
+            raise RuntimeError("optim_step needs a forward_backward before it")
+        if options is not None:
+            self._built().model.optimizer.use(options)
+        rate = learning_rate(self.step, self.config.optimizer, self.config.train.num_steps) if lr is None else lr
+        self._built().model.optimizer.check_rate(rate)
+        step, self._open = self._open, None
+        tokens, self._tokens = self._tokens, 0
+        totals = training.reduce(step)
+        update = training.update(totals, rate)
+        self.step += 1
+        self._total_tokens += tokens
+        return StepResult.of(totals, update, self.step, rate, tokens)
+
+    def evaluate(
+        self,
+        batches: Iterable[Sequence[Datum]],
+        loss: AnyLoss | str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> EvalResult:
+        """Returns the loss over some data, forward only: one sum over one sum, however the data are split into batches.
+
+        Args:
+            batches: Global batches of any sizes; read once, `train.global_batch_size` samples at a time.
+            loss: Loss to use instead of `loss.function`, as for `forward_backward`.
+            options: Options of a loss that is given by its name.
+
+        Raises:
+            NumericError, ConfigError, DataError: See `forward_backward` and `optim_step`.
+        """
+        built = self._built()
+        # data are read once, so whether some sample has a temperature or routed experts is not known; without it is 1,
+        # and routers choose
+        has_routes = self.config.model.experts is not None
+        objective = replace(self._objective_of(loss, options), has_temperatures=True, has_routes=has_routes)
+        totals = forward_totals(built.model, objective, self._batches.passes(batches, objective.extras), built.teacher)
+        return EvalResult.of(totals.terms, totals.diagnostics)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+        max_sequences: int = 64,
+        routed_experts: bool = False,
+    ) -> list[Completion]:
+        """Generates an answer to each prompt with the current weights, with its log-probabilities; no dropout.
+
+        Neither the layout nor the other prompts change an answer: a token is drawn from the seed, the number of its
+        prompt and its position. To draw several answers to one prompt, give it several times.
+
+        Args:
+            prompts: Token ids of each prompt, the same on all ranks; at least one token each.
+            sampling: Rules for drawing tokens and ending an answer. None: SamplingParams().
+            max_sequences: Largest number of answers in progress on a data-parallel or context-parallel rank, for whose
+                keys and values memory is allocated.
+            routed_experts: Whether to return the experts that each token was sent to, for `Datum.routed_experts`.
+
+        Returns:
+            Answer to each prompt, on every rank.
+
+        Raises:
+            ConfigError: The model's layers cannot generate, or routed experts are asked for and it has no experts.
+            NumericError: The logits are not finite.
+            ValueError: A prompt is empty, or holds a number that is no id of the vocabulary.
+        """
+        model = self._built().model
+        model.optimizer.gather_parameters()
+        return generate(model, prompts, sampling, max_sequences, routed_experts)
+
+    def save(self, run_dir: Path | str | None = None) -> Path:
+        """Saves weights, optimizer and step, complete when this returns.
+
+        Args:
+            run_dir: Run folder that all ranks can see; gets `checkpoints/` and `config.yaml`, like a run of `mtrain
+                train`, so that every command of mtrain can use it. None: `run.dir`. Nothing in it is deleted.
+
+        Returns:
+            Path of the checkpoint, such as `run_dir/checkpoints/step_00000010`.
+
+        Raises:
+            RunFolderError: The folder holds this step already or a run of another configuration, or is in use.
+            MachineError: The disk refuses.
+            NumericError: A weight is not finite; nothing was saved.
+        """
+        folder = RunFolder(Path(self.config.run.dir if run_dir is None else run_dir))
+        return save_at(folder, Position(self.step, self._total_tokens), self._built().model)
+
+    def load(self, path: Path | str) -> None:
+        """Loads weights, optimizer and step of a checkpoint saved under any layout. Gradients are dropped.
+
+        Args:
+            path: Checkpoint, or run folder, whose newest good checkpoint is loaded.
+
+        Raises:
+            DataError: The checkpoint is damaged, of another model, or holds nan or inf; the engine must not be used
+                then.
+        """
+        model = self._built().model
+        # accumulated gradients belong to the old weights
+        self._open, self._tokens = None, 0
+        self.step, self._total_tokens = load_from(Path(path), model)
+
+    def export_hf(self, folder: Path | str) -> None:
+        """Writes a folder that Hugging Face's libraries can load, and verifies that it holds exactly these weights.
+
+        A checkpoint is written next to it first and deleted afterwards, so that no rank ever holds the whole model; the
+        disk must have room for both.
+
+        Args:
+            folder: Path of the new folder, which all ranks can see; must not exist.
+
+        Raises:
+            ConfigError: The folder exists.
+            DataError: No Hugging Face family can describe the model.
+            MachineError: The disk refuses.
+        """
+        exported_through_checkpoint(Path(folder), self.save)
+
+    def named_hf_tensors(
+        self, content: HfContent = "merged", everywhere: bool = True, bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the current weights whole, under Hugging Face's names, for an inference engine; uses no disk.
+
+        The tensors are bit for bit those that `export_hf` writes, in the order of the model; a table that a folder
+        holds under two names is yielded once. (With adapters on a GPU the sum with the frozen matrix is rounded on the
+        GPU, in an export on the CPU.) Tensors are on the engine's device, in the precision that the run computes in,
+        and the caller may keep them.
+
+        Every rank must iterate to the end, and must not call another method of the engine meanwhile: tensors are
+        gathered during the iteration, a bucket at a time, by one broadcast from each rank that holds a part of it.
+
+        Args:
+            content: Weights of a model with adapters to yield: "merged", "base" for the frozen model, or "adapter" for
+                the adapters alone under PEFT's names, the only weights that change.
+            everywhere: Whether every rank gets the tensors; if not, only rank 0 does, and others iterate over nothing.
+            bucket_bytes: Size of the tensors that are gathered together; a rank that gets them needs about three times
+                as much.
+
+        Raises:
+            ConfigError: Adapters are asked for where there are none.
+            DataError: No Hugging Face family can describe the model.
+        """
+        return self._hf_tensors(content).stream(bucket_bytes, everywhere)
+
+    def broadcast_hf_tensors(
+        self, group: dist.ProcessGroup | None, content: HfContent = "merged", bucket_bytes: int = BUCKET_BYTES
+    ) -> int:
+        """Sends the tensors of `named_hf_tensors` to other processes, which call `receive_hf_tensors`.
+
+        A description of all buckets is sent first, then one broadcast per bucket.
+
+        Args:
+            group: Group of rank 0 and the receivers on rank 0, with a backend that sends from the engine's device; it
+                need not be part of the default process group. None on the other ranks.
+            content: Weights to send; see `named_hf_tensors`.
+            bucket_bytes: Size of the tensors that are gathered and sent together; see `named_hf_tensors`.
+
+        Returns:
+            Number of bytes that were sent.
+
+        Raises:
+            ConfigError: Rank 0 has no group, or adapters are asked for where there are none.
+            DataError: No Hugging Face family can describe the model.
+        """
+        on_first_rank(lambda: need_group(group))
+        return self._hf_tensors(content).send(bucket_bytes, group if self.rank == 0 else None)
+
+    def weight_deltas(
+        self, content: HfContent = "merged", dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> WeightDeltas:
+        """Returns a sender of `named_hf_tensors` that sends only what has changed since it last did.
+
+        Args:
+            content: Weights to send; see `named_hf_tensors`.
+            dtype: Dtype that the receiver computes in, to which tensors in the run's precision are rounded: a change
+                that rounding hides is not sent. None: as they are.
+            bucket_bytes: Size of the tensors that are gathered together; see `named_hf_tensors`.
+
+        Raises:
+            ConfigError: Adapters are asked for where there are none.
+            DataError: No Hugging Face family can describe the model.
+        """
+        self._hf_tensors(content, dtype)  # a first plan, so that what is wrong is said here
+        return WeightDeltas(lambda: self._hf_tensors(content, dtype), bucket_bytes, self.device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._let_go()
+        self._held.__exit__(kind, error, traceback)
+
+    def __repr__(self) -> str:
+        model, state = self.config.model, "closed" if self._built_step is None else f"step {self.step}"
+        place = f"layout {self._groups.layout}, rank {self.rank} of {self.world_size} on {self.device}"
+        return f"<Engine: {num_parameters(model):,} parameters in {model.num_layers} layers; {place}; {state}>"
+
+    def _hf_tensors(self, content: HfContent, dtype: torch.dtype | None = None) -> HfTensors:
+        return HfTensors(self._built().model, content, dtype)
+
+    def _objective_of(self, loss: AnyLoss | str | None, options: Mapping[str, Any] | None) -> Objective:
+        if loss is None and options is None:
+            return self._objective
+        # options without a loss are those of the configuration's function
+        return self._objective.with_main(self.config.loss.function if loss is None else loss, self.config.loss, options)

@@ -1,0 +1,225 @@
+"""Weights of a distributed model under Hugging Face's names and shapes, gathered a bucket at a time.
+
+Names, shapes and bits are those of the folder that an export writes: the same tables define both. No disk is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias, assert_never, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.arch.adapters import is_learned_whole
+from mtrain.base.errors import ConfigError
+from mtrain.base.tensor_slice import TensorSlice
+from mtrain.checkpoint.state.gather import WholeParameters
+from mtrain.convert.adapters import peft_tensor
+from mtrain.convert.merged import Merging, dtype_outside, slice_of, stacked_places
+from mtrain.convert.origin import source_of_run
+from mtrain.convert.target import exported_family
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.layer_spec import canonical_name, global_name
+from mtrain.core.layers.transformer_config import DTYPES
+from mtrain.core.ranks.init import on_all_ranks
+from mtrain.hf.io.broadcast import NamedKind, TensorKind, buffer_bytes, send_tensors
+from mtrain.hf.schema import peft
+from mtrain.hf.schema.family import Family
+from mtrain.hf.schema.peft import PeftTensor
+from mtrain.hf.schema.table import FilledSlice, stream_tensor
+
+HfContent: TypeAlias = Literal["merged", "base", "adapter"]
+"""Weights of a model with adapters: the merged model, the frozen model alone, or the adapters alone under PEFT's names.
+Without adapters merged and base are the same."""
+
+
+class _Unit(NamedTuple):
+    """Exported tensors that are computed from the same parameters."""
+
+    sources: Sequence[str]
+    """Global names of these parameters."""
+    tensors: Sequence[NamedKind]
+    make: Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
+    """Function of the whole parameters by name that returns `tensors`."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Returns the size of `tensors`."""
+        return sum(each.kind.size_bytes for each in self.tensors)
+
+
+class HfTensors:
+    """Exported tensors of a model."""
+
+    def __init__(self, model: RankModel, content: HfContent, dtype: torch.dtype | None = None) -> None:
+        """Plans the tensors; gathers none yet.
+
+        Collective over the world: two all-gathers of objects, and the gathering of parameters that an update has left.
+
+        Args:
+            model: Model of this rank; its parameters are gathered first.
+            content: Weights to export.
+            dtype: Dtype of the tensors that the run holds in its precision; None: that precision.
+
+        Raises:
+            ConfigError: Adapters are asked for where the configuration has none.
+            DataError: No Hugging Face family can describe the model. On all ranks.
+            ValueError: The content is none of `HfContent`.
+        """
+        if content not in get_args(HfContent):
+            raise ValueError(f"content is one of {', '.join(get_args(HfContent))}, not {content!r}")
+        if content == "adapter" and model.config.adapter is None:
+            raise ConfigError(
+                "content='adapter' needs a model with adapters, but the configuration has no adapter section"
+            )
+        model.optimizer.gather_parameters()
+        self._config, self._content, self._device = model.config, content, model.groups.device
+        self._dtype = dtype
+        self._whole = WholeParameters(model.chunks, model.groups)
+        self._units = on_all_ranks(lambda: list(self._planned()))
+
+    def buckets(self, bucket_bytes: int) -> list[list[NamedKind]]:
+        """Returns names, dtypes and shapes of all tensors, by bucket, in the order of the model."""
+        return [[each for unit in bucket for each in unit.tensors] for bucket in self._buckets(bucket_bytes)]
+
+    def stream(self, bucket_bytes: int, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yields every tensor, gathered a bucket at a time. Collective over the world, up to the end of the iteration.
+
+        Memory: about three times the larger of a bucket and the largest tensor.
+
+        Args:
+            bucket_bytes: Size of the tensors that are gathered together, unless one alone is larger.
+            everywhere: Whether every rank gets the tensors; if not, only rank 0 does.
+        """
+        for bucket in self._buckets(bucket_bytes):
+            yield from self._made(bucket, None if everywhere else 0)
+
+    def by_rank(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yields every tensor on one rank: bucket i on rank i modulo their number, a bucket on each rank at a time.
+
+        Collective over the world, up to the end of the iteration. A tensor comes to the same rank each time.
+
+        Args:
+            bucket_bytes: Size of the tensors that are gathered together, as for `stream`.
+        """
+        buckets, count = self._buckets(bucket_bytes), dist.get_world_size()
+        for first in range(0, len(buckets), count):
+            made = [list(self._made(each, rank)) for rank, each in enumerate(buckets[first : first + count])]
+            yield [each for bucket in made for each in bucket]  # those of other ranks are empty
+
+    def _made(self, bucket: Sequence[_Unit], receiver: int | None) -> Iterator[tuple[str, Tensor]]:
+        """Gathers a bucket, and yields its tensors where they are needed: on one rank, or on all if None."""
+        whole = self._whole.gather([name for unit in bucket for name in unit.sources], receiver)
+        if whole is None:
+            return
+        for unit in bucket:
+            own = {name: whole.pop(name) for name in unit.sources}  # freed when the next unit is made
+            yield from zip([each.name for each in unit.tensors], unit.make(own), strict=True)
+
+    def send(self, bucket_bytes: int, group: dist.ProcessGroup | None) -> int:
+        """Sends all tensors to the other ranks of `group` if this rank has one; other ranks help to gather them.
+
+        Returns:
+            Number of bytes that were sent, on all ranks.
+        """
+        tensors, buckets = self.stream(bucket_bytes, everywhere=False), self.buckets(bucket_bytes)
+        if group is not None:
+            send_tensors(tensors, buckets, group, self._device)
+        for _ in tensors:
+            raise AssertionError("only rank 0 gets tensors, and it has sent them all")
+        return sum(buffer_bytes([each.kind for each in bucket]) for bucket in buckets)
+
+    def _buckets(self, bucket_bytes: int) -> list[list[_Unit]]:
+        found: list[list[_Unit]] = [[]]
+        filled = 0
+        for unit in self._units:
+            if found[-1] and filled + unit.size_bytes > bucket_bytes:
+                found.append([])
+                filled = 0
+            found[-1].append(unit)
+            filled += unit.size_bytes
+        return found
+
+    def _planned(self) -> Iterator[_Unit]:
+        source = source_of_run(self._config)
+        family = exported_family(source.model, source.origin)
+        match self._content:
+            case "adapter":
+                yield from self._adapter_units(family)
+            case "merged" | "base":
+                # what learns whole is not part of the frozen model
+                adapter = self._config.adapter if self._content == "base" else None
+                for filled in family.table(source.model).slices:
+                    if adapter is None or not is_learned_whole(self._config.model, adapter, filled.key):
+                        yield self._unit(filled)
+            case _:
+                assert_never(self._content)
+
+    def _unit(self, filled: FilledSlice) -> _Unit:
+        """Plans a slice of a global tensor, such as one layer's fused projection, and the tensors in it."""
+        key, adapter = filled.key, self._config.adapter if self._content == "merged" else None
+        names = {place: global_name(key, place) for place in stacked_places(key, filled.at)}
+        merging = None if adapter is None else Merging(self._config, adapter)
+        sources = [] if merging is None else [each for name in names.values() for each in merging.sources(name)]
+        held = self._whole.kinds[next(iter(names.values()))].dtype
+        if merging is not None:  # a frozen base may be held in lower precision than the run computes in
+            held = dtype_outside(key, DTYPES[self._config.train.precision])
+        dtype = self._sent_as(key, held)
+        axes = len(next(iter(names)))
+        inner = TensorSlice.whole(filled.at.shape[axes:])
+
+        def make(whole: Mapping[str, Tensor]) -> list[Tensor]:
+            # without the rows that pad the vocabulary
+            matrices = {place: inner.of(whole[name]) for place, name in names.items()}
+            if merging is not None:
+                matrices = {
+                    place: merging.merged(names[place], matrix, whole.__getitem__).to(held)
+                    for place, matrix in matrices.items()
+                }
+
+            def read(key: str, wanted: TensorSlice) -> Tensor:
+                return slice_of(key, wanted, dtype, matrices.__getitem__)
+
+            return [torch.cat(list(stream_tensor(each, key, read))).view(each.shape) for each in filled.tensors]
+
+        tensors = [NamedKind(each.name, TensorKind(dtype, each.shape)) for each in filled.tensors]
+        return _Unit([*names.values(), *sources], tensors, make)
+
+    def _adapter_units(self, family: Family) -> Iterator[_Unit]:
+        adapter = self._config.adapter
+        assert adapter is not None, "refused before"
+        # a tied table has two names there, one after the other
+        for _, alike in itertools.groupby(peft.tensors(family, self._config.model, adapter), lambda each: each.key):
+            each, *others = alike
+            count = each.matrix.num_experts
+            key = canonical_name(each.key)
+            names = [key.replace("{E}", str(expert)) for expert in range(count)] if count else [key]
+            dtype = self._sent_as(each.key, self._whole.kinds[names[0]].dtype)
+            kinds = [NamedKind(same.name, TensorKind(dtype, each.shape)) for same in (each, *others)]
+            yield _Unit(names, kinds, _peft_maker(each, names, dtype, len(kinds)))
+
+    def _sent_as(self, key: str, held: torch.dtype) -> torch.dtype:
+        """Returns the dtype of the exported tensor where the run holds or computes it in another."""
+        is_precision = held == DTYPES[self._config.train.precision]
+        return held if self._dtype is None or not is_precision else dtype_outside(key, self._dtype)
+
+
+def need_group(group: dist.ProcessGroup | None) -> None:
+    """Raises ConfigError if rank 0 has no group to send to."""
+    if group is None:
+        raise ConfigError(
+            "rank 0 sends the weights, but group is None there; give it a group of rank 0 and the receivers"
+        )
+
+
+def _peft_maker(
+    each: PeftTensor, names: Sequence[str], dtype: torch.dtype, count: int
+) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
+    def make(whole: Mapping[str, Tensor]) -> list[Tensor]:
+        own = [whole[name] for name in names]
+        return [peft_tensor(each, torch.stack(own) if each.matrix.num_experts else own[0]).to(dtype)] * count
+
+    return make

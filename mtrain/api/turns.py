@@ -1,0 +1,302 @@
+"""Models that share one frozen base, and take turns on it: adapters by name, and states that are put aside."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Self
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from mtrain.api.open_engines import open_engines
+from mtrain.api.scores import check_adapters_off
+from mtrain.base.errors import ConfigError
+from mtrain.checkpoint.state.base import settle_magnitudes
+from mtrain.checkpoint.state.held import (
+    HeldOptimizer,
+    HeldWeights,
+    clear_optimizer,
+    held_gradients,
+    held_optimizer,
+    held_weights,
+    put_back_gradients,
+    put_back_optimizer,
+    put_back_weights,
+)
+from mtrain.config import Config
+from mtrain.config.schema.adapter import AnyAdapter
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.adapters.adapter import AdapterSet, adapters_off
+from mtrain.core.layers.build import build_adapters, let_go, unwrap
+from mtrain.core.layers.init_weights import draw_adapters
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.step import OpenStep, TrainingStep
+from mtrain.hf.schema.peft import with_fused_targets
+from mtrain.training.build import BuiltStep
+from mtrain.training.resume import initialize, load_base, load_start_adapter
+
+
+class Accumulated(NamedTuple):
+    """Gradients of a step that is not finished."""
+
+    open_step: OpenStep
+    gradients: list[Tensor]
+    tokens: int
+
+
+class Held(NamedTuple):
+    """Copy of this rank's part of what training changes, from `Engine.hold`."""
+
+    weights: HeldWeights
+    optimizer: HeldOptimizer | None = None
+    """None: weights alone."""
+    step: int = 0
+    total_tokens: int = 0
+    accumulated: Accumulated | None = None
+    """None: no gradients since the last step."""
+
+
+class SharedBase:
+    """Chunks of a frozen model, which hold one of several sets of adapters at a time."""
+
+    def __init__(self, first: BuiltStep) -> None:
+        """
+        Args:
+            first: Step that the model was built with.
+        """
+        self._sets = {id(first): AdapterSet(map(unwrap, first.model.chunks))}
+        self._names: dict[str, BuiltStep] = {}
+        self._current: BuiltStep | None = first
+        self.is_closed = False
+        """Whether the engine that built the model was closed."""
+
+    def add(self, name: str, adapter: AnyAdapter, objective: Objective) -> BuiltStep:
+        """Builds adapters with an optimizer, and puts them in; they are still to be drawn. Collective."""
+        first = self._current
+        assert first is not None, "the caller has put a set in"
+        self._take_out()
+        config = first.model.config.model_copy(update={"adapter": adapter})
+        chunks = build_adapters(first.model.chunks, config, first.model.groups)
+        model = RankModel(config, first.model.groups, chunks, Optimizer(config, chunks, first.model.groups))
+        made = BuiltStep(model, first.teacher, TrainingStep(model, objective, first.teacher))
+        self._sets[id(made)] = AdapterSet(map(unwrap, chunks))
+        self._names[name], self._current = made, made
+        return made
+
+    def put_in(self, built: BuiltStep) -> BuiltStep:
+        """Makes a set that of the model, and returns it."""
+        if self._current is not built:
+            self._take_out()
+            self._sets[id(built)].put_in()
+            built.training.routers.watch()
+            self._current = built
+        return built
+
+    def has(self, name: str) -> bool:
+        """Says whether there are adapters of a name."""
+        return name in self._names
+
+    def remove(self, name: str) -> None:
+        """Frees adapters."""
+        if self.is_closed:
+            return
+        gone = self._names.pop(name)
+        if self._current is gone:
+            self._take_out()
+        self._sets.pop(id(gone)).unhook()
+        let_go(gone.model.chunks)
+
+    def close(self) -> None:
+        """Lets all sets go."""
+        self.is_closed, self._current = True, None
+        self._names.clear()
+        self._sets.clear()
+
+    def _take_out(self) -> None:
+        if self._current is not None:
+            # hooks that wait for gathered parameters are on the modules of the base, too
+            self._current.model.optimizer.gather_parameters()
+            self._sets[id(self._current)].take_out()
+            self._current = None
+
+
+class Turns:
+    """State of a model that is trained on an engine, and what lets several take turns; the base class of `Engine`."""
+
+    config: Config
+    """Configuration of the model."""
+    step: int = 0
+    """Number of completed updates."""
+    _groups: Groups
+    _objective: Objective
+    _held: contextlib.ExitStack
+    _built_step: BuiltStep | None = None
+    _base: SharedBase | None = None
+    _open: OpenStep | None = None
+    _tokens: int = 0
+    _total_tokens: int = 0
+    _is_bare: bool = False
+
+    def adapter(self, name: str, section: Mapping[str, Any] | None = None, seed: int | None = None) -> Self:
+        """Adds an adapter to the frozen model, with an optimizer, gradients and a step of its own.
+
+        Calls of several adapters, and of the engine's own one, may be mixed in any order: each is to the bit what it is
+        alone. All share the frozen weights; the memory of an adapter is that of its parameters, gradients and optimizer
+        state, as `mtrain check` gives it, until its `close`.
+
+        Args:
+            name: Name, which no other adapter has.
+            section: Keys of `adapter.*` that differ from the configuration's, such as rank, alpha and targets.
+            seed: Seed of the initial weights; None: `train.seed`.
+
+        Returns:
+            Engine of this adapter. All methods of `Engine` work with it; `close` frees the adapter alone, and the
+            engine's own `close` ends all.
+
+        Raises:
+            ConfigError: There is one of this name, the model has no frozen base, or cannot have such an adapter.
+        """
+        self._built()
+        adapter, base = self.config.adapter, self._base
+        if adapter is None or base is None or self.config.model.output.is_new:
+            raise ConfigError(
+                "several adapters need a frozen model, but the configuration "
+                + ("trains all of it" if adapter is None else "has a head, which learns whole")
+                + "; give it a section adapter, and no model.num_labels"
+            )
+        if self.config.train.compile != "none":
+            raise ConfigError(
+                "several adapters cannot be had with train.compile=layers, whose graphs hold those of one; set "
+                "train.compile=none"
+            )
+        if base.has(name):
+            raise ConfigError(f"there is an adapter {name!r} already; take another name, or close that one first")
+        # its path is where the configuration's own one starts
+        given = self._checked_adapter({**adapter.model_dump(exclude={"path"}), **(section or {})})
+        if saved := [*adapter.modules_to_save, *given.modules_to_save]:
+            raise ConfigError(
+                f"several adapters share a frozen model, but adapter.modules_to_save={', '.join(dict.fromkeys(saved))} "
+                "trains a part of it; remove it"
+            )
+        other = copy.copy(self)
+        other._built_step = base.add(name, given, self._objective)
+        other.config = other._built_step.model.config
+        other._is_bare, other._held = False, contextlib.ExitStack()
+        other._held.callback(base.remove, name)
+        other.begin_anew(seed)
+        return other
+
+    @contextlib.contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Turns the adapters off inside the `with` block: `forward` and `evaluate` use the frozen model alone.
+
+        This gives log-probabilities of the model that a finetuning with new adapters started from, without a second
+        model in memory. A run that continues from `adapter.path` started from that adapter: its reference is the result
+        of `forward` or `scores` before the first `optim_step`.
+
+        Raises:
+            ConfigError: The configuration has no `adapter`, or something of the model is trained as a whole.
+            RuntimeError: `forward_backward` was called inside the block, where there is nothing to train.
+        """
+        check_adapters_off(self.config.adapter, self.config.model)
+        with adapters_off(self._built().model.chunks):
+            self._is_bare = True
+            try:
+                yield
+            finally:
+                self._is_bare = False
+
+    def hold(self, weights_only: bool = False) -> Held:
+        """Copies what training has changed to the host's memory: with adapters the adapters alone.
+
+        Args:
+            weights_only: Whether to copy the weights that compute alone, which is enough to sample from them.
+        """
+        model = self._built().model
+        weights = held_weights(model)
+        if weights_only:
+            return Held(weights)
+        accumulated = None
+        if self._open is not None:
+            accumulated = Accumulated(self._open, held_gradients(model), self._tokens)
+        return Held(weights, held_optimizer(model), self.step, self._total_tokens, accumulated)
+
+    def put_back(self, held: Held) -> None:
+        """Makes what was held the engine's state again; after weights alone, only passes and answers may follow."""
+        model = self._built().model
+        put_back_weights(held.weights, model)
+        if held.optimizer is None:
+            return
+        put_back_optimizer(held.optimizer, model)
+        self.step, self._total_tokens = held.step, held.total_tokens
+        self._open, self._tokens = None, 0
+        if held.accumulated is not None:
+            put_back_gradients(held.accumulated.gradients, model)
+            self._open, self._tokens = held.accumulated.open_step, held.accumulated.tokens
+
+    def begin_anew(self, seed: int | None = None) -> None:
+        """Takes weights and optimizer back to step 0: new adapters, or the weights that the engine began with.
+
+        Args:
+            seed: Seed of the adapters; None: `train.seed`. With `adapter.path` they are those of the folder again.
+        """
+        model = self._built().model
+        if self.config.adapter is None:
+            initialize(model)
+        else:
+            seed = self.config.train.seed if seed is None else seed
+            if self.config.adapter.modules_to_save:
+                load_base(model)
+            for chunk in model.chunks:
+                draw_adapters(unwrap(chunk), self.config.model, self._groups, seed)
+            model.optimizer.take_weights()
+            settle_magnitudes(model)
+            load_start_adapter(model)
+        self.forget_optimizer()
+
+    def forget_optimizer(self) -> None:
+        """Sets moments, step and gradients back to 0; the weights stay."""
+        clear_optimizer(self._built().model)
+        self.drop_gradients()
+        self.step = self._total_tokens = 0
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients since the last step."""
+        self._open, self._tokens = None, 0
+
+    def close(self) -> None:
+        """Frees the model and closes what the engine has opened. May be called twice."""
+        self._let_go()
+        self._held.close()
+
+    def _let_go(self) -> None:
+        open_engines.discard(self)
+        if self._built_step is not None:
+            let_go(self._built_step.model.chunks)
+        self._open = self._built_step = None
+
+    def _built(self) -> BuiltStep:
+        if self._built_step is None or (self._base is not None and self._base.is_closed):
+            raise RuntimeError("this Engine is closed; make another one")
+        return self._built_step if self._base is None else self._base.put_in(self._built_step)
+
+    def _checked_adapter(self, section: Mapping[str, Any]) -> AnyAdapter:
+        """Checks a section by all rules of the configuration.
+
+        Raises:
+            ConfigError: A rule is broken.
+        """
+        try:
+            given = {**self.config.model_dump(), "adapter": dict(section)}
+            found = Config.model_validate(with_fused_targets(given)).adapter
+        except ValidationError as fault:
+            broken = [(".".join(map(str, each["loc"])), each["msg"]) for each in fault.errors()]
+            texts = [(where, reason.removeprefix("Value error, ")) for where, reason in broken]
+            reasons = "; ".join(f"{where}: {reason}" if where else reason for where, reason in texts)
+            raise ConfigError(f"this model cannot have such an adapter: {reasons}; change its section") from None
+        assert found is not None, "a section was given"
+        return found

@@ -1,0 +1,127 @@
+"""Features of models, each in one object; `docs/extending/model-feature.md` shows how one is added."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from mtrain.arch.features.attention import (
+    AttentionGate,
+    AttentionSinks,
+    AttentionTemperature,
+    FullWidthQkNorm,
+    GroupedQueryAttention,
+    QkNorm,
+    SlidingWindow,
+    UnrotatedLayers,
+)
+from mtrain.arch.features.delta_net import GatedDeltaNet
+from mtrain.arch.features.feature import Feature, LayerPart, SmallRun, once_a_model
+from mtrain.arch.features.feed_forward import BranchNorms, DenseFeedForward, ExpertFeedForward
+from mtrain.arch.features.global_attention import GlobalAttention, LayerScalar, ValueNorm
+from mtrain.arch.features.mamba import Mamba, OneSublayer
+from mtrain.arch.features.mla import MultiHeadLatentAttention
+from mtrain.arch.features.mtp import MultiTokenPrediction
+from mtrain.arch.features.norms import (
+    AttentionNorm,
+    AttentionResidual,
+    FeedForwardNorm,
+    FeedForwardResidual,
+    OutputNorms,
+)
+from mtrain.config.schema.model import ModelSection
+
+LAYER_PARTS: tuple[LayerPart, ...] = (
+    AttentionResidual(),
+    FeedForwardResidual(),
+    AttentionNorm(),
+    FeedForwardNorm(),
+    OutputNorms(),
+    LayerScalar(),
+    GroupedQueryAttention(),
+    GlobalAttention(),
+    QkNorm(),
+    FullWidthQkNorm(),
+    AttentionGate(),
+    AttentionTemperature(),
+    ValueNorm(),
+    AttentionSinks(),
+    MultiHeadLatentAttention(),
+    GatedDeltaNet(),
+    Mamba(),
+    DenseFeedForward(),
+    ExpertFeedForward(),
+    BranchNorms(),
+)
+"""Parts of a layer, in the order in which `mtrain/core/layers/layer_parts.py` puts it together."""
+
+
+def alike(model: ModelSection, layers: Iterable[int]) -> dict[int, int]:
+    """Counts layers by kind: one layer of each kind -> number of layers with the same parts, which cost the same."""
+    return Counter(map(kinds(model).__getitem__, layers))
+
+
+@once_a_model
+def kinds(model: ModelSection) -> tuple[int, ...]:
+    """Returns, for each layer of a model, the first layer that has the same parts."""
+    first: dict[tuple[bool, ...], int] = {}
+    layers = range(model.num_layers)
+    return tuple(first.setdefault(tuple(part.is_in(model, each) for part in LAYER_PARTS), each) for each in layers)
+
+
+@once_a_model
+def present(model: ModelSection) -> tuple[LayerPart, ...]:
+    """Returns the parts that some layer of a model has."""
+    return tuple(part for part in LAYER_PARTS if part.is_anywhere(model))
+
+
+def segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+    """Returns the rows of each matrix within the block that the rows of a linear module repeat; all rows where it fuses
+    none.
+
+    Args:
+        model: Section of the model.
+        linear: Name of the module itself.
+        num_rows: Number of rows of the module's weight, on a rank or in the whole model.
+    """
+    found = (part.segments(model, linear, num_rows) for part in present(model))
+    return next(filter(None, found), (num_rows,))
+
+
+FEATURES: tuple[Feature, ...] = (
+    *LAYER_PARTS,
+    SlidingWindow(),
+    UnrotatedLayers(),
+    OneSublayer(),
+    MultiTokenPrediction(),
+)
+
+__all__ = [
+    "FEATURES",
+    "LAYER_PARTS",
+    "AttentionGate",
+    "AttentionNorm",
+    "AttentionResidual",
+    "AttentionSinks",
+    "AttentionTemperature",
+    "BranchNorms",
+    "DenseFeedForward",
+    "ExpertFeedForward",
+    "Feature",
+    "FeedForwardNorm",
+    "FeedForwardResidual",
+    "FullWidthQkNorm",
+    "GatedDeltaNet",
+    "GlobalAttention",
+    "GroupedQueryAttention",
+    "LayerPart",
+    "LayerScalar",
+    "Mamba",
+    "MultiHeadLatentAttention",
+    "OutputNorms",
+    "QkNorm",
+    "SmallRun",
+    "ValueNorm",
+    "alike",
+    "kinds",
+    "present",
+    "segments",
+]

@@ -1,0 +1,124 @@
+"""The gated delta net in the place of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+from mtrain.arch.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, LayerPart, Parameters, SmallRun
+from mtrain.arch.layout import Layout
+from mtrain.config.schema.delta_net import DeltaNetSection
+from mtrain.config.schema.model import ModelSection
+
+_CHUNK = 64
+"""Tokens of a chunk of the delta rule (mtrain/core/layers/attention/delta_net.py)."""
+_KEPT_OF_OUTPUT, _KEPT_OF_RATES = 6, 6
+"""Tensors as wide as the output, and as the value heads, that the backward pass needs."""
+
+
+@final
+class GatedDeltaNet(LayerPart):
+    """Projections, convolution, decays and the gated norm of a delta net, and the projection of its output."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.attention(layer) == "delta_net"
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return None if model.delta_net is None else "model.delta_net"
+
+    def num_layers_at_least(self, model: ModelSection) -> int:
+        return 1 if model.delta_net is None else model.delta_net.full_attention_every
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        net = _section(model)
+        kernels = (2 * net.key_width + net.value_width) * net.conv_kernel
+        of_heads = 2 * net.num_value_heads  # decays and their biases
+        return self.matrices(model) + self.norms(model) + Parameters(divided=kernels + of_heads)
+
+    def norms(self, model: ModelSection) -> Parameters:
+        return Parameters(replicated=_section(model).value_head_dim)
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        return Parameters(divided=self.matrix_elements(model))
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        net = _section(model)
+        return model.hidden_size * (net.num_key_heads * sum(_rows_of_key_head(net)) + net.value_width)
+
+    def state_products(self, model: ModelSection) -> int:
+        """Counts the convolution, and what reads the state at a key, corrects it there, and reads it at a query."""
+        net = _section(model)
+        convolved = (2 * net.key_width + net.value_width) * net.conv_kernel
+        return convolved + 3 * net.num_value_heads * net.key_head_dim * net.value_head_dim
+
+    def axes(self, model: ModelSection) -> dict[str, int]:
+        """Names K the key heads, r the value heads of each, p the rows of a key head in the projection, w those that
+        the convolution reads, i its tokens, x the dimensions of a key head and y those of a value head."""
+        net = _section(model)
+        rows = _rows_of_key_head(net)
+        return {
+            "K": net.num_key_heads,
+            "r": net.num_value_heads // net.num_key_heads,
+            "p": sum(rows),
+            "w": rows[0],
+            "i": net.conv_kernel,
+            "x": net.key_head_dim,
+            "y": net.value_head_dim,
+        }
+
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        net = _section(model)
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        for part, rows in zip(names, _rows_of_key_head(net), strict=True):
+            yield AdaptedMatrix("self_attention.in_proj", part, net.num_key_heads * rows, model.hidden_size)
+        output = model.hidden_size, net.value_width
+        yield AdaptedMatrix("self_attention.out_proj", "out_proj", *output, is_row_parallel=True)
+
+    def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+        """Returns the rows of Qwen3.5's four matrices that belong to one key head."""
+        return _rows_of_key_head(_section(model)) if linear == "in_proj" else ()
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts the gate, its silu, the heads before and after their norm, and the output; steps and decays."""
+        net = _section(model)
+        return (_KEPT_OF_OUTPUT * net.value_width + _KEPT_OF_RATES * net.num_value_heads) // layout.tp
+
+    def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
+        """Counts inputs of the convolution, with and without those before the row, and its output before silu."""
+        net = _section(model)
+        return 3 * (2 * net.key_width + net.value_width) // layout.tp
+
+    def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts what the delta rule keeps of a chunk: products of pairs of its tokens, and their keys, values and
+        corrections, by value head and by key head; and a state at its start."""
+        net = _section(model)
+        keys, values = net.key_head_dim, net.value_head_dim
+        of_value_head = 4 * _CHUNK + 3 * keys + 4 * values + 2 * keys * values // _CHUNK + 3
+        of_key_head = 2 * _CHUNK + 8 * keys + 4
+        return (net.num_value_heads * of_value_head + net.num_key_heads * of_key_head) // layout.tp
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Makes heads small, and keys and values different; value heads keep their ratio to key heads."""
+        if model.delta_net is None:
+            return {}
+        net = model.delta_net
+        shared = min(2, net.num_value_heads // net.num_key_heads)
+        sizes = {
+            "num_key_heads": 2 * small.tp,
+            "num_value_heads": 2 * small.tp * shared,
+            "key_head_dim": SMALL_HEAD_DIM,
+            "value_head_dim": SMALL_HEAD_DIM + 2,
+        }
+        return {"delta_net": net.model_dump() | sizes}
+
+
+def _section(model: ModelSection) -> DeltaNetSection:
+    assert model.delta_net is not None, "asked only where a layer has it"
+    return model.delta_net
+
+
+def _rows_of_key_head(net: DeltaNetSection) -> tuple[int, ...]:
+    """Counts the rows of the projection for one key head: query, key and values; their gates; steps; decays."""
+    shared = net.num_value_heads // net.num_key_heads
+    values = shared * net.value_head_dim
+    return 2 * net.key_head_dim + values, values, shared, shared

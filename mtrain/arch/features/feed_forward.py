@@ -1,0 +1,242 @@
+"""Feed-forward parts: dense, and a router with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+from mtrain.arch.features.feature import (
+    SMALL_HEAD_DIM,
+    AdaptedMatrix,
+    LayerPart,
+    Parameters,
+    SmallRun,
+    hidden_local,
+    multiple_from,
+    norm_elements,
+)
+from mtrain.arch.layout import Layout
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.model import ModelSection
+
+
+@final
+class DenseFeedForward(LayerPart):
+    """Two projections, three where one is a gate."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.has_dense(layer)
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        return _network(model, model.ffn_hidden_size)
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        return Parameters(divided=self.matrix_elements(model))
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        return _num_matrices(model) * model.hidden_size * model.ffn_hidden_size
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts the elements between the projections."""
+        return _kept_widths(model) * model.ffn_hidden_size // layout.tp
+
+    def inner_elements(self, model: ModelSection, layout: Layout) -> int:
+        return model.ffn_hidden_size // layout.tp
+
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        return _adapted(model, "mlp", model.ffn_hidden_size)
+
+    def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
+        """Counts what enters the second projection, which only its own gradient needs."""
+        return 0 if "fc2" in targets else model.ffn_hidden_size // layout.tp
+
+    def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+        return _segments(model, linear, num_rows)
+
+    def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
+        return {"mlp": self.kept_elements(model, layout)}
+
+
+@final
+class ExpertFeedForward(LayerPart):
+    """Router, experts and shared experts."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.has_experts(layer)
+
+    def needs_certificate(self, model: ModelSection) -> str | None:
+        return None if model.experts is None else "model.experts"
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        experts = _section(model)
+        one = _network(model, experts.ffn_hidden_size)
+        all_experts = Parameters(
+            experts=experts.num_experts * one.divided, whole_experts=experts.num_experts * one.replicated
+        )
+        shared = _network(model, experts.shared_ffn_hidden_size) if experts.shared_ffn_hidden_size else Parameters()
+        return router_parameters(model) + all_experts + shared + Parameters(replicated=_gate_elements(model))
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        experts, of_column = _section(model), _num_matrices(model) * model.hidden_size
+        return Parameters(
+            divided=of_column * experts.shared_ffn_hidden_size,
+            experts=of_column * experts.num_experts * experts.ffn_hidden_size,
+        )
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        experts = _section(model)
+        columns = _num_matrices(model) * _width(experts) + experts.num_experts
+        return model.hidden_size * columns + _gate_elements(model)
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts inputs and outputs of experts, a copy for each expert of a token; a balanced load is assumed."""
+        return sum(self._kept(model, layout))
+
+    def inner_elements(self, model: ModelSection, layout: Layout) -> int:
+        return _width(_section(model)) // layout.tp
+
+    def axes(self, model: ModelSection) -> dict[str, int]:
+        """Names E the experts, e the feed-forward width of one, t that of all shared experts."""
+        experts = _section(model)
+        return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
+
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        """Yields the matrices of all experts, whose gate and up share their A, as in PEFT's form for experts."""
+        experts, hidden = _section(model), model.hidden_size
+        inner = experts.ffn_hidden_size
+        sizes = {"fc1": (2 * inner if model.is_gated else inner, hidden), "fc2": (hidden, inner)}
+        for name, (rows, columns) in sizes.items():
+            yield AdaptedMatrix(
+                f"mlp.experts.linear_{name}",
+                "experts",
+                rows,
+                columns,
+                num_experts=experts.num_experts,
+                num_chosen=experts.top_k,
+            )
+        if experts.shared_ffn_hidden_size:
+            yield from _adapted(model, "mlp.shared_experts", experts.shared_ffn_hidden_size)
+
+    def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+        return _segments(model, linear, num_rows)
+
+    def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
+        routed, shared = self._kept(model, layout)
+        return {"moe": routed + shared, "shared_experts": shared}
+
+    def _kept(self, model: ModelSection, layout: Layout) -> tuple[int, int]:
+        """Returns the elements of the experts that tokens choose, and of the shared ones."""
+        experts, num = _section(model), _kept_widths(model)
+        routed = experts.top_k * (2 * layout.etp * model.hidden_size + num * experts.ffn_hidden_size)
+        # the gate keeps the output that it multiplies
+        shared = num * experts.shared_ffn_hidden_size + _gate_elements(model)
+        return routed // layout.tp, shared // layout.tp
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Makes experts few and small, with the user's way of choosing them; every layout divides them."""
+        if model.experts is None:
+            return {}
+        experts = model.experts
+        kind = {"top_k": min(experts.top_k, 2), "num_experts": 4} | _few_groups(experts)
+        least, parts = max(kind["num_experts"], 2 * kind["top_k"]), [small.ep, kind.get("num_groups", 1)]
+        changed = {
+            **kind,
+            "num_experts": multiple_from(least, parts),
+            "ffn_hidden_size": multiple_from(2 * SMALL_HEAD_DIM, [small.etp]),
+            "shared_ffn_hidden_size": (
+                multiple_from(3 * SMALL_HEAD_DIM, [small.tp]) if experts.shared_ffn_hidden_size else 0
+            ),
+            "first_dense_layers": min(experts.first_dense_layers, 1),
+            "every": min(experts.every, 2),
+        }
+        return {"experts": experts.model_dump() | changed}
+
+
+@final
+class BranchNorms(LayerPart):
+    """A norm before and after the shared and the chosen experts each, and what the router reads and writes with."""
+
+    num_hidden_norms = 4
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.has_branches(layer)
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return "model.experts.branch_norms=true" if self.is_anywhere(model) else None
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        """Counts the norms, the vector that the router's input is multiplied by, and a number for each expert."""
+        return self.norms(model) + Parameters(replicated=model.hidden_size + _section(model).num_experts)
+
+    def norms(self, model: ModelSection) -> Parameters:
+        return Parameters(replicated=4 * norm_elements(model, model.hidden_size))
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts the outputs of the norms before, the inputs of those after, and the router's input, normalised."""
+        return 5 * hidden_local(model, layout)
+
+    def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
+        return (hidden_local(model, layout),) * 5
+
+
+def _adapted(model: ModelSection, module: str, width: int) -> Iterator[AdaptedMatrix]:
+    for part in ("gate_proj", "up_proj") if model.is_gated else ("up_proj",):
+        yield AdaptedMatrix(f"{module}.linear_fc1", part, width, model.hidden_size)
+    yield AdaptedMatrix(f"{module}.linear_fc2", "fc2", model.hidden_size, width, is_row_parallel=True)
+
+
+def _segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+    # all gates before all ups: on a rank, and in the global tensor whatever tp is
+    return (num_rows // 2, num_rows // 2) if linear == "linear_fc1" and model.is_gated else ()
+
+
+def _kept_widths(model: ModelSection) -> int:
+    """Returns the number of widths that are kept. SwiGLU is a function of our own, which keeps the projection, the
+    activated half and the product; autograd keeps the halves once more."""
+    if model.activation == "swiglu":
+        return 4
+    return 5 if model.is_gated else 2
+
+
+def router_parameters(model: ModelSection) -> Parameters:
+    """Counts the parameters of a router: a row for each expert."""
+    experts = _section(model)
+    return Parameters(replicated=experts.num_experts * (model.hidden_size + experts.router_bias))
+
+
+def _width(experts: ExpertsSection) -> int:
+    """Returns the elements of a token between the projections of all its experts."""
+    return experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+
+
+def _gate_elements(model: ModelSection) -> int:
+    """Counts the parameters of the gate of shared experts, and the elements of the output that it multiplies."""
+    return model.hidden_size if _section(model).shared_gate else 0
+
+
+def _few_groups(experts: ExpertsSection) -> dict[str, int]:
+    """Returns few groups, ranked as the user's are, of enough experts; empty where there are no groups."""
+    if experts.num_groups is None or experts.group_top_k is None:
+        return {}
+    num_groups, group_top_k = min(experts.num_groups, 4), min(experts.group_top_k, 2)
+    score = {} if experts.group_score_top_k is None else {"group_score_top_k": min(2, experts.group_score_top_k)}
+    # up to 3, so that a score of 2 does not become the default, top_k / group_top_k, by accident
+    of_each = min(3 if score else 2, experts.top_k // experts.group_top_k)
+    sizes = {"num_groups": num_groups, "group_top_k": group_top_k, "top_k": group_top_k * of_each}
+    return sizes | score | {"num_experts": num_groups * max(2, of_each)}
+
+
+def _section(model: ModelSection) -> ExpertsSection:
+    assert model.experts is not None, "asked only where a layer has it"
+    return model.experts
+
+
+def _network(model: ModelSection, width: int) -> Parameters:
+    """Counts the parameters of two projections over `width` columns, and of their biases."""
+    first = width * (2 if model.is_gated else 1)
+    biases = Parameters(divided=first, replicated=model.hidden_size) if model.linear_bias else Parameters()
+    return Parameters(divided=model.hidden_size * (first + width)) + biases
+
+
+def _num_matrices(model: ModelSection) -> int:
+    return 3 if model.is_gated else 2

@@ -1,0 +1,122 @@
+"""Attention with heads of its own in the layers without a window, and what else is Gemma 4's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+from mtrain.arch.features.attention import GroupedQueryAttention
+from mtrain.arch.features.feature import (
+    SMALL_HEAD_DIM,
+    AdaptedMatrix,
+    LayerPart,
+    Parameters,
+    SmallRun,
+    norm_elements,
+    once_a_model,
+)
+from mtrain.arch.layout import Layout
+from mtrain.config.schema.model import ModelSection
+
+_GROUPED = GroupedQueryAttention()
+
+
+@final
+class GlobalAttention(LayerPart):
+    """Projections of queries and of keys, which are the values, too, the norms of both, and the projection of the
+    output."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.attention(layer) == "global"
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return None if model.global_attention is None else "model.global_attention"
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        return self.matrices(model) + self.norms(model)
+
+    def norms(self, model: ModelSection) -> Parameters:
+        return Parameters(replicated=2 * norm_elements(model, _wide(model).head_size) if model.qk_norm else 0)
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        return Parameters(divided=self.matrix_elements(model))
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        return _GROUPED.matrix_elements(_wide(model)) - model.hidden_size * _key_width(model)
+
+    def axes(self, model: ModelSection) -> dict[str, int]:
+        """Names g the key heads, D their dimensions, S the queries of a group and its key."""
+        wide = _wide(model)
+        return {
+            "g": wide.query_groups,
+            "D": wide.head_size,
+            "S": wide.num_attention_heads // wide.query_groups + 1,
+        }
+
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        for each in _GROUPED.adapted(_wide(model)):
+            match each.part:
+                case "q_proj" | "k_proj":
+                    yield AdaptedMatrix("self_attention.linear_qk", each.part, each.rows, each.columns)
+                case "proj":
+                    yield each
+
+    def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+        """Returns the rows of queries and of the key of one group."""
+        return _GROUPED.segments(_wide(model), "linear_qkv", num_rows)[:-1] if linear == "linear_qk" else ()
+
+    def pair_products(self, model: ModelSection) -> int:
+        return _GROUPED.pair_products(_wide(model))
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts what other attention keeps, of whose projection a copy for the values takes the place of their
+        part."""
+        return _GROUPED.kept_elements(_wide(model), layout)
+
+    def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
+        return _GROUPED.narrow_tensors(_wide(model), layout)
+
+    def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
+        return _GROUPED.core_elements(_wide(model), layout, on_gpu)
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Keeps heads of both kinds of layer different in size, and in number where they are."""
+        if model.global_attention is None:
+            return {}
+        differs = model.global_attention.num_query_groups != model.query_groups and small.query_groups > small.tp
+        groups = small.query_groups // 2 if differs and small.query_groups % (2 * small.tp) == 0 else small.query_groups
+        heads = {"head_dim": 2 * SMALL_HEAD_DIM, "num_query_groups": groups}
+        return {"global_attention": heads, "head_dim": SMALL_HEAD_DIM}
+
+
+@once_a_model
+def _wide(model: ModelSection) -> ModelSection:
+    return model.with_global_heads()
+
+
+def _key_width(model: ModelSection) -> int:
+    wide = _wide(model)
+    return wide.query_groups * wide.head_size
+
+
+@final
+class ValueNorm(LayerPart):
+    """A norm of each value head, without weights."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.value_norm and model.attention(layer) in ("grouped", "global")
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return "model.value_norm=true" if model.value_norm else None
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts the values after the norm, where heads of both kinds of layer are as wide."""
+        return model.query_groups * model.head_size // layout.tp
+
+
+@final
+class LayerScalar(LayerPart):
+    """A number that multiplies the output of a layer; a buffer, which is no parameter."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.layer_scalar

@@ -1,0 +1,132 @@
+"""Mamba-2 in the place of attention, and the pattern of sublayers in which it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+from mtrain.arch.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, Feature, LayerPart, Parameters, SmallRun
+from mtrain.arch.layout import Layout
+from mtrain.config.schema.mamba import MambaSection
+from mtrain.config.schema.model import ModelSection
+
+_CHUNK = 64
+"""Tokens of a chunk (mtrain/core/layers/attention/recurrent/core.py)."""
+_KEPT_OF_OUTPUT, _KEPT_OF_STEPS = 5, 5
+"""Tensors as wide as the output, and as the heads, that the backward pass needs."""
+
+
+@final
+class Mamba(LayerPart):
+    """Projections, convolution, steps and the gated norm of Mamba-2."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.attention(layer) == "mamba"
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        mamba = _section(model)
+        convolution = mamba.channels * (mamba.conv_kernel + mamba.conv_bias)
+        of_heads = 3 * mamba.num_heads  # decays, biases of steps, and factors of the input
+        return self.matrices(model) + self.norms(model) + Parameters(divided=convolution + of_heads)
+
+    def norms(self, model: ModelSection) -> Parameters:
+        return Parameters(divided=_section(model).width)
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        return Parameters(divided=self.matrix_elements(model))
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        mamba = _section(model)
+        return model.hidden_size * (mamba.num_groups * sum(rows_of_group(mamba)) + mamba.width)
+
+    def state_products(self, model: ModelSection) -> int:
+        """Counts the convolution, and what decays the state, writes to it and reads it."""
+        mamba = _section(model)
+        return mamba.channels * mamba.conv_kernel + 3 * mamba.width * mamba.state_dim
+
+    def axes(self, model: ModelSection) -> dict[str, int]:
+        """Names K the groups, r the heads of each, p the rows of a group in the projection, w those that the
+        convolution reads, i its tokens, x the dimensions of B and C and y those of a head."""
+        mamba = _section(model)
+        rows = rows_of_group(mamba)
+        return {
+            "K": mamba.num_groups,
+            "r": mamba.num_heads // mamba.num_groups,
+            "p": sum(rows),
+            "w": rows[0],
+            "i": mamba.conv_kernel,
+            "x": mamba.state_dim,
+            "y": mamba.head_dim,
+        }
+
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        mamba = _section(model)
+        rows = mamba.num_groups * sum(rows_of_group(mamba))
+        yield AdaptedMatrix("self_attention.in_proj", "in_proj_zxbcdt", rows, model.hidden_size)
+        yield AdaptedMatrix("self_attention.out_proj", "out_proj", model.hidden_size, mamba.width, is_row_parallel=True)
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts the gate, the gated heads before and after their norm, and the output; steps and decays."""
+        mamba = _section(model)
+        return (_KEPT_OF_OUTPUT * mamba.width + _KEPT_OF_STEPS * mamba.num_heads) // layout.tp
+
+    def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
+        """Counts inputs of the convolution, with and without those before the row, and its output before silu."""
+        return 3 * _section(model).channels // layout.tp
+
+    def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts what the rule keeps of a chunk: decays between pairs of its tokens and what they make of products of
+        B and C, inputs and what is written and read, by head; and a state at its start."""
+        mamba = _section(model)
+        size, heads = mamba.state_dim, mamba.head_dim
+        of_head = 2 * _CHUNK + 2 * size + 4 * heads + 2 * size * heads // _CHUNK + 3
+        of_group = _CHUNK + 4 * size
+        return (mamba.num_heads * of_head + mamba.num_groups * of_group) // layout.tp
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Makes heads small, and B and C of another size; heads keep their ratio to groups, up to two."""
+        if model.mamba is None:
+            return {}
+        mamba = model.mamba
+        sizes = {
+            "num_groups": 2 * small.tp,
+            "num_heads": 2 * small.tp * min(2, mamba.num_heads // mamba.num_groups),
+            "head_dim": SMALL_HEAD_DIM,
+            "state_dim": SMALL_HEAD_DIM + 2,
+        }
+        return {"mamba": mamba.model_dump() | sizes}
+
+
+@final
+class OneSublayer(Feature):
+    """Layers of one sublayer each, by a pattern."""
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return None if model.layer_pattern is None else "model.layer_pattern"
+
+    def num_layers_at_least(self, model: ModelSection) -> int:
+        return 1 if model.layer_pattern is None else len(set(model.layer_pattern))
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Keeps the beginning of the pattern, in which letters that would be missing replace the last ones."""
+        pattern = model.layer_pattern
+        if pattern is None:
+            return {}
+        kept = (pattern * small.num_layers)[: small.num_layers]
+        missing = [letter for letter in dict.fromkeys(pattern) if letter not in kept]
+        while missing:
+            # a letter that stands more than once gives way, from the end
+            place = max(place for place, letter in enumerate(kept) if kept.count(letter) > 1)
+            kept = kept[:place] + missing.pop() + kept[place + 1 :]
+        return {"layer_pattern": kept}
+
+
+def rows_of_group(mamba: MambaSection) -> tuple[int, ...]:
+    """Counts the rows of the projection for one group: C, B and inputs; gates; steps."""
+    shared = mamba.num_heads // mamba.num_groups
+    return 2 * mamba.state_dim + shared * mamba.head_dim, shared * mamba.head_dim, shared
+
+
+def _section(model: ModelSection) -> MambaSection:
+    assert model.mamba is not None, "asked only where a layer has it"
+    return model.mamba

@@ -1,0 +1,117 @@
+"""Multi-head latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+from mtrain.arch.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, LayerPart, Parameters, SmallRun, norm_elements
+from mtrain.arch.layout import Layout
+from mtrain.config.schema.attention import LatentAttentionSection
+from mtrain.config.schema.model import ModelSection
+
+
+@final
+class MultiHeadLatentAttention(LayerPart):
+    """Projections down to the ranks of queries and of keys and values, their norms, and the projections up."""
+
+    def is_in(self, model: ModelSection, layer: int) -> bool:
+        return model.attention(layer) == "latent"
+
+    def needs_certificate(self, model: ModelSection) -> str | None:
+        return None if model.mla is None else "model.mla"
+
+    def parameters(self, model: ModelSection) -> Parameters:
+        return self.matrices(model) + self.norms(model)
+
+    def norms(self, model: ModelSection) -> Parameters:
+        mla = _section(model)
+        of_queries = 0 if mla.q_lora_rank is None else norm_elements(model, mla.q_lora_rank)
+        return Parameters(replicated=norm_elements(model, mla.kv_lora_rank) + of_queries)
+
+    def matrices(self, model: ModelSection) -> Parameters:
+        down = _down(model)
+        return Parameters(divided=self.matrix_elements(model) - down, replicated=down)
+
+    def matrix_elements(self, model: ModelSection) -> int:
+        mla, heads = _section(model), model.num_attention_heads
+        up = heads * mla.query_head_dim * (model.hidden_size if mla.q_lora_rank is None else mla.q_lora_rank)
+        up += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        return _down(model) + up + heads * mla.v_head_dim * model.hidden_size
+
+    def axes(self, model: ModelSection) -> dict[str, int]:
+        """Names q and k the ranks of queries and of keys and values, m the latter with the rotary key, x the dimensions
+        of a query head, y those of a key's part without position and its value, v those of a value head."""
+        mla = _section(model)
+        return {
+            "q": mla.q_lora_rank or 0,
+            "k": mla.kv_lora_rank,
+            "m": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "x": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+            "y": mla.qk_nope_head_dim + mla.v_head_dim,
+            "v": mla.v_head_dim,
+        }
+
+    def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
+        """Yields projections down to latents, whole on every rank of TP, and up from them by heads."""
+        mla, hidden, heads = _section(model), model.hidden_size, model.num_attention_heads
+        queries, values = heads * mla.query_head_dim, heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        if mla.q_lora_rank is None:
+            yield AdaptedMatrix("self_attention.linear_q_proj", "q_proj", queries, hidden)
+        else:
+            down = mla.q_lora_rank, hidden
+            yield AdaptedMatrix("self_attention.linear_q_down_proj", "q_a_proj", *down, is_replicated=True)
+            yield AdaptedMatrix("self_attention.linear_q_up_proj", "q_b_proj", queries, mla.q_lora_rank)
+        down = mla.kv_lora_rank + mla.qk_rope_head_dim, hidden
+        yield AdaptedMatrix("self_attention.linear_kv_down_proj", "kv_a_proj", *down, is_replicated=True)
+        yield AdaptedMatrix("self_attention.linear_kv_up_proj", "kv_b_proj", values, mla.kv_lora_rank)
+        output = hidden, heads * mla.v_head_dim
+        yield AdaptedMatrix("self_attention.linear_proj", "proj", *output, is_row_parallel=True)
+
+    def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
+        """Returns the rows without positions and those with them, or those of keys and of values."""
+        mla = _section(model)
+        match linear:
+            case "linear_q_proj" | "linear_q_up_proj":
+                return mla.qk_nope_head_dim, mla.qk_rope_head_dim
+            case "linear_kv_down_proj":
+                return mla.kv_lora_rank, mla.qk_rope_head_dim
+            case "linear_kv_up_proj":
+                return mla.qk_nope_head_dim, mla.v_head_dim
+        return ()
+
+    def pair_products(self, model: ModelSection) -> int:
+        return model.num_attention_heads * (_section(model).query_head_dim + _section(model).v_head_dim)
+
+    def kept_elements(self, model: ModelSection, layout: Layout) -> int:
+        """Counts the latents, whole on every rank of TP, and the elements that grouped-query attention keeps."""
+        mla = _section(model)
+        latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
+        return 2 * latents + 2 * model.num_attention_heads * (mla.query_head_dim + mla.v_head_dim) // layout.tp
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        """Makes ranks and heads small, and all of them different."""
+        if model.mla is None:
+            return {}
+        ranks = {
+            "q_lora_rank": None if model.mla.q_lora_rank is None else 3 * SMALL_HEAD_DIM,
+            "kv_lora_rank": 2 * SMALL_HEAD_DIM,
+        }
+        heads = {
+            "qk_nope_head_dim": SMALL_HEAD_DIM,
+            "qk_rope_head_dim": SMALL_HEAD_DIM // 2,
+            "v_head_dim": SMALL_HEAD_DIM + 2,
+        }
+        own = model.mla.norm_epsilon
+        return {"mla": ranks | heads | {"norm_epsilon": None if own is None else own * small.epsilon_factor}}
+
+
+def _section(model: ModelSection) -> LatentAttentionSection:
+    assert model.mla is not None, "asked only where a layer has it"
+    return model.mla
+
+
+def _down(model: ModelSection) -> int:
+    """Counts the elements of the projections to the latents, which every rank of TP holds whole."""
+    mla = _section(model)
+    return model.hidden_size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)

@@ -1,0 +1,30 @@
+"""Multi-token prediction: layers after the last one."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from mtrain.arch.features.feature import Feature, Parameters, SmallRun, norm_elements
+from mtrain.config.schema.model import ModelSection
+
+_MAX_SMALL_DEPTHS = 2
+
+
+@final
+class MultiTokenPrediction(Feature):
+    """Depths that predict further tokens. Each joins two inputs, and has a layer like the model's last one and a norm
+    of its own."""
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        if model.mtp_depths == 0 or model.global_attention_every is None:
+            return None
+        return "model.mtp_depths with model.global_attention_every"
+
+    def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
+        return {"mtp_depths": min(model.mtp_depths, _MAX_SMALL_DEPTHS)}
+
+
+def joint_parameters(model: ModelSection) -> Parameters:
+    """Counts the parameters of a depth apart from its layer: norms of both inputs and of the output, and the inputs'
+    projection."""
+    return Parameters(divided=2 * model.hidden_size**2, replicated=3 * norm_elements(model, model.hidden_size))

@@ -1,0 +1,165 @@
+"""Floating-point operations of training, and their share of a machine's peak.
+
+H heads of d dimensions, G query groups, hidden size h, FFN size f, vocabulary V, sequence length s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from mtrain.arch.adapters import OUTPUT, in_layer, learns_output, tables
+from mtrain.arch.features import LAYER_PARTS
+from mtrain.arch.features.feature import EMBEDDING
+from mtrain.config import Config
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import Precision
+
+_PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "MI300X": 1307e12,
+}
+
+
+def num_attended_pairs(seq_length: int, window: int | None) -> int:
+    """Counts the pairs (query, key) of a causal sequence; with a window, a token sees itself and window - 1 tokens
+    before it."""
+    width = seq_length if window is None else min(window, seq_length)
+    return width * (width + 1) // 2 + (seq_length - width) * width
+
+
+def flops_per_token(model: ModelSection, seq_length: int) -> float:
+    """Counts the floating-point operations of training on one token: forward, and backward at twice the forward.
+
+    Forward, as 2 operations for each multiply-add, summed over layers:
+
+        2 x (h (H + 2 G) d + H d h + 3 h f)        matrices; 2 h f without a gate
+      + 4 x H d x pairs / s                        scores and their product with the values, causal pairs only
+      + 6 x heads x d x d'                         of a delta net instead: its state, read twice and corrected
+
+    and 2 x h V for the logits. With experts, the router, the k experts of a token and the
+    shared ones replace 3 h f; with latent attention, its projections replace the first two terms. Every token predicted
+    ahead adds a layer, a projection of 2 x 2 h h, and logits.
+
+    Recomputation, padding, norms, sinks, softmax and the optimizer do not count; documents isolated inside a sequence
+    count as if they were not.
+    """
+    layers = [*range(model.num_layers), *model.layers_ahead]
+    forward: float = sum(
+        2 * (part.matrix_elements(model) + part.state_products(model))
+        + 2 * part.pair_products(model) * _pairs(model, layer, seq_length) / seq_length
+        for layer in layers
+        for part in LAYER_PARTS
+        if part.is_in(model, layer)
+    )
+    forward += 2 * model.num_predictions * model.hidden_size * model.output.rows
+    forward += 2 * len(model.layers_ahead) * 2 * model.hidden_size**2
+    return 3 * forward
+
+
+def run_flops_per_token(config: Config) -> float:
+    """Counts, like `flops_per_token`, the operations a token of what a run trains: the whole model, or adapters of a
+    frozen one."""
+    model, seq = config.model, config.data.seq_length
+    windowed = num_attended_pairs(seq, model.sliding_window)
+    work = Work(seq, num_attended_pairs(seq, None), windowed, seq * model.num_predictions)
+    return flops_of_step(model, work, config.adapter, config.sequences_per_sample > 1) / seq
+
+
+@dataclass(frozen=True)
+class Work:
+    """Amount of work that a batch gives a model, by its lengths and masks."""
+
+    tokens: int
+    """Number of positions with text."""
+    pairs: int
+    """Number of pairs (query, key) of one document that attend to each other, in layers without a window."""
+    window_pairs: int
+    """Number of pairs (query, key) of one document that attend to each other, in layers with a window."""
+    outputs: int
+    """Number of positions whose logits some term counts, plus those of the depths of multi-token prediction."""
+
+
+def flops_of_step(
+    model: ModelSection, work: Work, adapter: AdapterSection | None = None, is_scored: bool = False
+) -> float:
+    """Counts the floating-point operations of training on a batch.
+
+    Unlike `flops_per_token`, only existing work counts: matrices for tokens with text, attention for pairs inside
+    documents, logits where a term counts them. A matrix has its forward product, the gradient of its input and its own:
+    a frozen one, under an adapter, lacks the last, so it counts twice and its adapter's pair three times. An embedding
+    that is looked up counts nothing.
+
+    Args:
+        model: Section of the model.
+        work: Amount of work in the batch.
+        adapter: Section of the adapter that is trained on a frozen model; None where the whole model is trained.
+        is_scored: Whether a pass without a gradient goes first, as where sequences are compared: one forward product
+            more of everything.
+    """
+    layers = [*range(model.num_layers), *model.layers_ahead]
+    parts = [(part, layer) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer)]
+    matrices: float = sum(part.matrix_elements(model) for part, _ in parts)
+    matrices += len(model.layers_ahead) * 2 * model.hidden_size**2
+    attention = sum(
+        part.pair_products(model) * (work.pairs if sees_everything(model, layer) else work.window_pairs)
+        for part, layer in parts
+    )
+    attention += work.tokens * sum(part.state_products(model) for part, _ in parts)
+    products = work.tokens * matrices + work.outputs * model.hidden_size * model.output.rows
+    adapted: float = 0 if adapter is None else _adapter_products(model, adapter, work)
+    if adapter is not None:  # a head, and an output layer that learns whole, are trained together with the adapter
+        learned = work.outputs * model.hidden_size * model.output.rows if learns_output(model, adapter) else 0
+        products, adapted = products - learned, adapted + learned
+    once = products + attention + adapted if is_scored else 0
+    return 2.0 * ((3 if adapter is None else 2) * products + 3 * (attention + adapted) + once)
+
+
+def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) -> int:
+    """Counts the multiply-adds of one forward pass through all pairs of low rank."""
+    layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
+    of_tokens = sum(each.multiplied(adapter) for each in layers)
+    of_tables = {each.linear: each.multiplied(adapter) for each in tables(model, adapter)}
+    of_tokens += of_tables.get(EMBEDDING, 0)
+    return work.tokens * of_tokens + work.outputs * of_tables.get(OUTPUT, 0)
+
+
+def sees_everything(model: ModelSection, layer: int) -> bool:
+    """Says whether layer `layer`, counted from 0, has no window."""
+    every = model.global_attention_every
+    return model.sliding_window is None or (every is not None and (layer + 1) % every == 0)
+
+
+def _pairs(model: ModelSection, layer: int, seq_length: int) -> int:
+    return num_attended_pairs(seq_length, None if sees_everything(model, layer) else model.sliding_window)
+
+
+def mfu(flops: float, seconds: float, peak_flops: float) -> float:
+    """Computes the model-FLOPs utilisation: the share of `peak_flops` that the model's own arithmetic takes.
+
+    Args:
+        flops: Operations of a step, as `flops_of_step` counts them.
+        seconds: Time of the step in seconds.
+        peak_flops: Operations a second of all devices together, in the precision of the run.
+    """
+    return flops / seconds / peak_flops
+
+
+def peak_flops(device_name: str, precision: Precision) -> float | None:
+    """Returns the dense peak of a GPU in bf16 and fp16, in FLOP/s; None where it is not known, or in fp32.
+
+    Source: the makers' data sheets, without sparsity, SXM or OAM form.
+    """
+    match precision:
+        case "fp32":
+            return None
+        case "bf16" | "fp16":
+            return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_name), None)
+        case _:
+            assert_never(precision)

@@ -1,0 +1,158 @@
+"""Memory of a rank, by component."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from mtrain.arch.activations import BF16_BYTES, FP32_BYTES, Activations, element_bytes
+from mtrain.arch.adapters import (
+    adapter_parameters_on_rank,
+    all_matrices,
+    holds_narrow,
+    learned_norm_elements,
+    learned_table_elements,
+)
+from mtrain.arch.features.feature import RankParameters
+from mtrain.arch.layout import Layout
+from mtrain.arch.parameters import (
+    head_elements,
+    matrices_on_rank,
+    padded_vocab_size,
+    parameters_on_rank,
+    table_elements_on_rank,
+)
+from mtrain.config import Config
+from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
+
+_MOMENTS_BYTES = 2 * FP32_BYTES
+"""Bytes of both moments of a parameter."""
+MOMENTS_AT_ONCE_BYTES = 2**29
+"""Largest size of the moments that an update with train.offload_optimizer moves together, unless those of one parameter
+are larger: ten milliseconds of PCIe."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of one rank in bytes; activations and update are estimates, the rest follows from the parameters."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    """Peak of activations while gradients are computed."""
+    update_bytes: int
+    """Peak of what the optimizer makes in addition to its state, when no activations are left."""
+    host_bytes: int = 0
+    """Pinned memory of the host that activations and moments move to; not part of the total."""
+    adapter_bytes: int = 0
+    """Part of the first three that belongs to the adapters: each further one of this shape takes as much."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sums up everything at the heaviest moment; fragmentation, libraries and buffers of communication are not
+        included."""
+        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state + max(self.activations_bytes, self.update_bytes)
+
+
+def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstimate:
+    """Estimates the memory of a rank of pipeline rank `pp_rank`.
+
+    Gradients are summed in fp32. The optimizer keeps fp32 moments, and fp32 main weights under bf16 and fp16; the
+    distributed optimizer divides them over DP x CP, those of experts over the replicas of an expert. A frozen model has
+    weights only.
+    """
+    held = trained_parameters(config, layout, pp_rank)
+    rank, activations = _StageRank(config, layout, pp_rank), Activations(config, layout)
+    kept = rank.kept_numbers(held)
+    largest = rank.largest_trained()
+    updated = own_shard(config.train, layout, held)
+    moved = _MOMENTS_BYTES * updated if config.train.offload_optimizer else 0
+    learned_bytes, gradients_bytes = held.total * element_bytes(config.train), held.total * FP32_BYTES
+    optimizer_bytes = FP32_BYTES * own_shard(config.train, layout, kept) - moved
+    return MemoryEstimate(
+        weights_bytes=learned_bytes + rank.frozen_bytes(),
+        gradients_bytes=gradients_bytes,
+        optimizer_bytes=optimizer_bytes,
+        activations_bytes=activations.most_bytes(pp_rank),
+        update_bytes=_update_bytes(updated, largest) + _moments_at_once(moved, largest),
+        host_bytes=activations.host_bytes(pp_rank) + moved,
+        adapter_bytes=0 if config.adapter is None else learned_bytes + gradients_bytes + optimizer_bytes,
+    )
+
+
+def trained_parameters(config: Config, layout: Layout, pp_rank: int) -> RankParameters:
+    """Counts the parameters with gradients on a rank: the whole model, or its adapters and what learns whole."""
+    if config.adapter is None:
+        return parameters_on_rank(config.model, layout, pp_rank)
+    return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
+
+
+@dataclass(frozen=True)
+class _StageRank:
+    """A rank of a pipeline stage of a run."""
+
+    config: Config
+    layout: Layout
+    pp_rank: int
+
+    def frozen_bytes(self) -> int:
+        """Counts the bytes of weights that have neither gradient nor state."""
+        config, layout, pp_rank = self.config, self.layout, self.pp_rank
+        if config.adapter is None:
+            return 0
+        tables = learned_table_elements(config.model, config.adapter, layout, pp_rank)
+        learned = tables + (head_elements(config.model) if pp_rank == layout.pp - 1 else 0)
+        learned += learned_norm_elements(config.model, config.adapter, layout, pp_rank)
+        whole, narrow = parameters_on_rank(config.model, layout, pp_rank).total - learned, 0
+        if holds_narrow(config.adapter, config.train.precision):
+            narrow = matrices_on_rank(config.model, layout, pp_rank).total
+            narrow += table_elements_on_rank(config.model, layout, pp_rank) - tables
+        return whole * element_bytes(config.train) - narrow * (element_bytes(config.train) - BF16_BYTES)
+
+    def largest_trained(self) -> int:
+        """Counts the elements on a rank of the largest trained parameter."""
+        model, adapter, layout = self.config.model, self.config.adapter, self.layout
+        if adapter is None:
+            return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
+        sizes = (adapter.rank_of(each.part) * max(each.rows, each.columns) for each in all_matrices(model, adapter))
+        tables = learned_table_elements(model, adapter, layout, self.pp_rank)
+        return max(max(sizes, default=0), head_elements(model), tables)
+
+    def kept_numbers(self, held: RankParameters) -> RankParameters:
+        """Counts the fp32 numbers that the optimizer keeps for the parameters of a rank, before they are divided."""
+        # Both moments, and main weights in half precision.
+        each = 2 if element_bytes(self.config.train) == FP32_BYTES else 3
+        match self.config.optimizer:
+            case AdamWSection():
+                spared = RankParameters(0, 0)
+            case MuonSection():  # a momentum in the place of two moments
+                spared = matrices_on_rank(self.config.model, self.layout, self.pp_rank)
+            case _:
+                assert_never(self.config.optimizer)
+        return RankParameters(each * held.dense - spared.dense, each * held.experts - spared.experts)
+
+
+def own_shard(train: TrainSection, layout: Layout, numbers: RankParameters) -> int:
+    """Returns how many of `numbers` this rank's shard of the optimizer holds."""
+    if not train.distributed_optimizer:
+        return numbers.total
+    return numbers.dense // (layout.dp * layout.cp) + numbers.experts // layout.edp
+
+
+def _moments_at_once(moved: int, largest: int) -> int:
+    """Returns the bytes of moments on the device in an update: those that are updated, those before and those after
+    them.
+
+    Args:
+        moved: Bytes of all moments that move.
+        largest: Number of elements in the largest parameter.
+    """
+    return min(moved, max(MOMENTS_AT_ONCE_BYTES, _MOMENTS_BYTES * largest) + 2 * MOMENTS_AT_ONCE_BYTES)
+
+
+def _update_bytes(state_elements: int, largest: int) -> int:
+    """Returns the bytes left free for an update: a copy of one parameter's gradient, for optimizers that make it.
+    Clipping and the fused AdamW make none."""
+    return FP32_BYTES * min(largest, state_elements)

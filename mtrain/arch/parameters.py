@@ -1,0 +1,142 @@
+"""Numbers of parameters: of a model, of the part that a token passes, and of a rank.
+
+Replicated parameters count once in a model, and once on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import assert_never
+
+from mtrain.arch.features import LAYER_PARTS, alike
+from mtrain.arch.features.feature import Parameters, RankParameters, norm_elements
+from mtrain.arch.features.feed_forward import router_parameters
+from mtrain.arch.features.mtp import joint_parameters
+from mtrain.arch.layout import Layout
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.output import HeadOutput, TokenOutput
+
+
+def padded_vocab_size(model: ModelSection, tp: int) -> int:
+    """Returns the rows of the embedding table: vocab_size rounded up to a multiple of vocab_multiple x tp."""
+    multiple = model.vocab_multiple * tp
+    return -(-model.vocab_size // multiple) * multiple
+
+
+def output_columns(model: ModelSection, tp: int) -> int:
+    """Returns the outputs a token on a rank of TP: its part of the padded vocabulary, or all labels of a head."""
+    match model.output:
+        case TokenOutput():
+            return padded_vocab_size(model, tp) // tp
+        case HeadOutput(labels):
+            return labels
+        case _ as never:
+            assert_never(never)
+
+
+def num_parameters(model: ModelSection) -> int:
+    """Counts the parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
+    return _with_vocabulary(model, model.vocab_size)
+
+
+def num_padded_parameters(model: ModelSection, tp: int) -> int:
+    """Counts the parameters of the whole model with the vocabulary padded for `tp`; tied embeddings count once."""
+    return _with_vocabulary(model, padded_vocab_size(model, tp))
+
+
+def num_active_parameters(model: ModelSection) -> int:
+    """Counts the parameters that one token passes on its way to the main logits: without padding, other experts and
+    MTP.
+
+    Both tables count whole. Some model cards leave the embedding table out.
+    """
+    if model.experts is None:
+        return num_parameters(model.model_copy(update={"mtp_depths": 0}))
+    met = model.experts.model_copy(update={"num_experts": model.experts.top_k})
+    without_others = model.model_copy(update={"experts": met, "mtp_depths": 0})
+    unmet_rows = router_parameters(model).total - router_parameters(without_others).total  # every token asks every row
+    num_routers = sum(model.has_experts(layer) for layer in range(model.num_layers))
+    return num_parameters(without_others) + num_routers * unmet_rows
+
+
+def layer_parameters(model: ModelSection, layer: int) -> Parameters:
+    """Counts the parameters of layer `layer`, counted from 0."""
+    return sum((part.parameters(model) for part in LAYER_PARTS if part.is_in(model, layer)), start=Parameters())
+
+
+def _ahead(model: ModelSection) -> Parameters:
+    """Counts the parameters of all depths of multi-token prediction with their layers."""
+    each = (joint_parameters(model) + layer_parameters(model, layer) for layer in model.layers_ahead)
+    return sum(each, start=Parameters())
+
+
+def layer_matrices(model: ModelSection, layer: int) -> Parameters:
+    """Counts the matrices of the projections in a layer: without biases, norms, sinks and the router."""
+    return sum((part.matrices(model) for part in LAYER_PARTS if part.is_in(model, layer)), start=Parameters())
+
+
+def _with_vocabulary(model: ModelSection, vocab_size: int) -> int:
+    match model.output:
+        case TokenOutput(is_tied=is_tied):
+            rows = vocab_size if is_tied else 2 * vocab_size
+        case HeadOutput(labels):
+            rows = vocab_size + labels
+        case _ as never:
+            assert_never(never)
+    layers = _of_layers(model, range(model.num_layers)) + _ahead(model)
+    return rows * model.hidden_size + layers.total + norm_elements(model, model.hidden_size)
+
+
+def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
+    """Counts the parameters on a rank of pipeline rank `pp_rank`, vocabulary padded.
+
+    With a pipeline the first and the last stage hold a copy each of a table that both use: a tied table, and the
+    embeddings where tokens are predicted ahead.
+    """
+    held = _of_layers(model, _own_layers(model, layout, pp_rank))
+    if pp_rank == layout.pp - 1:
+        held += Parameters(replicated=norm_elements(model, model.hidden_size) + head_elements(model))
+        held += _ahead(model)
+    return (held + Parameters(divided=_table_elements(model, layout, pp_rank))).on_rank(layout)
+
+
+def table_elements_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> int:
+    """Counts the elements of the tables of the vocabulary on a rank."""
+    return _table_elements(model, layout, pp_rank) // layout.tp
+
+
+def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
+    """Counts the elements of the tables of a stage, over all its ranks of TP."""
+    return len(tables_on_stage(model, layout, pp_rank)) * padded_vocab_size(model, layout.tp) * model.hidden_size
+
+
+def tables_on_stage(model: ModelSection, layout: Layout, pp_rank: int) -> set[str]:
+    """Names the tables of the vocabulary that a stage holds: embedding, output."""
+    tables = {"embedding"} if pp_rank == 0 else set()
+    if pp_rank == layout.pp - 1:
+        tables |= {"embedding"} if model.layers_ahead or model.output.is_tied else set()
+        tables |= {"output"} if model.output.has_table else set()
+    return tables
+
+
+def head_elements(model: ModelSection) -> int:
+    """Counts the elements of the head on the last stage, which every rank of TP holds whole."""
+    return model.output.head_rows * model.hidden_size
+
+
+def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
+    """Counts the matrices of the layers on a rank: without tables, routers, norms, biases and sinks."""
+    held = sum((layer_matrices(model, layer) for layer in _own_layers(model, layout, pp_rank)), start=Parameters())
+    if pp_rank == layout.pp - 1:
+        projection = Parameters(divided=2 * model.hidden_size**2)
+        held = sum((projection + layer_matrices(model, layer) for layer in model.layers_ahead), start=held)
+    return held.on_rank(layout)
+
+
+def _of_layers(model: ModelSection, layers: Iterable[int]) -> Parameters:
+    counted = alike(model, layers).items()
+    return sum((layer_parameters(model, layer) * count for layer, count in counted), start=Parameters())
+
+
+def _own_layers(model: ModelSection, layout: Layout, pp_rank: int) -> Iterator[int]:
+    return (layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk))

@@ -1,0 +1,242 @@
+"""Reads slices of global tensors into the state of each rank, from a checkpoint or from a Hugging Face folder.
+
+Every rank maps the files and copies what it needs, straight to where it computes; nothing is planned or sent between
+ranks. An error on one rank is raised on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.base.errors import DataError
+from mtrain.base.tensor_slice import Sizes, TensorSlice
+from mtrain.core.ranks.init import on_all_ranks
+from mtrain.core.state.shard import Shard
+
+_NAMES_SHOWN = 8
+"""Most names in one message."""
+
+
+class TensorInfo(Protocol):
+    """Facts about a global tensor that need no reading."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype of the tensor."""
+        ...
+
+    @property
+    def shape(self) -> Sizes:
+        """Returns the shape of the whole tensor."""
+        ...
+
+
+class Wanted(NamedTuple):
+    """A parameter that a rank reads from disk."""
+
+    values: Tensor
+    """Tensor of the parameter's shape, in the dtype on disk: the parameter's own memory where the dtypes agree."""
+    shards: list[Shard]
+    """Shards of the values."""
+
+
+class GlobalTensors(Protocol):
+    """Global tensors on disk, by key, of which slices are read."""
+
+    @property
+    def folder(self) -> Path:
+        """Returns the folder, for messages."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Returns key -> facts of each tensor."""
+        ...
+
+    @property
+    def others(self) -> AbstractSet[str]:
+        """Returns the keys of what is not a tensor."""
+        ...
+
+    def read(self, key: str, wanted: TensorSlice) -> Tensor:
+        """Reads one slice; not to be written to."""
+        ...
+
+    def expect(self, key: str, wanted: TensorSlice) -> None:
+        """Lets the system read a slice that will be asked for soon."""
+        ...
+
+
+def load_shards(
+    saved: GlobalTensors,
+    shards: Sequence[Shard],
+    may_be_left: Callable[[str], bool],
+    vocab_size: int,
+    after_each: Callable[[int], None] = lambda number: None,
+) -> None:
+    """Reads into `data` of each shard, in place. Collective over the world.
+
+    Everything is compared before anything is read.
+
+    Args:
+        saved: Tensors on disk.
+        shards: Shards that this rank needs, with data of the dtype that was saved, on any device.
+        may_be_left: Says which keys of the checkpoint may stay unread.
+        vocab_size: Least number of rows of a padded tensor; further rows are padding.
+        after_each: Called with the number of each shard that has been read, while the system reads the next one.
+
+    Raises:
+        DataError: A tensor is missing in the checkpoint, has another shape or dtype, is not asked for by any rank, or
+            cannot be read; on all ranks.
+    """
+    # shape and dtype are those of the whole tensor, so one shard of each key gives them; reversed, the first one stays
+    firsts = {shard.key: shard for shard in reversed(shards)}
+    # names over all ranks first: what this stage does not ask for may be another's
+    everyone: list[set[str]] = [set()] * dist.get_world_size()
+    # sets of names, a few kilobytes per rank and once per load: stages ask for different tensors
+    dist.all_gather_object(everyone, set(firsts))
+    check_keys(saved, set().union(*everyone), may_be_left)
+    shapes = {key: shard.global_shape for key, shard in firsts.items()}
+    padded = {key for key, shard in firsts.items() if shard.may_be_padded}
+    dtypes = {key: shard.data.dtype for key, shard in firsts.items()}
+    on_all_ranks(lambda: check_shapes(saved, shapes, padded, vocab_size, dtypes))
+    on_all_ranks(lambda: _read(saved, shards, after_each))  # a barrier too: no rank trains while another may still fail
+
+
+def memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns memory for the values of a parameter: the parameter itself where dtypes agree, as another copy costs as
+    much time as reading it."""
+    is_held = parameter.dtype == dtype and parameter.is_contiguous()
+    return parameter.detach() if is_held else torch.empty(parameter.shape, dtype=dtype)
+
+
+@torch.no_grad()
+def load_parameters(
+    saved: GlobalTensors,
+    wanted: Mapping[Tensor, Wanted],
+    may_be_left: Callable[[str], bool],
+    vocab_size: int,
+    use: Callable[[Tensor, Tensor], None],
+) -> None:
+    """Reads one parameter after another in the order of their keys. Collective over the world.
+
+    Args:
+        saved: Tensors on disk.
+        wanted: Parameter -> what this rank needs.
+        may_be_left: Says which keys may stay unread, see `load_shards`.
+        vocab_size: Number of tokens of the vocabulary, see `load_shards`.
+        use: Called with each parameter and its complete values, while the system reads the next ones; values outside
+            the parameter are freed afterwards.
+
+    Raises:
+        DataError: See `load_shards`; some parameters may have been used then.
+    """
+    owned = [(shard, parameter) for parameter, (_, shards) in wanted.items() for shard in shards]
+    owned.sort(key=lambda each: (each[0].key, each[0].at.offset))  # neighbours on disk are read together
+    num_missing = {parameter: len(shards) for parameter, (_, shards) in wanted.items()}
+
+    def after_each(number: int) -> None:
+        parameter = owned[number][1]
+        num_missing[parameter] -= 1
+        if num_missing[parameter] == 0:
+            values = wanted[parameter].values
+            use(parameter, values)
+            if values.data_ptr() != parameter.data_ptr():
+                values.untyped_storage().resize_(0)  # else a whole model in float32 would exist next to the filled one
+
+    load_shards(saved, [shard for shard, _ in owned], may_be_left, vocab_size, after_each)
+
+
+@torch.no_grad()
+def _read(saved: GlobalTensors, shards: Sequence[Shard], after_each: Callable[[int], None]) -> None:
+    """Reads the shards; rows that the checkpoint does not have are padding, and zero."""
+    for number, (shard, following) in enumerate(zip_longest(shards, shards[1:])):
+        if following is not None:  # the system reads it while this one is copied
+            saved.expect(following.key, following.at)
+        target = shard.data.view(shard.at.shape)  # a shard's data is flat, its place has the global tensor's axes
+        if shard.may_be_padded:
+            # The table on disk may be padded for another tp: this rank's rows can lie wholly after its end.
+            rows = max(0, saved.tensors[shard.key].shape[0] - shard.at.offset[0])
+            target[rows:].zero_()
+            target = target[:rows]  # a view: what follows stays zero
+        if target.numel():
+            target.copy_(saved.read(shard.key, TensorSlice(shard.at.offset, tuple(target.shape))))
+        after_each(number)
+
+
+def check_keys(saved: GlobalTensors, asked: AbstractSet[str], may_be_left: Callable[[str], bool]) -> None:
+    """Compares names of tensors.
+
+    Args:
+        saved: Tensors on disk.
+        asked: Keys that the whole model has.
+        may_be_left: Says which keys of the checkpoint may stay unread.
+
+    Raises:
+        DataError: A key is missing, or is there and is not asked for.
+    """
+    there = saved.tensors.keys() | saved.others
+    left = {key for key in there - asked if not may_be_left(key)}
+    faults = []
+    if asked - there:
+        faults.append(f"lacks {_shown(set(asked - there))}, which the model has")
+    if left:
+        faults.append(f"holds {_shown(left)}, which the model has not")
+    if faults:
+        error = DataError(f"{saved.folder} {' and '.join(faults)}; use the model that it was saved from")
+        error.on_every_rank = True  # all ranks find the same; one of them prints it
+        raise error
+
+
+def check_shapes(
+    saved: GlobalTensors,
+    shapes: Mapping[str, Sizes],
+    padded: Collection[str],
+    vocab_size: int,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Compares shapes, and dtypes where they are given.
+
+    Args:
+        saved: Tensors on disk; has all keys.
+        shapes: Key -> shape of the whole tensor.
+        padded: Keys of tables that may have more rows than the vocabulary.
+        vocab_size: Least number of rows of these tables.
+        dtypes: Key -> dtype as which the run reads the tensor.
+
+    Raises:
+        DataError: A shape or dtype differs.
+    """
+    faults = []
+    for key, wanted in sorted(shapes.items()):
+        if key in saved.others:
+            faults.append(f"{key} is not a tensor")
+            continue
+        # A layout divides by shapes: reading a table of another width would silently fill the wrong places.
+        there = saved.tensors[key]
+        # Rows are padded to a multiple that tp decides: on disk there may be more or fewer, but never fewer than the
+        # vocabulary.
+        rows_suffice = key in padded and there.shape[:1] >= (vocab_size,) and there.shape[1:] == wanted[1:]
+        if there.shape != wanted and not rows_suffice:
+            faults.append(f"{key} has shape {list(there.shape)}, but the model needs {list(wanted)}")
+        if dtypes is not None and there.dtype != dtypes[key]:
+            faults.append(f"{key} is {there.dtype}, but the run needs {dtypes[key]}")
+    if faults:
+        more = f" and {len(faults) - _NAMES_SHOWN} more" if len(faults) > _NAMES_SHOWN else ""
+        raise DataError(
+            f"{saved.folder}: {'; '.join(faults[:_NAMES_SHOWN])}{more}; use the model that it was saved from"
+        )
+
+
+def _shown(keys: set[str]) -> str:
+    names = sorted(keys)
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -1,0 +1,408 @@
+"""Saving while training goes on.
+
+A save begins with a copy of this rank's state; training goes on while a thread writes and hashes it. Ranks exchange
+their progress only at step boundaries, in the thread that trains, so no collective of a save can meet one of training
+in another order on another rank. When all have written, the first rank lists and publishes, in a thread again; one step
+boundary later all know how it ended.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from mtrain.base.background import started
+from mtrain.base.environment import program_versions
+from mtrain.base.errors import MachineError, MtrainError, NumericError, RunFolderError
+from mtrain.base.fault_points import fault_point
+from mtrain.base.files import disk_faults
+from mtrain.checkpoint.format.snapshot import Snapshot
+from mtrain.checkpoint.format.training_state import TrainingState, write_state
+from mtrain.checkpoint.format.writer import Written, write_metadata, write_shards
+from mtrain.checkpoint.state.base import base_of
+from mtrain.checkpoint.state.pending_save import Outcome, PendingSave, first_fault
+from mtrain.checkpoint.store.directory import (
+    AfterPublishingError,
+    StagingDir,
+    abandon,
+    named_staging,
+    open_staging,
+    publish,
+)
+from mtrain.checkpoint.store.manifest import (
+    CONFIG_NAME,
+    NO_BAD_STEPS,
+    BadStepHistory,
+    ChangeInfo,
+    CheckpointInfo,
+    FileInfo,
+    GitState,
+)
+from mtrain.checkpoint.store.retention import Keep, Retention, way_back
+from mtrain.checkpoint.store.steps import step_name
+from mtrain.config import Config
+from mtrain.config.load import config_hash, config_yaml
+from mtrain.core.engine import optimizer_state
+from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.training_state import local_shards
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.ranks.init import on_first_rank
+from mtrain.core.state.finite import NonFinite, non_finite
+from mtrain.core.state.shard import Shard
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+_CLEANING_S = 10.0
+"""Seconds that the next save and the end wait until a failed one's files are deleted; a start deletes them, too."""
+
+
+class Provenance(NamedTuple):
+    """The origin of a checkpoint, in addition to its configuration."""
+
+    dataset: str | None = None
+    """Fingerprint of the training data; needed on the first rank only."""
+    git: GitState | None = None
+    changes: tuple[ChangeInfo, ...] = ()
+    """Keys that the run has changed so far."""
+    inputs: Mapping[str, str] = MappingProxyType({})
+    """Fingerprints of what the run reads besides its training data, by key."""
+    valid_measure: str | None = None
+    """Fingerprint of what the run's validation losses are the losses of."""
+
+
+class Saver:
+    """The saves of one run; at most one is in flight. All methods are collective over the world."""
+
+    def __init__(
+        self,
+        folder: Path,
+        groups: Groups,
+        config: Config,
+        origin: Provenance = Provenance(),  # noqa: B008
+        check: Callable[[], None] = lambda: None,
+        start_step: int = 0,
+        on_saved: Callable[[int, float], None] = lambda step, seconds: None,
+    ) -> None:
+        """
+        Args:
+            folder: Folder `checkpoints` of the run, seen by all ranks.
+            groups: The process groups.
+            config: Configuration of the run.
+            origin: Facts about the run for the manifest.
+            check: Called on the first rank before anything becomes visible or is deleted, and on any rank where a step
+                has been saved already; raises if another run has taken the folder over.
+            start_step: Number of updates completed when the run began or was resumed.
+            on_saved: Called on the first rank when a checkpoint is on disk, with its step and the seconds that it took.
+        """
+        self._folder, self._groups, self._config = folder, groups, config
+        self._origin, self._check, self._on_saved = origin, check, on_saved
+        section = config.checkpoint
+        self._timeout_s = section.save_timeout_s
+        keep = Keep(section.keep_last, section.keep_every_steps, section.keep_best)
+        self._retention = Retention(folder, keep, check, start_step)
+        self._config_hash, self._versions = config_hash(config), program_versions()
+        self._snapshot = Snapshot()
+        self._flight: PendingSave | None = None
+        self._stuck: list[Future[Any]] = []
+        self._cleaning: Future[None] | None = None
+        self._fault: MtrainError | None = None
+
+    def expect(self, model: RankModel) -> None:
+        """Takes the memory for copies of the state in a thread, if saves are planned; call it after an update."""
+        section = self._config.checkpoint
+        if section.async_save and (section.at_end or section.interval_steps > 0):
+            self._snapshot.expect(local_shards(model))
+
+    def save(
+        self,
+        model: RankModel,
+        step: int,
+        valid_loss: float | None = None,
+        tokens: int = 0,
+        history: BadStepHistory = NO_BAD_STEPS,
+    ) -> None:
+        """Saves everything that resuming needs; with checkpoint.async_save it is on disk some steps later.
+
+        Waits for a save in flight first. Collectives: one all-reduce and one broadcast of small objects; none of
+        tensors.
+
+        Args:
+            model: Model to save.
+            step: Number of optimizer updates completed.
+            valid_loss: Loss of the validation at this step, if there was one.
+            tokens: Number of text tokens that the run has consumed.
+            history: History of bad steps.
+
+        Raises:
+            SpoiledStateError: The state is not finite; nothing was published. Like all errors here, on all ranks.
+            RunFolderError: The step is published already, or the folder belongs to another run now.
+            MachineError: A save failed and checkpoint.on_save_failure is `stop`.
+        """
+        self.wait()  # one save in flight: another copy of the state would need as much memory again
+        began = time.monotonic()
+        model.optimizer.gather_parameters()  # else a rank would save weights from before the update
+        state = self._training_state(model.optimizer, step, history)
+        staging = on_first_rank(lambda: self._named_staging(step))  # one folder name for all ranks
+        fault_point("snapshot", self._groups.rank, step)
+        parts = local_shards(model)
+        if self._config.checkpoint.async_save and not self._is_stuck():
+            parts = self._snapshot.take(parts)  # here training waits: for a copy in memory, not for the disk
+        facts = CheckpointInfo(
+            step=step,
+            tokens=tokens,
+            layout=state.layout,
+            config_hash=self._config_hash,
+            versions=self._versions,
+            dataset=self._origin.dataset,
+            git=self._origin.git,
+            changes=self._origin.changes,
+            skipped=history.skipped,
+            inputs=dict(self._origin.inputs),
+            valid_loss=valid_loss,
+            valid_measure=None if valid_loss is None else self._origin.valid_measure,
+            base=base_of(model),
+            reference=self._config.loss.reference,
+        )
+        work = started(lambda: self._write(staging, parts), f"save-{step}")
+        self._flight = PendingSave(staging, state, facts, work, began, time.monotonic() - began)
+        if not self._config.checkpoint.async_save:
+            self.wait()
+
+    def poll(self) -> None:
+        """Ends or advances a save in flight when all ranks are ready; call it at every step boundary.
+
+        Collectives: one all-reduce of one number while a save is in flight, whose answer is read at the next boundary,
+            so
+        that the step waits for none; twice per save, short objects.
+
+        Raises:
+            MtrainError: See `save`.
+        """
+        if self._groups.rank == 0:
+            self._retention.poll()  # only the first rank deletes old checkpoints that are no longer needed
+        if self._flight is not None and self._flight.was_ready(self._timeout_s, self._groups.device):
+            self._go_on(self._flight)
+
+    def _go_on(self, flight: PendingSave) -> None:
+        if (fault := self._advanced(flight)) is not None:
+            self._fail(flight, fault)
+
+    def confirm(self, step: int) -> None:
+        """Confirms the weights after `step` updates, which have given a finite loss; the same on all ranks.
+
+        From then on a checkpoint of them counts as good, and older ones may be deleted for it.
+        """
+        self._retention.confirmed = max(step, self._retention.confirmed)
+
+    def give_up(self) -> str:
+        """Ends the saves after a numeric error: those of confirmed weights are completed, others dropped.
+
+        Returns:
+                What the user can go back to.
+        """
+        self._settle()
+        return on_first_rank(self._way_back)
+
+    def rewind(self, step: int, changes: tuple[ChangeInfo, ...]) -> None:
+        """Goes back to an older checkpoint: what was confirmed since then no longer is.
+
+        Args:
+            step: Step of the checkpoint that was loaded.
+            changes: Keys that the run has changed up to there.
+        """
+        self._origin = self._origin._replace(changes=changes)
+        self._fault = None
+        self._retention.rewind(step)
+
+    def doubtful(self, below: int) -> dict[int, str]:
+        """Ends the saves after a numeric error, like `give_up`, and lists what a rollback must not go back to.
+
+        Args:
+            below: Step from which on checkpoints are too new.
+
+        Returns:
+                Step -> reason, of published checkpoints.
+        """
+        self._settle()
+        return on_first_rank(lambda: self._retention.doubtful(below))
+
+    def _settle(self) -> None:
+        flight = self._flight
+        if flight is not None and flight.facts.step > self._retention.confirmed and not flight.has_written:
+            while not flight.is_ready(self._timeout_s, self._groups.device):
+                concurrent.futures.wait([flight.work], _POLL_S)
+            with contextlib.suppress(NumericError):
+                self._fail(flight, NumericError("no finite loss followed"))
+        with contextlib.suppress(MtrainError):  # the numeric error came first and is the one to report
+            self.finish()
+
+    def _way_back(self) -> str:
+        try:
+            return way_back(self._folder, self._retention.confirmed)
+        except MachineError as fault:  # the numeric error is the one that ends the run
+            return f"which step to go back to is not known: {fault}"
+
+    def wait(self) -> None:
+        """Waits until no save is in flight.
+
+        Raises:
+            MtrainError: See `save`.
+        """
+        while (flight := self._flight) is not None:
+            concurrent.futures.wait([flight.work], _POLL_S)  # at most: other ranks may wait for this one
+            if flight.is_ready(self._timeout_s, self._groups.device):
+                self._go_on(flight)
+
+    def finish(self) -> None:
+        """Waits until the last save is on disk.
+
+        Raises:
+            MtrainError: It is not, whatever checkpoint.on_save_failure says.
+        """
+        self.wait()
+        if self._groups.rank == 0:
+            self._retention.finish(self._timeout_s)
+        if self._cleaning is not None:
+            concurrent.futures.wait([self._cleaning], _CLEANING_S)
+        if self._fault is not None:
+            raise self._fault
+
+    def _named_staging(self, step: int) -> StagingDir:
+        """Makes the folder of a save, on the first rank, after deleting failed ones, as a full disk has no space."""
+        if self._cleaning is not None:
+            concurrent.futures.wait([self._cleaning], _CLEANING_S)
+        return named_staging(self._folder, step)
+
+    def _training_state(self, optimizer: Optimizer, step: int, history: BadStepHistory) -> TrainingState:
+        return TrainingState(
+            step=step,
+            consumed_samples=step * self._config.train.global_batch_size,
+            adam_step=optimizer_state.adam_step(optimizer.inner),
+            loss_scaler=optimizer_state.loss_scaler(optimizer.inner),
+            layout=str(self._groups.layout),
+            device=self._groups.device.type,
+            vocab_size=self._config.model.vocab_size,
+            recent=history.recent,
+        )
+
+    def _write(self, staging: StagingDir, shards: Sequence[Shard]) -> Written | NonFinite:
+        """Writes this rank's files, in a thread; writes nothing of a state that is not finite."""
+        rank, step = self._groups.rank, staging.step
+        if self._is_stuck():
+            raise MachineError("the disk still holds the writer of an earlier checkpoint")
+        found = non_finite(shards)
+        if found is not None:
+            return found
+        with disk_faults(f"save the checkpoint of step {step}"):
+            fault_point("open", rank, step)
+            open_staging(staging, self._check)
+            path = staging.path / f"__{rank}_0.distcp"
+            try:
+                written = write_shards(path, shards, lambda number: fault_point(f"write.{number}", rank, step))
+            except OSError:
+                with contextlib.suppress(OSError):
+                    path.unlink()  # the other ranks may still write for long, and a full disk needs the space now
+                raise
+            fault_point("written", rank, step)
+        return written
+
+    def _publish(self, flight: PendingSave, everyone: Sequence[Written]) -> None:
+        """Lists and publishes the checkpoint, in a thread of the first rank."""
+        step = flight.facts.step
+        files: dict[str, FileInfo] = {}
+        with disk_faults(f"save the checkpoint of step {step}"):
+            fault_point("list", 0, step)
+            for written in everyone:
+                files |= written.files
+            files |= write_metadata(flight.staging.path, (each for written in everyone for each in written.tensors))
+            fault_point("state", 0, step)
+            write_state(flight.staging.path, flight.state)
+            (flight.staging.path / CONFIG_NAME).write_text(config_yaml(self._config), encoding="utf-8")
+            fault_point("publish", 0, step)
+
+        def check() -> None:
+            fault_point("rename", 0, step)
+            self._check()
+
+        try:
+            publish(flight.staging, flight.facts, files, check)
+        except AfterPublishingError as fault:
+            _log.warning(f"warning: {fault}")
+
+    def _advanced(self, flight: PendingSave) -> MtrainError | None:
+        """Starts the next phase, or ends the save; returns what went wrong on any rank."""
+        own = self._outcome(flight)
+        if flight.has_written:
+            fault: MtrainError | None = on_first_rank(lambda: own if isinstance(own, MtrainError) else None)
+            if fault is None:
+                self._land(flight)
+            return fault
+        everyone: list[Outcome | None] | None = [None] * dist.get_world_size() if self._groups.rank == 0 else None
+        dist.gather_object(own, everyone)
+        fault = on_first_rank(lambda: first_fault(everyone or []))
+        if fault is None:
+            flight.has_written = True
+            flight.work = Future()
+            if everyone is None:
+                flight.work.set_result(None)  # nothing to do here while the first rank publishes
+            else:
+                # every outcome is a Written by now: a fault was found above
+                written = [one for one in everyone if isinstance(one, Written)]
+                flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
+        return fault
+
+    def _outcome(self, flight: PendingSave) -> Outcome | None:
+        if not flight.work.done():
+            self._stuck.append(flight.work)
+            self._snapshot = Snapshot()  # the writer may still be reading the old one
+            return MachineError(f"not finished within checkpoint.save_timeout_s={self._timeout_s}")
+        return flight.outcome()
+
+    def _land(self, flight: PendingSave) -> None:
+        self._flight, self._fault = None, None
+        if self._groups.rank == 0:
+            self._retention.note_published(flight.facts.step)
+            self._retention.poll()
+            seconds = time.monotonic() - flight.began_s
+            waited_s = flight.blocked_s if self._config.checkpoint.async_save else seconds
+            _log.info(
+                f"saved {flight.staging.root / step_name(flight.facts.step)} in {seconds:.1f} s; training waited "
+                f"{1000 * waited_s:.0f} ms"
+            )
+            self._on_saved(flight.facts.step, seconds)
+
+    def _fail(self, flight: PendingSave, fault: MtrainError) -> None:
+        """Ends a save that failed, the same on all ranks."""
+        if not isinstance(fault, RunFolderError):
+            kind = type(fault) if isinstance(fault, NumericError) else MachineError
+            fault = kind(f"no checkpoint of step {flight.facts.step}: {fault}")
+        fault.on_every_rank = True  # makes one rank print it
+        self._flight, self._fault = None, fault
+        if self._groups.rank == 0:
+            # in a thread: deleting may take as long as writing did
+            self._cleaning = started(lambda: _abandoned(flight.staging), "abandon")
+        if not isinstance(fault, MachineError) or self._config.checkpoint.on_save_failure == "stop":
+            raise fault
+        if self._groups.rank == 0:
+            _log.warning(f"warning: {fault}; training goes on")
+
+    def _is_stuck(self) -> bool:
+        self._stuck = [work for work in self._stuck if not work.done()]
+        return bool(self._stuck)
+
+
+def _abandoned(staging: StagingDir) -> None:
+    with contextlib.suppress(MtrainError):  # the fault of the save is the one to report
+        if staging.path.exists():
+            abandon(staging)

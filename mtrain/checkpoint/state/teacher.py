@@ -1,0 +1,109 @@
+"""Teachers from checkpoints: the configuration that a teacher gets, its weights and their fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from mtrain.arch.layout import Layout
+from mtrain.base.errors import ConfigError
+from mtrain.checkpoint.state.base import model_fingerprint
+from mtrain.checkpoint.state.load import load_frozen_weights
+from mtrain.checkpoint.store.directory import CheckpointEntry
+from mtrain.checkpoint.store.imported import MODEL_NAME, imported_model
+from mtrain.config import Config
+from mtrain.config.messages import readable
+from mtrain.config.schema.model import ModelSection
+from mtrain.core.layers.build import build_frozen_model
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.teacher import Teacher
+from mtrain.hf.configuration import load_config
+
+
+def loaded_teacher(config: Config, entry: CheckpointEntry, groups: Groups) -> Teacher:
+    """Builds a teacher and fills it. Collective over the world.
+
+    Args:
+        config: Configuration from `teacher_config`.
+        entry: Checkpoint of the teacher.
+        groups: The process groups of the run.
+
+    Raises:
+        ConfigError: The layout does not fit the teacher.
+        DataError: The checkpoint is damaged or of another model.
+    """
+    # it may have another number of layers, hence other stages
+    layout = Layout.from_config(config, groups.layout.world_size)
+    # the same ranks and groups; only the division of layers into stages may differ
+    own = replace(groups, layout=layout)
+    chunks = build_frozen_model(config, own)
+    load_frozen_weights(entry, chunks, own, config.model)
+    return Teacher(config, chunks, own)
+
+
+def teacher_fingerprint(teacher: Teacher) -> str:
+    """Returns the fingerprint of the weights and of the architecture, the same under every layout. One all-reduce over
+    the world.
+
+    Raises:
+        DataError: A weight is not finite; on all ranks.
+    """
+    model = teacher.config.model
+    weights = model_fingerprint(teacher.chunks, teacher.groups, model.vocab_size, with_adapters=False)
+    # without defaults, so that a key that is added to the program changes none
+    known = model.model_dump(mode="json", exclude_defaults=True, exclude={"hf", "backend", "vocab_multiple"})
+    shape = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    return f"{weights}-{shape[:8]}"
+
+
+def teacher_config(config: Config, checkpoint: Path) -> Config:
+    """Returns the run's configuration with the teacher's architecture.
+
+    The tables are padded like the run's, so that both models hold the same columns of the vocabulary on each rank.
+
+    Args:
+        config: Configuration of the run.
+        checkpoint: Checkpoint directory of the teacher, inside its run folder, or an import.
+
+    Raises:
+        ConfigError: Nothing says what model it is, its vocabulary is another one, or the layout does not fit.
+        DataError: The import's model cannot be understood.
+    """
+    # an import says itself what it holds; a run's checkpoint lies next to the configuration of its run
+    path, model = checkpoint / MODEL_NAME, imported_model(checkpoint)
+    if model is None:
+        path, model = _run_model(checkpoint)
+    if model.vocab_size != config.model.vocab_size:
+        raise ConfigError(
+            f"loss.teacher.checkpoint: the teacher's vocabulary has {model.vocab_size} tokens ({path}), but "
+            f"model.vocab_size={config.model.vocab_size}; use a teacher with the same tokenizer"
+        )
+    content = config.model_dump()
+    of_run = {"vocab_multiple": config.model.vocab_multiple, "backend": config.model.backend, "hf": None}
+    content["model"] = model.model_dump() | of_run
+    content["adapter"] = None  # only the student has it
+    if model.num_layers != config.model.num_layers:
+        # these count the student's layers
+        content["layout"] |= dict.fromkeys(("stage_layers", "first_stage_layers", "last_stage_layers"))
+    try:
+        return Config.model_validate(content)
+    except ValidationError as error:
+        reasons = "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
+        raise ConfigError(
+            f"the layout does not fit the teacher of loss.teacher.checkpoint ({path}): {reasons}"
+        ) from None
+
+
+def _run_model(checkpoint: Path) -> tuple[Path, ModelSection]:
+    """Returns the configuration file of the run that a checkpoint lies in, and the model that it names."""
+    path = checkpoint.resolve().parent.parent / "config.yaml"
+    if not path.exists():
+        raise ConfigError(
+            f"loss.teacher.checkpoint: {path} is not there, which says what model {checkpoint} holds; name a run "
+            "folder, a checkpoint directory inside one, or an import"
+        )
+    return path, load_config([path], []).model

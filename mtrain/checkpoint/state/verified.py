@@ -1,0 +1,107 @@
+"""Opens a checkpoint and checks that every byte is what was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch.distributed as dist
+
+from mtrain.base.errors import DataError, MachineError
+from mtrain.base.plain_files import read_plain_file
+from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, reading
+from mtrain.checkpoint.store.manifest import MANIFEST_NAME, MOST_BYTES, parsed_manifest
+from mtrain.checkpoint.store.verification import files_of_reader, verify_files
+from mtrain.core.ranks.init import on_all_ranks, on_first_rank
+
+_MOST_THREADS = 4
+
+Find = Callable[[Mapping[int, str]], Newest]
+"""(steps that turned out unusable -> reason) -> the newest other checkpoint."""
+
+
+@contextlib.contextmanager
+def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newest]:
+    """Yields the newest checkpoint that passes; nothing deletes it inside the `with` block. Collective over the world.
+
+    All files are read once, divided among the ranks: about size / (ranks x 1 to 4 GB/s) seconds, after which loading
+    finds them in memory where that suffices. A checkpoint with a changed byte is skipped for an older one.
+
+    Args:
+        find: Finds the newest checkpoint; called on the first rank.
+        tell: Called there with each line for the user.
+
+    Raises:
+        DataError: There are checkpoints and none is good, or a rank finds another one than rank 0; on all ranks.
+    """
+    unusable: dict[int, str] = {}
+    while True:
+        newest = on_first_rank(lambda: find(unusable))  # ranks could see a shared folder at different states
+        if newest.entry is not None:
+            on_all_ranks(functools.partial(_refuse_another, newest.entry))
+        with contextlib.ExitStack() as held:
+            # the same on all ranks, so all of them leave the loop or none
+            fault = None if newest.entry is None else _fault(newest.entry, held, tell)
+            if fault is None:
+                yield newest
+                return
+        assert newest.entry is not None
+        unusable[newest.entry.step] = fault
+
+
+def _refuse_another(entry: CheckpointEntry) -> None:
+    """Refuses another checkpoint of the same path, as nodes have that share no disk.
+
+    By its manifest, which has a digest of every file: each file itself is read by one rank only.
+    """
+    try:
+        own = parsed_manifest(read_plain_file(entry.path / MANIFEST_NAME, MOST_BYTES))
+    except (OSError, ValueError):
+        return  # it is gone or damaged, which verification finds
+    if own != entry.manifest:
+        raise DataError(
+            f"{entry.path} is another checkpoint for rank {dist.get_rank()} on {platform.node()} than for rank 0; give "
+            "every node the same files"
+        )
+
+
+def num_threads_of(machines: Sequence[str], rank: int, num_cores: int) -> int:
+    """Returns how many threads a rank may start, given the other ranks of its machine: more than a few gain no speed.
+
+    Args:
+        machines: Name of the machine of each rank.
+        rank: Rank of the threads.
+        num_cores: Number of cores of its machine.
+    """
+    return max(1, min(_MOST_THREADS, num_cores // machines.count(machines[rank])))
+
+
+def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[str], None]) -> str | None:
+    """Says why the checkpoint cannot be used, the same on all ranks. Two all-gathers of a text."""
+    began, fault = time.monotonic(), None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    files = entry.manifest.files
+    machines = [""] * world_size
+    dist.all_gather_object(machines, platform.node())
+    try:
+        if rank == 0:
+            # before the first byte is read: a run that cleans up must not delete it meanwhile
+            held.enter_context(reading(entry))
+        # each file by one rank: every byte is read once
+        own = files_of_reader(files, rank, world_size)
+        verify_files(entry, own, num_threads_of(machines, rank, os.cpu_count() or 1))
+    except (DataError, MachineError) as error:
+        fault = str(error)
+    faults: list[str | None] = [None] * world_size
+    dist.all_gather_object(faults, fault)
+    first = next((each for each in faults if each is not None), None)  # the lowest rank's, on all ranks the same
+    if first is None and rank == 0:
+        size = sum(facts.size_bytes for facts in files.values())
+        seconds = time.monotonic() - began
+        old = "" if entry.manifest.is_sealed else "; its manifest, of version 0.1.0, has no checksum of itself"
+        tell(f"verified {entry.path}: {len(files)} files, {size / 1e9:.3g} GB in {seconds:.1f} s{old}")
+    return first

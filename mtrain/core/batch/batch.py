@@ -1,0 +1,171 @@
+"""What the loader hands to the training step.
+
+The fields of a batch are listed here and nowhere else: what all of them go through (to a device, cut for context
+parallelism, packed for a broadcast) goes through `Microbatch.tensors`, `Microbatch.of` or `Microbatch.map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from mtrain.config.extras import ROUTED_EXPERTS
+from mtrain.core.loss.preference.member import GroupMember
+
+FieldPath = tuple[str, ...]
+"""Path of a tensor in a batch: a field, and inside it the loss term, the extra, or the depth and its field."""
+DOCUMENT_STARTS: FieldPath = ("document_starts",)
+ROUTES: FieldPath = (ROUTED_EXPERTS,)
+_ALONE = (
+    "tokens",
+    "labels",
+    "positions",
+    "document_starts",
+    "sequence_ids",
+    "is_padding",
+    "sources",
+    "routed_experts",
+)
+_OF_DEPTH = ("tokens", "labels", "is_padding")
+_COUNTS = ("num_padding_tokens", "num_loss_tokens", "num_pairs", "num_window_pairs", "num_output_rows", "members")
+
+
+@dataclass(frozen=True)
+class MtpTargets:
+    """Inputs and labels of one depth of multi-token prediction."""
+
+    tokens: Tensor
+    """[batch, seq] int64: the token `depth` positions further in the document; 0 where there is none."""
+    labels: Tensor
+    """[batch, seq] int64: the token after it; 0 where there is none."""
+    is_padding: Tensor | None
+    """[batch, seq] bool: positions without a token `depth` positions further; routers of experts do not count them.
+    None where no router needs it."""
+
+
+@dataclass(frozen=True)
+class PlacedMember:
+    """Identity of one sequence of a microbatch."""
+
+    slot: int
+    """Position of the sample in the global batch."""
+    member: GroupMember | None
+    """Part of the sample in a group; None where it is in no group."""
+    length: float
+    """Sum of its token weights."""
+    weight: float
+    """Weight of the whole sample."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Samples of one forward pass: full rows, before they are cut for context parallelism."""
+
+    tokens: Tensor
+    """[batch, seq] int64: token ids."""
+    labels: Tensor
+    """[batch, seq] int64, already shifted: the token to predict at each position; 0 where there is none."""
+    positions: Tensor
+    """[batch, seq] int64: position inside the document, for the rotary embedding."""
+    weights: dict[str, Tensor]
+    """Loss term -> [batch, seq] float32: factor of each token's loss."""
+    denominator_weights: dict[str, Tensor]
+    """Loss term -> [batch, seq] float64: each token's share of the term's denominator."""
+    document_starts: Tensor | None
+    """[batch, seq] int32, on the CPU: index in the row of the first token of the token's own document; attention does
+    not reach below it. None: each row is one document (causal attention over the row)."""
+    is_padding: Tensor | None
+    """[batch, seq] bool: positions that hold no text, whatever the loss mask says of the others; routers of experts do
+    not count them. None where no router needs it."""
+    sequence_ids: Tensor | None = None
+    """[batch, seq] int64: the sequence (sample) of each position, counted from 0 in the microbatch; padding belongs to
+    the one before it. None: each row is one sequence."""
+    sources: Tensor | None = None
+    """[batch, seq] int64: the number in data.train of the source of each position; -1 where it is not known. None where
+    losses are not reported by source."""
+    mtp: tuple[MtpTargets, ...] = ()
+    """Inputs and labels of the depths of multi-token prediction, the first depth first; empty without it."""
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> [batch, seq] float32: values that loss functions read in addition to the weights, aligned with the
+    labels; 0 at padding."""
+    routed_experts: Tensor | None = None
+    """[batch, seq, layers, top_k] int32: experts that routers take in place of their own choice; -1 where they choose,
+    as at padding. None: they choose everywhere."""
+    num_sequences: int = 0
+    """Number of sequences in `sequence_ids`; the number of rows where `sequence_ids` is None."""
+    num_padding_tokens: int = 0
+    """Positions that hold no text, as the loader counts them; ranks that receive their rows have 0."""
+    num_loss_tokens: int = 0
+    """Positions that the main term counts; 0 on ranks that receive their rows."""
+    num_pairs: int = 0
+    """Pairs (query, key) of text that attend to each other in layers without a window; 0 on ranks that receive their
+    rows."""
+    num_window_pairs: int = 0
+    """Pairs (query, key) of text that attend to each other in layers with a window; 0 on ranks that receive their
+    rows."""
+    num_output_rows: int = 0
+    """Positions whose logits at least one term counts, plus those of the depths of multi-token prediction; 0 on ranks
+    that receive their rows."""
+    members: tuple[PlacedMember | None, ...] = ()
+    """Identity of each sequence, None for a row without a sample; empty on ranks that receive their rows."""
+
+    def tensors(self) -> dict[FieldPath, Tensor]:
+        """Returns every tensor that the batch has, by its field."""
+        found: dict[FieldPath, Tensor | None] = {(name,): getattr(self, name) for name in _ALONE}
+        found |= {("weights", term): weights for term, weights in self.weights.items()}
+        found |= {("denominator_weights", term): weights for term, weights in self.denominator_weights.items()}
+        found |= {("extras", name): extra for name, extra in self.extras.items()}
+        for depth, targets in enumerate(self.mtp):
+            found |= {("mtp", str(depth), name): getattr(targets, name) for name in _OF_DEPTH}
+        return {path: tensor for path, tensor in found.items() if tensor is not None}
+
+    @classmethod
+    def of(cls, tensors: Mapping[FieldPath, Tensor], num_sequences: int | None = None) -> Microbatch:
+        """Builds a batch from such tensors as `tensors` returns; positions are not counted.
+
+        Args:
+            tensors: Tensors by field.
+            num_sequences: Number of sequences in the batch. None takes it from sequence_ids, for which the host waits,
+                or counts the rows where there are none.
+        """
+        num_depths = sum(path[0] == "mtp" and path[2] == "tokens" for path in tensors)
+        ids = tensors.get(("sequence_ids",))
+        if num_sequences is None:
+            num_sequences = len(tensors["tokens",]) if ids is None else int(ids.max()) + 1
+        depths = [[("mtp", str(depth), name) for name in _OF_DEPTH] for depth in range(num_depths)]
+        return cls(
+            # one-element paths are tuples too, hence the comma
+            tokens=tensors["tokens",],
+            labels=tensors["labels",],
+            positions=tensors["positions",],
+            weights={path[1]: tensor for path, tensor in tensors.items() if path[0] == "weights"},
+            denominator_weights={path[1]: each for path, each in tensors.items() if path[0] == "denominator_weights"},
+            document_starts=tensors.get(DOCUMENT_STARTS),
+            is_padding=tensors.get(("is_padding",)),
+            sequence_ids=ids,
+            sources=tensors.get(("sources",)),
+            mtp=tuple(MtpTargets(tensors[tokens], tensors[labels], tensors.get(pad)) for tokens, labels, pad in depths),
+            extras={path[1]: extra for path, extra in tensors.items() if path[0] == "extras"},
+            routed_experts=tensors.get(ROUTES),
+            num_sequences=num_sequences,
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
+        """Applies `change` to every tensor but `document_starts`, which stays whole and on the CPU."""
+        changed = {path: each if path == DOCUMENT_STARTS else change(each) for path, each in self.tensors().items()}
+        return self._with(changed)
+
+    def with_vocabulary(self, size: int) -> Microbatch:
+        """Takes token ids and labels modulo `size`, for a model of a smaller vocabulary."""
+
+        def folded(path: FieldPath, rows: Tensor) -> Tensor:
+            name = path[2] if path[0] == "mtp" else path[0]
+            return rows % size if name in ("tokens", "labels") else rows
+
+        return self._with({path: folded(path, rows) for path, rows in self.tensors().items()})
+
+    def _with(self, tensors: Mapping[FieldPath, Tensor]) -> Microbatch:
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return replace(Microbatch.of(tensors, self.num_sequences), **counts)

@@ -1,0 +1,287 @@
+"""Sequences that a user's program hands over, with what their tokens count, and how they become samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import DataError, NumericError
+from mtrain.config import Config
+from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured, column
+from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.output import HeadOutput
+from mtrain.core.batch.numbers import TOP_K_IDS, TOP_K_LOGPROBS, real_numbers, token_ids, top_k_fault, whole_number
+from mtrain.core.batch.routes import Routes, checked_routes, unknown_routes
+from mtrain.core.batch.sample import Sample, shifted
+from mtrain.core.loss.preference.member import ROLES, GroupMember
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence for the loss: a text, a question with its answer, a rollout."""
+
+    input_ids: Sequence[int] | NDArray[np.integer[Any]]
+    """Token ids, at least one and at most data.seq_length + 1: every token but the last is read, every token but the
+    first is predicted. Whole numbers (also of numpy, or a tensor of integers); floats and booleans are refused."""
+    weights: Sequence[float] | None = None
+    """What predicting each token counts, one a token, at least 0; 0 for a prompt; of a mask, True counts 1. The first
+    is not used, as nothing comes before it. None: every token counts 1."""
+    weight: float = 1.0
+    """What the whole sequence counts, at least 0."""
+    extras: Mapping[str, Sequence[Sequence[float]] | Sequence[float] | NDArray[np.float32] | float] = field(
+        default_factory=dict
+    )
+    """Values that a loss function reads in addition to the weights, by name, such as advantages: finite numbers,
+    float32 precision. One for the whole sequence; or one a token, of which the first is not used; or one a predicted
+    token, as `Engine.forward` gives log-probabilities. A sequence (also a tensor) of one number a token has
+    len(input_ids) of them, one of predicted tokens one less. [tokens, k] are k numbers a token, as the teacher's
+    log-probabilities of `topk_distillation`. Names that no loss function needs are checked and left out."""
+    temperature: float | None = None
+    """Temperature at which the sequence was sampled, above 0: `ppo`, `gspo`, `cispo`, `kl` and `entropy` divide the
+    logits by it, as `Engine.forward` does. None: 1. Other losses take no notice of it."""
+    routed_experts: Any = None
+    """Experts of each token that is read, which routers take in place of their own choice in every pass, [tokens,
+    layers, k] integers (lists, an array or a tensor): len(input_ids) - 1 rows, as vLLM, SGLang and `Engine.generate`
+    return them, or len(input_ids), of which the last is not used; all layers of the model, of which dense ones are not
+    looked at; -1 for all k where the router chooses. None: it chooses everywhere."""
+    member: GroupMember | None = None
+    """Part of the sequence in a group, for losses that compare whole sequences such as dpo; None outside of a group."""
+    label: float | None = None
+    """The class of the sequence, a whole number, where `model.num_labels` is above 1; the number that a regression aims
+    at. A model with a head, also of one label, judges the sequence by its last token: it has at most data.seq_length
+    tokens, and no weights."""
+
+
+def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = ()) -> Sample:
+    """Checks a datum and turns it into a sample.
+
+    Args:
+        datum: Sequence that the user gave.
+        name: Name of the datum in messages, such as "sample 3".
+        config: Configuration that gives the positions of a sample and the size of the vocabulary.
+        needed: Names of the extras that the loss functions read.
+
+    Raises:
+        ConfigError: The datum has routed experts, and the model cannot replay them.
+        DataError: The datum is empty, too long, has ids beyond the vocabulary, or has impossible weights, extras or
+            routed experts.
+        NumericError: An extra is not finite.
+    """
+    if not isinstance(datum.extras, Mapping):
+        raise _fault(f"{name} has extras of type {type(datum.extras).__name__}, but they must be a mapping by name")
+    length, size, head = config.data.seq_length, config.model.vocab_size, config.model.head
+    most = length + 1 if head is None else length  # a label takes the place of the token that is only predicted
+    ids = _ids(datum.input_ids, name, size)
+    if not 1 <= len(ids) <= most:
+        raise _fault(
+            f"{name} has input_ids of shape {[len(ids)]}, but needs one row of 1 to {most} tokens (data.seq_length="
+            f"{length}{', and one that is only predicted' if head is None else ''}); cut it, or raise data.seq_length"
+        )
+    datum = replace(datum, input_ids=ids, weight=_number(datum.weight, f"{name}: weight"))
+    if head is not None:
+        is_number = LABEL in needed or config.loss.function in NUMBER_LOSSES
+        datum = _numbered(datum, name) if is_number else _judged(datum, name, head)
+        ids = np.asarray(datum.input_ids)
+    elif datum.label is not None:
+        raise _fault(f"{name} has label={datum.label}, but the model has no head; set model.num_labels, or remove it")
+    weights = np.ones(len(ids)) if datum.weights is None else _numbers(datum.weights, f"{name}: weights")
+    if weights.shape != ids.shape:
+        raise _fault(
+            f"{name} has {len(ids)} input_ids, but weights of shape {list(weights.shape)}; give one weight per token"
+        )
+    weights = weights.astype(np.float64)
+    if not (np.isfinite(weights).all() and weights.min() >= 0 and math.isfinite(datum.weight) and datum.weight >= 0):
+        raise _fault(f"{name} has a weight that is negative or not finite; weights must be finite and at least 0")
+    if TEMPERATURE in datum.extras:
+        raise _fault(f"{name} has an extra {TEMPERATURE!r}; give it as Datum.temperature, one number per sequence")
+    if datum.temperature is not None:
+        check_temperature(_number(datum.temperature, f"{name}: temperature"), f"{name}: temperature")
+    if TEMPERATURE in needed:
+        given = 1.0 if datum.temperature is None else float(datum.temperature)
+        datum = replace(datum, extras={**datum.extras, TEMPERATURE: given})
+    if ROUTED_EXPERTS in datum.extras:
+        raise _fault(f"{name} has an extra {ROUTED_EXPERTS!r}; give it as Datum.routed_experts")
+    routes = _routes(datum, len(ids), name, config.model)
+    # position t predicts token t + 1, so the weight of the first token has no position
+    extras = _extras(datum, len(ids), name, [extra for extra in needed if extra != ROUTED_EXPERTS])
+    _check_top_k(extras, weights[1:] > 0, size, name)
+    sample = shifted(ids, weights[1:], datum.weight, extras=extras)
+    if routes is not None:
+        # a sequence of one token reads none, and takes one position of padding
+        sample = replace(sample, routed_experts=routes if len(routes) else unknown_routes(sample.width, config.model))
+    return sample if datum.member is None else sample.as_member(_checked_member(datum.member, name))
+
+
+def have_routes(batch: Sequence[Datum]) -> bool:
+    """Says whether a sample names the experts of its tokens."""
+    return any(datum.routed_experts is not None for datum in batch)
+
+
+def check_temperature(given: float, name: str) -> None:
+    """Refuses a number that no logits can be divided by.
+
+    Raises:
+        DataError: The number is not finite or not above 0, in float32.
+    """
+    # as float32, in which it travels: what is 0 there would be taken for padding, at temperature 1
+    with np.errstate(over="ignore", under="ignore"):
+        divisor = np.float32(given)
+    if not (np.isfinite(divisor) and divisor > 0):
+        raise _fault(
+            f"{name} is {given}, but must be a finite number above 0 (in float32): at 0 a sampler takes the likeliest "
+            "token, which has no log-probability to compare; give the temperature that the loss is to be taken at, "
+            "such as 1"
+        )
+
+
+def _routes(datum: Datum, num_tokens: int, name: str, model: ModelSection) -> Routes | None:
+    if datum.routed_experts is None:
+        return None
+    try:
+        return checked_routes(datum.routed_experts, num_tokens, model, name)
+    except ValueError as fault:
+        raise _fault(str(fault)) from None
+
+
+def _ids(given: object, name: str, vocab_size: int) -> NDArray[np.int64]:
+    try:
+        return token_ids(given, f"{name}: input_ids", vocab_size)
+    except ValueError as fault:
+        raise _fault(f"{fault} (model.vocab_size={vocab_size}); use the model's own tokenizer") from None
+
+
+def _numbers(given: object, name: str) -> NDArray[Any]:
+    try:
+        return real_numbers(given, name)
+    except ValueError as fault:
+        raise _fault(str(fault)) from None
+
+
+def _number(given: object, name: str) -> float:
+    values = _numbers(given, name)
+    if values.ndim:
+        raise _fault(f"{name} has the shape {list(values.shape)}, but must be one number")
+    return float(values)
+
+
+def _checked_member(member: GroupMember, name: str) -> GroupMember:
+    if not isinstance(member, GroupMember):
+        raise _fault(f"{name} has a member of type {type(member).__name__}, but it must be a GroupMember")
+    group = whole_number(member.group)
+    if group is None or group < 0:
+        raise _fault(f"{name}: member.group is {member.group!r}, but must be a whole number of at least 0")
+    if member.role not in ROLES:
+        raise _fault(f"{name}: member.role is {member.role!r}, but must be one of {', '.join(ROLES)}")
+    margin = _number(member.margin, f"{name}: member.margin")
+    reference = None if member.reference is None else _number(member.reference, f"{name}: member.reference")
+    return replace(member, group=group, margin=margin, reference=reference)
+
+
+def _judged(datum: Datum, name: str, head: HeadOutput) -> Datum:
+    """Appends the label to the sequence, in the place of the token that would be predicted there."""
+    label = datum.label
+    if head.rows == 1 and label is not None:
+        raise _fault(f"{name} has label={label}, but a head of one label has no classes; remove it")
+    number = 0 if head.rows == 1 else whole_number(label)
+    if number is None or not 0 <= number < head.rows:
+        raise _fault(
+            f"{name} has label={label}, but needs the number of a class, 0 to {head.rows - 1} ({head}); give "
+            "Datum.label"
+        )
+    return _with_last(datum, number, name)
+
+
+def _numbered(datum: Datum, name: str) -> Datum:
+    """Gives the sequence the number of its regression as an extra."""
+    if datum.label is None or isinstance(datum.label, bool):
+        raise _fault(f"{name} has label={datum.label}, but a regression needs a number; give Datum.label")
+    label = _number(datum.label, f"{name}: label")
+    return replace(_with_last(datum, 0, name), extras={**datum.extras, LABEL: label})
+
+
+def _with_last(datum: Datum, last: int, name: str) -> Datum:
+    if datum.weights is not None:
+        raise _fault(f"{name} has weights of tokens, but a head judges it whole; remove them, or give Datum.weight")
+    ids = [*datum.input_ids, last]
+    return replace(datum, input_ids=ids, weights=[*[0.0] * (len(ids) - 1), 1.0])
+
+
+def _extras(datum: Datum, num_tokens: int, name: str, needed: Sequence[str]) -> dict[str, NDArray[np.float32] | float]:
+    """Returns the checked extras, each with one number a predicted token or one for the whole sequence."""
+    found: dict[str, NDArray[np.float32] | float] = {}
+    for extra, values in datum.extras.items():
+        found |= _columns(_checked_extra(values, num_tokens, extra, name), extra)
+    wanted = as_configured(needed)
+    missing = [extra for extra, columns in wanted.items() if not {*columns} <= {*found}]
+    if missing:
+        given = ", ".join(as_configured(found))
+        raise _fault(
+            f"{name} has {'the extras ' + given if given else 'no extras'}, but the loss "
+            f"functions need {', '.join(wanted)}; give {', '.join(missing)} in Datum.extras"
+        )
+    return found
+
+
+def _columns(values: NDArray[np.float32] | float, extra: str) -> dict[str, NDArray[np.float32] | float]:
+    """Splits an extra of several numbers a token into columns: each [num_tokens - 1], or one number for the whole
+    sequence."""
+    if isinstance(values, float) or values.ndim == 1:
+        return {extra: values}
+    return {column(extra, number): values[:, number] for number in range(values.shape[1])}
+
+
+def _check_top_k(
+    extras: Mapping[str, NDArray[np.float32] | float], is_counted: NDArray[np.bool_], vocab_size: int, name: str
+) -> None:
+    of_tokens = {
+        extra: values
+        for extra, values in extras.items()
+        if extra.startswith((f"{TOP_K_IDS}[", f"{TOP_K_LOGPROBS}[")) and not isinstance(values, float)
+    }
+    if of_tokens:
+        fault = top_k_fault(np.stack([*of_tokens.values()], axis=1), [*of_tokens], is_counted, vocab_size)
+        if fault is not None:
+            raise _fault(f"{name} has, at predicted token {fault.row}, {fault.why}")
+
+
+def _checked_extra(
+    given: Sequence[Sequence[float]] | Sequence[float] | NDArray[np.float32] | float,
+    num_tokens: int,
+    extra: str,
+    name: str,
+) -> NDArray[np.float32] | float:
+    """Checks one extra; returns it as [num_tokens - 1], [num_tokens - 1, k], or one number."""
+    # a number that float32 cannot hold becomes inf, and is refused as such below
+    with np.errstate(over="ignore"):
+        values = _numbers(given, f"{name}: extra {extra!r}").astype(np.float32)
+    is_row_a_token = values.ndim in (1, 2) and len(values) in (num_tokens, num_tokens - 1)
+    if values.ndim and not is_row_a_token:
+        raise _fault(
+            f"{name} has {num_tokens} input_ids, but an extra {extra!r} of shape {list(values.shape)}; give one number "
+            f"per token ({num_tokens}), one per predicted token ({num_tokens - 1}), or one for the whole sequence"
+        )
+    if not np.isfinite(values).all():
+        place = tuple(int(each) for each in np.argwhere(~np.isfinite(values))[0])
+        where = f" at place {', '.join(map(str, place))}" if place else ""
+        raise NumericError(
+            f"{name} has an extra {extra!r} that is {values[place]}{where}; every number of it must be "
+            "finite in float32, also where the weight is 0: look at what has made it, and write 0 where there is none"
+        )
+    if not values.ndim:
+        return float(values)
+    # position t predicts token t + 1
+    return values[1:] if len(values) == num_tokens else values
+
+
+def _fault(message: str) -> DataError:
+    """Builds the error of a batch that is the same on all ranks."""
+    error = DataError(message)
+    # every rank has seen the same samples, so all raise it: no collective has to spread it
+    error.on_every_rank = True
+    return error

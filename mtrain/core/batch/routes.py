@@ -1,0 +1,174 @@
+"""Experts that a rollout chose, which routers take in place of their own choice.
+
+They have the form that vLLM and SGLang return: [tokens, layers, top_k] integers, a row for each token that was read
+(the last token of a rollout never is), and every layer of the model, of which dense ones are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain.base.errors import ConfigError
+from mtrain.config.extras import ROUTED_EXPERTS
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.core.batch.numbers import listed
+
+Routes = NDArray[np.int32]
+"""[tokens, layers, top_k]: the experts of each token and layer; -1 where the router chooses."""
+_TOKENS_AT_A_TIME = 2**12
+"""Tokens that are checked together; a cache may be larger than memory."""
+MAKERS = "vLLM (enable_return_routed_experts), SGLang (return_routed_experts) and Engine.generate make them so"
+
+
+def routes_shape(model: ModelSection) -> tuple[int, ...]:
+    """Returns [layers, top_k] of routed experts, dense layers included; empty for a model without experts."""
+    return () if model.experts is None else (model.num_layers, model.experts.top_k)
+
+
+def unknown_routes(num_tokens: int, model: ModelSection) -> Routes:
+    """Returns the routes of tokens whose experts nobody has named."""
+    return np.full((num_tokens, *routes_shape(model)), -1, np.int32)
+
+
+def checked_routes(given: Any, num_tokens: int, model: ModelSection, name: str) -> Routes:
+    """Checks the experts of a sequence; returns those of the tokens that are read, [num_tokens - 1, layers, top_k].
+
+    Args:
+        given: Lists, an array or a tensor.
+        num_tokens: Number of tokens of the sequence, the last of which is only predicted.
+        model: Architecture with the experts.
+        name: Name of the sequence in messages, such as "sample 3".
+
+    Raises:
+        ConfigError: The model cannot replay a choice.
+        ValueError: The value is no choice of this model's experts.
+    """
+    replaying(model, f"{name} has {ROUTED_EXPERTS}")
+    values, width = shaped_routes(given, num_tokens, routes_shape(model), name), math.prod(routes_shape(model))
+    fault = route_fault(values.reshape(-1, width), range(width), model)
+    if fault is not None:
+        raise ValueError(f"{name}: {ROUTED_EXPERTS} of token {fault.token} {fault.why}")
+    found = unknown_routes(num_tokens - 1, model)
+    layers = _layers_with_experts(model)
+    # what stands in a dense layer means nothing: vLLM writes 0
+    found[:, layers] = values[:, layers]
+    return found
+
+
+def shaped_routes(given: Any, num_tokens: int, shape: tuple[int, ...], name: str) -> NDArray[Any]:
+    """Checks that there are integers of each token that is read; returns these, [num_tokens - 1, layers, top_k].
+
+    Args:
+        given: Lists, an array or a tensor.
+        num_tokens: Number of tokens of the sequence, the last of which is only predicted.
+        shape: [layers, top_k].
+        name: Name of the sequence in messages.
+
+    Raises:
+        ValueError: The value has another shape, or other numbers.
+    """
+    values = _integers(given, f"{name}: {ROUTED_EXPERTS}")
+    if values.size == 0 and num_tokens == 1:
+        return np.empty((0, *shape), np.int32)
+    if values.shape not in ((num_tokens - 1, *shape), (num_tokens, *shape)):
+        raise ValueError(
+            f"{name} has {num_tokens} tokens, but {ROUTED_EXPERTS} of shape {list(values.shape)}; give [tokens, "
+            f"layers, k] = [{num_tokens - 1}, {shape[0]}, {shape[1]}]: one row for each token but the last (or for "
+            f"each: the last is not used), all layers of the model, dense ones too (model.num_layers), and "
+            f"model.experts.top_k; {MAKERS}"
+        )
+    return values[: num_tokens - 1]
+
+
+class RouteFault(NamedTuple):
+    """The first token whose experts the model does not have."""
+
+    token: int
+    why: str
+
+
+def route_fault(numbers: NDArray[Any], places: Sequence[int], model: ModelSection) -> RouteFault | None:
+    """Says what is wrong with numbers as experts of a model; returns None where nothing is.
+
+    Args:
+        numbers: [tokens, columns].
+        places: Columns of the experts of a token, by layer.
+        model: Architecture with the experts.
+    """
+    assert model.experts is not None, "routes are of a model with experts"
+    layers = _layers_with_experts(model)
+    for start in range(0, len(numbers), _TOKENS_AT_A_TIME):
+        part = numbers[start : start + _TOKENS_AT_A_TIME, places].reshape(-1, *routes_shape(model))
+        for is_bad, why in _faults(part, layers, model.experts):
+            if is_bad.any():
+                token, layer = map(int, np.argwhere(is_bad)[0])
+                named = part[token, layer].astype(int).tolist()
+                return RouteFault(start + token, f"in layer {layer} are {named}, but {why}")
+    return None
+
+
+def _layers_with_experts(model: ModelSection) -> NDArray[np.bool_]:
+    return np.array([model.has_experts(layer) for layer in range(model.num_layers)])
+
+
+def replaying(model: ModelSection, what: str) -> ExpertsSection:
+    """Returns the experts of a model that can take a choice from outside, and report its own.
+
+    Args:
+        model: Architecture with the experts.
+        what: What needs it, the beginning of the message.
+
+    Raises:
+        ConfigError: The model has no experts, or drops tokens.
+    """
+    if model.experts is None:
+        raise ConfigError(f"{what}, but the model has no experts (model.experts); leave them out")
+    if model.experts.capacity_factor is not None:
+        raise ConfigError(
+            f"{what}, but model.experts.capacity_factor={model.experts.capacity_factor} drops tokens, so that a choice "
+            "cannot be replayed; set capacity_factor=null, or leave them out"
+        )
+    return model.experts
+
+
+def _integers(given: Any, name: str) -> NDArray[Any]:
+    if isinstance(given, np.ma.MaskedArray):
+        given = listed(given, name)  # an array of numbers would lose the mask
+    try:
+        # a tensor may be on a GPU; `listed` says what torch cannot read
+        values = np.asarray(given.detach().cpu() if hasattr(given, "detach") else given)
+    except RuntimeError:
+        values = np.asarray(listed(given, name))
+    except (TypeError, ValueError) as fault:
+        raise ValueError(f"{name} is not made of rows of equal lengths ({fault}); {MAKERS}") from None
+    if values.dtype.kind not in "iu" and values.size:
+        raise ValueError(f"{name} are of dtype {values.dtype}, but must be integers, the numbers of experts; {MAKERS}")
+    return values
+
+
+def _faults(
+    values: NDArray[Any], layers: NDArray[np.bool_], section: ExpertsSection
+) -> Iterator[tuple[NDArray[np.bool_], str]]:
+    """Yields [tokens, layers] bool where something is wrong, and what."""
+    num = section.num_experts
+    yield (
+        ((values < -1) | (values >= num)).any(-1) & layers,
+        f"must be numbers from 0 to {num - 1} (model.experts.num_experts={num}), or all -1 where the router chooses; "
+        "give the rollout of this model",
+    )
+    is_unknown = values == -1
+    yield (
+        is_unknown.any(-1) & ~is_unknown.all(-1) & layers,
+        f"must be {section.top_k} experts, or all -1 where the router chooses; give the rollout of this model",
+    )
+    ordered = np.sort(values, axis=-1)
+    yield (
+        (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~is_unknown.any(-1) & layers,
+        "must be different experts; give the rollout of this model",
+    )

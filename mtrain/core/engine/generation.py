@@ -1,0 +1,194 @@
+"""Single rows through the stages, with a cache of keys and values: the passes of generation.
+
+megatron-core's schedules exchange microbatches of one shape for a whole step; here each pass has its own number of
+tokens and the next one depends on the output of the last stage. megatron-core's inference contexts are not used: the
+static one keeps one length for all sequences of a batch, and the dynamic one needs kernels that CPUs lack (ADR 44).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.layers.attention.cache import CachedPass, Remembering, remembering
+from mtrain.core.layers.build import run_chunk, unwrap
+from mtrain.core.layers.compiled import as_written
+from mtrain.core.layers.output_layer import Logits, softcapped
+from mtrain.core.ranks.groups import Groups
+
+
+@dataclass(frozen=True)
+class PassTokens:
+    """Tokens of one sequence that a pass reads; the logits after the last of them are wanted."""
+
+    sequence: int
+    """Place of the sequence in the cache."""
+    start: int
+    """Position of the first token: 0 for a prompt."""
+    tokens: Sequence[int]
+
+
+class CachedModel:
+    """The stages of this rank, whose data-parallel and context-parallel replica runs independently of all others.
+
+    Experts are the exception: where they lie on ranks of several replicas, all replicas run equally many passes.
+    """
+
+    def __init__(self, config: Config, groups: Groups, chunks: Sequence[Any], reading: CachedPass) -> None:
+        self._config, self._groups, self._chunks, self._reading = config, groups, chunks, reading
+        self._pipeline = dist.get_process_group_ranks(groups.collection.pp)
+        translated = get_model_config(chunks[0])
+        self._dtype = translated.pipeline_dtype or translated.params_dtype
+        # a row is divided among tensor-parallel ranks under sequence parallelism
+        self._multiple = groups.layout.tp if translated.sequence_parallel else 1
+
+    @torch.no_grad()
+    def next_logits(self, pieces: Sequence[PassTokens], of_prompts: bool) -> Tensor | None:
+        """Computes the logits after the last token of each piece.
+
+        Collective over the replica: point-to-point between stages and an all-gather of the logits over TP, in addition
+        to the collectives of the layers.
+
+        Args:
+            pieces: Whole prompts, or one token each; may be empty where other replicas need this one's experts.
+            of_prompts: Whether the pieces are prompts.
+
+        Returns:
+            [pieces, vocab_size] float32 on the last stage, the same on all its ranks; None on the others.
+        """
+        batch, ends = self._row(pieces, of_prompts)
+        output = self._through_stages(batch)
+        if output is None:
+            return None
+        hidden, weight = output.main.operands()
+        wanted = hidden[:, 0].index_select(0, torch.tensor(ends, dtype=torch.int64, device=hidden.device))
+        local = softcapped(torch.matmul(wanted, weight.t()).float(), output.main.softcap)
+        parts = [torch.empty_like(local) for _ in range(self._groups.layout.tp)]
+        if len(parts) > 1:
+            dist.all_gather(parts, local.contiguous(), group=self._groups.tp)
+        else:
+            parts = [local]
+        # padding of the table follows the vocabulary and is never sampled
+        return torch.cat(parts, dim=-1)[:, : self._config.model.vocab_size]
+
+    def from_last_stage(self, values: Tensor) -> None:
+        """Fills `values` on all stages of this replica with those of the last one. One broadcast over PP."""
+        if self._groups.layout.pp > 1:
+            dist.broadcast(values, self._pipeline[-1], group=self._groups.collection.pp)
+
+    def _row(self, pieces: Sequence[PassTokens], of_prompts: bool) -> tuple[Microbatch, list[int]]:
+        """Joins all pieces in one row, padded to the needed multiple; returns it with each piece's last position."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        for piece in pieces:
+            starts += [len(tokens)] * len(piece.tokens)
+            positions += range(piece.start, piece.start + len(piece.tokens))
+            sequences += [piece.sequence] * len(piece.tokens)
+            tokens += piece.tokens
+            ends.append(len(tokens) - 1)
+        # never empty, since experts and stages need a row
+        missing = -len(tokens) % self._multiple if tokens else self._multiple
+        starts += [len(tokens)] * missing
+        tokens, positions = tokens + [0] * missing, positions + [0] * missing
+        sequences += [self._reading.filler] * missing
+        self._reading.read(sequences, positions, of_prompts)
+        row = torch.tensor([tokens], dtype=torch.int64, device=self._groups.device)
+        places = torch.tensor([positions], dtype=torch.int64, device=self._groups.device)
+        documents = torch.tensor([starts], dtype=torch.int32) if of_prompts else None
+        return Microbatch(row, row, places, {}, {}, documents, None), ends
+
+    def _through_stages(self, batch: Microbatch) -> Logits | None:
+        """Runs the row through the stages; returns logits on the last stage, None on other ranks."""
+        layout, hidden = self._groups.layout, None
+        for stage in range(layout.num_stages):
+            if stage % layout.pp != self._groups.pp_rank:
+                continue
+            chunk = self._chunks[stage // layout.pp]
+            if stage > 0:
+                unwrap(chunk).set_input_tensor([self._received(stage, hidden, batch.tokens.shape[1])])
+            with as_written():
+                output = run_chunk(chunk, batch)
+            if isinstance(output, Logits):
+                return output
+            hidden = output
+            if layout.pp > 1:
+                dist.send(hidden.contiguous(), self._pipeline[(stage + 1) % layout.pp], self._groups.collection.pp)
+        return None
+
+    def _received(self, stage: int, own: Tensor | None, num_tokens: int) -> Tensor:
+        """Returns [tokens_local, 1, hidden] of the stage before."""
+        layout = self._groups.layout
+        if layout.pp == 1:
+            assert own is not None
+            return own
+        shape = (num_tokens // self._multiple, 1, self._config.model.hidden_size)
+        hidden = torch.empty(shape, dtype=self._dtype, device=self._groups.device)
+        dist.recv(hidden, self._pipeline[(stage - 1) % layout.pp], self._groups.collection.pp)
+        return hidden
+
+
+@contextlib.contextmanager
+def cached_model(
+    config: Config, groups: Groups, chunks: Sequence[Any], num_sequences: int, length: int
+) -> Iterator[CachedModel]:
+    """Yields the model without dropout and with caches, which are freed at the end.
+
+    Args:
+        config: Configuration of the model.
+        groups: The process groups.
+        chunks: This rank's model chunks, their parameters complete; left as they were.
+        num_sequences: Largest number of sequences at a time.
+        length: Length of the longest sequence, prompt and answer.
+
+    Raises:
+        ConfigError: A layer cannot continue from a cache.
+    """
+    refuse_uncachable(config.model, chunks)
+    reading = CachedPass(num_sequences, length, groups.device)
+    kept = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Remembering)]
+    was_training = [chunk.training for chunk in chunks]
+    try:
+        for chunk in chunks:
+            chunk.eval()
+        with remembering(kept, reading):
+            yield CachedModel(config, groups, chunks, reading)
+    finally:
+        for chunk, training in zip(chunks, was_training):
+            chunk.train(training)
+
+
+def refuse_uncachable(model: ModelSection, chunks: Sequence[Any]) -> None:
+    """Refuses models that cannot generate, on all ranks alike.
+
+    Raises:
+        ConfigError: Layers of TransformerEngine keep no such cache, and the output of experts with a capacity would
+            depend on which tokens are read together.
+    """
+    if model.head is not None:
+        raise ConfigError(f"{model.head} is a head, which writes no text; generate with the model that it was put on")
+    experts = model.experts
+    if experts is not None and experts.capacity_factor is not None:
+        raise ConfigError(
+            f"model.experts.capacity_factor={experts.capacity_factor} drops tokens by what else is read with them, so "
+            "a text cannot be generated token by token; generate with capacity_factor=null"
+        )
+    # the first layer of a stage stands for all
+    if not any(isinstance(module, Remembering) for chunk in chunks for module in chunk.modules()):
+        raise ConfigError(
+            "model.backend: layers of TransformerEngine keep no keys and values for generation here; set "
+            "model.backend=torch"
+        )

@@ -1,0 +1,278 @@
+"""What routers see in a step: their terms of the objective, and the counts that move the biases of the choice.
+
+A router passes its logits and its choice to its watch in every forward pass. The watch acts only in the passes of a
+training step that autograd records, and of these there is exactly one for each layer and microbatch: where activations
+are recomputed, the first pass is not recorded. So validation, teachers and recomputation need no special case, and as
+the sequences come as an argument, a recomputed pass sees those of its own microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, assert_never
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mtrain.config import Config
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.core.engine.loss_reduction import PairAccumulator, TermTotals
+from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.moe.router import Router
+from mtrain.core.loss import router as losses
+from mtrain.core.ranks.groups import Groups
+
+Factors = Callable[[], Tensor]
+"""() -> [router_terms] float64 on the device: the factor of each term's sum before backward."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step in flight."""
+
+    accumulator: PairAccumulator
+    factors: Factors
+    counts: Tensor
+    """[routers, experts] int64: number of tokens of text that this rank has sent to each expert."""
+    running: Tensor
+    """[routers, experts] int64: choices of all ranks so far; for the balance on running counts."""
+    num_sequences: int
+    """Number of sequences in the microbatch that has most; others count 0 for those that they lack."""
+
+
+class _Weighted(NamedTuple):
+    """One term of one router and microbatch, by token."""
+
+    losses: Tensor
+    """[seq_local, batch]."""
+    weights: Tensor
+    """[seq_local, batch] float64, without a graph."""
+    denominator_weights: Tensor
+    """Contributions of this rank's tokens to the denominator; counts."""
+
+
+class _Load(NamedTuple):
+    """The load of a router's experts in one microbatch."""
+
+    scores: Tensor
+    """[seq_local, batch, experts], normalized."""
+    choices: Tensor
+    """[sequences, experts] int64, over whole sequences."""
+    ids: Tensor
+    """[seq_local, batch] int64: the sequence of each position, 0 where there is no text."""
+
+
+class RouterBalance:
+    """The routers of this rank's chunks, and what they have seen."""
+
+    def __init__(self, config: Config, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
+        """Gives every router its watch.
+
+        Args:
+            config: Configuration with the terms and the rate of the biases.
+            groups: The process groups.
+            chunks: This rank's model chunks.
+        """
+        self.terms = tuple(losses.ROUTER_TERMS[name] for name in config.loss.router.coefficients)
+        self._groups = groups
+        self.routers = [module for chunk in chunks for module in unwrap(chunk).modules() if isinstance(module, Router)]
+        self._rate = 0.0 if config.model.experts is None else config.model.experts.bias_update_rate
+        depths = [model.mtp for model in map(unwrap, chunks) if model.mtp_process]
+        # Depths read fewer tokens than layers: if they counted, per_layer() could not divide by the number of layers.
+        of_depths = {module for depth in depths for module in depth.modules()}
+        self._num_layers = sum(config.model.has_experts(layer) for layer in range(config.model.num_layers))
+        self.counts: Tensor | None = None
+        """[routers, experts] int64: tokens of text that this rank has sent to each expert in the last step."""
+        self.step: _Step | None = None
+        self._watches = [
+            RouterStats(self, index, router.section, groups, router not in of_depths)
+            for index, router in enumerate(self.routers if self.terms or self._rate else [])
+        ]
+        self.watch()
+
+    def watch(self) -> None:
+        """Gives every router its watch, in the place of that of other adapters on the same frozen model."""
+        for router, watch in zip(self.routers, self._watches, strict=False):
+            router.watch = watch
+
+    @contextmanager
+    def watching(self, accumulator: PairAccumulator, factors: Factors, num_sequences: int) -> Iterator[None]:
+        """Watches the routers inside the block, which is one pass of a step.
+
+        Args:
+            accumulator: Receives the pairs of the terms.
+            factors: Called for the first time in the first forward pass.
+            num_sequences: Number of sequences in the microbatch that has most.
+        """
+        shape = (len(self.routers), self.routers[0].section.num_experts if self.routers else 0)
+        # integers: their sums are exact, whatever the order of microbatches and ranks
+        counts, running = torch.zeros(2, *shape, dtype=torch.int64, device=self._groups.device)
+        self.step = _Step(accumulator, factors, counts, running, num_sequences)
+        try:
+            yield
+        finally:
+            self.step = None
+        # a step may run the schedule several times
+        self.counts = counts if self.counts is None else self.counts + counts
+
+    def clear_counts(self) -> None:
+        """Clears the counts when a step begins."""
+        self.counts = None
+
+    def per_layer(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
+        """Divides by one layer's tokens: every router of the model's own layers counts its tokens; numerators are
+        summed over layers, those of multi-token prediction included."""
+        return {
+            term: replace(each, denominator=each.denominator / self._num_layers) if term in self.terms else each
+            for term, each in terms.items()
+        }
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Moves each expert's bias of the choice by the rate, towards an even load in the step just watched.
+
+        Costs one all-reduce of [routers, experts] integers over the ranks of a pipeline stage; none where the biases
+        stay.
+
+        Source: bias += rate x sign(mean count - count), Wang et al. 2024 (arXiv 2408.15664), algorithm 1.
+        """
+        if not self._rate or not self.routers:
+            return
+        assert self.counts is not None, "there was no step"
+        self._sum_loads(self.counts)
+        # in integers: a mean of counts would have to be rounded
+        # Mean minus count, times the number of experts: the sign is the same.
+        signs = (self.counts.sum(1, keepdim=True) - self.counts * self.counts.shape[1]).sign()
+        for router, sign in zip(self.routers, signs, strict=True):
+            assert router.expert_bias is not None  # a rule of the section
+            router.expert_bias.add_(sign, alpha=self._rate)
+        self.counts = None
+
+    def _sum_loads(self, counts: Tensor) -> None:
+        # over TP x CP x DP, which together have routed every token of the batch through these layers, each once
+        _sum_over(self._groups.stage, counts)
+
+
+class RouterStats:
+    """Records what one router does."""
+
+    def __init__(
+        self, balance: RouterBalance, index: int, section: ExpertsSection, groups: Groups, is_counted: bool
+    ) -> None:
+        """
+        Args:
+            balance: Balance of all routers of this rank.
+            index: Index of this router among them.
+            section: Section with score and number of choices.
+            groups: The process groups.
+            is_counted: Whether its tokens count in denominators: a depth of multi-token prediction sees fewer.
+        """
+        self._balance, self._index, self._section, self._is_counted = balance, index, section, is_counted
+        self._counts_sequences = groups.tp_rank == 0 and groups.cp_rank == 0
+        self._sharers, self._replicas = groups.collection.tp_cp, groups.collection.dp
+
+    def logits(self, logits: Tensor, sequence_ids: Tensor | None) -> Tensor:
+        """Adds this router's terms to what is differentiated.
+
+        Costs, where a balance is asked for, one all-reduce of [sequences, experts] integers over the ranks that share
+        them, and for that on running counts another one of [experts] over data-parallel ranks.
+
+        Args:
+            logits: [seq_local, batch, experts].
+            sequence_ids: [seq_local, batch] int64: the sequence of each position in the microbatch, negative where
+                there is no text.
+
+        Returns:
+                The logits, with which the router goes on.
+        """
+        step = self._balance.step
+        if step is None or not self._balance.terms or not torch.is_grad_enabled():
+            return logits
+        assert sequence_ids is not None, "a router does not know what is padding"
+        # The loss mask is not used: a prompt loads its experts as well.
+        weighted = self._weighted(logits, sequence_ids, step)
+        numerators = torch.stack([(each.losses * each.weights.to(logits.dtype)).sum() for each in weighted])
+        shares = torch.stack([each.denominator_weights.sum() * self._is_counted for each in weighted])
+        step.accumulator.add_router(numerators, shares)
+        # The sum enters backward here and not with the loss: most stages have no loss, and hidden states carry none
+        # along.
+        attached: Tensor = _Attached.apply(logits, (numerators * step.factors()).sum())  # type: ignore[no-untyped-call]
+        return attached
+
+    def choice(self, chosen: Tensor, sequence_ids: Tensor | None) -> None:
+        """Counts the tokens of text that go to each expert.
+
+        Args:
+            chosen: [seq_local x batch, experts] bool.
+            sequence_ids: [seq_local, batch] int64, negative where there is no text.
+        """
+        step = self._balance.step
+        if step is not None and torch.is_grad_enabled():
+            assert sequence_ids is not None, "a router does not know what is padding"
+            # before any token is dropped by capacity: the load that the router asked for
+            step.counts[self._index] += (chosen & (sequence_ids >= 0).reshape(-1, 1)).sum(0)
+
+    def _weighted(self, logits: Tensor, sequence_ids: Tensor, step: _Step) -> list[_Weighted]:
+        is_text = sequence_ids >= 0
+        load = self._load(logits, sequence_ids, step) if self._balance.terms != (losses.Z,) else None
+        return [self._term(term, logits, is_text, load, step) for term in self._balance.terms]
+
+    def _load(self, logits: Tensor, sequence_ids: Tensor, step: _Step) -> _Load:
+        scores = losses.normalised_scores(logits, self._section.score, sequence_ids >= 0)
+        choices = losses.choices_by_sequence(scores, self._section.top_k, sequence_ids, step.num_sequences)
+        # TP x CP hold parts of the same sequences; after it all of them see the counts of whole ones
+        _sum_over(self._sharers, choices)
+        return _Load(scores, choices, sequence_ids.clamp(min=0))
+
+    def _term(
+        self, term: losses.RouterTerm, logits: Tensor, is_text: Tensor, load: _Load | None, step: _Step
+    ) -> _Weighted:
+        weights, shares = is_text.double(), is_text
+        if load is None or term == losses.Z:
+            return _Weighted(losses.squared_logsumexp(logits, is_text), weights, is_text)
+        match term:
+            case "router_sequence_balance":
+                # [sequences]: every token of text has made top_k choices
+                num_tokens = load.choices.sum(-1) // self._section.top_k
+                # clamp for sequences of padding alone, whose weights are 0 anyway
+                weights = weights / num_tokens.double().clamp(min=1)[load.ids]
+                choices = load.choices[load.ids]
+                # sequences with text, seen by all ranks that share them and counted by one
+                shares = (num_tokens > 0) & self._counts_sequences
+            case "router_microbatch_balance":
+                choices = load.choices.sum(0)
+            case "router_global_balance":
+                choices = self._so_far(load.choices.sum(0), step)
+            case _:
+                assert_never(term)
+        return _Weighted(losses.balance_losses(load.scores, choices), weights, shares)
+
+    def _so_far(self, choices: Tensor, step: _Step) -> Tensor:
+        """Returns [experts]: choices of all ranks, in this microbatch and those before it."""
+        _sum_over(self._replicas, choices)
+        # a copy: backward reads it after later microbatches have been added
+        return step.running[self._index].add_(choices).clone()
+
+
+def _sum_over(group: dist.ProcessGroup, counts: Tensor) -> None:
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(counts, group=group)
+
+
+class _Attached(torch.autograd.Function):
+    """(values, addend) -> values: differentiates the addend as well, without changing the forward values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, addend: Tensor) -> Tensor:
+        ctx.like = addend.detach()  # for its dtype and device
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        # as if the addend had been added to the loss: factors and fp16's loss scale are in it already
+        return gradient, torch.ones_like(ctx.like)

@@ -1,0 +1,137 @@
+"""The training state that a rank holds, and the slices of it that the rank writes, straight from where they lie.
+
+Weights have replicas, which share the writing. Of a distributed optimizer each rank has a range of elements of each
+parameter, and a range is a few slices, so nothing is gathered first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.base.fault_points import wanted_fault
+from mtrain.core.engine import optimizer_state
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.layers.build import unwrap
+from mtrain.core.layers.layer_spec import global_name
+from mtrain.core.layers.sharded_parameters import (
+    ShardedParameter,
+    checkpoint_parameters,
+    has_own_shard,
+    is_written_here,
+    optimizer_key,
+    run_of,
+    sharded_parameters,
+    shards,
+    whole_of,
+)
+from mtrain.core.ranks import rng
+from mtrain.core.state.finite import NonFinite, described, non_finite
+from mtrain.core.state.shard import Shard
+
+WEIGHTS = "weights"
+"""Kind of the weights as they compute; the optimizer's states have the names of `optimizer_state.STATES`."""
+
+
+class Held(NamedTuple):
+    """A shard of one tensor of the state."""
+
+    kind: str
+    """Kind of the tensor: WEIGHTS, or one of `optimizer_state.STATES`."""
+    name: str
+    """Global name of the parameter."""
+    num_stacked: int
+    """Number of leading axes of the shard that number layers and experts."""
+    shard: Shard
+    """Key in a checkpoint, place and values: a view."""
+
+
+@torch.no_grad()
+def local_state(model: RankModel) -> Iterator[Held]:
+    """Yields all of the state, replicas too, in the order of the model.
+
+    Args:
+        model: Model with its parameters complete; one that was never updated gets zero moments.
+    """
+    modules = [unwrap(chunk) for chunk in model.chunks]
+    places = {place.data: place for place in sharded_parameters(modules, model.groups)}
+    for place in places.values():
+        # views, not copies: parameters are contiguous
+        yield from _held(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
+    for flat_slice, states in optimizer_state.flat_slice_states(model.optimizer.inner):
+        # the optimizer knows parameters as objects; the name comes from their place in the model
+        place = places[flat_slice.parameter]
+        for kind, values in states.items():
+            yield from _held(kind, place, optimizer_key(kind, place.key), values.flatten(), flat_slice[2:4])
+
+
+def _held(kind: str, place: ShardedParameter, key: str, values: Tensor, run: tuple[int, int]) -> Iterator[Held]:
+    first = next(shards(place, place.key, place.data))
+    axes = first.prepend_axis_num
+    for shard in run_of(place, key, values, *run):
+        yield Held(kind, global_name(place.key, shard.at.offset[:axes]), axes, shard)
+
+
+_SPOILED = {"nan": math.nan, "huge": 3e38}
+
+
+@torch.no_grad()
+def local_shards(model: RankModel) -> list[Shard]:
+    """Returns the shards that this rank writes, as views of the live state; no communication.
+
+    Args:
+        model: Model with its parameters complete; one that was never updated gets zero moments.
+    """
+    chunks, optimizer, groups = model.chunks, model.optimizer, model.groups
+    places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
+    # weights are whole on every rank of DP x CP: each writes every n-th one
+    parts = [
+        part for place in places.values() if is_written_here(place) for part in whole_of(place, place.key, place.data)
+    ]
+    for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
+        place = places[flat_slice.parameter]
+        # A distributed optimizer's parts are no copies, so every rank of DP x CP writes its own; one of the copies over
+        # TP is written.
+        if not (has_own_shard(place) if flat_slice.is_sharded else is_written_here(place)):
+            continue
+        for name, values in states.items():
+            key = optimizer_key(name, place.key)
+            parts += run_of(place, key, values.view(-1), flat_slice.start, flat_slice.end)
+    for sharded in rng.sharded(rng.random_states(groups), groups):  # by every rank: no two have the same generators
+        parts += whole_of(sharded, sharded.key, sharded.data)
+    return parts
+
+
+def non_finite_state(model: RankModel) -> str | None:
+    """Says what a checkpoint would hold that is nan or inf, the same on all ranks; None where all is finite.
+
+    Costs one all-gather of short objects.
+
+    Args:
+        model: Model with its parameters complete.
+    """
+    found: list[NonFinite | None] = [None] * dist.get_world_size()
+    # over all ranks: each sees its own shards, and all have to stop or none
+    dist.all_gather_object(found, non_finite(local_shards(model)))
+    return described(found)
+
+
+@torch.no_grad()
+def spoil_point(model: RankModel, step: int) -> None:
+    """Damages a number of the live state if a test asks for it, as broken memory would (base/fault_points.py)."""
+    fault = wanted_fault(model.groups.rank, step)
+    if fault is None or fault.kind not in (*_SPOILED, "flip"):
+        return
+    key, index = fault.phase.split(":")
+    # views of the live state, replicas too
+    parts = (held.shard for held in local_state(model))
+    values = next(part for part in parts if part.key == key).data.view(-1)
+    if fault.kind == "flip":
+        values.view(torch.uint8)[int(index) * values.element_size()] ^= 1  # the lowest bit
+    else:
+        values[int(index)] = _SPOILED[fault.kind]

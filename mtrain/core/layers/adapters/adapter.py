@@ -1,0 +1,185 @@
+"""Parts that all adapters share: a switch, parameter names, and their place in a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from mtrain.core.layers.own_parameters import own_places
+
+LORA_A, LORA_B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
+"""Endings of parameter names: [rank, inputs], [outputs, rank], [outputs]."""
+MODULE = "_adapter"
+"""Suffix that makes the name of an adapter from that of its module; both have the same parent."""
+_OF_TABLE = {f"embedding_{LORA_A}": 0.0, f"embedding_{LORA_B}": 1.0}
+"""Matrix of a table's pair -> standard deviation of its first numbers, as in PEFT: A has a row for each token."""
+
+
+class Adapter(nn.Module):
+    """Trained parameters of a frozen module, next to it in the tree: `linear_qkv_adapter` of `linear_qkv`.
+
+    It is a sibling and not a child, so that the frozen module's own names stay those of a model without adapters. All
+    parameters belong to the adapter itself, not to modules in it: the wait for gathered parameters happens in the call
+    of the module that owns them.
+    """
+
+    is_switched_on = True
+    """False inside `adapters_off`."""
+    is_in_model = True
+    """False while another set of adapters is in the model."""
+    hook: RemovableHandle | None = None
+    """Hook by which the frozen module calls this adapter."""
+
+    def __init__(self, config: TransformerConfig, collection: ProcessGroupCollection) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            collection: Groups of the ranks that hold parts of the frozen module.
+        """
+        super().__init__()
+        self._config, self._tp = config, collection.tp
+        self._divided: dict[str, int] = {}
+        self._padded: set[str] = set()
+        self._halved: set[str] = set()
+
+    @property
+    def is_on(self) -> bool:
+        """Says whether the frozen module adds what the adapter computes."""
+        return self.is_switched_on and self.is_in_model
+
+    def add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        divided_axis: int | None,
+        may_be_padded: bool = False,
+        is_halved: bool = False,
+    ) -> nn.Parameter:
+        """Adds a parameter of zeros.
+
+        Args:
+            name: Name of the parameter.
+            shape: Shape on this rank.
+            divided_axis: Axis that is divided over TP; None means the same values on all its ranks.
+            may_be_padded: Whether it has a row for each token, with the padding that TP needs.
+            is_halved: Whether a rank of TP has a share of each half of the divided axis, as of gate and up.
+        """
+        device = "cpu" if self._config.use_cpu_initialization else torch.cuda.current_device()
+        parameter: Any = nn.Parameter(torch.zeros(shape, dtype=self._config.params_dtype, device=device))
+        if divided_axis is None:
+            # under sp each rank of TP sees its own tokens: this mark makes finalize_model_grads sum the gradients, once
+            parameter.sequence_parallel = self._config.sequence_parallel
+        else:
+            # else the gradient norm would leave out the parts of all ranks but the first
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim, parameter.partition_stride = divided_axis, 1
+            self._divided[name] = divided_axis
+        self._padded |= {name} if may_be_padded else set()
+        self._halved |= {name} if is_halved else set()
+        self.register_parameter(name, parameter)
+        return parameter
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Returns the places of the parameters."""
+        places: dict[str, Any] = own_places(self, self._divided, self._tp, prefix, sharded_offsets, metadata)
+        for name in self._padded:
+            places[f"{prefix}{name}"].allow_shape_mismatch = True
+        for name in self._halved:
+            places[f"{prefix}{name}"] = apply_swiglu_sharded_factory(places[f"{prefix}{name}"], sharded_offsets)
+        return places
+
+
+class AdapterSet:
+    """Adapters of a rank's chunks, which other sets on the same frozen modules can take turns with."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        """
+        Args:
+            models: Unwrapped chunks, which hold the set.
+        """
+        holders = [holder for model in models for holder in model.modules()]
+        self._places = [
+            (holder, name, child)
+            for holder in holders
+            for name, child in holder.named_children()
+            if isinstance(child, Adapter)
+        ]
+
+    def take_out(self) -> None:
+        """Removes the adapters from the tree of modules; their hooks add nothing."""
+        for holder, name, adapter in self._places:
+            delattr(holder, name)
+            adapter.is_in_model = False
+
+    def put_in(self) -> None:
+        """Makes the adapters a part of the tree of modules again, in the same order."""
+        for holder, name, adapter in self._places:
+            holder.add_module(name, adapter)
+            adapter.is_in_model = True
+
+    def unhook(self) -> None:
+        """Removes the hooks of adapters that were taken out for good."""
+        for _, _, adapter in self._places:
+            assert adapter.hook is not None, "attach registers one"
+            adapter.hook.remove()
+
+
+def is_adapter_key(key: str) -> bool:
+    """Says whether a name, in the model or in a checkpoint, is of an adapter's parameter."""
+    return f"{MODULE}." in key
+
+
+def first_deviation(name: str, columns: int) -> float:
+    """Returns the standard deviation of the first numbers of an adapter's parameter, 0 for one that begins at zero.
+
+    A is drawn with PEFT's variance, and everything else begins at zero, whatever module it belongs to, so that a model
+    begins as its frozen part. Of a table it is the other way round.
+
+    Args:
+        name: Name of the parameter, in the model or in a checkpoint.
+        columns: Number of columns of the whole matrix.
+    """
+    own = name.rpartition(".")[2]
+    # that of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
+    return _OF_TABLE.get(own, 1 / math.sqrt(3 * columns) if own.endswith(LORA_A) else 0.0)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Says whether an unwrapped model chunk belongs to a model that learns by adapters; it may itself have none."""
+    return bool(getattr(model, "has_adapters", False))
+
+
+def adapters_of(modules: Iterable[nn.Module]) -> Iterator[Adapter]:
+    """Yields all adapters inside some modules."""
+    return (each for module in modules for each in module.modules() if isinstance(each, Adapter))
+
+
+@contextlib.contextmanager
+def adapters_off(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Turns adapters off inside the `with` block; for forward passes of the frozen model without a gradient.
+
+    Args:
+        chunks: This rank's model chunks.
+    """
+    found = list(adapters_of(chunks))
+    for adapter in found:
+        adapter.is_switched_on = False
+    try:
+        yield
+    finally:
+        for adapter in found:
+            adapter.is_switched_on = True

@@ -1,0 +1,314 @@
+"""Adapters of column- and row-parallel projections.
+
+Between A and B there are `rank` numbers per token, so what ranks of TP exchange for an adapter is that narrow: for a
+column-parallel projection the gradient of A x (under sp A x itself, gathered over the sequence), for a row-parallel one
+the sum of A x. The frozen projection's own communication stays as it is.
+
+DoRA: y = m / |W + s B A| * (W x + s B A x), with the norms of rows as constants in the backward pass, as in PEFT and
+in section 4.3 of the paper. Rows of a row-parallel projection lie on several ranks, which sum their squares.
+
+Sources: LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.core.layers.adapters.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
+from mtrain.core.layers.attention.mla import ReplicatedLinear
+from mtrain.core.layers.output_layer import Operands
+
+
+class Fusion(NamedTuple):
+    """The outputs of a linear module on one rank: a number of groups, each with the same share of every part."""
+
+    groups: int
+    sizes: tuple[int, ...]
+    """Number of outputs of each part in one group."""
+
+    def width(self, part: int) -> int:
+        """Returns the number of outputs of one part."""
+        return self.groups * self.sizes[part]
+
+    def joined(self, parts: Sequence[Tensor | None], fill: float, like: Tensor) -> Tensor:
+        """Joins parts, whose last axis are outputs in the order of the heads, in the order of the fused module.
+
+        Args:
+            parts: Tensors [..., width]; None for a missing part, which becomes `fill`.
+            fill: Value of missing parts.
+            like: Tensor [..., any] that gives the other axes, dtype and device.
+        """
+        if len(parts) == 1 and parts[0] is not None:
+            return parts[0]
+        lead = like.shape[:-1]
+        blocks = [
+            like.new_full((), fill).expand(*lead, self.groups, size)
+            if part is None
+            else part.reshape(*lead, self.groups, size)
+            for part, size in zip(parts, self.sizes, strict=True)
+        ]
+        return torch.cat(blocks, dim=-1).flatten(-2)
+
+    def split(self, whole: Tensor) -> list[Tensor]:
+        """Reverses `joined`: [..., all outputs] -> [..., width] of each part."""
+        if len(self.sizes) == 1:
+            return [whole]
+        grouped = whole.reshape(*whole.shape[:-1], self.groups, sum(self.sizes))
+        edges = [0, *itertools.accumulate(self.sizes)]
+        return [grouped[..., first:end].flatten(-2) for first, end in itertools.pairwise(edges)]
+
+
+FrozenLinear: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
+
+
+class FusedParts(NamedTuple):
+    """The parts of a projection, and those of them that have adapters."""
+
+    fusion: Fusion
+    names: tuple[str, ...]
+    """Names of all parts, in the order of the fusion."""
+    adapted: frozenset[str]
+
+
+class LinearAdapter(Adapter):
+    """Low-rank pairs of the parts of one projection; a call returns what is added to its output."""
+
+    def __init__(
+        self,
+        section: AdapterSection,
+        config: TransformerConfig,
+        collection: ProcessGroupCollection,
+        linear: FrozenLinear,
+        parts: FusedParts,
+    ) -> None:
+        """
+        Args:
+            section: Section with rank, scale, dropout and magnitudes.
+            config: Configuration of the model.
+            collection: Process groups.
+            linear: Frozen projection.
+            parts: Parts of its outputs.
+        """
+        super().__init__(config, collection)
+        self._section, self._parts = section, parts
+        self.is_row_parallel = isinstance(linear, RowParallelLinear)
+        self._is_replicated = isinstance(linear, ReplicatedLinear)
+        self._weight: Callable[[], Tensor] = lambda: linear.weight  # not an attribute: it is not the adapter's
+        columns = linear.weight.shape[1]
+        for part, name in enumerate(parts.names):
+            if name not in parts.adapted:
+                continue
+            rows, rank = parts.fusion.width(part), section.rank_of(name)
+            of_inputs = 1 if self.is_row_parallel else None
+            of_outputs = None if self.is_row_parallel or self._is_replicated else 0
+            self.add_parameter(f"{name}_{LORA_A}", (rank, columns), of_inputs)
+            is_halved = name == "gate_up_proj"
+            self.add_parameter(f"{name}_{LORA_B}", (rows, rank), of_outputs, name == "output", is_halved)
+            if section.has_magnitudes:
+                self.add_parameter(f"{name}_{MAGNITUDE}", (rows,), of_outputs, is_halved=is_halved)
+
+    def forward(self, inputs: Tensor, plain: Tensor | Operands) -> Tensor | Operands:
+        """Computes what is added to the frozen projection's output, or the operands of both together.
+
+        Args:
+            inputs: Input of the projection: [seq_local, batch, inputs].
+            plain: Output of the projection without a bias: [seq_local, batch, outputs]; seq_local is the whole sequence
+                of a column-parallel one under sp. For an output layer it may be the operands of the product.
+        """
+        if isinstance(plain, Operands):
+            return self._both(inputs, plain)
+        names = [name for name in self._parts.names if name in self._parts.adapted]
+        narrow = self._between(self._dropped(inputs), torch.cat([self._of(name, LORA_A) for name in names]))
+        of_part = dict(
+            zip(names, torch.split(narrow, [self._section.rank_of(name) for name in names], dim=-1), strict=True)
+        )
+        wide = [
+            functional.linear(of_part[name] * self._section.scale_of(name), self._of(name, LORA_B))
+            if name in of_part
+            else None
+            for name in self._parts.names
+        ]
+        change = self._parts.fusion.joined(wide, 0.0, plain)
+        if not self._section.has_magnitudes:
+            return change
+        lengths = self._lengths()
+        return (lengths - 1.0) * plain + lengths * change
+
+    def _both(self, inputs: Tensor, plain: Operands) -> Operands:
+        """Returns [x, scale A x] and [W, B]: their product is W x + scale B A x, whoever multiplies, in any number of
+        rows.
+
+        Costs a copy of the table for each microbatch, and a gradient of all of it.
+        """
+        (name,) = self._parts.names
+        narrow = self._between(self._dropped(inputs), self._of(name, LORA_A)) * self._section.scale_of(name)
+        widened = torch.cat([plain.weight, self._of(name, LORA_B)], dim=1)
+        if plain.hidden.requires_grad:
+            # The gradient of a concatenation is a strided view; megatron-core 0.16.1 sums a copy of it over TP and
+            # returns the view itself (tensor_parallel/mappings.py::_reduce).
+            plain.hidden.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+        return Operands(torch.cat([plain.hidden, narrow], dim=-1), widened)
+
+    def _between(self, inputs: Tensor, down: Tensor) -> Tensor:
+        """Returns A x, complete: [seq, batch, ranks of all parts], at the positions that B's product needs.
+
+        Costs one collective over TP, of `rank` numbers per token and part.
+        """
+        narrow, group = functional.linear(inputs, down), self._tp
+        # in a replicated projection each rank has its own positions, or the gradient that comes back is a sum already
+        if group.size() == 1 or self._is_replicated:
+            return narrow
+        result: Tensor
+        match self.is_row_parallel, self._config.sequence_parallel:
+            case True, True:
+                result = reduce_scatter_to_sequence_parallel_region(narrow, group=group)
+            case True, False:
+                result = reduce_from_tensor_model_parallel_region(narrow, group=group)
+            case False, True:
+                # backward: ranks hold parts of the gradient of all positions, which a reduce-scatter sums
+                result = gather_from_sequence_parallel_region(narrow, tensor_parallel_output_grad=True, group=group)
+            case False, False:
+                # backward: each rank's B gives a part of the gradient; the sum makes A's the same on all ranks
+                result = self._same_gradient(narrow)
+        return result
+
+    def _same_gradient(self, narrow: Tensor) -> Tensor:
+        """Does nothing in forward; in backward all-reduces the gradient once."""
+        same: Tensor = copy_to_tensor_model_parallel_region(narrow, group=self._tp)
+        return same
+
+    def _dropped(self, inputs: Tensor) -> Tensor:
+        if self._section.dropout == 0 or not self.training:
+            return inputs
+        # the same draws on all ranks of TP where they hold the same numbers, else draws of their own
+        differs = self.is_row_parallel or self._config.sequence_parallel
+        with tensor_parallel.get_cuda_rng_tracker().fork() if differs else nullcontext():
+            return functional.dropout(inputs, self._section.dropout)
+
+    def _lengths(self) -> Tensor:
+        """Returns [outputs] of this rank in the inputs' dtype: magnitude over row norm, 1 where a part has none."""
+        norms = self._parts.fusion.split(self.row_norms())
+        ratios = [
+            (_wide(self._of(name, MAGNITUDE)) / norm) if name in self._parts.adapted else None
+            for name, norm in zip(self._parts.names, norms, strict=True)
+        ]
+        return self._parts.fusion.joined(ratios, 1.0, norms[0]).to(self._config.params_dtype)
+
+    @torch.no_grad()
+    def row_norms(self) -> Tensor:
+        """Returns the norms of the rows of W + s B A, in the order of the fused projection: [outputs], at least
+        float32.
+
+        Costs one all-reduce over TP of a row-parallel projection. The norm of a sum needs all of its elements, so the
+        sum is formed, a matrix of the projection's size, and freed.
+        """
+        products = [
+            self._section.scale_of(name) * (_wide(self._of(name, LORA_B)) @ _wide(self._of(name, LORA_A))).T
+            if name in self._parts.adapted
+            else None
+            for name in self._parts.names
+        ]
+        weight = _wide(self._weight())  # [outputs, inputs]
+        whole = weight.T + self._parts.fusion.joined(products, 0.0, weight.T)
+        return self._over_ranks(whole.square().sum(0)).sqrt()
+
+    def _over_ranks(self, squares: Tensor) -> Tensor:
+        """Sums over the columns of a row; each rank of TP has a part of them where the projection is row-parallel."""
+        if self.is_row_parallel and self._tp.size() > 1:
+            dist.all_reduce(squares, group=self._tp)
+        return squares
+
+    @torch.no_grad()
+    def reset_magnitudes(self) -> dict[Tensor, Tensor]:
+        """Sets the magnitudes to the current norms of the rows, so that the output is that of W + s B A.
+
+        Returns:
+            Each magnitude -> its norms in float32, for the optimizer's main weights. One all-reduce over TP of a
+            row-parallel projection.
+        """
+        if not self._section.has_magnitudes:
+            return {}
+        norms = dict(zip(self._parts.names, self._parts.fusion.split(self.row_norms()), strict=True))
+        found: dict[Tensor, Tensor] = {self._of(name, MAGNITUDE): norms[name] for name in self._parts.adapted}
+        for parameter, values in found.items():
+            parameter.copy_(values)
+        return found
+
+    def _of(self, name: str, kind: str) -> nn.Parameter:
+        return self.get_parameter(f"{name}_{kind}")
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class WeightAdapter(LinearAdapter):
+    """Adapter of a projection that gives only its matrix, by which others multiply after their own collectives."""
+
+    def forward(self, weight: Tensor, plain: object = None) -> Tensor:
+        """Returns W + scale B A, its rows scaled to their magnitudes (DoRA): [outputs of this rank, inputs]."""
+        (name,) = self._parts.names
+        down: Tensor = self._of(name, LORA_A)
+        if self._tp.size() > 1 and not self._config.sequence_parallel:
+            # Each rank's rows give a part of A's gradient. Under sp A is marked, and the parts are summed at the end.
+            down = self._same_gradient(down)
+        whole = weight.to(down.dtype) + self._section.scale_of(name) * (self._of(name, LORA_B) @ down)
+        return self._lengths().unsqueeze(1) * whole if self._section.has_magnitudes else whole
+
+
+def add_to_linear(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
+    """Returns a forward hook for the projection that has this adapter."""
+
+    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None] | Operands) -> Any:
+        if not adapter.is_on:
+            return output
+        if isinstance(output, Operands):
+            return adapter(inputs[0], output)
+        whole, later_bias = output
+        bias = linear.bias if later_bias is None else None  # added already; DoRA does not scale it
+        plain = whole if not isinstance(bias, Tensor) else whole - bias
+        return whole + adapter(inputs[0], plain), later_bias
+
+    return hook
+
+
+def add_to_replicated(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
+    """Does the same as `add_to_linear` for a projection that is whole on every rank and returns only a tensor."""
+
+    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output + adapter(inputs[0], output) if adapter.is_on else output
+
+    return hook
+
+
+def add_to_weight(adapter: WeightAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
+    """Does the same as `add_to_linear` for a projection that returns its matrix."""
+
+    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        return adapter(output) if adapter.is_on else output
+
+    return hook
+
+
+def adapted_names(parts: Sequence[str], section: AdapterSection) -> frozenset[str]:
+    """Returns the parts that are targets of the adapter."""
+    return frozenset(section.parts.intersection(parts))

@@ -1,0 +1,253 @@
+"""The gated delta net in the place of a layer's attention, on megatron-core's parallel linears.
+
+Each value head has a state S, [key_dim, value_dim]. A token with unit-length query q and key k, value v, log decay g
+and step beta decays it, corrects what it holds at k, and reads it at q:
+
+    S <- exp(g) S
+    S <- S + k (beta (v - S^T k))^T
+    output = S^T q / sqrt(key_dim)
+
+Rows are computed chunk by chunk. Inside a chunk the corrections are the solution of a triangular system, since each
+depends on those before it.
+
+One projection gives the queries, keys and values of the delta rule, a gate of its output, and the two numbers of each
+value head from which a token's decay and step follow. Its rows are grouped by key head, so that ranks of TP divide
+whole groups: each has a contiguous part of every parameter, under any tp, and communicates no more than attention does.
+The gated norm alone is the same on all ranks; each sees its own heads, so the norm's gradients are summed.
+
+Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, section 3.3; transformers,
+models/qwen3_next/modeling_qwen3_next.py, for what Qwen3-Next makes of it; megatron-core's ssm/gated_delta_net.py for
+the names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.config.schema.delta_net import DeltaNetSection
+from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, applied, by_chunk, chunk_decays
+from mtrain.core.layers.attention.recurrent.core import Heads, RecurrentCore
+from mtrain.core.layers.attention.recurrent.parameters import (
+    Convolution,
+    device_of,
+    divided_parameter,
+    input_projection,
+    output_projection,
+)
+from mtrain.core.layers.own_parameters import ShardedOffsets, own_places
+
+_DECAYS = 0.01, 16.0
+"""Bounds between which first decays are uniform, as in transformers; parameters are their logarithms."""
+EPSILON = 1e-6
+"""Added to the squared length of a query or key before it is divided by its length."""
+
+
+def delta_rule(
+    tokens: Projected, document_starts: Tensor | None = None, chunk: int = 64, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Applies the gated delta rule to every row.
+
+    Args:
+        tokens: Queries, keys, values, log decays and steps.
+        document_starts: [batch, seq] index at which each token's document starts, counted from the first one given;
+            negative: before that. None: no document starts after the first token.
+        chunk: Tokens of a chunk.
+        state: [batch, value_heads, key_dim, value_dim] before the first token; None: 0.
+
+    Returns:
+        Outputs in the shape and dtype of value, and the state after the last token.
+    """
+    return applied(row_chunks(tokens, document_starts, chunk), tokens.value, state)
+
+
+def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) -> Chunks:
+    """Solves every chunk for a state that is not known yet; the arguments are those of `delta_rule`."""
+    seq, _, heads, key_dim = tokens.key.shape
+    chunk = min(chunk, seq)
+    query, key, value, log_decay, beta = (by_chunk(part, heads, chunk) for part in tokens)
+    query, key = _unit(query) / math.sqrt(key_dim), _unit(key)
+    decays, from_start = chunk_decays(log_decay, document_starts, seq)
+    beta = beta.unsqueeze(-1)
+    # corrections + (part below the diagonal) corrections = beta (v - what the state at the start holds)
+    system = beta * (key @ key.mT) * decays
+    sides = torch.cat((beta * value, beta * from_start.unsqueeze(-1) * key), dim=-1)
+    # the diagonal is taken as 1 and what is above it as 0, without a look
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    values, erasing = torch.split(solved, [value.shape[-1], key_dim], dim=-1)
+    return Chunks(
+        values=values,
+        erasing=erasing,
+        reading=from_start.unsqueeze(-1) * query,
+        attention=(query @ key.mT) * decays,
+        # the last row has the decays from each token to the end of the chunk
+        writing=decays[..., -1, :].unsqueeze(-1) * key,
+        decay=from_start[..., -1][..., None, None],
+    )
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + EPSILON)
+
+
+class DeltaNetCore(RecurrentCore):
+    """What replaces core attention in a delta net."""
+
+    rule: Callable[[Projected, Tensor | None], Tensor] | None = None
+    """Function of another library that computes the outputs of whole rows; None: ours does."""
+
+    def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
+        """Solves the chunks of rows by the delta rule."""
+        return row_chunks(tokens, document_starts, self.chunk)
+
+    def outputs(self, tokens: Projected, document_starts: Tensor | None, skip: Tensor | None) -> Tensor:
+        """Applies the delta rule to whole rows, which add no values to what they read."""
+        if self.rule is None:
+            return super().outputs(tokens, document_starts, skip)
+        return self.rule(tokens, document_starts)
+
+
+class GatedDeltaNet(MegatronModule):
+    """Replaces megatron-core's SelfAttention in a layer spec."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        delta_net: DeltaNetSection,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+        **options: Any,  # of newer versions
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group, self.heads = pg_collection.tp, heads_of_rank(delta_net, pg_collection.tp.size())
+        # megatron-core recomputes the core only inside its own SelfAttention
+        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        width = delta_net.value_width
+        rows = 2 * (delta_net.key_width + width + delta_net.num_value_heads)
+        # q, k, v, gate, step, decay
+        self.in_proj = input_projection(config, rows, self.tp_group)
+        channels = (2 * delta_net.key_width + width) // self.tp_group.size()
+        self.conv1d = Convolution(config, channels, delta_net.conv_kernel, self.tp_group)
+        self.dt_bias = divided_parameter(config, torch.ones(self.heads.value_heads))
+        # zeros until `init_weights` draws them or they are loaded
+        self.A_log = divided_parameter(config, torch.zeros(self.heads.value_heads))
+        self.core_attention = DeltaNetCore(self.heads, pg_collection.cp, cp_comm_type)
+        self.out_norm = GatedNorm(config, delta_net.value_head_dim, self.tp_group)
+        self.out_proj = output_projection(config, width, self.tp_group)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: object
+    ) -> tuple[Tensor, None]:
+        """Reads tokens in their order, with a new state at each document.
+
+        Args:
+            hidden_states: [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch, hidden].
+            attention_mask: `document_starts` of the batch, see `CoreAttention.forward`.
+            unused: Further arguments of megatron-core's protocol: angles, which a delta net has no use for, and None.
+
+        Returns:
+            Output in the shape of hidden_states; and no bias.
+        """
+        heads, shared = self.heads, self.heads.value_heads // self.heads.key_heads
+        projected, _ = self.in_proj(hidden_states)
+        # [seq_local, batch, key_heads, rows of one]
+        grouped = projected.unflatten(-1, (heads.key_heads, -1))
+        sizes = [heads.channels, shared * heads.value_dim, shared, shared]
+        mixed, gate, step, decay = torch.split(grouped, sizes, dim=-1)
+        arguments = (
+            mixed.flatten(2),
+            self.conv1d()[0],
+            self._log_decay(decay.flatten(2)),
+            step.flatten(2).sigmoid(),
+            attention_mask,
+        )
+        if self.recomputes_core and self.training:
+            # False: saved activations are not spread over TP
+            context = checkpoint(self.core_attention, False, *arguments)
+        else:
+            context = self.core_attention(*arguments)
+        by_head = context.unflatten(-1, (heads.value_heads, heads.value_dim))
+        output, _ = self.out_proj(self.out_norm(by_head, gate.reshape(by_head.shape)).flatten(2))
+        return output, None
+
+    def _log_decay(self, given: Tensor) -> Tensor:
+        """Returns the logarithm of each head's decay, below 0; at least float32, as a state is its product over many
+        tokens.
+
+        Args:
+            given: [seq_local, batch, value_heads].
+        """
+        wide = torch.promote_types(given.dtype, torch.float32)
+        return -self.A_log.to(wide).exp() * functional.softplus(given.to(wide) + self.dt_bias.to(wide))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the places of all parameters; those of value heads are divided over TP."""
+        places: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return places | own_places(self, {"A_log": 0, "dt_bias": 0}, self.tp_group, prefix, sharded_offsets, metadata)
+
+
+def first_log_decays(uniform: Tensor) -> Tensor:
+    """Returns logarithms of decays with which heads begin.
+
+    Args:
+        uniform: Numbers uniform between 0 and 1, of any shape.
+    """
+    least, most = _DECAYS
+    return (least + (most - least) * uniform).log()
+
+
+def heads_of_rank(delta_net: DeltaNetSection, tp: int) -> Heads:
+    """Returns the heads that a rank of TP holds."""
+    return Heads(
+        delta_net.num_key_heads // tp,
+        delta_net.num_value_heads // tp,
+        delta_net.key_head_dim,
+        delta_net.value_head_dim,
+    )
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of each head, with one weight for all of them, multiplied by silu of a gate."""
+
+    def __init__(self, config: TransformerConfig, size: int, tp: dist.ProcessGroup) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            size: Number of dimensions of a head.
+            tp: Ranks that hold the other heads.
+        """
+        super().__init__()
+        self.epsilon, self.tp = config.layernorm_epsilon, tp
+        # no mark of tensor parallelism, as all ranks have the same; ones whatever model.zero_centered_norm says
+        self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device_of(config)))
+
+    def forward(self, heads: Tensor, gate: Tensor) -> Tensor:
+        """Normalizes, then multiplies; one all-reduce over TP of the weight's gradient in backward.
+
+        Args:
+            heads: [seq, batch, heads_local, size].
+            gate: Gate of the same shape.
+
+        Returns:
+            Output of the same shape and dtype, rounded once more before the gate, as transformers does.
+        """
+        wide = torch.promote_types(heads.dtype, torch.float32)
+        # each rank has a part of the gradient, with sequence parallelism and without
+        weight = copy_to_tensor_model_parallel_region(self.weight.to(wide), group=self.tp)
+        given = heads.to(wide)
+        normed = given * torch.rsqrt(given.square().mean(-1, keepdim=True) + self.epsilon)
+        return (weight * normed.to(heads.dtype) * functional.silu(gate.to(wide))).to(heads.dtype)

@@ -1,0 +1,203 @@
+"""Mamba-2 in the place of a layer's attention, on megatron-core's parallel linears.
+
+Each head has a state S, [state_dim, head_dim]; the heads of a group share a key B and a query C. A token with input x,
+log decay g and step d decays the state, adds to it, and reads it:
+
+    S <- exp(g) S + d B x^T
+    output = S^T C
+
+Unlike in the delta rule, what a token adds does not depend on the state, so a chunk needs sums alone.
+
+One projection gives what a token writes (inputs and B), what it reads with (C), a gate of the output, and the step of
+each head. Its rows are grouped by group of heads, so that ranks of TP divide whole groups: each has a contiguous part
+of every parameter, under any tp, and communicates no more than attention does. The norm is of each group, so that it
+needs no other rank.
+
+Sources: Dao, Gu, "Transformers are SSMs", 2024, arXiv 2405.21060, section 6; transformers,
+models/nemotron_h/modeling_nemotron_h.py, for what Nemotron-H makes of it; megatron-core's ssm/mamba_mixer.py for the
+names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn import functional
+
+from mtrain.config.schema.mamba import MambaSection
+from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, by_chunk, chunk_decays
+from mtrain.core.layers.attention.recurrent.core import Heads, RecurrentCore
+from mtrain.core.layers.attention.recurrent.parameters import (
+    Convolution,
+    divided_parameter,
+    input_projection,
+    output_projection,
+)
+from mtrain.core.layers.own_parameters import ShardedOffsets, own_places
+
+
+class MambaCore(RecurrentCore):
+    """What replaces core attention in Mamba-2; a group of heads is a key head, whose key is B and whose query is C."""
+
+    def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
+        """Sums the chunks of rows by the rule of Mamba-2."""
+        return row_chunks(tokens, document_starts, self.chunk)
+
+
+def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) -> Chunks:
+    """Sums what the tokens of every chunk add to a state that is not known yet.
+
+    Args:
+        tokens: Queries C, keys B, values x, log decays and steps.
+        document_starts: [batch, seq] index at which each token's document starts, counted from the first one given;
+            negative: before that. None: no document starts after the first token.
+        chunk: Number of tokens of a chunk.
+    """
+    seq, _, groups, _ = tokens.key.shape
+    query, key, value, log_decay, step = (by_chunk(part, groups, min(chunk, seq)) for part in tokens)
+    decays, from_start = chunk_decays(log_decay, document_starts, seq)
+    return Chunks(
+        values=step.unsqueeze(-1) * value,
+        erasing=None,
+        reading=from_start.unsqueeze(-1) * query,
+        attention=(query @ key.mT) * decays,
+        # the last row has the decays from each token to the end of the chunk
+        writing=decays[..., -1, :].unsqueeze(-1) * key,
+        decay=from_start[..., -1][..., None, None],
+    )
+
+
+class MambaMixer(MegatronModule):
+    """Replaces megatron-core's SelfAttention in a layer spec."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        mamba: MambaSection,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+        **options: Any,  # of newer versions
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group, self.step_min = pg_collection.tp, mamba.step_min
+        tp, rank = self.tp_group.size(), self.tp_group.rank()
+        self.heads = Heads(mamba.num_groups // tp, mamba.num_heads // tp, mamba.state_dim, mamba.head_dim)
+        # megatron-core recomputes the core only inside its own SelfAttention
+        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        # C, B, inputs, gate, step
+        self.in_proj = input_projection(config, mamba.channels + mamba.width + mamba.num_heads, self.tp_group)
+        self.conv1d = Convolution(config, mamba.channels // tp, mamba.conv_kernel, self.tp_group, mamba.conv_bias)
+        # zeros until `init_weights` draws them or they are loaded
+        self.dt_bias = divided_parameter(config, torch.zeros(self.heads.value_heads))
+        rates = torch.arange(1, mamba.num_heads + 1, dtype=torch.float32).log()
+        self.A_log = divided_parameter(config, rates.chunk(tp)[rank])
+        self.D = divided_parameter(config, torch.ones(self.heads.value_heads))
+        self.core_attention = MambaCore(self.heads, pg_collection.cp, cp_comm_type)
+        self.out_norm = GroupNorm(config, self.heads, self.tp_group)
+        self.out_proj = output_projection(config, mamba.width, self.tp_group)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: object
+    ) -> tuple[Tensor, None]:
+        """Reads tokens in their order, with a new state at each document.
+
+        Args:
+            hidden_states: [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch, hidden].
+            attention_mask: `document_starts` of the batch, see `CoreAttention.forward`.
+            unused: Further arguments of megatron-core's protocol: angles, which Mamba has no use for, and None.
+
+        Returns:
+            Output in the shape of hidden_states; and no bias.
+        """
+        heads, shared = self.heads, self.heads.value_heads // self.heads.key_heads
+        projected, _ = self.in_proj(hidden_states)
+        # [seq_local, batch, groups, rows of one]
+        grouped = projected.unflatten(-1, (heads.key_heads, -1))
+        mixed, gate, step = torch.split(grouped, [heads.channels, shared * heads.value_dim, shared], dim=-1)
+        wide = torch.promote_types(step.dtype, torch.float32)
+        step = self._step(step.flatten(2).to(wide))
+        weight, bias = self.conv1d()
+        log_decay = -self.A_log.to(wide).exp() * step
+        arguments = (mixed.flatten(2), weight, log_decay, step, attention_mask, bias, self.D)
+        if self.recomputes_core and self.training:
+            # False: saved activations are not spread over TP
+            context = checkpoint(self.core_attention, False, *arguments)
+        else:
+            context = self.core_attention(*arguments)
+        output, _ = self.out_proj(self.out_norm(context, gate.flatten(2)))
+        return output, None
+
+    def _step(self, given: Tensor) -> Tensor:
+        """Returns each head's step, at least float32, as a state decays by the sum of many.
+
+        Args:
+            given: [seq_local, batch, heads].
+        """
+        step = functional.softplus(given + self.dt_bias.to(given.dtype))
+        return step.clamp(min=self.step_min) if self.step_min else step
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the places of all parameters; those of heads are divided over TP."""
+        places: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        divided = {"A_log": 0, "dt_bias": 0, "D": 0}
+        return places | own_places(self, divided, self.tp_group, prefix, sharded_offsets, metadata)
+
+
+class GroupNorm(MegatronModule):
+    """RMSNorm of each group of heads, after the product with silu of a gate; each channel has a weight of its own."""
+
+    def __init__(self, config: TransformerConfig, heads: Heads, tp: dist.ProcessGroup) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            heads: Heads of this rank.
+            tp: Ranks that hold the other heads.
+        """
+        super().__init__(config=config)
+        self.epsilon, self.groups, self.tp_group = config.layernorm_epsilon, heads.key_heads, tp
+        # ones whatever model.zero_centered_norm says
+        self.weight = divided_parameter(config, torch.ones(heads.value_heads * heads.value_dim))
+
+    def forward(self, context: Tensor, gate: Tensor) -> Tensor:
+        """Multiplies by silu of the gate, then normalizes.
+
+        Args:
+            context: [seq_local, batch, heads_local x size].
+            gate: Gate of the same shape.
+
+        Returns:
+            Output of the same shape and dtype, rounded once more before the weight, as transformers does.
+        """
+        wide = torch.promote_types(context.dtype, torch.float32)
+        gated = context.to(wide) * functional.silu(gate.to(wide))
+        groups = torch.unflatten(gated, -1, (self.groups, -1))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.epsilon)
+        return self.weight * normed.flatten(2).to(context.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the place of the weight, which is divided over TP."""
+        return own_places(self, {"weight": 0}, self.tp_group, prefix, sharded_offsets, metadata)
+
+
+def first_step_biases(uniform: Tensor) -> Tensor:
+    """Returns biases with which first steps are as transformers draws them: their logarithms are uniform.
+
+    Args:
+        uniform: Numbers uniform between 0 and 1, of any shape.
+    """
+    least, most, floor = math.log(0.001), math.log(0.1), 1e-4
+    steps = (least + (most - least) * uniform).exp().clamp(min=floor)
+    return steps + torch.log(-torch.expm1(-steps))  # softplus turns them into the steps again

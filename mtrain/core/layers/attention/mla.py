@@ -1,0 +1,304 @@
+"""Multi-head latent attention on megatron-core's parallel linears and our core attention.
+
+Queries, and keys with values, come from low-rank latents; each key head also has a rotary part that all heads share.
+Down-projections and norms are whole on every tensor-parallel rank (as in megatron-core's spec for TransformerEngine),
+up-projections are divided by heads. Every latent that heads of several ranks read passes through one collective whose
+backward sums its gradient over the tensor-parallel group, the shared rotary key with it.
+
+Context parallelism sends latents, not heads: kv_lora_rank + qk_rope_head_dim numbers per token instead of
+heads x (qk_nope_head_dim + qk_rope_head_dim + v_head_dim). Keys and values are computed from them after the exchange.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; megatron-core's transformer/multi_latent_attention.py for the names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from mtrain.config.schema.attention import LatentAttentionSection
+from mtrain.config.schema.rope import RopeSection
+from mtrain.core.layers.attention.context_parallel import RowAttention
+from mtrain.core.layers.attention.rotary import inverse_frequencies, latent_softmax_scale
+from mtrain.core.layers.norm import Norm
+from mtrain.core.layers.products import widened_linear
+
+
+class LatentAttention(MegatronModule):
+    """Replaces megatron-core's SelfAttention in a layer spec; parameter names are those of its MLASelfAttention."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        latent: LatentAttentionSection,
+        rope: RopeSection,
+        pg_collection: ProcessGroupCollection,
+        cp_comm_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal
+        self.latent, self.is_interleaved, self.tp = latent, rope.interleaved, pg_collection.tp
+        # yarn's factor of cos and sin; 1 without yarn
+        self.magnitude = inverse_frequencies(rope, latent.qk_rope_head_dim)[1]
+        self.heads_local = config.num_attention_heads // self.tp.size()
+        # megatron-core recomputes the core only inside its own SelfAttention
+        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        self._build_queries()
+        self._build_keys_and_values()
+        scale = latent_softmax_scale(latent, rope)
+        self.core_attention = self._core(layer_number, scale, cp_comm_type, pg_collection)
+        self.linear_proj = self._output_projection(config.num_attention_heads * latent.v_head_dim)
+
+    def _build_queries(self) -> None:
+        num_rows = self.config.num_attention_heads * self.latent.query_head_dim
+        if self.latent.q_lora_rank is None:
+            self.linear_q_proj = self._divided(self.config.hidden_size, num_rows)
+            return
+        self.linear_q_down_proj = self._replicated(self.config.hidden_size, self.latent.q_lora_rank)
+        self.q_layernorm = self._norm(self.latent.q_lora_rank)
+        self.linear_q_up_proj = self._divided(self.latent.q_lora_rank, num_rows)
+
+    def _build_keys_and_values(self) -> None:
+        latent, rank = self.latent, self.latent.kv_lora_rank
+        self.linear_kv_down_proj = self._replicated(self.config.hidden_size, rank + latent.qk_rope_head_dim)
+        self.kv_layernorm = self._norm(rank)
+        num_rows = self.config.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        self.linear_kv_up_proj = self._of_keys_and_values(rank, num_rows)
+
+    def _replicated(self, num_columns: int, num_rows: int) -> nn.Module:
+        return ReplicatedLinear(self.config, num_columns, num_rows)
+
+    def _divided(self, num_columns: int, num_rows: int) -> nn.Module:
+        return ColumnParallelLinear(num_columns, num_rows, **self._options(), gather_output=False)
+
+    def _of_keys_and_values(self, num_columns: int, num_rows: int) -> nn.Module:
+        return KeyValueProjection(num_columns, num_rows, **self._options(), gather_output=False)
+
+    def _output_projection(self, num_columns: int) -> nn.Module:
+        options = self._options() | {"init_method": self.config.output_layer_init_method, "skip_bias_add": True}
+        return RowParallelLinear(num_columns, self.config.hidden_size, **options, input_is_parallel=True)
+
+    def _options(self) -> dict[str, Any]:
+        """Returns the arguments of all projections that are divided over TP."""
+        return {
+            "config": self.config,
+            "init_method": self.config.init_method,
+            "bias": False,
+            "skip_bias_add": False,
+            "is_expert": False,
+            "tp_group": self.tp,
+        }
+
+    def _norm(self, size: int) -> nn.Module:
+        return Norm(self.config, size, self._epsilon)
+
+    @property
+    def _epsilon(self) -> float:
+        own = self.latent.norm_epsilon
+        return self.config.layernorm_epsilon if own is None else own
+
+    def _core(
+        self, layer_number: int, scale: float, cp_comm_type: str | None, groups: ProcessGroupCollection
+    ) -> nn.Module:
+        return LatentCore(self.config, layer_number, self.latent, scale, cp_comm_type, groups)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        inference_context: object = None,
+        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object = None,
+        sequence_len_offset: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Attends causally inside documents.
+
+        Args:
+            hidden_states: [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch, hidden].
+            attention_mask: `document_starts` of the batch, see `CoreAttention.forward`.
+            inference_context: Part of megatron-core's protocol, like all below but one; None.
+            rotary_pos_emb: Angles [seq_local, batch or 1, 1, qk_rope_head_dim], float32.
+            rotary_pos_cos: Unused; None.
+            rotary_pos_sin: Unused; None.
+            rotary_pos_cos_sin: Unused; None.
+            attention_bias: Unused; None.
+            packed_seq_params: Unused; None: attention_mask has the documents.
+            sequence_len_offset: Unused; None.
+
+        Returns:
+                Output in the shape of hidden_states; and no bias.
+        """
+        assert inference_context is None
+        assert packed_seq_params is None
+        assert rotary_pos_emb is not None
+        output, _ = self.linear_proj(self._context(hidden_states, rotary_pos_emb, attention_mask))
+        return output, None
+
+    def _context(self, hidden_states: Tensor, angles: Tensor, document_starts: Tensor | None) -> Tensor:
+        """Returns [seq_local, batch, heads_local * v_head_dim]."""
+        query = self._queries(hidden_states, angles)
+        latent, rotary_key = self._latent_and_rotary_key(hidden_states, angles)
+        # keys and values are made inside the core: where it is recomputed, only their latents are kept until backward
+        return self._attended(query, latent, rotary_key, self.linear_kv_up_proj(), document_starts)
+
+    def _attended(self, *arguments: Tensor | None) -> Tensor:
+        if self.recomputes_core and self.training:
+            # False: saved activations are not spread over TP
+            recomputed: Tensor = checkpoint(self.core_attention, False, *arguments)
+            return recomputed
+        context: Tensor = self.core_attention(*arguments)
+        return context
+
+    def _queries(self, hidden: Tensor, angles: Tensor) -> Tensor:
+        """Returns [seq_local, batch, heads_local, nope + rope]."""
+        if self.latent.q_lora_rank is None:
+            projected, _ = self.linear_q_proj(hidden)
+        else:
+            # the up-projection's own collective (all-gather under sp, else a copy) sums the latent's gradient over TP
+            # in backward
+            projected, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
+        heads = projected.view(*projected.shape[:2], self.heads_local, self.latent.query_head_dim)
+        nope, rotary = torch.split(heads, [self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim], dim=-1)
+        return torch.cat((nope, self._rotated(rotary, angles)), dim=-1)
+
+    def _latent_and_rotary_key(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [seq_local, batch, kv_lora_rank] and [seq_local, batch, rope], the same on all tensor-parallel ranks.
+
+        Costs one all-gather over TP under sequence parallelism, whose backward is a reduce-scatter; without it nothing
+        in forward, and an all-reduce in backward.
+        """
+        sizes = [self.latent.kv_lora_rank, self.latent.qk_rope_head_dim]
+        latent, rotary_key = torch.split(self.linear_kv_down_proj(hidden), sizes, dim=-1)
+        # the norm comes before the collective: under sp each rank normalizes its own tokens only
+        both = torch.cat((self.kv_layernorm(latent), rotary_key), dim=-1)
+        if self.config.sequence_parallel:
+            both = gather_from_sequence_parallel_region(both, group=self.tp)
+        else:
+            both = copy_to_tensor_model_parallel_region(both, group=self.tp)
+        # rotated after the gather, because the angles are those of all tokens of this CP rank
+        latent, rotary_key = torch.split(both, sizes, dim=-1)
+        return latent, self._rotated(rotary_key.unsqueeze(2), angles).squeeze(2)
+
+    def _rotated(self, part: Tensor, angles: Tensor) -> Tensor:
+        """Rotates the pairs of [seq, batch, heads, rope] by the first half of the angles.
+
+        The rotated pairs are returned as (i, i + rope / 2) from either arrangement: for queries and keys alike, so
+        scores do not change.
+        """
+        if self.is_interleaved:
+            real, imaginary = part[..., 0::2], part[..., 1::2]
+        else:
+            real, imaginary = part.chunk(2, dim=-1)
+        half = angles[..., : real.shape[-1]]  # the second half repeats the first, for megatron-core's own rotation
+        # float32 up to here: bfloat16 cannot distinguish positions above 256
+        cosine = (half.cos() * self.magnitude).to(part.dtype)
+        sine = (half.sin() * self.magnitude).to(part.dtype)
+        return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
+
+
+class KeyValueProjection(ColumnParallelLinear):
+    """A projection that gives only its weight: the core multiplies by it, after the exchange over CP."""
+
+    def forward(self) -> Tensor:
+        """Returns the weight, [rows of this rank, kv_lora_rank].
+
+        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter
+        (DistributedDataParallel._make_forward_pre_hook); a weight that is only read could be that of the last step.
+        """
+        weight: Tensor = self.weight
+        return weight
+
+
+class LatentCore(RowAttention):
+    """Attention to keys and values that are computed from latents, after their exchange over CP."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        latent: LatentAttentionSection,
+        softmax_scale: float,
+        cp_comm_type: str | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config, layer_number, cp_comm_type, softmax_scale, pg_collection)
+        self.latent = latent
+
+    def forward(
+        self, query: Tensor, latent: Tensor, rotary_key: Tensor, weight: Tensor, document_starts: Tensor | None
+    ) -> Tensor:
+        """Attends to whole rows. One all-gather of latents over CP, and under Ulysses an exchange of queries and
+        outputs.
+
+        Args:
+            query: [seq_local, batch, heads_local, nope + rope].
+            latent: [seq_local, batch, kv_lora_rank].
+            rotary_key: [seq_local, batch, rope].
+            weight: Up-projection, [heads_local * (nope + value), kv_lora_rank].
+            document_starts: See `RowAttention.attend`.
+
+        Returns:
+            [seq_local, batch, heads_local * v_head_dim].
+        """
+        # [seq, batch, kv_lora_rank + rope]: one collective for both
+        rows = self.gather_rows(torch.cat((latent, rotary_key), dim=-1))
+        if self.cache is not None:
+            rows = self.cache.extended(rows)  # latents are kept, not heads: the cache is much smaller
+        num_heads = query.shape[2]
+        # Under allgather every CP rank repeats this projection for the whole row: the price of sending latents alone.
+        by_head = weight.view(num_heads, -1, self.latent.kv_lora_rank)[self.own_heads(num_heads)]
+        key, value = self._keys_and_values(rows, by_head)
+        return self.attend(query, key, value, document_starts)
+
+    def _keys_and_values(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns [seq, batch, heads, nope + rope] and [seq, batch, heads, value].
+
+        Args:
+            rows: Latent and rotary key [seq, batch, kv_lora_rank + rope].
+            weight: [heads, nope + value, kv_lora_rank].
+        """
+        sizes, shape = self.latent, (*rows.shape[:2], len(weight))
+        latent, rotary_key = torch.split(rows, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
+        expanded = widened_linear(latent, weight.flatten(0, 1)).view(*shape, -1)
+        nope, value = torch.split(expanded, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
+        # a view for all heads; its gradient is their sum
+        shared = rotary_key.unsqueeze(2).expand(*shape, sizes.qk_rope_head_dim)
+        return torch.cat((nope, shared), dim=-1), value
+
+
+class ReplicatedLinear(nn.Module):
+    """A projection without bias, whole on every tensor-parallel rank.
+
+    Under sequence parallelism a rank projects its own tokens, so the gradients are summed over TP, like those of norms.
+    Otherwise every rank computes the whole gradient, provided that its output passes through a collective which sums in
+    backward.
+    """
+
+    def __init__(self, config: TransformerConfig, num_columns: int, num_rows: int) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(num_rows, num_columns, dtype=config.params_dtype, device=device))
+        # no mark of tensor parallelism: the gradient norm counts this copy on tensor-parallel rank 0 alone
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Projects [..., columns] -> [..., rows]."""
+        return widened_linear(hidden, self.weight)

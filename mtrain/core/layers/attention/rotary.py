@@ -1,0 +1,199 @@
+"""Rotary position embedding from explicit positions, and its frequencies with the scalings that extend a context.
+
+megatron-core derives positions from the length of the sequence and knows llama3 scaling only with fixed constants. Here
+the positions come with the batch (cut by the same index as the tokens, restarting at documents). Layers with a sliding
+window may rotate by a base of their own, as in Gemma-3.
+
+Frequencies agree bit for bit in float32 with transformers 5.23 (`modeling_rope_utils.py`), because a converted model
+needs exactly the angles it was trained with; the order of operations below is part of that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, assert_never
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mtrain.config.schema.attention import LatentAttentionSection
+from mtrain.config.schema.rope import RopeSection
+from mtrain.core.layers.attention.documents import has_window
+
+
+def inverse_frequencies(rope: RopeSection, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
+    """Returns the angle of each dimension pair per position, and the factor of cos and sin.
+
+    Args:
+        rope: Section `model.rope`.
+        head_dim: Number of dimensions of a head that rotate; even.
+        dtype: Dtype of the angles.
+
+    Returns:
+        [head_dim / 2] on the CPU in radians, and the attention factor (1 except for yarn).
+    """
+    if rope.scaling == "proportional":
+        return _proportional(rope, head_dim, dtype), 1.0
+    periods = rope.base ** (torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)
+    match rope.scaling:
+        case "none":
+            return 1.0 / periods, 1.0
+        case "linear":
+            return 1.0 / periods / rope.factor, 1.0  # two divisions, as transformers rounds
+        case "llama3":
+            return _llama3(rope, 1.0 / periods), 1.0
+        case "yarn":
+            return _yarn(rope, periods, head_dim), _yarn_attention_factor(rope)
+        case _ as never:
+            assert_never(never)
+
+
+def local_frequencies(rope: RopeSection, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Returns frequencies of layers with a sliding window where `rope.local_base` is set: never scaled."""
+    assert rope.local_base is not None
+    return inverse_frequencies(RopeSection(base=rope.local_base), head_dim, dtype)[0]
+
+
+def _proportional(rope: RopeSection, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Returns the frequencies of whole heads for the first pairs, and 0 for the others."""
+    num_pairs = int(rope.partial * head_dim // 2)
+    rotated = 1.0 / (rope.base ** (torch.arange(0, 2 * num_pairs, 2, dtype=dtype, device="cpu") / head_dim))
+    # divided last, as transformers rounds
+    return functional.pad(rotated, (0, head_dim // 2 - num_pairs)) / rope.factor
+
+
+def _llama3(rope: RopeSection, frequencies: Tensor) -> Tensor:
+    """Divides slow rotations by the factor, keeps fast ones and interpolates between the two.
+
+    Source: Llama 3.1 (Grattafiori et al. 2024), as released.
+    """
+    slow, fast = rope.low_freq_factor, rope.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    is_slow = wavelengths > rope.original_max_positions / slow
+    is_fast = wavelengths < rope.original_max_positions / fast
+    share = (rope.original_max_positions / wavelengths - slow) / (fast - slow)
+    between = (1 - share) * frequencies / rope.factor + share * frequencies
+    # by wavelength, not by `share`, which leaves [0, 1] outside of the band
+    return torch.where(is_slow, frequencies / rope.factor, torch.where(is_fast, frequencies, between))
+
+
+def _yarn(rope: RopeSection, periods: Tensor, head_dim: int) -> Tensor:
+    """Mixes unscaled and scaled frequencies by a ramp over the dimensions.
+
+    Source: YaRN (Peng et al. 2023), section 3.2.
+    """
+    low, high = (_dimension_of(rotations, rope, head_dim) for rotations in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of width 0 would divide by 0
+    ramp = ((torch.arange(head_dim // 2, dtype=periods.dtype, device="cpu") - low) / (high - low)).clamp(0, 1)
+    unscaled_share = 1 - ramp
+    return 1.0 / (rope.factor * periods) * (1 - unscaled_share) + 1.0 / periods * unscaled_share
+
+
+def _dimension_of(rotations: float, rope: RopeSection, head_dim: int) -> float:
+    """Returns the (fractional) dimension pair that makes this many rotations over the original context."""
+    positions_per_radian = rope.original_max_positions / (rotations * 2 * math.pi)
+    return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.base))
+
+
+def latent_softmax_scale(latent: LatentAttentionSection, rope: RopeSection) -> float:
+    """Returns the factor of the scores of multi-head latent attention.
+
+    It is 1 / sqrt(query_head_dim), under yarn with mscale_all_dim times the square of that magnitude, because only the
+    rotary part of a head has the attention factor on its cos and sin.
+    Source: DeepSeek-V3's released model.
+    """
+    magnitude = 1.0 if rope.mscale_all_dim is None else _yarn_magnitude(rope.factor, rope.mscale_all_dim)
+    return magnitude**2 / math.sqrt(latent.query_head_dim)
+
+
+def _yarn_attention_factor(rope: RopeSection) -> float:
+    """Returns the configured factor, else DeepSeek's quotient of magnitudes, else 0.1 ln(factor) + 1 (paper)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale is not None and rope.mscale_all_dim is not None:
+        return _yarn_magnitude(rope.factor, rope.mscale) / _yarn_magnitude(rope.factor, rope.mscale_all_dim)
+    return _yarn_magnitude(rope.factor, 1.0)
+
+
+def _yarn_magnitude(factor: float, coefficient: float) -> float:
+    return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+class Rotary(nn.Module):
+    """Angles by which the tokens at given positions are rotated.
+
+    The frequencies are no buffer: rounded to a half-precision model's dtype, they would rotate a token at position 4095
+    by up to 7 radians too much.
+    """
+
+    def __init__(self, inverse_frequencies: Tensor) -> None:
+        """
+        Args:
+            inverse_frequencies: [head_dim / 2], float32 or float64, as the angles will be.
+        """
+        super().__init__()
+        self.inverse_frequencies = inverse_frequencies
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Returns angles, [seq_local, batch or 1, 1, head_dim].
+
+        Args:
+            positions: Positions of the tokens that this context-parallel rank holds, [batch or 1, seq_local] int64.
+        """
+        # moves once, in the first forward pass
+        self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
+        # [seq_local, batch or 1, head_dim / 2]
+        angles = positions.t().unsqueeze(-1).to(self.inverse_frequencies.dtype) * self.inverse_frequencies
+        # twice, since megatron-core rotates dimension i with i + head_dim / 2 (rope_utils.py)
+        return torch.cat((angles, angles), dim=-1).unsqueeze(2)
+
+
+class TwoBaseRotary(Rotary):
+    """The angles of both kinds of layer; each attention takes its own."""
+
+    def __init__(self, inverse_frequencies: Tensor, windowed: Tensor) -> None:
+        """
+        Args:
+            inverse_frequencies: [head_dim / 2], of layers without a window.
+            windowed: [head_dim / 2], of layers with a window.
+        """
+        super().__init__(inverse_frequencies)
+        self.windowed = Rotary(windowed)
+        self.num_global = 2 * len(inverse_frequencies)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Returns angles, those of global layers before those of windowed ones, whose heads may have another size:
+        [seq_local, batch or 1, 1, head_dim of the one + that of the other]."""
+        # the block passes one tensor of angles to all layers; each of them chooses
+        return torch.cat((super().forward(positions), self.windowed(positions)), dim=-1)
+
+
+def take_angles_by_layer(model: nn.Module, rotary: TwoBaseRotary) -> None:
+    """Makes every self-attention of a model take the part of a TwoBaseRotary's angles that its window needs."""
+
+    def take_own(
+        attention: SelfAttention, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        windowed = has_window(attention.config, attention.layer_number)
+        parts = _apart(options["rotary_pos_emb"], rotary.num_global)
+        return args, {**options, "rotary_pos_emb": parts[int(windowed)]}
+
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            # a hook on the module's call also runs when the layer is recomputed
+            module.register_forward_pre_hook(take_own, with_kwargs=True)
+
+
+def _apart(angles: Tensor, num_global: int) -> tuple[Tensor, Tensor]:
+    """Returns both parts, the same tensors for all layers of a microbatch, which cache on them (`rotations_of`)."""
+    known: tuple[Tensor, Tensor] | None = getattr(angles, "known_parts", None)
+    if known is None:
+        known = angles[..., :num_global], angles[..., num_global:]
+        angles.known_parts = known  # type: ignore[attr-defined]
+    return known

@@ -1,0 +1,164 @@
+"""TransformerEngine's attention on documents of a row, and multi-head latent attention on its projections and norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TELinear,
+    TENorm,
+    TERowParallelLinear,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+
+from mtrain.core.layers.attention.context_parallel import document_runs
+from mtrain.core.layers.attention.documents import pieces_of, segments_of
+from mtrain.core.layers.attention.mla import LatentAttention
+
+
+class DocumentAttention(TEDotProductAttention):
+    """TransformerEngine's attention, inside the documents of each row; the same for rows of one document.
+
+    Only this module sees the packed form: projections, norms and rotation take rows, as with our own attention.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Tensor:
+        """Attends causally.
+
+        Args:
+            query: [seq, batch, heads_local, dim].
+            key: [seq, batch, groups_local, dim].
+            value: Values, in the shape of key.
+            attention_mask: Start of each token's document, [batch, seq] on the CPU; None where each row is one.
+            arguments: Further arguments of megatron-core's module: the type of the mask.
+            options: Further named arguments of megatron-core's module.
+
+        Returns:
+            [seq, batch, heads_local * dim].
+        """
+        if attention_mask is None:
+            output: Tensor = super().forward(query, key, value, None, *arguments, **options)
+            return output
+        seq, batch = query.shape[:2]
+        pieces = [tuple(pieces_of([(0, seq)], row)) for row in document_runs(attention_mask)]
+        segments = segments_of(tuple(pieces), seq, query.device)
+        # [batch * seq, heads, dim]: rows one after the other
+        rows = [part.transpose(0, 1).flatten(0, 1) for part in (query, key, value)]
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=segments.query_ends,
+            cu_seqlens_kv=segments.key_ends,
+            max_seqlen_q=segments.longest_query,
+            max_seqlen_kv=segments.longest_key,
+        )
+        output = super().forward(*rows, None, *arguments, **{**options, "packed_seq_params": packed})
+        return output.reshape(batch, seq, -1).transpose(0, 1)
+
+
+class TransformerEngineLatentAttention(LatentAttention):
+    """Latent attention whose products and attention are TransformerEngine's; parameters are those of ours.
+
+    Keys and values are computed before the exchange over context-parallel ranks, which its attention makes itself, of
+    whole heads. megatron-core's own module for it is not used: it rotates by angles of its own.
+    """
+
+    def _replicated(self, num_columns: int, num_rows: int) -> nn.Module:
+        return ReplicatedTELinear(self.config, num_columns, num_rows, self.tp)
+
+    def _divided(self, num_columns: int, num_rows: int) -> nn.Module:
+        linear: nn.Module = TEColumnParallelLinear(num_columns, num_rows, **self._options(), gather_output=False)
+        return linear
+
+    def _of_keys_and_values(self, num_columns: int, num_rows: int) -> nn.Module:
+        return self._divided(num_columns, num_rows)
+
+    def _output_projection(self, num_columns: int) -> nn.Module:
+        options = self._options() | {"init_method": self.config.output_layer_init_method, "skip_bias_add": True}
+        linear: nn.Module = TERowParallelLinear(num_columns, self.config.hidden_size, **options, input_is_parallel=True)
+        return linear
+
+    def _norm(self, size: int) -> nn.Module:
+        # not fused into the projection after it: its epsilon may be another than that of the model's norms
+        norm: nn.Module = TENorm(self.config, size, self._epsilon)
+        return norm
+
+    def _core(
+        self, layer_number: int, scale: float, cp_comm_type: str | None, groups: ProcessGroupCollection
+    ) -> nn.Module:
+        return DocumentAttention(
+            config=self.config,
+            layer_number=layer_number,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            softmax_scale=scale,
+            k_channels=self.latent.query_head_dim,
+            v_channels=self.latent.v_head_dim,
+            cp_comm_type=cp_comm_type,
+            pg_collection=groups,
+        )
+
+    def _context(self, hidden_states: Tensor, angles: Tensor, document_starts: Tensor | None) -> Tensor:
+        sizes = self.latent
+        down = self.linear_kv_down_proj(hidden_states)
+        latent, rotary_key = torch.split(down, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
+        # the projection's own collective is for the latent alone; backward sums the shared key's gradient over TP
+        if self.config.sequence_parallel:
+            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.tp)
+        else:
+            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, group=self.tp)
+        projected, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        heads = projected.view(*projected.shape[:2], self.heads_local, -1)
+        nope, value = torch.split(heads, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
+        shared = self._rotated(rotary_key.unsqueeze(2), angles).expand(*nope.shape[:3], -1)
+        query, key = self._queries(hidden_states, angles), torch.cat((nope, shared), dim=-1)
+        # its kernels take whole tensors, and values are a view of every second part of the projection
+        return self._attended(query, key, value.contiguous(), document_starts)
+
+    def _attended(self, *arguments: Any) -> Tensor:
+        return super()._attended(*arguments, AttnMaskType.causal)
+
+
+class ReplicatedTELinear(TELinear):
+    """A projection without bias, whole on every tensor-parallel rank: see `ReplicatedLinear`."""
+
+    def __init__(
+        self, config: TransformerConfig, num_columns: int, num_rows: int, tp: torch.distributed.ProcessGroup
+    ) -> None:
+        super().__init__(
+            num_columns,
+            num_rows,
+            parallel_mode="duplicated",
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+        )
+        self._tp_group = tp  # for checkpoints; it may not be given
+        # TransformerEngine 2.12 marks it as if it were cut: each copy would count in the gradient norm
+        weight: Any = self.weight
+        weight.tensor_model_parallel, weight.partition_dim = False, -1
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Projects [..., columns] -> [..., rows]."""
+        output: Tensor = super().forward(hidden)[0]
+        return output

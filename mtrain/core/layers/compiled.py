@@ -1,0 +1,179 @@
+"""Transformer layers compiled by torch.compile, each separately.
+
+Everything that depends on the layout stays outside of the graphs and runs uncompiled: collectives, the schedules,
+recomputation, the dispatch of tokens to experts, cutting rows into documents. So a layer without any of these is one
+graph, and others have graphs between them. Layers of a kind share their graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, assert_never
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor, nn
+
+from mtrain.base.errors import MachineError
+from mtrain.config import Config
+from mtrain.config.schema.sections import Sections
+from mtrain.core.layers.attention.recurrent.core import RecurrentCore
+from mtrain.core.layers.attention.rotating import RotatingAttention
+from mtrain.core.layers.attention.temperature import TemperedAttention
+from mtrain.core.layers.moe.layer import ExpertsLayer
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.ranks.init import on_all_ranks
+
+_log = logging.getLogger(__name__)
+
+BACKEND: str | Callable[..., Any] = "inductor"
+"""Backend for torch.compile."""
+
+_GRAPHS_OF_A_FUNCTION = 64
+"""Most graphs per function, for kinds of layers, training and validation; torch runs further ones uncompiled."""
+
+
+def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) -> None:
+    """Makes the layers of a rank's chunks compile in their first forward pass, as `train.compile` says.
+
+    All ranks compile or none: compiled and plain sums round differently, and ranks of TP hold copies of activations
+    that have to stay the same bits. If a rank has no working compiler, a note says so and nothing is compiled. A part
+    that later turns out not to be compilable runs uncompiled, with one note. Collective over the world.
+    """
+    match config.train.compile:
+        case "none":
+            return
+        case "layers":
+            pass
+        case _:
+            assert_never(config.train.compile)
+    try:
+        on_all_ranks(lambda: try_compiler(groups.device))
+    except MachineError as error:
+        _note(groups, str(error))
+        return
+    _settle(groups)
+    for chunk in chunks:
+        for layer in chunk.modules():
+            if isinstance(layer, TransformerLayer):
+                for owner, name in _kept_out(layer, config, groups):
+                    method = torch.compiler.disable(getattr(owner, name))  # type: ignore[no-untyped-call]
+                    setattr(owner, name, method)
+                # nn.Module.compile, which renames no parameter
+                layer.compile(backend=BACKEND, dynamic=False)
+
+
+def as_written() -> contextlib.AbstractContextManager[object]:
+    """Turns compilation off inside the block: for passes whose rows all have different lengths."""
+    if "torch._dynamo" not in sys.modules:  # saves seconds in runs that compile nothing
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list[tuple[nn.Module, str]]:
+    """Lists methods inside a layer that run uncompiled."""
+    layout, attention, feed_forward = groups.layout, layer.self_attention, layer.mlp
+    # checkpointed parts run a second time in backward, outside of the graphs: they must run the same way both times
+    kept: list[tuple[nn.Module, str]] = []
+    if isinstance(attention, SelfAttention):
+        kept.append((attention, "_checkpointed_attention_forward"))
+    if layer.recompute_mlp:
+        kept.append((layer, "_forward_mlp"))
+    elif isinstance(feed_forward, ExpertsLayer):  # the number of an expert's tokens decides on shapes
+        kept.append((feed_forward, "forward"))
+    is_divided = layout.tp > 1 or layout.cp > 1
+    # latent attention, norms over the heads of all ranks; one that keeps a tensor on itself during a call
+    if isinstance(attention, IdentityOp):
+        pass  # a layer of one sublayer
+    elif isinstance(attention, TemperedAttention) or (type(attention) is not RotatingAttention and is_divided):
+        kept.append((attention, "forward"))
+    elif (
+        isinstance(attention.core_attention, RecurrentCore)  # a loop over the chunks of a row
+        or layout.cp > 1
+        or config.data.isolate_documents
+        or config.model.attention_dropout
+    ):
+        kept.append((attention.core_attention, "forward"))
+    if layout.tp > 1:
+        linears = (ColumnParallelLinear, RowParallelLinear)
+        kept += [(module, "forward") for module in layer.modules() if isinstance(module, linears)]
+    return kept
+
+
+def try_compiler(device: torch.device) -> None:
+    """
+    Raises:
+        MachineError: Forward or backward of a small function cannot be compiled here.
+    """
+    import torch._dynamo
+
+    given = torch.ones(8, 8, device=device, requires_grad=True)
+    torch.compiler.set_stance("default")  # where megatron-core was imported early, nothing would be compiled
+    try:
+        with torch._dynamo.config.patch(suppress_errors=False):
+            loss = torch.compile(_small, backend=BACKEND, dynamic=False)(given).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # compilers, linkers and drivers fail in ways of their own
+        raise MachineError(
+            f"train.compile=layers is left out, as torch.compile does not work on this machine ({_reason(error)}); "
+            "install a C++ compiler, and triton on a GPU, or set train.compile=none"
+        ) from error
+
+
+def _small(given: Tensor) -> Tensor:
+    return torch.nn.functional.silu(given) * given.cos()
+
+
+def _settle(groups: Groups) -> None:
+    """Changes torch's settings for the whole process."""
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS_OF_A_FUNCTION)
+    # megatron-core warns in the middle of a layer, which would end a graph
+    dynamo.ignore_logging_functions.add(warnings.warn)
+    # A part that cannot be compiled runs uncompiled, and torch knows so before any of it has run; for backward,
+    # too, if that is compiled along with forward.
+    dynamo.suppress_errors = functorch.force_non_lazy_backward_lowering = True
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_NoteInPlaceOfTracebacks(groups))
+
+
+class _NoteInPlaceOfTracebacks(logging.Filter):
+    """Reports once that a part of a layer is not compiled; torch would log the traceback of each."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__()
+        self._groups, self._has_said = groups, False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Lets all other records pass."""
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if error is None or record.levelno != logging.WARNING:
+            return True
+        if not self._has_said:
+            self._has_said = True
+            _note(
+                self._groups,
+                "train.compile=layers leaves a part of a layer as it is written, which torch cannot compile "
+                f"({_reason(error)})",
+            )
+        return False
+
+
+def _reason(error: BaseException) -> str:
+    cause = getattr(error, "inner_exception", error)  # torch wraps what a backend raised
+    line = next((line.strip() for line in str(cause).splitlines() if line.strip()), "no message")
+    return f"{type(cause).__name__}: {line}"
+
+
+def _note(groups: Groups, text: str) -> None:
+    if groups.rank == 0:
+        _log.info(f"note: {text}")

@@ -1,0 +1,177 @@
+"""Initial weights that do not depend on the layout.
+
+Every weight is drawn by its global name and position: each block of rows of the global tensor has its own generator,
+seeded by (seed, name, block). A rank draws the blocks that its shard touches and cuts its part out, so TP, PP, VPP and
+vocabulary padding all start from the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from mtrain.arch.features import present
+from mtrain.base.background import mapped
+from mtrain.base.environment import cores_of_rank
+from mtrain.config import Config
+from mtrain.config.schema.model import ModelSection
+from mtrain.core.layers.adapters.adapter import first_deviation, is_adapter_key
+from mtrain.core.layers.layer_parts import MODULES
+from mtrain.core.layers.layer_spec import global_name
+from mtrain.core.layers.sharded_parameters import sharded_parameters, shards
+from mtrain.core.ranks.groups import Groups
+
+# This defines the initial weights: another size draws another model from the same seed. A rank draws at most two
+# blocks of which it needs only a part, whatever the size of the tensor.
+_ROWS_PER_BLOCK = 256
+_EMBEDDING = "embedding.word_embeddings.weight"
+_VOCABULARY = (_EMBEDDING, "output_layer.weight")
+
+
+def sharded_tensors(
+    module: MegatronModule, groups: Groups, value_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
+) -> Iterator[ShardedTensor]:
+    """Yields this rank's parameters and buffers with their global name, shape and offset, fused ones split into parts.
+
+    Args:
+        module: An unwrapped model chunk.
+        groups: Groups whose coordinates say which part of each tensor this rank has.
+        value_of: Returns the `data` of a parameter's shard: a tensor of the same shape, such as its gradient; None
+            leaves the parameter out.
+    """
+    for place in sharded_parameters([module], groups):
+        values = value_of(place.data)
+        if values is not None:
+            yield from shards(place, place.key, values)
+
+
+@torch.no_grad()
+def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_follow: bool = False) -> None:
+    """Fills matrices from a normal distribution, and what `Modules.first_values` names as transformers does; norms
+    (ones) and biases (zeros) stay as built.
+
+    Standard deviation: model.init_std; projections back into the residual stream: see the key.
+    Rows of the padded vocabulary are zero. Of an adapter one matrix is drawn with the variance of PEFT's and the other
+    stays zero, so that a model begins as its frozen part.
+
+    Args:
+        module: An unwrapped model chunk.
+        config: Configuration of the run.
+        groups: The process groups.
+        others_follow: Whether to draw only what files of weights may lack: heads and adapters. All else is nan until it
+            is loaded or drawn, so that forgotten values do not pass for weights.
+    """
+    num_threads = cores_of_rank(os.environ)
+    for shard in sharded_tensors(module, groups):
+        axes = shard.prepend_axis_num  # leading axes that number layers and experts
+        shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
+        name = global_name(shard.key, tuple(shard.global_offset[:axes]))
+        transformed = _transformation(name, config.model)
+        deviation = 1.0 if transformed is not None else _deviation(name, shape, config.model)
+        if deviation == 0 or (len(shape) < 2 and transformed is None):
+            continue
+        if name == "output_layer.weight" and config.model.output.is_tied:
+            # The last stage's copy of a tied table is drawn like the first stage's, so both start equal without a
+            # broadcast.
+            name = _EMBEDDING
+        if others_follow and not _may_lack(name, config.model):
+            shard.data.fill_(math.nan)
+        else:
+            # on the host, in the parameter's dtype: a GPU gets one copy of the whole shard
+            host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
+            draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
+            if transformed is not None:
+                # the distribution function of a normal number is uniform
+                host.copy_(transformed(torch.special.ndtr(host.float())))
+            if host is not shard.data:
+                shard.data.copy_(host)
+        if name in _VOCABULARY:
+            # tp decides how many rows are padding: zeros, so that layouts do not differ
+            shard.data[max(0, config.model.vocab_size - offset[0]) :] = 0.0
+
+
+@torch.no_grad()
+def draw_adapters(module: MegatronModule, model: ModelSection, groups: Groups, seed: int) -> None:
+    """Sets the adapters of a frozen model to their beginning, as `draw_weights` with another seed would.
+
+    Args:
+        module: An unwrapped model chunk.
+        model: Section of the architecture.
+        groups: The process groups.
+        seed: Seed that takes the place of train.seed.
+    """
+    num_threads = cores_of_rank(os.environ)
+    for shard in sharded_tensors(module, groups, lambda parameter: parameter if parameter.requires_grad else None):
+        axes = shard.prepend_axis_num
+        shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
+        name = global_name(shard.key, tuple(shard.global_offset[:axes]))
+        if len(shape) < 2 or not _may_lack(
+            name, model
+        ):  # lengths of DoRA and what learns whole follow the frozen model
+            continue
+        host = torch.zeros(shard.local_shape, dtype=shard.data.dtype)
+        if deviation := _deviation(name, shape, model):
+            draw(host, f"{seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
+        shard.data.copy_(host)
+
+
+def _may_lack(name: str, model: ModelSection) -> bool:
+    """Says whether files of a language model lack the parameter."""
+    is_head = model.output.is_new and name == "output_layer.weight"
+    return is_head or is_adapter_key(name)
+
+
+def _deviation(name: str, shape: tuple[int, ...], model: ModelSection) -> float:
+    if is_adapter_key(name):
+        return first_deviation(name, shape[-1])
+    into_residual = name.endswith(("linear_proj.weight", "out_proj.weight", "linear_fc2.weight"))
+    # for each layer's additions to the residual: its variance then does not grow with the depth
+    additions = (2 if model.layer_pattern is None else 1) * model.num_layers
+    return model.init_std / math.sqrt(additions) if into_residual else model.init_std
+
+
+def _transformation(name: str, model: ModelSection) -> Callable[[Tensor], Tensor] | None:
+    """Returns what turns uniform numbers into the values of a parameter; None for one that is drawn as matrices are."""
+    found = (MODULES[type(part)].first_values for part in present(model))
+    return next((values for each in found for ending, values in each.items() if name.endswith(ending)), None)
+
+
+def draw(
+    target: Tensor, name: str, shape: tuple[int, ...], offset: tuple[int, ...], deviation: float, num_threads: int
+) -> None:
+    """Fills a part of a tensor, block by block, each from its own generator: the number of threads changes no bit.
+
+    A block is drawn in float32, rounded once, and cut while it lies in the processor's cache: the whole tensor never
+    exists in float32. Blocks are drawn whole, since a generator cannot skip: a cut along columns (RowParallelLinear)
+    also draws the columns of other ranks, and gets the same numbers under any tp.
+
+    Args:
+        target: Tensor to fill, on the CPU, of any dtype.
+        name: Name that, with the seed, selects the numbers.
+        shape: Shape of the global tensor.
+        offset: Offset of the target in the global tensor.
+        deviation: Standard deviation of the numbers.
+        num_threads: Number of threads, each with one block in memory; torch lets others run while it draws.
+    """
+    first, end = offset[0], offset[0] + target.shape[0]
+    columns = [slice(start, start + size) for start, size in zip(offset[1:], target.shape[1:])]
+
+    @torch.no_grad()  # applies to this thread only
+    def fill(block: int) -> None:
+        digest = hashlib.sha256(f"{name}:{block}".encode()).digest()
+        # a generator of the CPU, also for GPUs: both get the same numbers
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        values = torch.empty(_ROWS_PER_BLOCK, *shape[1:]).normal_(0.0, deviation, generator=generator)
+        start = block * _ROWS_PER_BLOCK
+        low, high = max(first, start), min(end, start + _ROWS_PER_BLOCK)
+        target[low - first : high - first] = values[(slice(low - start, high - start), *columns)]
+
+    blocks = range(first // _ROWS_PER_BLOCK, (end - 1) // _ROWS_PER_BLOCK + 1)
+    mapped(fill, blocks, min(num_threads, len(blocks)))

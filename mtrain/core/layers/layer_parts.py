@@ -1,0 +1,307 @@
+"""The modules of each part of a layer: the half of `mtrain/arch/features` that needs megatron-core.
+
+Every part has one function, which puts its modules into a draft of the layer. `layer_spec` calls those of the parts
+that a layer has, in the order of LAYER_PARTS, so later parts may change what earlier ones put there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from torch import Tensor
+
+from mtrain.arch import features
+from mtrain.arch.features import LAYER_PARTS, LayerPart
+from mtrain.config.schema.model import ModelSection
+from mtrain.core.layers.attention import full_width_norm
+from mtrain.core.layers.attention.context_parallel import CoreAttention
+from mtrain.core.layers.attention.delta_net import GatedDeltaNet, first_log_decays
+from mtrain.core.layers.attention.full_width_norm import FullWidthNormAttention
+from mtrain.core.layers.attention.global_attention import GlobalAttention, NormedValueAttention
+from mtrain.core.layers.attention.mamba import MambaMixer, first_step_biases
+from mtrain.core.layers.attention.mla import LatentAttention
+from mtrain.core.layers.attention.rotary import inverse_frequencies, latent_softmax_scale
+from mtrain.core.layers.attention.rotating import RotatingAttention
+from mtrain.core.layers.attention.temperature import TemperedAttention
+from mtrain.core.layers.moe.layer import ExpertsLayer, experts_fields, experts_spec
+from mtrain.core.layers.norm import OUTPUT_NORM_NAMES, Norm, OutputNormLayer, ScaledLayer
+from mtrain.core.ranks.megatron import feed_forward_spec
+
+Backend = Literal["torch", "te", "fla"]
+"""Library whose modules make up a layer; fla: ours, with the delta rule of flash-linear-attention."""
+
+
+@dataclass
+class LayerDraft:
+    """A layer while its parts are assembled."""
+
+    module: type[TransformerLayer] = TransformerLayer
+    input_norm: type[Norm | IdentityOp] = IdentityOp  # stays where the layer has no norm before it
+    feed_forward_norm: type[Norm | IdentityOp] = IdentityOp
+    attention: ModuleSpec | None = None
+    feed_forward: ModuleSpec | type[ExpertsLayer] | None = None
+    checkpoint_names: dict[str, str] = field(default_factory=dict)
+    """Beginning of a name inside the layer -> its replacement in checkpoints."""
+
+    def spec(self) -> ModuleSpec:
+        """Returns the spec of the layer, once it has all its parts; megatron-core passes a sublayer that it has not."""
+        sublayers: dict[str, Any] = {}
+        if self.attention is not None:
+            sublayers |= {"self_attention": self.attention, "self_attn_bda": get_bias_dropout_add}
+        if self.feed_forward is not None:
+            sublayers |= {"mlp": self.feed_forward, "mlp_bda": get_bias_dropout_add}
+        return ModuleSpec(
+            module=self.module,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=self.input_norm,
+                pre_mlp_layernorm=self.feed_forward_norm,
+                # TransformerLayer renames with this map when it describes a checkpoint
+                sharded_state_dict_keys_map=self.checkpoint_names,
+                **sublayers,
+            ),
+        )
+
+
+def _nothing(draft: LayerDraft, model: ModelSection) -> None:
+    """Adds nothing, for a part that other modules build."""
+
+
+def _attention_norm(draft: LayerDraft, model: ModelSection) -> None:
+    draft.input_norm = Norm
+    draft.checkpoint_names |= _ATTENTION_NORM_NAMES
+
+
+def _feed_forward_norm(draft: LayerDraft, model: ModelSection) -> None:
+    draft.feed_forward_norm = Norm
+    draft.checkpoint_names |= _FEED_FORWARD_NORM_NAMES
+
+
+def _output_norms(draft: LayerDraft, model: ModelSection) -> None:
+    draft.module = OutputNormLayer
+    draft.checkpoint_names |= OUTPUT_NORM_NAMES
+
+
+def _layer_scalar(draft: LayerDraft, model: ModelSection) -> None:
+    draft.module = ScaledLayer
+
+
+def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
+    draft.attention = ModuleSpec(
+        module=RotatingAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            # bound here, because megatron-core passes only softmax_scale, the same to every layer
+            core_attention=partial(CoreAttention, windowed_scale=windowed_softmax_scale(model)),
+            linear_proj=RowParallelLinear,
+            q_layernorm=IdentityOp,  # not None: `_qk_norm` puts Norm in their place
+            k_layernorm=IdentityOp,
+        ),
+    )
+
+
+def _global_attention(draft: LayerDraft, model: ModelSection) -> None:
+    wide = model.with_global_heads()
+    own = {
+        "kv_channels": wide.head_size,
+        "num_query_groups": wide.query_groups,
+        "softmax_scale": softmax_scale(wide),
+    }
+    norm = Norm if model.qk_norm else IdentityOp
+    draft.attention = ModuleSpec(
+        module=GlobalAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "fields": own, "normalises_values": model.value_norm},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+    draft.checkpoint_names.pop("input_layernorm.", None)  # TransformerEngine has no such layer to fuse it into
+
+
+def _value_norm(draft: LayerDraft, model: ModelSection) -> None:
+    assert draft.attention is not None
+    if draft.attention.module is RotatingAttention:  # GlobalAttention norms its values itself
+        draft.attention.module = NormedValueAttention
+
+
+def _qk_norm(draft: LayerDraft, model: ModelSection) -> None:
+    assert draft.attention is not None
+    draft.attention.submodules.q_layernorm = draft.attention.submodules.k_layernorm = Norm
+
+
+def _full_width_qk_norm(draft: LayerDraft, model: ModelSection) -> None:
+    assert draft.attention is not None
+    # the class and not q_layernorm: megatron-core would call that head by head
+    draft.attention.module = FullWidthNormAttention
+    draft.checkpoint_names |= full_width_norm.CHECKPOINT_NAMES
+
+
+def _attention_temperature(draft: LayerDraft, model: ModelSection) -> None:
+    assert draft.attention is not None
+    draft.attention.module = TemperedAttention
+
+
+def _latent_attention(draft: LayerDraft, model: ModelSection) -> None:
+    draft.attention = latent_attention_spec(model, LatentAttention)
+    # TransformerEngine has nothing to fuse the input norm into, as two projections read it
+    draft.checkpoint_names.pop("input_layernorm.", None)
+    draft.checkpoint_names |= LATENT_NORM_NAMES
+
+
+def latent_attention_spec(model: ModelSection, module: type[LatentAttention]) -> ModuleSpec:
+    """Builds the spec of latent attention by one of its classes."""
+    latent = {"latent": model.mla, "rope": model.rope}
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal, **latent})
+
+
+def _latent_fields(model: ModelSection) -> dict[str, Any]:
+    assert model.mla is not None
+    return {"softmax_scale": latent_softmax_scale(model.mla, model.rope)}
+
+
+def _delta_net(draft: LayerDraft, model: ModelSection) -> None:
+    draft.attention = ModuleSpec(module=GatedDeltaNet, params={"delta_net": model.delta_net})
+    draft.checkpoint_names.pop("input_layernorm.", None)  # TransformerEngine has no such layer to fuse it into
+
+
+def _mamba(draft: LayerDraft, model: ModelSection) -> None:
+    draft.attention = ModuleSpec(module=MambaMixer, params={"mamba": model.mamba})
+    draft.checkpoint_names.pop("input_layernorm.", None)  # fused into no other layer, as with delta nets
+
+
+def _hybrid_fields(model: ModelSection) -> dict[str, Any]:
+    # layers are stacked in checkpoints only where all are alike, which megatron-core sees of experts alone
+    return {"hetereogenous_dist_checkpoint": len(set(features.kinds(model))) > 1}
+
+
+def _dense(draft: LayerDraft, model: ModelSection) -> None:
+    projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    draft.feed_forward = feed_forward_spec(projections)
+
+
+def _experts(draft: LayerDraft, model: ModelSection) -> None:
+    assert model.experts is not None
+    draft.feed_forward = experts_spec(model.experts)
+    draft.checkpoint_names.pop("pre_mlp_layernorm.", None)  # read by the router and the experts: not fused either
+
+
+def _no_fields(model: ModelSection) -> dict[str, Any]:
+    return {}
+
+
+class Modules(NamedTuple):
+    """Modules that megatron-core builds for one part of a layer."""
+
+    put_into: Callable[[LayerDraft, ModelSection], None] = _nothing
+    fields: Callable[[ModelSection], dict[str, Any]] = _no_fields
+    """Fields of TransformerConfig for a model in which some layer has the part."""
+    first_values: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
+    """End of a parameter's name -> what turns numbers uniform between 0 and 1 into its initial values."""
+
+
+_ATTENTION_NORM_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_FEED_FORWARD_NORM_NAMES = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+LATENT_NORM_NAMES = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+FUSED_NAMES: Mapping[str, str] = {
+    **_ATTENTION_NORM_NAMES,
+    **_FEED_FORWARD_NORM_NAMES,
+    **OUTPUT_NORM_NAMES,
+    **LATENT_NORM_NAMES,
+}
+"""Our norms -> their names in checkpoints: TransformerEngine's, where they are fused into the projection after them,
+and Megatron-Bridge's, where they belong to the projection before them."""
+
+MODULES: Mapping[type[LayerPart], Modules] = {
+    features.AttentionResidual: Modules(),  # TransformerLayer itself adds it
+    features.FeedForwardResidual: Modules(),
+    features.AttentionNorm: Modules(_attention_norm),
+    features.FeedForwardNorm: Modules(_feed_forward_norm),
+    features.OutputNorms: Modules(_output_norms),
+    features.LayerScalar: Modules(_layer_scalar),
+    features.GroupedQueryAttention: Modules(
+        _grouped_query_attention, lambda model: {"softmax_scale": softmax_scale(model)}
+    ),
+    features.GlobalAttention: Modules(_global_attention, _hybrid_fields),
+    features.QkNorm: Modules(_qk_norm, lambda model: {"qk_layernorm": True}),
+    features.FullWidthQkNorm: Modules(_full_width_qk_norm),
+    # one more part of the projection, which `RotatingAttention` multiplies the output by
+    features.AttentionGate: Modules(fields=lambda model: {"attention_output_gate": True}),
+    features.AttentionTemperature: Modules(_attention_temperature),
+    features.ValueNorm: Modules(_value_norm),
+    # core attention builds them if this asks for them
+    features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
+    features.MultiHeadLatentAttention: Modules(_latent_attention, _latent_fields),
+    features.GatedDeltaNet: Modules(_delta_net, _hybrid_fields, {".A_log": first_log_decays}),
+    features.Mamba: Modules(_mamba, first_values={".dt_bias": first_step_biases}),
+    features.DenseFeedForward: Modules(_dense),
+    features.ExpertFeedForward: Modules(_experts, experts_fields),
+    features.BranchNorms: Modules(),  # the layer of experts builds them
+}
+"""Modules of each of LAYER_PARTS; a test keeps the two in step."""
+
+
+def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
+    """Builds the spec of layer `layer`, counted from 0: our modules on torch and megatron-core's parallel linears."""
+    draft = LayerDraft()
+    for part in LAYER_PARTS:
+        if part.is_in(model, layer):
+            MODULES[type(part)].put_into(draft, model)
+    return draft.spec()
+
+
+def transformer_fields(model: ModelSection) -> dict[str, Any]:
+    """Returns the fields of TransformerConfig that the parts of the model's layers ask for."""
+    fields = {} if model.layer_pattern is None else _hybrid_fields(model)
+    for part in features.present(model):
+        fields |= MODULES[type(part)].fields(model)
+    return fields
+
+
+def softmax_scale(model: ModelSection) -> float:
+    """Returns query_scalar ** -0.5, or 1/sqrt(head_dim) where that is unset, times yarn's attention factor squared
+    where all of every head rotates.
+
+    yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product contains it
+    twice.
+    """
+    factor = 1.0 if _rotates_in_part(model) else inverse_frequencies(model.rope, model.rotary_size)[1]
+    return factor**2 / _divisor(model)
+
+
+def rotation_factor(model: ModelSection) -> float:
+    """Returns the factor of cos and sin: yarn's attention factor, unless the scale of scores has it."""
+    return inverse_frequencies(model.rope, model.rotary_size)[1] if _rotates_in_part(model) else 1.0
+
+
+def _rotates_in_part(model: ModelSection) -> bool:
+    """Says whether some dimensions of heads, or some layers, do not rotate."""
+    is_in_part = model.rope.partial != 1 or bool(model.megatron.get("no_rope_freq"))
+    return model.mla is None and is_in_part and model.rope.local_base is None
+
+
+def windowed_softmax_scale(model: ModelSection) -> float:
+    """Returns the scale of layers with a window: where they rotate by a base of their own, yarn plays no part."""
+    return softmax_scale(model) if model.rope.local_base is None else 1.0 / _divisor(model)
+
+
+def _divisor(model: ModelSection) -> float:
+    return math.sqrt(model.head_size if model.query_scalar is None else model.query_scalar)

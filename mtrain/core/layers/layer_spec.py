@@ -1,0 +1,278 @@
+"""Layer specs: the module in each place of megatron-core's transformer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, assert_never
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+
+from mtrain.arch.features import FEATURES
+from mtrain.base.certificate import Comparison
+from mtrain.base.errors import ConfigError
+from mtrain.base.imports import faulty_gpu_packages, release_beyond_bounds
+from mtrain.config.known_issues import beyond_transformer_engine
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.sections import Sections
+from mtrain.core.layers.attention import flash_linear_attention
+from mtrain.core.layers.certified import Finding, candidate_of, finding
+from mtrain.core.layers.layer_parts import (
+    FUSED_NAMES,
+    LATENT_NORM_NAMES,
+    Backend,
+    latent_attention_spec,
+    layer_spec,
+)
+from mtrain.core.layers.moe.layer import experts_spec
+from mtrain.core.layers.norm import Norm
+
+_STACKED_EXPERTS = "mlp.experts.experts."
+"""Part of the keys of tensors with an axis of all experts."""
+
+
+def global_name(key: str, places: tuple[int, ...]) -> str:
+    """Returns the name of a parameter in the whole model, the same for every layout and both backends.
+
+    Args:
+        key: Checkpoint key: TransformerEngine's names, with layers stacked (no number) or spelled out.
+        places: Indices along the stacked axes: the layer, then the expert; empty where the key is complete.
+    """
+    return spelled_name(canonical_name(key), places)
+
+
+def spelled_name(key: str, places: tuple[int, ...]) -> str:
+    """Returns a checkpoint key with layer and expert; see `global_name`, which renames norms as well."""
+    if _STACKED_EXPERTS in key:
+        # the expert's axis is the last of the stacked ones; a key with its layer spelled out has no other
+        key, places = key.replace(_STACKED_EXPERTS, f"mlp.experts.{places[-1]}."), places[:-1]
+    return key.replace(".layers.", f".layers.{places[0]}.", 1) if places else key
+
+
+def canonical_name(key: str) -> str:
+    """Returns a checkpoint key with norms named like the modules of the local spec."""
+    for ours, theirs in FUSED_NAMES.items():
+        key = key.replace(theirs, ours)
+    return key
+
+
+def has_transformer_engine() -> bool:
+    """Says whether TransformerEngine can be imported, by megatron-core's own check."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return bool(gpt_layer_specs.HAVE_TE)
+
+
+class Choice(NamedTuple):
+    """Layers that a run takes."""
+
+    backend: Backend
+    certificate: str = ""
+    """Name of the certificate that decided; empty where none did."""
+    note: str = ""
+    """What a certificate decided, or why it did not, for the run's output; empty where there is none."""
+
+
+def absent(device: torch.device) -> list[str]:
+    """Lists what keeps this machine from TransformerEngine's layers, whatever the configuration."""
+    fault = faulty_gpu_packages().get("transformer_engine")
+    reasons = {
+        "there is no GPU": device.type != "cuda",
+        f"transformer_engine cannot be used ({fault or 'it is not installed'})": not has_transformer_engine(),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def unbuildable(config: Sections) -> list[str]:
+    """Lists what keeps a run from TransformerEngine's layers, whatever the machine and a certificate say.
+
+    TransformerEngine fuses norms into the projections after them, whose inputs an adapter has to read. Under context
+    parallelism it cuts every document for itself, ours are rows that are cut.
+    """
+    documents = "documents in rows (data.isolate_documents, data.packing) need torch layers"
+    is_in_8_bits = config.train.fp8 is not None and config.model.experts is not None
+    reasons = {
+        f"{documents} under layout.cp={config.layout.cp}": config.data.isolate_documents and config.layout.cp > 1,
+        "adapter needs the torch backend": config.adapter is not None,
+        # our experts would multiply in the run's precision
+        "model.experts needs model.experts.implementation=te under train.fp8": (
+            is_in_8_bits and not config.model.has_transformer_engine_experts
+        ),
+        "eval.prompts need torch layers, which generate": config.eval.is_on,
+    }
+    unmet = [reason for reason, holds in reasons.items() if holds]
+    ours = (feature.needs_torch_layers(config.model) for feature in FEATURES)
+    unmet += [f"{keys} needs the torch backend" for keys in ours if keys is not None]
+    return [*unmet, *beyond_transformer_engine(config)]
+
+
+def uncertified(config: Sections) -> list[str]:
+    """Lists for what a run takes TransformerEngine's layers with a certificate of `mtrain verify backend` alone."""
+    beyond = release_beyond_bounds()
+    reasons = {
+        f"transformer_engine cannot be used ({beyond})": beyond is not None,
+        "documents in rows (data.isolate_documents, data.packing) need torch layers without a certificate": (
+            config.data.isolate_documents
+        ),
+    }
+    unmet = [reason for reason, holds in reasons.items() if holds]
+    keys = (feature.needs_certificate(config.model) for feature in FEATURES)
+    return [*unmet, *(f"{each} needs the torch backend without a certificate" for each in keys if each is not None)]
+
+
+def choose(config: Sections, device: torch.device) -> Choice:
+    """Resolves `model.backend` on this rank.
+
+    `auto` means te where it can be built and a certificate of these layers on this machine says that it is right and
+    faster; without a certificate, where it has always been taken. Delta nets, which te has not, are computed by
+    flash-linear-attention where a certificate says the same of it, and nowhere else.
+
+    Raises:
+        ConfigError: `te`, or what its layers alone can do, was asked for where they cannot run.
+    """
+    choice = _modules_of(config, device)
+    is_open = config.model.backend == "auto" and choice.backend == "torch" and config.model.delta_net is not None
+    return choice if not is_open or flash_linear_attention.lacking(device) else _delta_rule_of(config, device)
+
+
+def _delta_rule_of(config: Sections, device: torch.device) -> Choice:
+    """Chooses between the delta rules of our layers and of a flash-linear-attention that is there."""
+    unmet = flash_linear_attention.unable(config)
+    found = Finding(None, "", "") if unmet else finding(config, device, candidate_of(config))
+    if found.comparison is None:
+        needed = unmet or ["flash-linear-attention's delta rule needs a certificate"]
+        return Choice("torch", note=_without_certificate(found, needed, "torch", not unmet, _DELTA_RULE))
+    taken: Backend = "fla" if found.comparison.passed and found.comparison.is_faster else "torch"
+    return Choice(taken, found.certificate, _with_certificate(found.comparison, found.certificate, taken, _DELTA_RULE))
+
+
+def _modules_of(config: Sections, device: torch.device) -> Choice:
+    """Chooses between the modules of TransformerEngine and ours; see `choose`."""
+    backend = config.model.backend
+    if backend == "torch":
+        return Choice("torch")
+    lacking, opened, asked = absent(device), uncertified(config), only_by_transformer_engine(config)
+    unmet = lacking + unbuildable(config)
+    found = Finding(None, "", "") if unmet else finding(config, device, candidate_of(config))
+    is_wrong = found.comparison is not None and not found.comparison.passed
+    if found.comparison is None:
+        unmet += opened
+    elif is_wrong:
+        unmet.append(f"transformer_engine failed `mtrain verify backend` ({found.certificate})")
+    match backend:
+        case "te":
+            if unmet:
+                raise ConfigError(f"model.backend=te cannot be used: {'; '.join(unmet)}; use model.backend=auto")
+            return Choice("te", found.certificate if opened else "")
+        case "auto":
+            if unmet and asked:
+                raise ConfigError(
+                    f"{asked} needs TransformerEngine's layers, which cannot be used: {'; '.join(unmet)}; remove "
+                    f"{asked.split('=')[0]}"
+                )
+            if found.comparison is None:
+                taken: Backend = "torch" if unmet else "te"
+                return Choice(taken, note="" if lacking else _without_certificate(found, unmet, taken, unmet == opened))
+            taken = "te" if not unmet and (found.comparison.is_faster or asked) else "torch"
+            return Choice(taken, found.certificate, _with_certificate(found.comparison, found.certificate, taken))
+        case _:
+            assert_never(backend)
+
+
+def only_by_transformer_engine(config: Sections) -> str:
+    """Names a key that ours cannot follow, with its value; empty where there is none."""
+    if config.train.fp8 is not None:
+        return f"train.fp8={config.train.fp8}"
+    return "model.experts.implementation=te" if config.model.has_transformer_engine_experts else ""
+
+
+_LAYERS = {
+    "te": "TransformerEngine's layers",
+    "torch": "torch layers",
+    "fla": "torch layers with flash-linear-attention's delta rule",
+}
+_DELTA_RULE = "flash-linear-attention"
+
+
+def _with_certificate(comparison: Comparison, name: str, taken: Backend, library: str = "TransformerEngine") -> str:
+    """Says in one line what a certificate decided."""
+    times = f"{comparison.ms:.3g} ms a pass, torch layers {comparison.own_ms:.3g} ms"
+    verdict = times if comparison.passed else "its results are wrong"
+    return f"model.backend=auto takes {_LAYERS[taken]} by the certificate {name} of {library} ({verdict})"
+
+
+def _without_certificate(
+    found: Finding, unmet: list[str], taken: Backend, is_openable: bool, library: str = "TransformerEngine"
+) -> str:
+    """Says in one line why no certificate decided, and what one could open; nothing where layers are as they would be.
+
+    Args:
+        found: What was found instead: a certificate of another machine, or none.
+        unmet: What keeps the run from the library's.
+        taken: Layers that the run takes.
+        is_openable: Whether a certificate would change that.
+        library: Library whose layers, or parts of layers, they are.
+    """
+    if found.certificate:
+        return (
+            f"model.backend=auto takes {_LAYERS[taken]} without the certificate {found.certificate}, which is of "
+            f"{found.differs}; `mtrain verify backend` measures this machine"
+        )
+    if not unmet:
+        return ""
+    measure = f"; `mtrain verify backend` says whether this machine can take {library}'s" if is_openable else ""
+    return f"model.backend=auto takes torch layers: {'; '.join(unmet)}{measure}"
+
+
+def chosen_backend(config: Sections, device: torch.device) -> Backend:
+    """Returns the layers that `choose` takes.
+
+    Raises:
+        ConfigError: See `choose`.
+    """
+    return choose(config, device).backend
+
+
+def block_spec(model: ModelSection, backend: Backend, layers: range) -> TransformerBlockSubmodules:
+    """Builds the spec of a stage's transformer block.
+
+    Args:
+        model: Section of the architecture.
+        backend: Backend from `chosen_backend`.
+        layers: Global numbers, from 0, of the layers that the stage holds.
+    """
+    match backend:
+        case "te":
+            layer_specs = [transformer_engine_layer(model, layer) for layer in layers]
+            return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=LayerNormImpl)
+        case "torch" | "fla":
+            layer_specs = [layer_spec(model, layer) for layer in layers]
+            return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=Norm)
+        case _:
+            assert_never(backend)
+
+
+def transformer_engine_layer(model: ModelSection, layer: int) -> ModuleSpec:
+    """Builds the spec of layer `layer`, counted from 0, of TransformerEngine's modules.
+
+    The norm that router and experts read is ours, and that before latent attention; so are router and dispatcher.
+    """
+    from mtrain.core.layers.attention.te_attention import (
+        DocumentAttention,  # a subclass of TransformerEngine's
+        TransformerEngineLatentAttention,
+    )
+
+    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
+    modules = spec.submodules
+    if model.attention(layer) == "latent":
+        latent = latent_attention_spec(model, TransformerEngineLatentAttention)
+        names = {"sharded_state_dict_keys_map": dict(LATENT_NORM_NAMES)}
+        modules = dataclasses.replace(modules, input_layernorm=Norm, self_attention=latent, **names)
+    else:
+        modules.self_attention.submodules.core_attention = DocumentAttention
+    if model.has_experts(layer):
+        assert model.experts is not None
+        modules = dataclasses.replace(modules, pre_mlp_layernorm=Norm, mlp=experts_spec(model.experts))
+    return dataclasses.replace(spec, submodules=modules)

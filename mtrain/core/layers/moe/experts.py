@@ -1,0 +1,217 @@
+"""A rank's experts, their weights stacked along the first axis.
+
+They replace megatron-core's SequentialMLP and TEGroupedMLP, under the same checkpoint keys, without two faults of
+theirs: here, experts whose etp is not the dense layers' tp are marked as experts even where ep = 1, so that their
+gradients are summed over all their replicas, and are counted in the gradient norm on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from mtrain.core.layers.moe.grouped_gemm import Implementation, Product, chosen_product, sequential
+from mtrain.core.layers.swiglu import is_swiglu, swiglu
+
+_AXIS = {"linear_fc1": 0, "linear_fc2": 1}
+"""Axis of one expert's weight that is divided over expert tensor parallelism."""
+
+
+class Stack(nn.Module):
+    """One projection of all experts of a rank."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, config: TransformerConfig, experts: int, rows: int, columns: int) -> None:
+        """
+        Args:
+            config: Configuration with precision and device, and whether there are biases.
+            experts: Number of experts on this rank.
+            rows: Number of outputs of one expert on this rank.
+            columns: Number of inputs of one expert on this rank.
+        """
+        super().__init__()
+        # drawn later, by global name (init_weights.py)
+        self.weight = _parameter(torch.empty(experts, rows, columns), config)
+        if config.add_bias_linear:
+            self.bias = _parameter(torch.zeros(experts, rows), config)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, tokens: Tensor, counts: Tensor, product: Product) -> Tensor:
+        """Multiplies [count, columns] sorted by expert -> [count, rows], without the bias.
+
+        A call of the module itself is where overlapped gathering of parameters waits.
+        """
+        return self.product(tokens, product)(tokens, self.weight, counts)
+
+    def product(self, tokens: Tensor, wanted: Product) -> Product:
+        """Returns the wanted product, or the sequential one where that cannot be used."""
+        # grouped products take operands of one precision
+        return wanted if self.weight.dtype == tokens.dtype else sequential
+
+    def biases(self, counts: Tensor, num_tokens: int) -> Tensor | None:
+        """Returns each token's bias, [num_tokens, rows]; None where there are no biases."""
+        if self.bias is None:
+            return None
+        # given the size of the output, the host need not wait for it
+        counts = counts.to(self.bias.device, non_blocking=True)
+        return self.bias.repeat_interleave(counts, dim=0, output_size=num_tokens)
+
+
+def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    return marked(nn.Parameter(value.to(device=device, dtype=config.params_dtype)))
+
+
+def marked(parameter: Any) -> nn.Parameter:
+    """Marks a parameter of experts, as megatron-core's optimizer and gradient norm read it."""
+    parameter.allreduce = False  # its replicas are those of the expert, not of the dense layers
+    parameter.tensor_model_parallel = True  # no other rank holds the same part: counts in the norm everywhere
+    parameter.partition_dim, parameter.partition_stride = 0, 1
+    own: nn.Parameter = parameter
+    return own
+
+
+class Experts(MegatronModule):
+    """Feed-forward networks of the experts that this rank holds."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        implementation: Implementation | Literal["te"],
+        name: str | None = None,
+    ) -> None:
+        """
+        Args:
+            num_local_experts: Number of experts on this rank.
+            config: Configuration with sizes, activation and biases.
+            pg_collection: Expert, expert-tensor and expert-data groups.
+            implementation: Implementation of the products; `te` for a subclass that has its own.
+            name: Name of the module in the model, which newer versions of megatron-core pass; not used.
+        """
+        super().__init__(config)
+        self.num_local_experts = num_local_experts
+        self._ep, self._etp, self._edp = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        assert config.moe_ffn_hidden_size is not None
+        # etp has its own group: experts may be divided differently from the dense layers' tp
+        ffn = config.moe_ffn_hidden_size // self._etp.size()
+        fc1_rows = 2 * ffn if config.gated_linear_unit else ffn
+        self._row_sizes = (config.hidden_size, fc1_rows, ffn)
+        self.implementation: Implementation = "auto" if implementation == "te" else implementation
+        self._build(pg_collection)
+
+    def _build(self, groups: ProcessGroupCollection) -> None:
+        hidden_size, fc1_rows, ffn = self._row_sizes
+        self.linear_fc1 = Stack(self.config, self.num_local_experts, fc1_rows, hidden_size)
+        self.linear_fc2 = Stack(self.config, self.num_local_experts, hidden_size, ffn)
+        # refuses now, not in the first step
+        chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Computes the weighted outputs of all experts; with etp > 1, this rank's part of their sum.
+
+        Args:
+            tokens: [count, hidden_size], sorted by expert.
+            tokens_per_expert: [num_local_experts] int64.
+            weights: Weight of each token's output, [count].
+
+        Returns:
+            [count, hidden_size] in the dtype of the tokens, and no bias to be added later.
+        """
+        product = chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
+        stacks = (self.linear_fc1, self.linear_fc2)
+        # other products need sizes on the host, which waits for them once, where the dispatcher has not done so
+        on_host = any(stack.product(tokens, product) is sequential for stack in stacks)
+        counts = tokens_per_expert.cpu() if on_host else tokens_per_expert
+        weights = weights.unsqueeze(-1)
+        hidden = self.linear_fc1(tokens, counts, product)
+        biases = self.linear_fc1.biases(counts, len(tokens))
+        # weighted before fc2, which is linear, as in megatron-core's experts; fc2's bias is weighted separately
+        hidden = (self._activated(hidden if biases is None else hidden + biases) * weights).to(tokens.dtype)
+        output = self.linear_fc2(hidden, counts, product)
+        # every rank of etp would add it to its part of the sum: config/rules.py refuses biases with etp > 1
+        biases = self.linear_fc2.biases(counts, len(tokens))
+        if biases is not None:
+            output = output + (biases * weights).to(tokens.dtype)
+        return output, None
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        if is_swiglu(self.config):
+            return swiglu(hidden)
+        activation = self.config.activation_func
+        if not self.config.gated_linear_unit:
+            return activation(hidden)
+        gate, up = hidden.chunk(2, dim=-1)  # this rank's rows of fc1: its gates, then its ups
+        limit = self.config.activation_func_clamp_value
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return activation(gate) * (up + self.config.glu_linear_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: object = None
+    ) -> dict[str, ShardedTensorFactory]:
+        """Returns each expert's tensors under one key with an axis of all experts, named like megatron-core's."""
+        return {
+            f"{prefix}{linear}.{name}": ShardedTensorFactory(
+                key=f"{prefix}experts.{linear}.{_kind(name)}",
+                data=parameter,
+                build_fn=self._builder(linear, name, sharded_offsets),
+                merge_fn=_unused,
+                # only ranks of expert data parallelism hold the same numbers, in whatever dense group they are
+                replica_id=(0, 0, self._edp.rank()),
+            )
+            for linear, stack in self.named_children()
+            for name, parameter in stack.named_parameters()
+        }
+
+    def _builder(self, linear: str, name: str, outer: tuple[tuple[int, int, int], ...]) -> Any:
+        """Returns a function that cuts a parameter into shards of the global tensor [outer axes, num_experts, ...].
+
+        Args:
+            linear: Name of the projection.
+            name: Name of the parameter: `weight` or `bias` of all experts, or with the number of the only one.
+            outer: Places of the layer along the outer axes.
+        """
+        kind = _kind(name)
+        first = self._ep.rank() * self.num_local_experts + int(name.removeprefix(kind) or 0)
+        count, depth = self._ep.size() * self.num_local_experts, len(outer) + 1
+        is_divided = kind == "weight" or linear == "linear_fc1"
+        size, rank = (self._etp.size(), self._etp.rank()) if is_divided else (1, 0)
+        # globally all gates come before all ups, so a rank's gates and ups are two slices with other ranks between them
+        num_parts = 2 if linear == "linear_fc1" and self.config.gated_linear_unit else 1
+
+        def build(key: str, stack: Tensor, replica_id: ReplicaId, flattened_range: object) -> list[ShardedTensor]:
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    part,
+                    *outer,
+                    (depth - 1, first + number, count),
+                    (depth + (_AXIS[linear] if kind == "weight" else 0), index * size + rank, num_parts * size),
+                    replica_id=replica_id,
+                    prepend_axis_num=depth,
+                )
+                # views: what is read into a shard is in the stack
+                for number, values in enumerate(stack.detach() if name == kind else stack.detach().unsqueeze(0))
+                for index, part in enumerate(values.chunk(num_parts))
+            ]
+
+        return build
+
+
+def _kind(name: str) -> str:
+    """Returns `weight` or `bias`, the name of a parameter without the number of an expert."""
+    return name.rstrip("0123456789")
+
+
+def _unused(parts: object) -> Tensor:
+    raise AssertionError("shards are views of the stack: nothing is put together")

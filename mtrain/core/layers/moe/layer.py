@@ -1,0 +1,283 @@
+"""The layer of experts: megatron-core's parts, and the sequence of each position on its way to the router.
+
+Dispatchers sort tokens by expert, and back, in the place of megatron-core's, which call masked_select twice per layer
+and pass, for whose size the host waits (moe_utils.py::permute), though it follows from top_k; and which copy counts of
+tokens to the host, which nothing needs where every rank holds all experts whole. Order and numbers are the same to the
+bit.
+"""
+
+from __future__ import annotations
+
+from functools import partial, partialmethod
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import unpermute
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
+from torch import Tensor
+
+from mtrain.config.schema.experts import ExpertsSection
+from mtrain.config.schema.model import ModelSection
+from mtrain.core.layers.moe.experts import Experts
+from mtrain.core.layers.moe.router import Router
+from mtrain.core.layers.norm import Norm
+
+
+def dispatcher_in_place_of(
+    theirs: MoETokenDispatcher, config: TransformerConfig, groups: ProcessGroupCollection
+) -> MoETokenDispatcher:
+    """Returns a layer's dispatcher: megatron-core's own where sizes depend on values or all tokens are gathered.
+
+    Args:
+        theirs: Dispatcher that megatron-core made for this layer.
+        config: Configuration of the model.
+        groups: The process groups.
+    """
+    if config.moe_expert_capacity_factor is not None:  # some choices are dropped
+        return theirs
+    if groups.ep.size() == groups.expt_tp.size() == 1:
+        return LocalDispatcher(config, groups)
+    if isinstance(theirs, MoEAlltoAllTokenDispatcher):
+        return AllToAllDispatcher(theirs.num_local_experts, theirs.local_expert_indices, config, groups)
+    return theirs
+
+
+class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron-core's dispatcher with another first sort. The host waits once per layer and pass, for ranks' sizes."""
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Does what `LocalDispatcher.dispatch_preprocess` does."""
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        # starts the copies of what each rank sends and receives; the exchange waits for them
+        counts = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
+        tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
+        self.hidden_shape_before_permute = tokens.shape
+        ordered, weights, token_of_row = _by_expert(tokens, routing_map, probs, self.config.moe_router_topk)
+        self.reversed_local_input_permutation_mapping = token_of_row
+        return ordered, weights
+
+
+class LocalDispatcher(MoETokenDispatcher):
+    """Dispatcher of one layer; like megatron-core's, it keeps what one part of the layer's pass finds for the next."""
+
+    _shape: torch.Size
+    _token_of_row: Tensor
+    _counts: Tensor
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Sorts tokens by expert.
+
+        Args:
+            hidden_states: [seq_local, batch, hidden].
+            routing_map: Choices, [tokens, num_experts] bool, top_k of each token's true.
+            probs: Weights, [tokens, num_experts].
+
+        Returns:
+                [tokens x top_k, hidden], each expert's in the order of the tokens; and the weight of each.
+        """
+        self._shape, self._counts = hidden_states.shape, routing_map.sum(0)
+        tokens = hidden_states.reshape(-1, self._shape[-1])
+        ordered, weights, self._token_of_row = _by_expert(tokens, routing_map, probs, self.config.moe_router_topk)
+        return ordered, weights
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the tokens, which are on the right rank already."""
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the tokens with the number of each expert's: [num_experts] int64, on the device."""
+        return hidden_states, self._counts, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Returns the outputs, which are in the order in which the tokens came."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Returns the outputs, which are on the right rank already."""
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Adds up each token's outputs: [tokens x top_k, hidden] -> [seq_local, batch, hidden]."""
+        tokens = torch.Size((self._shape[:-1].numel(), self._shape[-1]))
+        combined: Tensor = unpermute(hidden_states, self._token_of_row, restore_shape=tokens)
+        return combined.view(self._shape)
+
+
+def _by_expert(tokens: Tensor, chosen: Tensor, weights: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tokens and weights in the order of `rows_by_expert`, and the token of each row."""
+    rows = rows_by_expert(chosen, top_k)
+    token_of_row = rows % len(chosen)
+    return tokens.index_select(0, token_of_row), weights.T.reshape(-1).index_select(0, rows), token_of_row
+
+
+def rows_by_expert(chosen: Tensor, top_k: int) -> Tensor:
+    """Returns [tokens x top_k] int64: expert x tokens + token of every choice, ascending. The host does not wait.
+
+    Args:
+        chosen: [tokens, num_experts] bool.
+        top_k: Number of true values in every row.
+    """
+    flat = chosen.T.reshape(-1)
+    count = chosen.shape[0] * top_k
+    # moves each choice to the place of its number; all others to one place more, which is cut off
+    places = torch.where(flat, flat.cumsum(0) - 1, count)
+    rows = torch.empty(count + 1, dtype=torch.int64, device=chosen.device)
+    return rows.scatter_(0, places, torch.arange(len(flat), device=chosen.device))[:count]
+
+
+class SharedExperts(SharedExpertMLP):
+    """Shared experts whose input has one gradient, also where a gate reads it as well: recomputed or not, it is added
+    up in one order, to the bit."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Returns [seq_local, batch, hidden]; takes the same."""
+        output: Tensor = super().forward(hidden_states.view_as(hidden_states))
+        return output
+
+
+class ExpertsLayer(MoELayer):
+    """MoELayer whose router receives the sequence of each position.
+
+    megatron-core passes a padding mask along, which MoELayer makes bool; a balance by sequence needs numbers.
+    """
+
+    token_dispatcher: MoETokenDispatcher
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            submodules: Specs of router, experts, shared experts.
+            layer_number: Global number of the layer, from 1.
+            pg_collection: The process groups; None for megatron-core's own.
+            options: Further arguments of megatron-core's newer versions.
+        """
+        super().__init__(config, submodules, layer_number, pg_collection, **options)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.token_dispatcher = dispatcher_in_place_of(self.token_dispatcher, config, groups)
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Routes the tokens of this rank, sends them to their experts and brings them back.
+
+        Args:
+            hidden_states: [seq_local, batch, hidden].
+            intermediate_tensors: Part of megatron-core's protocol, for CUDA graphs of a part of the layer.
+            padding_mask: Sequence of each position, [batch, seq_local] int64, in the place of megatron-core's mask;
+                negative where there is no text. None where nothing is counted. With experts to take, [batch, seq_local,
+                marks] of `router_marks`.
+
+        Returns:
+            [seq_local, batch, hidden]; and no bias.
+        """
+        assert intermediate_tensors is None
+        marks = None if padding_mask is None else padding_mask.transpose(0, 1)
+        if self.moe_layer_recompute and self.training:
+            output: Tensor = tensor_parallel.checkpoint(self._routed, False, hidden_states, marks)
+        else:
+            output = self._routed(hidden_states, marks)
+        return output, None
+
+    def _routed(self, hidden_states: Tensor, marks: Tensor | None) -> Tensor:
+        shared = self.shared_experts_compute(hidden_states)
+        weights, chosen = self.route(hidden_states, marks)
+        dispatched, weights = self.dispatch(*self.preprocess(hidden_states, weights, chosen))
+        output, _ = self.routed_experts_compute(dispatched, weights)
+        combined: Tensor = self.postprocess(self.combine(output), shared)
+        return combined
+
+
+class BranchedExpertsLayer(ExpertsLayer):
+    """Computes norm(shared(norm(x))) + norm(chosen(norm(x))) of the residual stream x, which the router reads itself.
+
+    Source: transformers 5.24, models/gemma4/modeling_gemma4.py, `Gemma4TextDecoderLayer`.
+    """
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            arguments: Further arguments of `ExpertsLayer`.
+            options: The same by name.
+        """
+        super().__init__(config, *arguments, **options)
+        for name in ("shared_input_norm", "shared_output_norm", "routed_input_norm", "routed_output_norm"):
+            self.add_module(name, Norm(config, config.hidden_size, config.layernorm_epsilon))
+
+    def _routed(self, hidden_states: Tensor, marks: Tensor | None) -> Tensor:
+        # one gradient of its three readers, recomputed or not: the residual stream adds its own to their sum
+        hidden_states = hidden_states.view_as(hidden_states)
+        shared = self.shared_output_norm(self.shared_experts_compute(self.shared_input_norm(hidden_states)))
+        weights, chosen = self.route(hidden_states, marks)
+        inner = self.routed_input_norm(hidden_states)
+        dispatched, weights = self.dispatch(*self.preprocess(inner, weights, chosen))
+        output, _ = self.routed_experts_compute(dispatched, weights)
+        combined: Tensor = self.routed_output_norm(self.postprocess(self.combine(output), None)) + shared
+        return combined
+
+
+def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
+    """Returns megatron-core's layer and dispatcher with our router and experts.
+
+    It is a class, since megatron-core 0.16.1 warns of each ModuleSpec whose class is not one of its own.
+    """
+    module, shared = Experts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if section.implementation == "te":
+        from mtrain.core.layers.moe import te_experts  # there where TransformerEngine is
+
+        module, shared = te_experts.TransformerEngineExperts, te_experts.SHARED_EXPERTS
+    submodules = MoESubmodules(
+        router=partial(Router, section=section),
+        experts=ModuleSpec(module=module, params={"implementation": section.implementation}),
+        shared_experts=ModuleSpec(module=SharedExperts, submodules=shared),
+    )
+    layer = BranchedExpertsLayer if section.branch_norms else ExpertsLayer
+    build = partialmethod(layer.__init__, submodules=submodules)
+    return type(layer.__name__, (layer,), {"__init__": build})
+
+
+def experts_fields(model: ModelSection) -> dict[str, Any]:
+    """Returns the fields of TransformerConfig; none where the model has no experts.
+
+    megatron-core's balancing is not used: its losses and its update of the bias stay off.
+    """
+    section = model.experts
+    if section is None:
+        return {}
+    pattern = [int(model.has_experts(layer)) for layer in range(model.num_layers)]
+    return {
+        "num_moe_experts": section.num_experts,
+        "moe_ffn_hidden_size": section.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": section.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": section.shared_gate,
+        # with a list, checkpoint keys carry the number of the layer
+        "moe_layer_freq": 1 if all(pattern) else pattern,
+        "moe_router_topk": section.top_k,
+        "moe_router_score_function": section.score,
+        "moe_router_pre_softmax": section.pre_softmax,
+        "moe_router_num_groups": section.num_groups,
+        "moe_router_group_topk": section.group_top_k,
+        "moe_router_topk_scaling_factor": section.scaling_factor,
+        "moe_router_dtype": "fp32",  # our router does so anyway; unset, TransformerConfig warns from 32 experts on
+        "moe_router_load_balancing_type": "none",
+        # replaced by terms of the objective: see mtrain/core/engine/router_balance.py
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": section.dispatcher,
+        "moe_expert_capacity_factor": section.capacity_factor,
+    }

@@ -1,0 +1,183 @@
+"""Multi-token prediction: layers after the last one, each predicting a token further ahead.
+
+Depth k joins the hidden states of depth k - 1 (of the model itself for k = 1) with the embedding of the token k ahead:
+both are normalized, their concatenation is projected to the hidden size, and a transformer layer, a final norm and the
+model's own output layer follow. Tokens and labels come with the batch, cut from whole rows, and the losses are terms of
+the objective: megatron-core's own rolling, masking and dividing are not used. Names in checkpoints are megatron-core's.
+
+Source: DeepSeek-V3 report (2024), section 2.2.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, assert_never
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from mtrain.config.schema.model import ModelSection
+from mtrain.core.layers.layer_parts import Backend, layer_spec
+from mtrain.core.layers.layer_spec import transformer_engine_layer
+from mtrain.core.layers.norm import Norm
+from mtrain.core.layers.own_parameters import ShardedOffsets
+
+
+class Depth(MegatronModule):
+    """One depth: two norms, a projection, a transformer layer and a final norm."""
+
+    def __init__(
+        self,
+        model: ModelSection,
+        config: TransformerConfig,
+        backend: Backend,
+        groups: ProcessGroupCollection,
+        place: tuple[int, int | None],
+    ) -> None:
+        """
+        Args:
+            model: Section of the architecture.
+            config: The same in megatron-core's terms.
+            backend: Library of the modules.
+            groups: The process groups.
+            place: Number of the layer as TransformerLayer wants it, and the chunk of this rank (None without virtual
+                stages).
+        """
+        super().__init__(config=config)
+        norm, projection, layer = _modules(model, backend)
+        number, vp_stage = place
+        self._tp = groups.tp
+        self.enorm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.hnorm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.eh_proj = projection(
+            2 * config.hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=groups.tp,
+        )
+        self.transformer_layer = build_module(
+            layer, config=config, layer_number=number, pg_collection=groups, vp_stage=vp_stage
+        )
+        self.final_layernorm = norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    @property
+    def mtp_model_layer(self) -> nn.Module:
+        """Layer by the name that megatron-core's schedules have for it from 0.17 on."""
+        return self.transformer_layer
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None,
+        padding_mask: Tensor | None,
+    ) -> Tensor:
+        """Computes the hidden states of this depth, under its final norm.
+
+        Args:
+            embeddings: [seq_local, batch, hidden] of the token k ahead of each position.
+            hidden_states: [seq_local, batch, hidden] of the depth before, under its final norm.
+            attention_mask: Mask that the model's layers get.
+            rotary_pos_emb: Angles that the model's layers get: positions are those of the row, not of the tokens ahead.
+            padding_mask: Sequence of each position for routers, [batch, seq_local of sequence parallelism] int64;
+                negative where no token lies so far ahead.
+        """
+        given = (embeddings, hidden_states, attention_mask, rotary_pos_emb, padding_mask)
+        if self.config.recompute_granularity == "full" and self.training:
+            output: Tensor = tensor_parallel.checkpoint(self._computed, False, *given)
+        else:
+            output = self._computed(*given)
+        return output
+
+    def _computed(
+        self,
+        embeddings: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None,
+        padding_mask: Tensor | None,
+    ) -> Tensor:
+        is_divided = self.config.sequence_parallel
+        # as TransformerBlock does: under sp, ranks of TP hold other tokens and draw dropout from states of their own
+        with tensor_parallel.get_cuda_rng_tracker().fork() if is_divided else nullcontext():
+            hidden_states, _ = self.transformer_layer(
+                hidden_states=self._joined(embeddings, hidden_states),
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary_pos_emb,
+                padding_mask=padding_mask,
+            )
+        output: Tensor = self.final_layernorm(hidden_states)
+        return output
+
+    def _joined(self, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
+        """Returns [seq_local, batch, hidden]; all-gathers the projection's columns over TP, of all tokens under sp."""
+        both = torch.cat((self.enorm(embeddings), self.hnorm(hidden_states)), dim=-1)
+        columns, _ = self.eh_proj(both)
+        joined: Tensor = gather_from_tensor_model_parallel_region(columns, group=self._tp)
+        return scatter_to_sequence_parallel_region(joined, group=self._tp) if self.config.sequence_parallel else joined
+
+
+class Depths(MegatronModule):
+    """All depths of a model, each with weights of its own; they are on its last stage."""
+
+    def __init__(
+        self,
+        model: ModelSection,
+        config: TransformerConfig,
+        backend: Backend,
+        groups: ProcessGroupCollection,
+        vp_stage: int | None,
+    ) -> None:
+        """
+        Args:
+            model: Section of the architecture.
+            config: The same in megatron-core's terms.
+            backend: Library of the layers' modules.
+            groups: The process groups.
+            vp_stage: Number of the chunk on this rank; None without virtual stages.
+        """
+        super().__init__(config=config)
+        # numbered on after the model's own layers; TransformerLayer itself adds the number of those on earlier stages
+        first = config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
+        numbered = enumerate(model.layers_ahead, start=first)
+        self.layers = nn.ModuleList(Depth(model, config, backend, groups, (number, vp_stage)) for number, _ in numbered)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the places of all depths, each under its number."""
+        places: dict[str, Any] = {}
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, Depth)
+            places |= layer.sharded_state_dict(f"{prefix}layers.{number}.", (), metadata)
+        return places
+
+
+def _modules(model: ModelSection, backend: Backend) -> tuple[Any, Any, ModuleSpec]:
+    """Returns the classes of norms and of the projection, and the layer, which is of the kind of the model's last."""
+    match backend:
+        case "te":
+            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+            return TENorm, TEColumnParallelLinear, transformer_engine_layer(model, model.num_layers - 1)
+        case "torch" | "fla":
+            return Norm, ColumnParallelLinear, layer_spec(model, model.num_layers - 1)
+        case _:
+            assert_never(backend)

@@ -1,0 +1,313 @@
+"""Moves what backward needs of a layer to the host, between its forward and its backward pass.
+
+autograd passes each tensor that it keeps to a hook. The memory of those of a moved layer goes to the host while the
+next layer computes, once for all tensors that share it, and comes back while the following layer is in its backward
+pass. Weights stay where they are, and so do small tensors, those on the host, and those that others hold anyway. Values
+are copied unchanged, so no number changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, assert_never, cast
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mtrain.arch.activations import SMALLEST_MOVED_BYTES as SMALLEST_MOVED_BYTES  # tests move less
+from mtrain.core.state.host_memory import CopyStream, HostMemory, copy_from_host, copy_to_host
+
+
+def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch.device) -> HostSide:
+    """Makes the first layers of each of a rank's transformer blocks move what they keep for backward.
+
+    Args:
+        blocks: TransformerBlocks of megatron-core, one for each virtual stage.
+        num_layers: Number of layers of each, or all where there are fewer.
+        device: Device that computes.
+
+    Returns:
+            The host memory that they share.
+    """
+    departures = _Departures(HostSide(device))
+    for block in blocks:
+        watched, inside = _Block(departures, block, num_layers), cast(Any, block)
+        block.register_forward_pre_hook(watched.begin, with_kwargs=True)
+        block.register_forward_hook(watched.end, always_call=True)
+        last = [] if inside.final_layernorm is None else [inside.final_layernorm]
+        for number, layer in enumerate([*inside.layers, *last]):
+            layer.register_forward_pre_hook(functools.partial(watched.enter, number))
+    return departures.side
+
+
+class _Departures:
+    """State that the blocks of a rank share."""
+
+    def __init__(self, side: HostSide) -> None:
+        self.side = side
+        self._leaving: KeptByLayer | None = None
+
+    def follow(self, leaving: KeptByLayer) -> None:
+        """Notes a layer whose copies have started; frees the layer before it, whose copies had a layer's time."""
+        if self._leaving is not None:
+            self._leaving.free()
+        self._leaving = leaving
+
+
+class _Block:
+    """A transformer block that is observed while it runs forward with gradients."""
+
+    def __init__(self, departures: _Departures, block: Any, num_layers: int) -> None:
+        self._departures, self._block = departures, block
+        self._num_layers = min(num_layers, len(block.layers))
+        self._pass: MovingPass | None = None
+        """Forward pass in progress; None outside of one, and where layers run a second time in backward."""
+        self._number = 0
+        """Number of the running layer; the number of layers while the norm after them runs."""
+        self._hooks = contextlib.ExitStack()
+
+    def begin(self, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Starts a forward pass."""
+        if not torch.is_grad_enabled():
+            return
+        # given to all layers, and held by the caller; the schedule holds what a stage receives, for its gradient
+        given = [*args, *(value for name, value in options.items() if name != "hidden_states")]
+        given.append(None if self._block.pre_process else self._block.input_tensor)
+        staying = [*block.parameters(), *block.buffers(), *(each for each in given if isinstance(each, Tensor))]
+        self._pass = MovingPass(self._departures.side, staying)
+        self._hooks.enter_context(self._pass.hooks())
+
+    def enter(self, number: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        """Starts a layer, or the norm after the last one."""
+        if self._pass is None:
+            return
+        self._number = number
+        self._departures.follow(self._pass.begin_layer(moves=number < self._num_layers))
+        if number > self._num_layers:  # nothing that follows needs to be observed
+            self._close()
+
+    def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Ends the forward pass, also when it has failed."""
+        if self._pass is None:
+            return
+        left = self._pass.begin_layer(moves=False)
+        if self._number < len(self._block.layers):  # after the norm, copies have the time of the loss, too
+            self._departures.follow(left)
+        self._close()
+
+    def _close(self) -> None:
+        self._hooks.close()
+        self._pass = None
+
+
+class HostSide:
+    """The host's memory for moved activations: one for all layers and microbatches of a rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        """
+        Args:
+            device: Device that computes.
+        """
+        self.device, self.stream = device, CopyStream(device)
+        self.host = HostMemory(is_pinned=device.type == "cuda")
+
+
+class _Moved:
+    """The memory of one or several tensors; freed on both sides as soon as backward needs none of them."""
+
+    def __init__(self, tensor: Tensor, side: HostSide) -> None:
+        self._side, self._dtype, self._pieces = side, tensor.dtype, list[Tensor]()
+        self._size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        self.on_device: Tensor | None = tensor.as_strided((self._size,), (1,), 0)
+        """[elements] all of the memory; None while it is on the host only."""
+        weakref.finalize(self, side.host.give_back, self._pieces).atexit = False
+
+    def copy_to_host(self) -> None:
+        """Copies to the host, inside `CopyStream.copying`; called once."""
+        if self._pieces:
+            return
+        assert self.on_device is not None
+        self._pieces += self._side.host.take(self.on_device.nbytes)
+        copy_to_host(self.on_device, self._pieces)
+
+    def allocate(self) -> None:
+        """Allocates memory of the device for the return."""
+        self.on_device = torch.empty(self._size, dtype=self._dtype, device=self._side.device)
+
+    def copy_from_host(self) -> None:
+        """Copies back from the host, inside `CopyStream.copying`."""
+        assert self.on_device is not None
+        copy_from_host(self._pieces, self.on_device)
+
+
+class KeptByLayer:
+    """Tensors that one forward pass of one layer keeps."""
+
+    def __init__(self, side: HostSide, before: KeptByLayer | None) -> None:
+        """
+        Args:
+            side: Host memory that they go to.
+            before: Tensors of the layer that is next in backward; None where there is none.
+        """
+        self._side, self._before = side, before
+        self._found: dict[_Moved, None] = {}
+        """Memory of this layer in the order in which the forward pass kept it."""
+        self._known: list[weakref.ref[_Moved]] = []
+        """Weak references after the forward pass: backward alone decides how long the memory lives."""
+        self._gone: Any = None
+        """Moment when the copies to the host are done."""
+        self._back: Any = None
+        """Moment when the copies from the host are done."""
+        self._is_wanted = self._is_needed = False
+
+    def add(self, moved: _Moved) -> None:
+        """Adds memory that this layer keeps, perhaps together with a layer before it."""
+        self._found[moved] = None
+
+    def leave(self) -> None:
+        """Starts the copies to the host; nothing is added any more."""
+        found, self._found = self._found, {}
+        self._known = [weakref.ref(each) for each in found]
+        with self._side.stream.copying():
+            for each in found:
+                each.copy_to_host()
+        self._gone = self._side.stream.moment()
+
+    def free(self) -> None:
+        """Releases the device's memory, unless backward has come first; its next user waits for the copies."""
+        self._side.stream.wait(self._gone)
+        if not self._is_wanted:
+            for each in self._living():
+                each.on_device = None
+
+    def want(self) -> None:
+        """Starts the copies from the host."""
+        if self._is_wanted:
+            return
+        self._is_wanted = True
+        gone = [each for each in self._living() if each.on_device is None]
+        # memory of the computing stream: what it held before is no longer used when the copies begin
+        for each in gone:
+            each.allocate()
+        with self._side.stream.copying():
+            for each in gone:
+                each.copy_from_host()
+        self._back = self._side.stream.moment()
+
+    def need(self) -> None:
+        """Waits for everything of this layer, which backward has reached, and starts the layer before it."""
+        if self._is_needed:
+            return
+        self._is_needed = True
+        self.want()
+        self._side.stream.wait(self._back)
+        if self._before is not None:
+            self._before.want()
+
+    def _living(self) -> list[_Moved]:
+        return [moved for each in self._known if (moved := each()) is not None]
+
+
+class _OfMoved(NamedTuple):
+    """Placeholder of a tensor that autograd keeps."""
+
+    moved: _Moved
+    layer: KeptByLayer
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """Returns the tensor as it was."""
+        self.layer.need()
+        assert self.moved.on_device is not None
+        return self.moved.on_device.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class _OfNextLayer(NamedTuple):
+    """A tensor that stays, of the layer after the last moved one: when backward reaches it, that one is next."""
+
+    value: Tensor
+    layer: KeptByLayer
+
+    def tensor(self) -> Tensor:
+        """Returns the tensor as it was."""
+        self.layer.need()
+        return self.value
+
+
+_Packed = Tensor | _OfMoved | _OfNextLayer
+
+
+class MovingPass:
+    """A forward pass through layers whose activations move."""
+
+    def __init__(self, side: HostSide, staying: Iterable[Tensor]) -> None:
+        """
+        Args:
+            side: Host memory that they go to.
+            staying: Tensors whose memory stays: the weights, and what others hold until backward is done.
+        """
+        self._side = side
+        self._staying = {each.untyped_storage()._cdata for each in staying}
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
+        """Memory by the address of its storage, which no other storage can have as long as it is referred to."""
+        self._layer = KeptByLayer(side, None)
+        self._moves = False
+
+    def hooks(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the kept tensors are inspected."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def begin_layer(self, moves: bool) -> KeptByLayer:
+        """Moves on to the next layer.
+
+        Args:
+            moves: Whether the layer moves; one after those that do only has to say when its backward pass begins.
+
+        Returns:
+                The tensors that the layer before has kept, on their way to the host.
+        """
+        before = self._layer
+        before.leave()
+        self._layer, self._moves = KeptByLayer(self._side, before), moves
+        return before
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        if not self._moves:
+            return _OfNextLayer(tensor, self._layer)
+        moved = self._moved(tensor.detach())
+        if moved is None:
+            return tensor
+        return _OfMoved(moved, self._layer, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _moved(self, tensor: Tensor) -> _Moved | None:
+        """Returns the memory of a tensor; None where it stays."""
+        if tensor.layout != torch.strided or tensor.device.type != self._side.device.type:
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < SMALLEST_MOVED_BYTES or storage.nbytes() % 8 or storage._cdata in self._staying:
+            return None
+        known = self._known.get(storage._cdata)
+        moved = None if known is None else known[1]()
+        if moved is None:
+            moved = _Moved(tensor, self._side)
+            held: Any = StorageWeakRef
+            self._known[storage._cdata] = held(storage), weakref.ref(moved)
+        self._layer.add(moved)
+        return moved
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    match packed:
+        case Tensor():
+            return packed
+        case _OfMoved() | _OfNextLayer():
+            return packed.tensor()
+        case _:
+            assert_never(packed)

@@ -1,0 +1,179 @@
+"""The end of a model, its output layer or a head, and logits that are computed on demand.
+
+The last stage passes on hidden states and the table that they are multiplied by. The caller decides which logits are
+computed, and how many at a time: a loss needs those of the tokens that it weighs, generation those of one position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from mtrain.core.layers.own_parameters import ShardedOffsets, own_places
+
+
+class Operands(NamedTuple):
+    """The factors that the output layer multiplies."""
+
+    hidden: Tensor
+    """[seq, batch, hidden], all that this context-parallel rank holds, the same on all tensor-parallel ranks; their
+    gradient is summed over them in backward."""
+    weight: Tensor
+    """[vocab_local, hidden]."""
+
+
+class OutputLayer(ColumnParallelLinear):
+    """megatron-core's output layer, which can also return the factors of its product."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        rows: int,
+        tp: dist.ProcessGroup,
+        takes_embeddings: bool,
+        softcap: float | None,
+    ) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            rows: Number of rows of the table, on all ranks of TP together.
+            tp: Group of the ranks that share the table.
+            takes_embeddings: Whether every call brings the table, so that the layer needs none of its own.
+            softcap: Bound of the logits, which whoever multiplies the operands applies; None without one.
+        """
+        super().__init__(
+            config.hidden_size,
+            rows,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            gather_output=False,  # else logits would be gathered on every rank of TP: large
+            skip_weight_param_allocation=takes_embeddings,
+            tp_group=tp,
+        )
+        # a table can also have a gradient of `Operands` in the same backward pass, which would be taken for added
+        self.gradient_accumulation_fusion = False
+        self.softcap = softcap
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        as_operands: bool = False,
+    ) -> tuple[Tensor, Tensor | None] | Operands:
+        """Computes logits like megatron-core, or returns `Operands`: one all-gather of the hidden states over TP under
+        sequence parallelism, and in backward one reduce-scatter, or one all-reduce without."""
+        # a form of this call, not a separate function: hooks that wait for parameters to arrive are on the call
+        if not as_operands:
+            output: tuple[Tensor, Tensor | None] = super().forward(input_, weight, runtime_gather_output)
+            return output
+        # a table in lower precision is converted once, for all chunks of the tokens
+        table = (self.weight if weight is None else weight).to(input_.dtype)
+        if self.sequence_parallel:
+            # its own default splits the gradient among the ranks; here each has a part of the sum
+            return Operands(
+                gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group),
+                table,
+            )
+        return Operands(copy_to_tensor_model_parallel_region(input_, group=self.tp_group), table)
+
+
+class ScoreHead(MegatronModule):
+    """The head of a model that scores sequences: hidden size -> labels, called like `OutputLayer`.
+
+    transformers calls it `score`: one matrix without a bias, after the final norm. A few labels cannot be divided over
+    TP, so every rank of it has the whole matrix and computes the same numbers; neither its gradient nor that of its
+    input has to be summed over TP.
+    """
+
+    softcap = None
+
+    def __init__(self, config: TransformerConfig, rows: int, tp: dist.ProcessGroup) -> None:
+        """
+        Args:
+            config: Configuration of the model.
+            rows: Number of outputs per position.
+            tp: Group of the ranks that hold the same matrix.
+        """
+        super().__init__(config=config)
+        self.weight = torch.nn.Parameter(torch.zeros(rows, config.hidden_size, dtype=config.params_dtype))
+        self.output_size_per_partition = rows
+        self._tp = tp
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, as_operands: bool = False
+    ) -> tuple[Tensor, None] | Operands:
+        """Returns [seq, batch, rows] and no bias, or the operands; one all-gather over TP under sp."""
+        assert weight is None, "a head shares its matrix with nothing"
+        if self.config.sequence_parallel:
+            # Unlike the output layer, whose ranks have a part of the gradient each: here each has all of it, and in
+            # backward keeps that of its own positions.
+            input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=self._tp)
+        table = self.weight.to(input_.dtype)
+        return Operands(input_, table) if as_operands else (input_ @ table.t(), None)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the places, which are the same on all ranks of TP."""
+        places: dict[str, Any] = own_places(self, {}, self._tp, prefix, sharded_offsets, metadata)
+        return places
+
+
+@dataclass(frozen=True)
+class DeferredLogits:
+    """Logits [seq, batch, vocab_local] of one distribution, still to be computed."""
+
+    hidden: Tensor
+    """[seq_local, batch, hidden]: this rank's part under sequence parallelism."""
+    layer: OutputLayer | ScoreHead
+    tied: Tensor | None
+    """[vocab_local, hidden] table of the embeddings, if the model ties them; else None."""
+
+    def whole(self) -> Tensor:
+        """Computes all logits, by megatron-core's own linear layer."""
+        logits: Tensor
+        # [seq, batch, vocab_local]: divided over TP, not gathered
+        logits, _ = self.layer(self.hidden, weight=self.tied)
+        return softcapped(logits, self.softcap)
+
+    @property
+    def softcap(self) -> float | None:
+        """Returns the bound of the logits that callers of `operands` apply; None without one."""
+        return self.layer.softcap
+
+    def operands(self) -> Operands:
+        """Returns the factors, for callers that multiply some rows at a time."""
+        operands: Operands = self.layer(self.hidden, weight=self.tied, as_operands=True)
+        return operands
+
+
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """Computes c tanh(logits / c), in float32 at least; the logits themselves where there is no cap."""
+    if cap is None:
+        return logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cap * torch.tanh(wide / cap)
+
+
+class Logits(NamedTuple):
+    """Logits of the last stage for one microbatch."""
+
+    main: DeferredLogits
+    """Logits of the next token."""
+    mtp: tuple[DeferredLogits, ...] = ()
+    """Logits of further tokens, by depth from 1; empty where only the next one is predicted."""

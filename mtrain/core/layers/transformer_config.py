@@ -1,0 +1,258 @@
+"""Our configuration in megatron-core's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, assert_never
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from mtrain.arch.layout import Layout
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.schema.layout import CpComm
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import Precision, TrainSection
+from mtrain.core.layers.layer_parts import transformer_fields
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+SMALLEST_LOSS_SCALE = 1.0
+"""Smallest loss scale of fp16; the numerator_scale (`mtrain/core/step/step.py`) keeps gradients near 1 without less."""
+
+
+def gelu_tanh(hidden: Tensor) -> Tensor:
+    """Computes GELU in its tanh approximation."""
+    return functional.gelu(hidden, approximate="tanh")
+
+
+def relu2(hidden: Tensor) -> Tensor:
+    """Computes relu(x)^2."""
+    return functional.relu(hidden).square()
+
+
+def as_it_is(weight: Tensor) -> Tensor:
+    """Returns the weight unchanged: an initializer that leaves it to be drawn later."""
+    return weight
+
+
+_ACTIVATIONS = {
+    "swiglu": functional.silu,
+    "swiglu_clamped": quick_gelu,
+    "geglu_tanh": gelu_tanh,
+    "gelu": functional.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu2": relu2,
+}
+CP_COMM_TYPES: Mapping[CpComm, str] = {"allgather": "all_gather", "ulysses": "a2a", "ring": "p2p"}
+_NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+_CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+"""Fields of GPT-OSS: the bound of both projections, and what is added to the one without a gate."""
+
+
+def transformer_config(config: Config, layout: Layout, device: torch.device) -> TransformerConfig:
+    """Builds the TransformerConfig of this model under this layout.
+
+    Raises:
+        ConfigError: megatron-core refuses a combination, for instance of passed-through fields.
+    """
+    fields = {
+        **_architecture(config.model),
+        **transformer_fields(config.model),
+        **_parallelism(config.model, layout),
+        **_execution(config.train, device),
+        **_passed_through(config.model.megatron, layout),  # last: passed-through fields win
+    }
+    try:
+        return TransformerConfig(**fields)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"megatron-core refuses the model configuration: {error}") from error
+
+
+def compute_in_float64(translated: TransformerConfig) -> None:
+    """Lets what is built with a configuration for float32 compute in float64."""
+    translated.params_dtype = translated.pipeline_dtype = torch.float64
+    translated.gradient_accumulation_fusion = False  # its products add to float32 alone
+
+
+def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Returns the fields of `model.megatron`, without those about transfers that `layout` does not make.
+
+    A run's own layout makes them all (config/known_issues.py); a reference of one process, a teacher or a generator
+    shares its model and not its layout.
+    """
+    overlaps = layout.vpp > 1 and given.get("overlap_p2p_comm") is not False
+    unfit = {
+        "overlap_p2p_comm": layout.vpp == 1,
+        "overlap_p2p_comm_warmup_flush": not overlaps,
+        "batch_p2p_comm": overlaps or (layout.vpp > 1 and layout.pp == 2),
+    }
+    return {name: value for name, value in given.items() if not unfit.get(name, False)}
+
+
+def _architecture(model: ModelSection) -> dict[str, Any]:
+    # megatron-core counts the keys before the query, ours includes the query's own; none after
+    window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.head_size,
+        "normalization": _NORMALIZATIONS[model.norm],
+        "layernorm_epsilon": model.norm_epsilon,
+        "layernorm_zero_centered_gamma": model.zero_centered_norm,
+        "gated_linear_unit": model.is_gated,
+        "activation_func": _ACTIVATIONS[model.activation],
+        **(_CLAMPED if model.activation == "swiglu_clamped" else {}),
+        "add_bias_linear": model.linear_bias,
+        "add_qkv_bias": model.qkv_bias or model.linear_bias,
+        "window_size": window,
+        "window_attn_skip_freq": model.global_attention_every,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "init_method_std": model.init_std,
+        "mtp_num_layers": len(model.layers_ahead) or None,
+    }
+
+
+def _parallelism(model: ModelSection, layout: Layout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.sp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "pipeline_model_parallel_layout": _stage_contents(model, layout),
+        "context_parallel_size": layout.cp,
+        "cp_comm_type": CP_COMM_TYPES[layout.cp_comm],
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        # With interleaving a stage exchanges with its next and its previous stage at once. At pp = 2 both are the same
+        # rank, and batched transfers then pair activations with gradients (p2p_communication.py::_batched_p2p_ops).
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+        # It would wait for the whole GPU after each transfer, against a fault of torch before 1.13; streams wait
+        # anyway.
+        "batch_p2p_sync": False,
+    }
+
+
+def _stage_contents(model: ModelSection, layout: Layout) -> list[list[str]] | None:
+    """Returns the contents of each (virtual) stage, in model order; None where the layers divide evenly."""
+    layers = layout.layers_per_stage(model.num_layers)
+    if len(set(layers)) == 1:  # megatron-core divides evenly by itself
+        return None
+    contents = [["decoder"] * count for count in layers]
+    contents[0].insert(0, "embedding")
+    # depths read the last layer's output and the logits' table: they come between it and the loss
+    contents[-1] += ["mtp" for _ in model.layers_ahead] + ["loss"]
+    return contents
+
+
+def _execution(train: TrainSection, device: torch.device) -> dict[str, Any]:
+    dtype = DTYPES[train.precision]
+    on_cpu = device.type == "cpu"
+    return {
+        **_half_precision(train.precision),
+        **_in_8_bits(train),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,  # what a stage receives into; both ends must agree
+        "use_cpu_initialization": on_cpu,
+        # mtrain.core.layers.init_weights draws the weights. perform_initialization stays on, because without it
+        # megatron-core does not mark its weights as tensor-parallel either, and the gradient norm misses those of tp
+        # rank > 0.
+        "init_method": as_it_is,
+        "output_layer_init_method": as_it_is,
+        "embedding_init_method": as_it_is,
+        "deterministic_mode": train.deterministic,
+        "calculate_per_token_loss": True,  # gradients are sums; mtrain.core.engine.finalize divides them once
+        # freed while gloo may still be sending it; on a GPU the stream keeps the order
+        "deallocate_pipeline_outputs": not on_cpu,
+        **_recomputed(train),
+    }
+
+
+def _in_8_bits(train: TrainSection) -> dict[str, str]:
+    """Returns fields for 8-bit products alone: parameters, attention and communication stay in bfloat16."""
+    return {} if train.fp8 is None else {"fp8": train.fp8, "fp8_recipe": train.fp8_recipe or "tensorwise"}
+
+
+def _half_precision(precision: Precision) -> dict[str, bool]:
+    """Returns flags of the model's and the optimizer's config; without either, megatron-core computes in fp32."""
+    match precision:
+        case "fp32":
+            return {}
+        case "bf16":
+            return {"bf16": True}
+        case "fp16":
+            return {"fp16": True}
+        case _:
+            assert_never(precision)
+
+
+def _recomputed(train: TrainSection) -> dict[str, Any]:
+    match train.recompute:
+        case "none":
+            return {}
+        case "selective":
+            modules = ("core_attn",) if train.recompute_modules is None else train.recompute_modules
+            return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+        case "full" if train.recompute_layers is None:
+            # One layer at a time keeps the input of every layer. Not "block", whose other layers lose the padding mask.
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        case "full":
+            layers = train.recompute_layers
+            return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+        case _ as never:
+            assert_never(never)
+
+
+def _divides_optimizer(config: Config, layout: Layout) -> bool:
+    """Says whether replicas share the optimizer's work; a single one would only copy gradients and weights."""
+    train = config.train
+    # ranks of tp are replicas of each other for experts alone
+    has_replicas = layout.dp * layout.cp > 1 or (config.model.experts is not None and layout.edp > 1)
+    return train.distributed_optimizer and (has_replicas or train.overlap_param_gather)
+
+
+def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
+    """Configures gradient buckets: always summed in float32, never averaged."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,  # sums over microbatches and ranks would lose bits in half precision
+        overlap_grad_reduce=config.train.overlap_grad_reduce,
+        overlap_param_gather=config.train.overlap_param_gather,
+        use_distributed_optimizer=_divides_optimizer(config, layout),
+        average_in_collective=False,  # a mean over ranks would divide before the one division
+    )
+
+
+def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
+    """Configures AdamW with decoupled weight decay; the learning rate is set at every step."""
+    section = config.optimizer
+    return OptimizerConfig(
+        optimizer="adam",  # with Muon too, which updates only the matrices
+        lr=section.lr,  # replaced before every update, like weight_decay
+        min_lr=section.min_lr,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.beta1,
+        adam_beta2=section.beta2,
+        adam_eps=section.epsilon,
+        decoupled_weight_decay=True,
+        clip_grad=section.clip_grad,
+        **_half_precision(config.train.precision),
+        params_dtype=DTYPES[config.train.precision],
+        initial_loss_scale=config.train.initial_loss_scale,
+        min_loss_scale=SMALLEST_LOSS_SCALE,
+        loss_scale_window=1000,
+        hysteresis=2,
+        use_distributed_optimizer=_divides_optimizer(config, layout),
+        overlap_param_gather=config.train.overlap_param_gather,
+        log_num_zeros_in_grad=False,
+    )

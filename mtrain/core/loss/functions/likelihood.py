@@ -1,0 +1,62 @@
+"""Losses of the model's own distribution of each token: its likelihood, entropy and log-sum-exp."""
+
+import torch
+
+from mtrain.core.loss.pair import LossPair, TermInputs, at_temperature, per_token, weigh
+
+
+@per_token
+def next_token_loss(inputs: TermInputs, label_smoothing: float = 0.0) -> LossPair:
+    """Weighs and sums the cross entropy of the labels.
+
+    Two all-reduces over the tensor-parallel group (none where another term of the microbatch made them).
+
+    Args:
+        inputs: One microbatch. All weights may be 0; the numerator is then exactly 0 and so is its gradient.
+        label_smoothing: Share of the target that is spread evenly over all real tokens of the vocabulary, padding left
+            out; 0 <= label_smoothing < 1.
+    """
+    return weigh(inputs.logits.cross_entropy(inputs.labels, label_smoothing), inputs)
+
+
+@per_token
+def dft_loss(inputs: TermInputs) -> LossPair:
+    """Weighs and sums the cross entropy of the labels, each times its own probability as a constant.
+
+    Tokens that the model finds unlikely have less influence.
+
+    Source: Wu et al. 2025, "On the generalization of SFT", equation 9.
+    """
+    losses = inputs.logits.cross_entropy(inputs.labels)
+    kept = torch.where(inputs.weights != 0, losses, 0.0)
+    return weigh((-kept).exp().detach() * kept, inputs)
+
+
+@per_token
+@at_temperature
+def entropy_loss(inputs: TermInputs, temperature: float | None = None) -> LossPair:
+    """Weighs and sums the entropy of each token's distribution, in nats.
+
+    With a negative coefficient it rewards undecided models.
+
+    One all-reduce over the tensor-parallel group if a next-token loss of the same logits is computed as well, else two.
+    Labels play no role, but the weights do: a token without a loss has no entropy term either.
+
+    Args:
+        inputs: One microbatch.
+        temperature: Divisor of the logits. None: that of each sample in the data, else 1.
+    """
+    return weigh(inputs.logits_at(temperature).entropy(), inputs)
+
+
+@per_token
+def z_loss(inputs: TermInputs) -> LossPair:
+    """Weighs and sums the squared log-sum-exp of each token's logits, in nats squared, so that logits do not drift.
+
+    Two all-reduces over the tensor-parallel group; none if a next-token loss of the same logits is computed first.
+
+    Source: PaLM (Chowdhery et al. 2022), section 5, where the coefficient is 1e-4.
+    """
+    logsumexp = inputs.logits.logsumexp()
+    # where before the square: its backward multiplies by its input, and a masked inf or nan times 0 is nan
+    return weigh(torch.where(inputs.weights != 0, logsumexp, 0.0).square(), inputs)

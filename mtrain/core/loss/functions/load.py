@@ -1,0 +1,136 @@
+"""Finds a loss function by the name that the configuration gives."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from mtrain.base.errors import ConfigError
+from mtrain.base.spelling import meant
+from mtrain.config.extras import columns
+from mtrain.config.schema.loss import LOSS_FUNCTIONS
+from mtrain.core.loss.diagnostics import Reported
+from mtrain.core.loss.pair import LossFunction
+
+
+def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
+    """Imports a loss function and binds its options.
+
+    Args:
+        name: Key of `LOSS_FUNCTIONS`, or `package.module:name`.
+        options: Keyword arguments of the function, which takes the `TermInputs` first.
+
+    Returns:
+        Function of `TermInputs` alone.
+
+    Raises:
+        ConfigError: Nothing can be imported under this name, what is imported cannot be called, or its signature does
+            not accept the options.
+    """
+    path = LOSS_FUNCTIONS.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    # no dotted attribute: only a name of the module itself is imported
+    if not (module_name and colon and attribute.isidentifier()):
+        raise ConfigError(
+            f"loss.function={path!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function "
+            "of your own as package.module:name"
+        )
+    module = _import(module_name, path)
+    if not hasattr(module, attribute):
+        raise ConfigError(f"loss.function={path!r}: {module_name} has no {attribute!r}; {_nearest(attribute, module)}")
+    function = getattr(module, attribute)
+    if not callable(function):
+        raise ConfigError(f"loss.function={path!r} is of type {type(function).__name__}, but has to be a function")
+    _check_options(function, path, options)
+    # bound once here, not at each microbatch; options are constants of the run
+    return functools.partial(function, **options)
+
+
+def asks_for_teacher(function: LossFunction) -> bool:
+    """Says whether a function, with or without bound options, was marked by `mtrain.needs_teacher`."""
+    return _is_marked(function, "needs_teacher")
+
+
+def is_per_token(function: LossFunction) -> bool:
+    """Says whether a function, with or without bound options, was marked by `mtrain.per_token`, and no
+    option says otherwise (`mtrain.core.loss.pair.per_token_unless`)."""
+    inner, bound = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
+    whole: Mapping[str, Sequence[object]] = getattr(inner, "per_token_unless", {})
+    return _is_marked(function, "per_token") and not any(bound.get(name) in values for name, values in whole.items())
+
+
+def reads_temperature(function: LossFunction) -> bool:
+    """Says whether a function was marked by `mtrain.at_temperature`, and no option gives the temperature."""
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    return _is_marked(function, "at_temperature") and bound.get("temperature") is None
+
+
+def extras_of(function: LossFunction) -> tuple[str, ...]:
+    """Returns the extras that `mtrain.needs_extras` declared for a function, options bound or not."""
+    inner, bound = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
+    names, by_option = getattr(inner, "needs_extras", ((), {}))
+    defaults = {name: each.default for name, each in inspect.signature(inner).parameters.items()}
+    options = defaults | bound
+    found = (*names, *(name for option, name in by_option.items() if options[option]))
+    return tuple(column for name in found for column in _columns(name, options))
+
+
+def _columns(name: str, options: Mapping[str, Any]) -> list[str]:
+    """Returns the columns of an extra: one for "advantages", as many as the option k says for "topk_ids[k]"."""
+    key, bracket, option = name.removesuffix("]").partition("[")
+    return columns(key, options[option] if bracket else None)
+
+
+def reported_by(function: LossFunction) -> Reported:
+    """Returns the diagnostics that `mtrain.reports` declared for a function, options bound or not."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    found: Reported = getattr(inner, "reports", Reported())
+    return found
+
+
+def _is_marked(function: LossFunction, mark: str) -> bool:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return bool(getattr(inner, mark, False))
+
+
+def _import(module_name: str, path: str) -> ModuleType:
+    """Imports a module; a missing module and one that fails while it is imported give different messages."""
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name
+        # the module itself or a package above it; any other name is an import inside the user's module that failed
+        if missing is not None and (module_name == missing or module_name.startswith(f"{missing}.")):
+            raise ConfigError(
+                f"loss.function={path!r}: there is no module {missing!r} on the import path; correct the name, install "
+                "the package, or add the folder that holds it to PYTHONPATH"
+            ) from error
+        raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
+    # anything else that a module raises while it is imported is the user's own error, and keeps its traceback
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
+
+
+def _nearest(name: str, module: ModuleType) -> str:
+    """Returns a hint for the user: the function of the module that is meant, or all of them."""
+    functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+    near = meant(name, functions)
+    return f"did you mean {near}?" if near else f"it has {', '.join(sorted(functions)) or 'no functions'}"
+
+
+def _check_options(function: Any, path: str, options: Mapping[str, Any]) -> None:
+    """Refuses options that the signature does not accept, and missing ones that it requires."""
+    try:
+        # signature and bind, not a trial call: a call needs logits, and would fail on the last stage alone
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise ConfigError(f"loss.function={path!r} has no Python signature to call it by; wrap it in a def") from error
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss.function={path!r} has the signature {signature} and is called with the microbatch first and the "
+            f"options {', '.join(options) or 'none'}, but {error}; change loss.options"
+        ) from error

@@ -1,0 +1,219 @@
+"""Policy gradient losses on tokens that were sampled from another policy, or from an older state of this one.
+
+The data contain `advantages` (one per token or per sequence), `old_logprobs` (log-probabilities under the policy in the
+denominator of the ratio) and, for the correction of stale rollouts, `rollout_logprobs` (log-probabilities from the
+program that sampled the tokens). Which options, aggregation and side terms give which published algorithm:
+docs/policy-losses.md.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+from mtrain.core.loss.diagnostics import diagnosed, reports
+from mtrain.core.loss.pair import LossPair, TermInputs, at_temperature, needs_extras, per_token_unless, weigh
+
+RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "sequence-mean-mask"]
+_OF_SEQUENCES: tuple[RolloutCorrection, ...] = ("sequence-truncate", "sequence-mask", "sequence-mean-mask")
+_needs_rollouts = needs_extras(
+    "advantages", old_logprobs="old_logprobs", rollout_cap="rollout_logprobs", rollout_floor="rollout_logprobs"
+)
+
+
+@per_token_unless(rollout_correction=_OF_SEQUENCES)
+@reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
+@at_temperature
+@_needs_rollouts
+def ppo_loss(
+    inputs: TermInputs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    rollout_cap: float | None = None,
+    old_logprobs: bool = True,
+    rollout_floor: float | None = None,
+    rollout_correction: RolloutCorrection = "token-truncate",
+    temperature: float | None = None,
+) -> LossPair:
+    """Weighs and sums -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = pi / pi_old of each token.
+
+    Args:
+        inputs: One microbatch.
+        clip_low: Distance below 1 at which ratios are clipped.
+        clip_high: Distance above 1 at which ratios are clipped; larger than clip_low it is DAPO's clip-higher.
+        dual_clip: Bound on the loss of a token of negative advantage, as a multiple of -A; above 1. None: no bound.
+        rollout_cap: Upper bound of importance weights. Each token's loss is multiplied by its weight, for tokens that
+            were sampled with other numbers than `old_logprobs`: pi_old / pi_rollout, at most `rollout_cap`. No
+            correction if both bounds are None.
+        old_logprobs: Whether the data contain pi_old. If not, the current policy takes its place, as in the first
+            update on new rollouts: every ratio is exactly 1.
+        rollout_floor: Lower bound of importance weights. None: no bound.
+        rollout_correction: What is bounded, and how. token-truncate: the weight of each token is moved to the bound.
+            token-mask: it is 0 beyond a bound. sequence-truncate and sequence-mask: the same for the weight of the
+            whole sequence, the product over its loss tokens, which all its tokens get. sequence-mean-mask: tokens have
+            weights of their own without bounds, and 0 in a sequence whose geometric mean of weights is beyond a bound.
+            The last three look at whole sequences, so the logits of a microbatch are whole.
+        temperature: Divisor of the logits, at which `old_logprobs` and `rollout_logprobs` have to be too. None: that of
+            each sample in the data, else 1.
+
+    Source: Schulman et al. 2017, equation 7; dual clip Ye et al. 2020, equation 5; clip-higher Yu et al. 2025 (DAPO),
+    equation 10; truncated importance sampling Yao et al. 2025; its modes as `vllm_importance_sampling_mode` of TRL
+    1.16, `rollout_is` of verl, and tis, icepop and seq-mask-tis of NeMo-RL.
+    """
+    log_probs = _log_probs(inputs, temperature)
+    old = _old(log_probs, inputs, old_logprobs)
+    factor = _rollout_factor(old, inputs, rollout_cap, rollout_floor, rollout_correction)
+    return _clipped(log_probs - old, inputs, clip_low, clip_high, dual_clip, factor)
+
+
+@reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
+@at_temperature
+@_needs_rollouts
+def gspo_loss(
+    inputs: TermInputs,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    old_logprobs: bool = True,
+    rollout_cap: float | None = None,
+    rollout_floor: float | None = None,
+    rollout_correction: RolloutCorrection = "token-truncate",
+    temperature: float | None = None,
+) -> LossPair:
+    """Weighs and sums the loss of `ppo_loss` with the geometric mean of a sequence's ratios for each of its tokens.
+
+    The mean is over all loss tokens of the sequence, on every rank; its value is that of the whole sequence, and its
+    gradient reaches each token through that token's own log-probability. With one advantage per sequence, and weights
+    of 0 and 1, this is the loss of whole sequences; with several it is GSPO-token. Two all-reduces of [sequences]
+    numbers over CP.
+
+    Args:
+        inputs: One microbatch.
+        clip_low: Distance below 1 at which ratios are clipped.
+        clip_high: Distance above 1 at which ratios are clipped.
+        old_logprobs: Whether the data contain pi_old; see `ppo_loss`, as for all options below.
+        rollout_cap: Upper bound of importance weights.
+        rollout_floor: Lower bound of importance weights.
+        rollout_correction: What is bounded, and how.
+        temperature: Divisor of the logits.
+
+    Source: Zheng et al. 2025 (GSPO), equations 5, 7 and 13.
+    """
+    log_probs = _log_probs(inputs, temperature)
+    old = _old(log_probs, inputs, old_logprobs)
+    # no graph: each token's own log-probability carries the gradient below
+    mean = _over_sequence((log_probs - old).detach(), inputs, is_mean=True)
+    factor = _rollout_factor(old, inputs, rollout_cap, rollout_floor, rollout_correction)
+    return _clipped(mean + (log_probs - log_probs.detach()), inputs, clip_low, clip_high, factor=factor)
+
+
+@per_token_unless(rollout_correction=_OF_SEQUENCES)
+@reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
+@at_temperature
+@_needs_rollouts
+def cispo_loss(
+    inputs: TermInputs,
+    clip_low: float | None = None,
+    clip_high: float = 0.2,
+    rollout_cap: float | None = None,
+    old_logprobs: bool = True,
+    rollout_floor: float | None = None,
+    rollout_correction: RolloutCorrection = "token-truncate",
+    temperature: float | None = None,
+) -> LossPair:
+    """Weighs and sums -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: clipped ratios keep their gradient.
+
+    Args:
+        inputs: One microbatch.
+        clip_low: Distance below 1 at which ratios are clipped. None: no bound below.
+        clip_high: Distance above 1 at which ratios are clipped.
+        rollout_cap: Upper bound of importance weights; see `ppo_loss`, as for all options below.
+        old_logprobs: Whether the data contain pi_old.
+        rollout_floor: Lower bound of importance weights.
+        rollout_correction: What is bounded, and how.
+        temperature: Divisor of the logits.
+
+    Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5.
+    """
+    log_probs = _log_probs(inputs, temperature)
+    old = _old(log_probs, inputs, old_logprobs)
+    factor = _rollout_factor(old, inputs, rollout_cap, rollout_floor, rollout_correction)
+    ratio = (log_probs - old).detach().exp()
+    bounded = ratio.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
+    losses = -bounded * inputs.extras["advantages"] * log_probs * factor
+    return _reported(weigh(losses, inputs), inputs, ratio, bounded != ratio)
+
+
+def _log_probs(inputs: TermInputs, temperature: float | None) -> Tensor:
+    """Returns the log-probabilities of the labels, [batch, seq], in nats; 0 where masked."""
+    # where: the extras of a masked token may be anything and their exp inf; the gradient 0 x inf, nan, stops here
+    return torch.where(inputs.weights != 0, -inputs.logits_at(temperature).cross_entropy(inputs.labels), 0.0)
+
+
+def _old(log_probs: Tensor, inputs: TermInputs, is_given: bool) -> Tensor:
+    """Returns log pi_old, [batch, seq]; arbitrary values where masked."""
+    return inputs.extras["old_logprobs"] if is_given else log_probs.detach()
+
+
+def _rollout_factor(
+    old: Tensor, inputs: TermInputs, cap: float | None, floor: float | None, correction: RolloutCorrection
+) -> Tensor | float:
+    """Returns the importance weight of each token, [batch, seq]; 1 without bounds."""
+    if cap is None and floor is None:
+        return 1.0
+    log_weights = old - inputs.extras["rollout_logprobs"]
+    match correction:
+        case "token-truncate":
+            return log_weights.exp().clamp(floor, cap)
+        case "token-mask":
+            weights = log_weights.exp()
+            return torch.where(_is_within(weights, floor, cap), weights, 0.0)
+        case "sequence-truncate":
+            return _over_sequence(log_weights, inputs).exp().clamp(floor, cap)
+        case "sequence-mask":
+            weights = _over_sequence(log_weights, inputs).exp()
+            return torch.where(_is_within(weights, floor, cap), weights, 0.0)
+        case "sequence-mean-mask":
+            means = _over_sequence(log_weights, inputs, is_mean=True).exp()
+            return torch.where(_is_within(means, floor, cap), log_weights.exp(), 0.0)
+        case _:
+            assert_never(correction)
+
+
+def _is_within(values: Tensor, floor: float | None, cap: float | None) -> Tensor:
+    return values == values.clamp(floor, cap)
+
+
+def _over_sequence(values: Tensor, inputs: TermInputs, is_mean: bool = False) -> Tensor:
+    """Returns the sum over the loss tokens of each token's sequence, or their mean, [batch, seq]; no graph."""
+    found = inputs.sum_over_sequence(values.detach())
+    if is_mean:
+        count = inputs.sum_over_sequence(torch.ones_like(values).detach())
+        found = torch.where(count > 0, found / count, 0.0)
+    return found[inputs.sequence_ids].to(values.dtype)
+
+
+def _clipped(
+    log_ratio: Tensor,
+    inputs: TermInputs,
+    low: float,
+    high: float,
+    dual: float | None = None,
+    factor: Tensor | float = 1.0,
+) -> LossPair:
+    """Weighs and sums the clipped surrogate of the ratios."""
+    ratio, advantages = log_ratio.exp(), inputs.extras["advantages"]
+    plain = ratio * advantages
+    surrogate = torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantages)
+    if dual is not None:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual * advantages), surrogate)
+    pair = weigh(-surrogate * factor, inputs)
+    return _reported(pair, inputs, ratio.detach(), surrogate.detach() != plain.detach())
+
+
+def _reported(pair: LossPair, inputs: TermInputs, ratio: Tensor, is_clipped: Tensor) -> LossPair:
+    # log is safe: where a ratio is 0 the divergence is reported as inf
+    means = {"clip_fraction": is_clipped.float(), "approximate_kl": ratio - 1 - ratio.log(), "ratio": ratio}
+    return diagnosed(pair, inputs, means, maxima={"ratio_max": ratio})

@@ -1,0 +1,420 @@
+"""The objective: sum over terms of coefficient x numerator / denominator, in one backward pass.
+
+The main term stays un-normalised and is divided once, when gradients are finalised, by its denominator D_main. A side
+term therefore enters multiplied by coefficient x D_main / D_k, with denominators that are known before the forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mtrain.base.errors import ConfigError
+from mtrain.config import Config
+from mtrain.config.derived import label_columns
+from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured
+from mtrain.config.schema.loss import (
+    HEAD_LOSSES,
+    LOSS_FUNCTIONS,
+    SCORE_AGGREGATIONS,
+    LossSection,
+    TermSection,
+    depth_term,
+    wrong_options,
+)
+from mtrain.config.schema.model import ModelSection
+from mtrain.core.loss.diagnostics import Reported, shown_name
+from mtrain.core.loss.functions.likelihood import next_token_loss
+from mtrain.core.loss.functions.load import (
+    asks_for_teacher,
+    extras_of,
+    is_per_token,
+    load_loss_function,
+    reads_temperature,
+    reported_by,
+)
+from mtrain.core.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
+from mtrain.core.loss.preference.scores import PreferenceLoss, head_term, preference_marks, score_term
+
+_EXPONENT = 0x7FF << 52
+"""Bits of the exponent of a positive float64; those of its mantissa are masked out."""
+
+AnyLoss = LossFunction | PreferenceLoss
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss functions of a run and how they are added."""
+
+    functions: dict[str, LossFunction]
+    """Loss function of each term that is computed from logits; the main term first."""
+    coefficients: dict[str, float]
+    """Coefficient of each term, 1 for the main term: first the terms of `functions`, then those of routers, which are
+    computed inside the layers."""
+    names: dict[str, str]
+    """Name of each term's function in the configuration, for messages."""
+    apart: frozenset[str]
+    """Side terms whose denominator can differ from the main term's, because they are aggregated differently or over
+    other tokens, or belong to routers."""
+    preference: PreferenceLoss | None = None
+    """Preference loss, if groups of sequences are compared; the main term of `functions` then carries its gradient."""
+    has_head: bool = False
+    """Whether the model has a head that judges sequences instead of logits of tokens."""
+    has_temperatures: bool = False
+    """Whether the data give the temperature of each sample."""
+    has_routes: bool = False
+    """Whether the data name the experts of tokens."""
+
+    @classmethod
+    def from_config(cls, section: LossSection, model: ModelSection | None = None) -> Objective:
+        """Loads every term's function.
+
+        Args:
+            section: Section of the configuration that defines the terms.
+            model: Section of the model, in which each token further ahead is a side term; None for one that predicts
+                the next token only.
+
+        Raises:
+            ConfigError: A function cannot be loaded; a function needs a teacher and there is none, or the other way
+                round; logits are to be computed in chunks, and a function is not marked for that.
+        """
+        terms = {MAIN_TERM: section, **section.side_terms}
+        # the coefficients of all depths add up to mtp_coefficient, whatever their number
+        ahead, has_head = (0, False) if model is None else (len(model.layers_ahead), model.output.head_rows > 0)
+        share = section.mtp_coefficient / max(ahead, 1)
+        depths = [depth_term(depth) for depth in range(1, ahead + 1)]
+        loaded = {name: load_loss_function(term.function, term.options) for name, term in terms.items()}
+        sides = {name: side.coefficient for name, side in section.side_terms.items()}
+        # decided by the options, not by values: whether a plan is needed has to be known before any batch
+        preference = _preference(loaded[MAIN_TERM], section)
+        _check_head(loaded[MAIN_TERM], section.function, has_head)
+        if preference is not None:
+            loaded[MAIN_TERM] = head_term if has_head else score_term
+        # no other term counts groups, so its denominator differs
+        apart = [
+            name
+            for name, term in terms.items()
+            if _divisor(term) != _divisor(section) or (preference and name in sides)
+        ]
+        objective = cls(
+            # The main term is first and routers are last: PairAccumulator.terms has the same order, and vectors of
+            # planned denominators are matched with `coefficients` by place.
+            functions=loaded | dict.fromkeys(depths, next_token_loss),
+            coefficients={MAIN_TERM: 1.0} | sides | dict.fromkeys(depths, share) | section.router.coefficients,
+            names={name: term.function for name, term in terms.items()} | dict.fromkeys(depths, "next_token_loss"),
+            # a depth loses the tokens at each row's end, a router counts text: never the main denominator
+            apart=frozenset([*apart, *depths, *section.router.coefficients]),
+            preference=preference,
+            has_head=has_head,
+        )
+        objective._check_teacher(section)
+        objective._check_chunks(section)
+        return objective
+
+    def with_main(
+        self, loss: AnyLoss | str, section: LossSection, options: Mapping[str, Any] | None = None
+    ) -> Objective:
+        """Returns the objective with another function as the main term, weighted as `section` says.
+
+        Args:
+            loss: Function, or a name that `loss.function` accepts.
+            section: Loss section of the run.
+            options: Options of the function, as in `loss.options`, if `loss` is a name; None for a function.
+
+        Raises:
+            ConfigError: The function cannot be loaded or does not accept the options; it needs a teacher and there is
+                none, or the other way round; logits are to be computed in chunks, and it is not marked for that.
+        """
+        if isinstance(loss, str):
+            wrong = wrong_options(options or {}) if loss in LOSS_FUNCTIONS else []
+            if wrong:
+                raise ConfigError(f"loss {loss}: {'; '.join(wrong)}")
+            function, name = load_loss_function(loss, options or {}), loss
+        elif options is None:
+            function, name = cast(LossFunction, loss), getattr(loss, "__qualname__", repr(loss))
+        else:
+            raise ConfigError(
+                "options belong to a loss that is given by its name; bind those of a function of your own with "
+                "functools.partial"
+            )
+        preference = _preference(function, section)
+        if (preference is None) != (self.preference is None):
+            raise ConfigError(
+                f"{name} and loss.function={section.function} cannot take each other's place: one compares groups of "
+                "sequences, the other does not; make an Engine with such a loss.function"
+            )
+        _check_head(function, name, self.has_head)
+        term = function if preference is None else head_term if self.has_head else score_term
+        functions = self.functions | {MAIN_TERM: term}
+        objective = replace(self, functions=functions, names=self.names | {MAIN_TERM: name}, preference=preference)
+        objective._check_teacher(section)
+        objective._check_chunks(section)
+        return objective
+
+    @property
+    def router_terms(self) -> tuple[str, ...]:
+        """Returns the terms that are computed inside the layers, on every pipeline stage."""
+        return tuple(term for term in self.coefficients if term not in self.functions)
+
+    @property
+    def teacher_terms(self) -> list[str]:
+        """Returns the terms whose functions read the teacher's logits."""
+        return [term for term, function in self.functions.items() if asks_for_teacher(function)]
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Returns the names of the extras that the functions of all terms, and routers, read, each name once."""
+        functions = self.functions.values()
+        found = dict.fromkeys(name for function in functions for name in extras_of(function))
+        if self.has_temperatures and any(reads_temperature(function) for function in functions):
+            found[TEMPERATURE] = None
+        if self.has_routes:
+            found[ROUTED_EXPERTS] = None
+        return tuple(found)
+
+    @property
+    def reported(self) -> Reported:
+        """Returns the diagnostics of all terms, under the names that appear in records."""
+        found = [(term, reported_by(function)) for term, function in self.functions.items()]
+        return Reported(
+            means=tuple(shown_name(term, name) for term, each in found for name in each.means),
+            maxima=tuple(shown_name(term, name) for term, each in found for name in each.maxima),
+        )
+
+    @property
+    def whole_microbatch_terms(self) -> list[str]:
+        """Returns the terms whose functions may look at all tokens of a microbatch together."""
+        return [term for term, function in self.functions.items() if not is_per_token(function)]
+
+    def notes(self, section: LossSection) -> list[str]:
+        """Returns notes for the user of a run: which loss functions keep the logits of a microbatch whole."""
+        if section.chunk_tokens != "auto" or not self.whole_microbatch_terms:
+            return []
+        return [
+            f"the logits of all tokens of a microbatch are kept whole, because {', '.join(self._need_whole)} is not "
+            "marked with mtrain.per_token; loss.chunk_tokens=whole leaves this note out"
+        ]
+
+    @property
+    def _need_whole(self) -> list[str]:
+        return [f"{self.names[term]} (term {term!r})" for term in self.whole_microbatch_terms]
+
+    def _check_chunks(self, section: LossSection) -> None:
+        askers = self._need_whole
+        if askers and isinstance(section.chunk_tokens, int):
+            raise ConfigError(
+                f"loss.chunk_tokens={section.chunk_tokens} shows a loss function a few tokens at a time, but "
+                f"{', '.join(askers)} is not marked with mtrain.per_token; mark it if what it adds for a "
+                "token follows from that token alone, or set loss.chunk_tokens=auto, which keeps whole logits for it"
+            )
+
+    def _check_teacher(self, section: LossSection) -> None:
+        askers = [f"{self.names[term]} (term {term!r})" for term in self.teacher_terms]
+        if askers and section.teacher is None:
+            raise ConfigError(
+                f"loss.teacher is not given, but {', '.join(askers)} compares with one; set loss.teacher.checkpoint to "
+                "a run folder"
+            )
+        # refused, not ignored: a teacher costs a forward pass of every microbatch and the memory of its weights
+        if section.teacher is not None and not askers:
+            raise ConfigError(
+                f"loss.teacher.checkpoint={section.teacher.checkpoint!r} is given, but no loss function asks for a "
+                "teacher; add such a term, mark your function with mtrain.needs_teacher, or remove the "
+                "teacher"
+            )
+
+    def pairs(self, inputs_by_term: Mapping[str, TermInputs]) -> dict[str, LossPair]:
+        """Evaluates the given terms of one microbatch: all of them, or those of one of its distributions.
+
+        Raises:
+            ConfigError: A function did not return a pair.
+        """
+        # in the order of the functions on every rank, whatever order the terms are given in: they communicate
+        return {
+            term: _checked(
+                function(inputs_by_term[term]), self.names[term], inputs_by_term[term], reported_by(function)
+            )
+            for term, function in self.functions.items()
+            if term in inputs_by_term
+        }
+
+    def scalar(
+        self,
+        pairs: Mapping[str, LossPair],
+        factors: Mapping[str, float | Tensor],
+        numerator_scale: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Returns the scalar that a microbatch is differentiated from: (N_main + sum_k factor_k N_k) x numerator_scale.
+
+        Args:
+            pairs: Pairs by term, as the method `pairs` returns them; a term that is missing is left out of the sum.
+            factors: Factor of each side term: its coefficient, or the one from `side_term_factors` for a term of
+                `apart`.
+            numerator_scale: Exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain sums;
+                the caller divides by it when it divides by D_main. A number, or a scalar on the device.
+        """
+        # A factor may be a float64 scalar on the device; both are scalars, so the product is float64: back to float32,
+        # since the main numerator, alone or not, is differentiated in one dtype.
+        parts = [
+            pair.numerator if term == MAIN_TERM else (pair.numerator * factors[term]).to(pair.numerator.dtype)
+            for term, pair in pairs.items()
+        ]
+        # a power of two changes exponents only, so dividing by it later does not round; 1.0 outside fp16
+        scalar = functools.reduce(torch.add, parts)
+        return (scalar * numerator_scale).to(scalar.dtype)
+
+
+def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Tensor]:
+    """Returns the factor of each side term's numerator before backward: c_k x D_main / D_k.
+
+    Args:
+        planned: Denominators over the global batch, [terms] float64, in the order of `coefficients`.
+        coefficients: Coefficient c_k of each term, the main term first.
+
+    Returns:
+        Factor of each side term, a float64 scalar on the device of `planned`; 0 where D_k is 0.
+    """
+    # scalars stay on the device: reading D_k on the host would wait for all work queued there
+    terms = list(zip(coefficients.items(), planned))
+    return {
+        # where, not a clamp: nan and inf of the other branch are dropped, and no graph exists to carry them. The order
+        # of operations is that of `check_factors`, so that the number that is checked is the number that is used.
+        term: torch.where(denominator == 0, 0.0, coefficient * (planned[0] / denominator))
+        for (term, coefficient), denominator in terms[1:]
+    }
+
+
+def power_of_two_near(x: Tensor) -> Tensor:
+    """Returns the exact power of two 2^round(log2 x), without a host synchronisation.
+
+    Multiplying by it only changes exponents, so that dividing by it later does not round.
+
+    Args:
+        x: Scalar, float64.
+
+    Returns:
+        Float64 scalar on the same device; 1 where `x` is not a positive finite number.
+    """
+    # The exponent alone is a power of two, however the device rounds. Times sqrt(2), the next lower power is the
+    # nearest.
+    power = ((x * math.sqrt(2)).view(torch.int64) & _EXPONENT).view(torch.float64)
+    return torch.where(x.isfinite() & (x > 0), power, 1.0)
+
+
+def _preference(function: Callable[..., Any], section: LossSection) -> PreferenceLoss | None:
+    """Returns the function if it is marked as a preference loss, else None.
+
+    Raises:
+        ConfigError: The aggregation of `section` defines no score of a sequence.
+    """
+    if preference_marks(function) is None:
+        return None
+    if section.aggregation not in SCORE_AGGREGATIONS:
+        raise ConfigError(
+            f"loss.aggregation={section.aggregation} makes no score of a sequence, which a preference loss compares; "
+            f"set it to {' or '.join(SCORE_AGGREGATIONS)}"
+        )
+    return function
+
+
+def _check_head(function: Callable[..., Any], name: str, has_head: bool) -> None:
+    """Refuses a loss of tokens for a model with a head, and a loss of a head for a model without one.
+
+    Raises:
+        ConfigError: The function reads tokens and the model has a head, or the other way round.
+    """
+    marks = preference_marks(function)
+    if marks is not None:
+        reads_head = marks.scores_by_head
+    elif name in LOSS_FUNCTIONS:
+        reads_head = name in HEAD_LOSSES
+    else:
+        return  # a function of the user's own may read either
+    if reads_head != has_head:
+        raise ConfigError(
+            f"{name} {'reads a head' if reads_head else 'predicts tokens'}, but the model has "
+            f"{'a head' if has_head else 'none'}; set model.num_labels, or take another loss"
+        )
+
+
+def _divisor(term: TermSection) -> dict[str, object]:
+    """Returns all fields of a term but its function and options: with the batch they determine its denominator."""
+    # every other field, so that a field added later makes terms differ until it is proved not to matter
+    return {key: getattr(term, key) for key in TermSection.model_fields if key not in ("function", "options")}
+
+
+def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) -> LossPair:
+    """Checks what a loss function returned, and returns it as a pair."""
+    if not isinstance(pair, LossPair):
+        raise ConfigError(
+            f"loss.function={name!r} returned a value of type {type(pair).__name__}, but has to return a "
+            "mtrain.LossPair(numerator, denominator)"
+        )
+    # fixed dtypes, so that pairs of any functions can be added; denominators are float64 like planned ones
+    _check_part(pair.numerator, "numerator", (torch.float32, inputs.logits.dtype), name)
+    _check_part(pair.denominator, "denominator", (torch.float64,), name)
+    # D divides after backward, so the gradient that such a function expects through D would never flow
+    if pair.denominator.requires_grad:
+        raise ConfigError(f"loss.function={name!r} returned a denominator with a graph; detach it")
+    # megatron-core's backward_step (pipeline_parallel/schedules.py) skips an output without a graph: the microbatch
+    # would silently add nothing to the gradient.
+    if torch.is_grad_enabled() and inputs.logits.local.requires_grad and not pair.numerator.requires_grad:
+        raise ConfigError(
+            f"loss.function={name!r} returned a numerator without a graph; compute it from inputs.logits even where "
+            "every weight is 0, as mtrain.weigh does"
+        )
+    _check_diagnostics(pair, name, reported)
+    return pair
+
+
+def _check_diagnostics(pair: LossPair, name: str, reported: Reported) -> None:
+    """Refuses diagnostics that differ from those that the function is marked for, for which every rank waits."""
+    wanted = dict.fromkeys(reported.means, (2,)) | dict.fromkeys(reported.maxima, ())
+    found = {each: tuple(value.shape) for each, value in pair.diagnostics.items()}
+    if found != wanted:
+        raise ConfigError(
+            f"loss.function={name!r} returned the diagnostics {found}, but is marked for {wanted} (name: shape); make "
+            "them with mtrain.diagnosed, and mark the function with mtrain.reports"
+        )
+
+
+def _check_part(part: object, role: str, dtypes: tuple[torch.dtype, ...], name: str) -> None:
+    """Refuses a field of the pair that is not a scalar tensor of one of its dtypes."""
+    if not isinstance(part, Tensor):
+        found = type(part).__name__
+    elif part.ndim != 0 or part.dtype not in dtypes:
+        found = f"{part.dtype} tensor of shape {list(part.shape)}"
+    else:
+        return
+    raise ConfigError(
+        f"loss.function={name!r} returned a {role} that is a {found}; it has to be a {dtypes[0]} scalar tensor"
+    )
+
+
+def objective_of(config: Config) -> Objective:
+    """Returns the objective of a run.
+
+    Args:
+        config: Configuration of the run.
+
+    Raises:
+        ConfigError: A loss function cannot be loaded, or the records lack extras that it reads.
+    """
+    objective = Objective.from_config(config.loss, config.model)
+    needed = as_configured(objective.extras)
+    there = {*config.data.extra_columns, *label_columns(config.loss)}
+    missing = [name for name, columns in needed.items() if not {*columns} <= there]
+    if missing:
+        raise ConfigError(
+            f"data.extras={list(config.data.extras)} lacks {', '.join(missing)}, but the loss functions read "
+            f"{', '.join(needed)} of each token; set data.extras=[{','.join(needed)}] with "
+            "data.kind=sft, and give records these keys"
+        )
+    has_temperatures = TEMPERATURE in config.data.extra_columns
+    return replace(objective, has_temperatures=has_temperatures, has_routes=config.data.has_routes)

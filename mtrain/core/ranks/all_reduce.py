@@ -1,0 +1,118 @@
+"""Short vectors summed over ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.core.ranks.groups import to_device
+
+
+class AsyncAllReduce:
+    """The sum of every rank's vector, started at once and awaited when read; the same bits on every rank.
+
+    On GPUs this is an all-reduce. On CPUs gloo's all-reduce would cut even five numbers into pieces and send each of
+    them around a ring twice. Where the number of ranks is a power of two, neighbours at distance 1, 2, 4, ... therefore
+    swap their sums; otherwise each rank sends its vector to every other one, and all add the same rows in the same
+    order (`tools/bench/pairs.py` compares this with the all-reduce).
+    """
+
+    def __init__(self, vector: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """
+        Args:
+            vector: [n], must not be used afterwards.
+            group: Group of the ranks; None means all ranks.
+        """
+        size = dist.get_world_size(group)
+        self._sum: Tensor | None = vector if size == 1 else None
+        self._group = group
+        self._swap: _Swap | None = None
+        self._rows, self._work = vector.view(1, -1), None
+        if size == 1:
+            return
+        if vector.device.type != "cpu":
+            self._work = dist.all_reduce(vector, group=group, async_op=True)
+        elif size & (size - 1) == 0:  # only then every rank has a partner at every distance
+            self._swap = _Swap(vector, 1, group)  # the first round runs in the background; the others wait for it
+        else:
+            self._rows = vector.new_empty(size, len(vector))  # [ranks, n]: row r comes from rank r, on every rank alike
+            self._work = dist.all_to_all_single(self._rows, vector.repeat(size, 1), group=group, async_op=True)
+
+    def get(self) -> Tensor:
+        """Returns the sum, [n] on the device."""
+        if self._sum is None:
+            self._sum = self._swapped(self._swap) if self._swap is not None else self._awaited()
+        return self._sum
+
+    def _awaited(self) -> Tensor:
+        assert self._work is not None
+        self._work.wait()
+        # on GPUs there is one row, which the all-reduce has filled in place
+        return self._rows.sum(0)
+
+    def _swapped(self, swap: _Swap) -> Tensor:
+        """Adds the rounds' vectors; both partners add the same two numbers, so sums agree to the bit in any order."""
+        vector, distance = swap.added(), 2
+        # the host waits in each further round, which sends what the round before has added
+        while distance < dist.get_world_size(self._group):
+            vector = _Swap(vector, distance, self._group).added()
+            distance *= 2
+        return vector
+
+
+class AsyncVote:
+    """A vote on whether a flag is true on any rank of the world: started now, and read when other work has been done.
+
+    On a GPU the answer arrives by a copy of its own, so the host waits for nothing that is queued after the question.
+    """
+
+    def __init__(self, flag: bool, device: torch.device) -> None:
+        """Starts the vote; collective over the world.
+
+        Args:
+            flag: Vote of this rank.
+            device: Device of this rank.
+        """
+        own = torch.tensor([float(flag)])
+        if device.type == "cpu":
+            self._votes, self._arrived = AsyncAllReduce(own), None
+            return
+        self._votes = AsyncAllReduce(to_device(own, device))
+        self._host = torch.empty(1, pin_memory=True)
+        self._host.copy_(self._votes.get(), non_blocking=True)
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrived.record()
+
+    def read(self) -> bool:
+        """Returns the answer; call it at the same place on all ranks, as on CPUs it may take another message."""
+        if self._arrived is None:
+            return self._votes.get().item() > 0
+        self._arrived.synchronize()  # a step later it has long arrived
+        return self._host.item() > 0
+
+
+class _Swap:
+    """An exchange of vectors between two ranks."""
+
+    def __init__(self, vector: Tensor, distance: int, group: dist.ProcessGroup | None) -> None:
+        """
+        Args:
+            vector: [n] on the CPU.
+            distance: Power of two: the bit in which the partners' ranks in the group differ.
+            group: Group of the ranks; None means all ranks.
+        """
+        partner = dist.get_rank(group) ^ distance  # the rank in the group, hence group_dst and group_src below
+        self._own, self._other = vector, torch.empty_like(vector)
+        # both are posted before either is awaited: two partners that each wait for their send first could deadlock
+        self._works = [
+            dist.isend(vector, group=group, group_dst=partner),
+            dist.irecv(self._other, group=group, group_src=partner),
+        ]
+
+    def added(self) -> Tensor:
+        """Returns the sum of both vectors, once the partner's has arrived."""
+        for work in self._works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+        return self._own + self._other

@@ -1,0 +1,139 @@
+"""One rank of a tensor-parallel group reads the data and broadcasts them to the others.
+
+Rows go from device to device. Values that the host needs for decisions go from host to host: a host that asked its
+device for them would wait for all the work that is queued there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtrain.config import Config
+from mtrain.core.batch.batch import DOCUMENT_STARTS, ROUTES, FieldPath, Microbatch
+from mtrain.core.batch.collate import RowForm
+from mtrain.core.batch.zigzag import slice_for_context_parallel
+from mtrain.core.ranks.groups import Groups, to_device
+
+
+def broadcast_batches(
+    batches: Sequence[Microbatch] | None,
+    count: int | None,
+    terms: Sequence[str],
+    config: Config,
+    groups: Groups,
+    extras: Sequence[str] = (),
+) -> list[Microbatch]:
+    """Returns full rows on the device of every rank of the tensor-parallel group.
+
+    Costs two broadcasts over TP for all microbatches together, three where they name experts. Hosts of TP broadcast the
+    starts of documents, where rows have some, and before everything else two numbers, where rows are packed.
+
+    Args:
+        batches: Microbatches of the step on tensor-parallel rank 0; None elsewhere.
+        count: Number of microbatches; None where rows are packed and ranks without batches do not know it.
+        terms: Names of the loss terms.
+        config: Configuration, which gives the shapes.
+        groups: The process groups.
+        extras: Names of what the loss functions read in addition to the weights.
+    """
+    # Every rank with tp_rank 0 reads for itself, whatever its place in DP, CP and PP: nothing is sent between those.
+    if groups.layout.tp == 1:
+        assert batches is not None
+        return [batch.map(lambda rows: to_device(rows, groups.device)) for batch in batches]
+    # Both sides derive fields and shapes from the configuration: only the number of microbatches of a packed step is
+    # not known from it.
+    num_sequences = None
+    if config.data.packing is not None:
+        count, num_sequences = _shared_counts(batches, groups)
+    assert count is not None, "without packing it follows from the configuration"
+    form = RowForm.of(config, extras)
+    fields = form.dtypes(terms)
+    has_documents, has_routes = (fields.pop(path, None) is not None for path in (DOCUMENT_STARTS, ROUTES))
+    reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
+    integers = [path for path in fields if path not in reals]
+    shape = (config.train.micro_batch_size, form.width)  # whole rows; they are cut for CP afterwards
+    # one vector of each kind: int64 and float64 hold every value of the narrower types
+    packed = [
+        _broadcast(batches, integers, torch.int64, (count, len(integers), *shape), groups),
+        _broadcast(batches, reals, torch.float64, (count, len(reals), *shape), groups),
+    ]
+    paths = [*integers, *reals]
+    others: dict[FieldPath, Sequence[Tensor]] = {}
+    if has_documents:
+        others[DOCUMENT_STARTS] = _document_starts(batches, (count, *shape), groups)
+    if has_routes:
+        of_routes = (count, 1, *shape, *form.routes_shape)
+        others[ROUTES] = _broadcast(batches, [ROUTES], torch.int32, of_routes, groups)[:, 0].unbind()
+    return [
+        Microbatch.of(
+            {path: rows.to(fields[path]) for path, rows in zip(paths, [*whole, *real])}
+            | {path: rows[number] for path, rows in others.items()},
+            num_sequences,
+        )
+        for number, (whole, real) in enumerate(zip(*packed))
+    ]
+
+
+def broadcast_on_hosts(own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, groups: Groups) -> Tensor:
+    """Returns a tensor of tensor-parallel rank 0 on the CPU of every rank of the group.
+
+    Costs one broadcast between hosts, none where the group has one rank. No host waits for a device.
+
+    Args:
+        own: Tensor on the CPU of tensor-parallel rank 0; None elsewhere.
+        shape: Shape of the tensor.
+        dtype: Dtype in which it is sent and returned.
+        groups: The process groups.
+    """
+    numbers = torch.empty(shape, dtype=dtype) if own is None else own.to(dtype).contiguous()
+    assert numbers.shape == shape, f"{tuple(numbers.shape)} in the place of {shape}"
+    if groups.layout.tp > 1:
+        # `src` is a rank of the world: the first one of this TP group
+        dist.broadcast(numbers, dist.get_process_group_ranks(groups.tp_host)[0], group=groups.tp_host)
+    return numbers
+
+
+def _document_starts(batches: Sequence[Microbatch] | None, shape: tuple[int, ...], groups: Groups) -> Sequence[Tensor]:
+    """Returns each microbatch's starts of documents on the CPU, where attention cuts rows. One broadcast of hosts."""
+    own = None if batches is None else torch.stack([batch.tensors()[DOCUMENT_STARTS] for batch in batches])
+    return broadcast_on_hosts(own, shape, torch.int32, groups).unbind()
+
+
+def _shared_counts(batches: Sequence[Microbatch] | None, groups: Groups) -> tuple[int, int]:
+    """Returns the number of microbatches of tensor-parallel rank 0, and the most sequences in one of them. One
+    broadcast between hosts."""
+    own = None
+    if batches is not None:
+        own = torch.tensor([len(batches), max((batch.num_sequences for batch in batches), default=0)])
+    # numpy: nothing here is an operation on a device
+    num_microbatches, num_sequences = broadcast_on_hosts(own, (2,), torch.int64, groups).numpy().tolist()
+    return num_microbatches, num_sequences
+
+
+def slice_for_rank(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
+    """Returns the part of each row that this context-parallel rank holds."""
+    return [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in batches]
+
+
+def _broadcast(
+    batches: Sequence[Microbatch] | None,
+    paths: Sequence[FieldPath],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    groups: Groups,
+) -> Tensor:
+    """Returns [microbatches, paths, batch, seq, ...] on every rank of the tensor-parallel group. One broadcast."""
+    if groups.tp_rank == 0:
+        assert batches is not None
+        given = [[batch.tensors()[path].to(dtype) for path in paths] for batch in batches]
+        whole = torch.stack([torch.stack(rows) for rows in given])
+        packed = to_device(whole, groups.device)
+    else:
+        packed = torch.empty(shape, dtype=dtype, device=groups.device)  # never read before the broadcast has filled it
+    # `src` is a rank of the world: the first one of this TP group
+    dist.broadcast(packed, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
+    return packed

@@ -1,0 +1,202 @@
+"""Process groups: the only module that talks to megatron-core's global parallel state."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from mtrain.arch.layout import Layout
+from mtrain.base.errors import ConfigError, MachineError
+from mtrain.core.ranks import patience
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of this rank for one layout."""
+
+    layout: Layout
+    device: torch.device
+    collection: ProcessGroupCollection
+    """Groups in the form that megatron-core takes."""
+    tp_host: dist.ProcessGroup
+    """Hosts of the tensor-parallel group, for tensors on the CPU: a gloo group on GPUs; on CPUs it is `tp` itself."""
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    dp_rank: int
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        """Tensor-parallel group."""
+        return self.collection.tp
+
+    @property
+    def cp(self) -> dist.ProcessGroup:
+        """Context-parallel group."""
+        return self.collection.cp
+
+    @property
+    def dp_cp(self) -> dist.ProcessGroup:
+        """Ranks over which gradients are summed, those of DP x CP."""
+        return self.collection.dp_cp
+
+    def replicas_of(self, parameter: torch.Tensor) -> dist.ProcessGroup:
+        """Returns the ranks that sum the gradient of a parameter: DP x CP, or those that hold the same experts."""
+        return self.collection.expt_dp if is_of_experts(parameter) else self.dp_cp
+
+    @property
+    def stage(self) -> dist.ProcessGroup:
+        """Ranks of the same pipeline stage; together they hold every row of the global batch."""
+        return self.collection.tp_dp_cp
+
+    @property
+    def counts_loss(self) -> bool:
+        """Says whether this rank's loss pairs count: the last pipeline stage, once for each tensor-parallel group."""
+        return self.pp_rank == self.layout.pp - 1 and self.tp_rank == 0
+
+    @property
+    def counts_planned(self) -> bool:
+        """Says whether this rank's planned denominators count: one rank of those that share a batch."""
+        return self.pp_rank == 0 and self.tp_rank == 0 and self.cp_rank == 0
+
+
+def is_of_experts(parameter: torch.Tensor) -> bool:
+    """Says whether a parameter belongs to routed experts; it is marked where it is made."""
+    # megatron-core's own mark, by which DistributedDataParallel puts a parameter into the buffers of experts
+    return not getattr(parameter, "allreduce", True)
+
+
+@contextlib.contextmanager
+def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: float) -> Iterator[Groups]:
+    """Opens every group of the layout on an initialised torch.distributed world, and closes them at the end.
+
+    Collective over the world. Also seeds the random states that dropout draws from.
+
+    Args:
+        layout: Layout of the world's size.
+        device: Device of this rank.
+        seed: Seed of the random states.
+        timeout_s: Seconds that ranks wait for each other in any collective of any of these groups.
+
+    Raises:
+        ConfigError: This process already has such groups.
+        MachineError: Hosts of a tensor-parallel group cannot reach each other.
+    """
+    if parallel_state.is_initialized():
+        raise ConfigError(
+            "this process already has megatron-core's process groups, of another Engine or of a program of your own; "
+            "close that one first, with mtrain.close_all() if its name is gone"
+        )
+    # A program may have other groups of its own; they keep their timeouts.
+    others = set(dist.distributed_c10d._world.pg_map)
+    try:
+        with patience.opening(), connecting_on_first_use():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
+                distributed_timeout_minutes=timeout_s / 60,  # a float serves, since a timedelta is made of it
+                # The gloo groups would serve gathers of DistributedOptimizer's checkpoints; ranks here write
+                # their own shards.
+                create_gloo_process_groups=False,
+            )
+            collection, timeout = ProcessGroupCollection.use_mpu_process_groups(), timedelta(seconds=timeout_s)
+            # On CPUs `tp` itself serves, and a single rank has no other to send to.
+            is_apart = device.type != "cpu" and layout.tp > 1
+            tp_host = open_host_group(collection.tp, timeout) if is_apart else collection.tp
+            # parallel_state.py does not apply its timeout to all groups that it opens
+            patience.set_timeouts(set(dist.distributed_c10d._world.pg_map) - others, timeout)
+        groups = Groups(
+            layout=layout,
+            device=device,
+            collection=collection,
+            tp_host=tp_host,
+            rank=dist.get_rank(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+        )
+        seed_generators(seed, 0, groups)
+        yield groups
+    finally:
+        # This forgets the groups without closing them: mtrain/core/ranks/init.py closes them with the world.
+        parallel_state.destroy_model_parallel()
+
+
+def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """Opens a group of the same ranks over gloo, in which their hosts exchange values without NCCL (ADR 53).
+
+    Collective over the world.
+
+    Args:
+        tp: Tensor-parallel group of this rank; the world is cut into such groups of neighbours.
+        timeout: Time that ranks wait for each other.
+
+    Raises:
+        MachineError: The ranks cannot reach each other.
+    """
+    ranks = dist.get_process_group_ranks(tp)
+    try:
+        own, _ = dist.new_subgroups(  # type: ignore[no-untyped-call]
+            len(ranks), timeout=timeout, backend="gloo", group_desc="HOSTS_OF_TENSOR_PARALLEL"
+        )
+    except RuntimeError as error:
+        raise MachineError(
+            f"rank {dist.get_rank()} cannot connect to the hosts of its tensor-parallel group, ranks {ranks}: "
+            f"{error}; set GLOO_SOCKET_IFNAME to the network interface by which their machines reach each other"
+        ) from error
+    assert dist.get_process_group_ranks(own) == ranks, "neighbours"
+    return own
+
+
+@contextlib.contextmanager
+def connecting_on_first_use() -> Iterator[None]:
+    """Lets NCCL connect a group that is opened inside the block in its first collective, not now.
+
+    megatron-core opens some twenty groups, most of which a layout never uses or which have one rank. Where the world
+    is bound to a GPU, torch connects each of them at once: on an H100 every communicator took 0.4 GiB of the GPU, and
+    0.4 s to close. It also handles the ranks outside of a new group by a split of the world's communicator, even where
+    the group is not one of NCCL.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is open"
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+def seed_generators(seed: int, step: int, groups: Groups) -> None:
+    """Sets the random states of dropout, which follow from the run's seed, the step and this rank's place.
+
+    Ranks of a tensor-parallel group share the state that replicated activations draw from; all others differ, since
+    they hold other layers, other samples or other positions.
+    """
+    # tp_rank is not in the digest: megatron-core adds it to the seed of the state for activations that TP divides.
+    digest = hashlib.sha256(f"{seed}:{step}:{groups.pp_rank}:{groups.dp_rank}:{groups.cp_rank}".encode()).digest()
+    derived = int.from_bytes(digest[:4], "little") >> 1
+    # Only the CPU's generator, as the next call seeds those of the device: torch.manual_seed() records a stack trace
+    # for every kind of device that is not there.
+    torch.default_generator.manual_seed(derived)
+    tensor_parallel.model_parallel_cuda_manual_seed(derived, force_reset_rng=True)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to the device, in the order of the device's work; returns the tensor itself on a CPU."""
+    # from pageable memory even a non-blocking copy waits
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

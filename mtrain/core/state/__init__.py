@@ -1,0 +1,1 @@
+"""What a rank holds, as values that are saved, loaded and checked."""

@@ -1,0 +1,81 @@
+"""Search for nan and inf in a state that is about to be saved or was loaded: such a state is no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.core.state.shard import Shard
+
+_MOST_RANKS = 8
+"""Largest number of ranks that a message names."""
+
+
+class NonFinite(NamedTuple):
+    """Non-finite numbers in the shards of one rank."""
+
+    place: str
+    """Place and value of the first non-finite number."""
+    num_tensors: int
+    """Number of tensors that hold such numbers."""
+
+
+@torch.no_grad()
+def non_finite(shards: Sequence[Shard]) -> NonFinite | None:
+    """Finds the first number that is nan or inf; None where all are finite.
+
+    Each shard is read once, on its device; integers are left out. The host reads one vector of flags from each device.
+    """
+    # aminmax of an empty shard raises; a rank may hold no element of a tensor
+    floats = [shard for shard in shards if shard.data.is_floating_point() and shard.data.numel() > 0]
+    if not floats:
+        return None
+    # the smallest and the largest carry every nan and inf, and need no mask as large as the shard
+    extremes = [torch.stack(torch.aminmax(shard.data.detach())) for shard in floats]
+    flags = _read([pair.isfinite().all() for pair in extremes])
+    bad = [shard for shard, is_finite in zip(floats, flags, strict=True) if not is_finite]
+    if not bad:
+        return None
+    return NonFinite(_place(bad[0]), len({shard.key for shard in bad}))
+
+
+def _read(flags: Sequence[Tensor]) -> list[bool]:
+    """Returns the values of the flags; each device is read once, not once per flag."""
+    read: dict[int, bool] = {}
+    for device in {flag.device for flag in flags}:
+        there = [number for number, flag in enumerate(flags) if flag.device == device]
+        read.update(zip(there, torch.stack([flags[number] for number in there]).tolist(), strict=True))
+    return [read[number] for number in range(len(flags))]
+
+
+def described(everyone: Sequence[NonFinite | None]) -> str | None:
+    """Describes what the ranks have found in one line; None where all numbers are finite.
+
+    Args:
+        everyone: NonFinite of each rank, in order; None for a rank without one.
+    """
+    found = {rank: finding for rank, finding in enumerate(everyone) if finding is not None}
+    if not found:
+        return None
+    rank, first = next(iter(found.items()))
+    text = f"{first.place} on rank {rank}"
+    if first.num_tensors > 1:
+        text += f", one of {first.num_tensors} such tensors there"
+    others = list(found)[1:]
+    if others:
+        named = ", ".join(map(str, others[:_MOST_RANKS])) + (", ..." if len(others) > _MOST_RANKS else "")
+        text += f"; more on rank {named}" if len(others) == 1 else f"; more on {len(others)} ranks: {named}"
+    return text
+
+
+def _place(shard: Shard) -> str:
+    """Describes the first non-finite number, such as `decoder.final_layernorm.weight[3] is nan`, by its global
+    index."""
+    # only for the message: this takes a mask as large as the shard
+    values: Tensor = shard.data.detach().view(shard.at.shape)
+    index = (~values.isfinite()).nonzero()[0].tolist()
+    value = values[tuple(index)].item()
+    return f"{shard.key}{[start + within for start, within in zip(shard.at.offset, index, strict=True)]} is {value}"

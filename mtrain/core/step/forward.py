@@ -1,0 +1,87 @@
+"""Forward passes without a backward: the totals of some batches under the current weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from mtrain.config import Config
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.loss_reduction import NO_TOKENS, GlobalTotals, PairAccumulator, StepSums, TermTotals
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.schedule import evaluating, run_forward
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.loss import OutputLoss
+from mtrain.core.step.scoring_pass import PreferenceTotals, preference_pass
+from mtrain.core.step.teacher import Teacher
+from mtrain.core.step.totals import check_totals, planned_denominators
+
+
+class ForwardTotals(NamedTuple):
+    """Totals of a forward pass over some batches, the same on all ranks."""
+
+    terms: Mapping[str, TermTotals]
+    diagnostics: Mapping[str, float]
+    """Diagnostics of the loss functions, as in `StepTotals`."""
+
+
+def forward_totals(
+    model: RankModel,
+    objective: Objective,
+    passes: Iterable[Sequence[Microbatch] | None],
+    teacher: Teacher | None = None,
+) -> ForwardTotals:
+    """Returns the totals of every term of logits over some batches, forward only; router terms belong to training.
+
+    One all-reduce of a short vector at the end, in addition to megatron-core's own collectives.
+
+    Args:
+        model: Model of this rank; its parameters are gathered first, and it is left in training mode.
+        objective: Objective that defines the terms.
+        passes: Microbatches that this rank reads for each pass through the schedule, as many passes on all ranks; None
+            on ranks that do not read data.
+        teacher: Teacher; needed if a term compares with one.
+
+    Raises:
+        NumericError: A loss is not finite, or a denominator cannot be right.
+    """
+    # with overlap_param_gather the all-gather of the last update is left to the next forward pass
+    model.optimizer.gather_parameters()
+    config, groups = model.config, model.groups
+    terms = tuple(objective.functions)
+    count = num_microbatches(config, groups)
+    # one accumulator over all passes: sum over sum, not a mean of means
+    sums = StepSums(PairAccumulator(terms, groups.device), dict.fromkeys(terms, 0.0))
+    sums.pairs.diagnostics.expect(objective.reported)
+
+    def accumulate(rows: Sequence[Microbatch], loss: OutputLoss) -> None:
+        run_forward(model.chunks, rows, lambda *output: sums.pairs.add(loss.pairs(*output)), config)
+
+    compared = PreferenceTotals()
+    with evaluating(model.chunks):
+        for own in passes:
+            if objective.preference is not None:
+                found = preference_pass(model, objective.preference, own, count, objective.has_routes)
+                own, compared = found.batches, compared.plus(found.totals)
+            # planned denominators are compared in validation too: it reveals a row that is counted twice
+            sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
+            if objective.preference is not None and len(terms) == 1:
+                continue  # the scoring pass has computed everything
+            shared = broadcast_batches(own, count, terms, config, groups, objective.extras)
+            rows = slice_for_rank(shared, groups)
+            accumulate(rows, OutputLoss(own, rows, model, objective, teacher))
+    read = GlobalTotals(sums, groups).read(objective.coefficients)
+    totals = read.terms
+    if objective.preference is not None:
+        totals = compared.joined_to(totals)
+    check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
+    return ForwardTotals(totals, {**read.diagnostics, **compared.means})
+
+
+def num_microbatches(config: Config, groups: Groups) -> int | None:
+    """Returns the microbatches per data-parallel rank and step; None if rows are packed, where the number varies."""
+    if config.data.packing is not None:
+        return None
+    return groups.layout.num_microbatches(config.sequences_per_step, config.train.micro_batch_size)

@@ -1,0 +1,88 @@
+"""Results of the methods of `Engine`, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from torch import Tensor
+
+from mtrain.core.engine.loss_reduction import StepTotals, TermTotals
+from mtrain.core.engine.optimizer import Update
+from mtrain.core.loss.pair import MAIN_TERM
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """Scores of the tokens of each sample, in the order of the samples; float32 on the CPU, in nats."""
+
+    log_probs: list[Tensor]
+    """Log-probabilities of input_ids[1:] for each sample, [len(input_ids) - 1], whatever the weights."""
+    entropy: list[Tensor]
+    """Entropies of the distributions that predicted input_ids[1:] for each sample, [len(input_ids) - 1]; empty if not
+    asked for."""
+    routed_experts: list[Tensor] = field(default_factory=list)
+    """Experts that input_ids[:-1] of each sample were sent to, [len(input_ids) - 1, layers, top_k] int32, for
+    `Datum.routed_experts`; -1 in dense layers. Empty if not asked for."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step; the same on all ranks."""
+
+    step: int
+    """Number of steps completed, this one included."""
+    loss: float
+    """Loss of the main term, in nats: sum of weight x loss over the whole batch / its denominator; 0 for an empty
+    batch."""
+    objective: float
+    """Objective with the side terms: the quantity that was differentiated."""
+    denominator: float
+    """Denominator of the main term, according to its aggregation."""
+    grad_norm: float
+    """Global L2 norm of the normalised gradient, before clipping; 0 for an empty batch, NaN after an fp16 overflow."""
+    lr: float
+    tokens: int
+    """Number of tokens read in all calls of the step, without padding."""
+    applied: bool
+    """Whether weights were updated; False if the batch had no loss tokens, or fp16 overflowed and lowered its loss
+    scale."""
+    diagnostics: dict[str, float] = field(default_factory=dict)
+    """Diagnostics of the loss functions (docs/policy-losses.md, docs/preference.md) over all tokens or groups of the
+    step: clip_fraction, reward_accuracy and the like; those of a side term as `term/name`. Diagnostics over nothing are
+    left out."""
+
+    @classmethod
+    def of(cls, totals: StepTotals, update: Update | None, step: int, lr: float, tokens: int) -> Self:
+        """Makes the result from the totals of a step; `update` is None if the batch was empty."""
+        return cls(
+            step=step,
+            loss=totals.loss,
+            objective=totals.objective,
+            denominator=totals.terms[MAIN_TERM].denominator,
+            grad_norm=0.0 if update is None else update.grad_norm,
+            lr=lr,
+            tokens=tokens,
+            applied=update is not None and not update.overflowed,
+            diagnostics=dict(totals.diagnostics),
+        )
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Losses over some data, each sample counted once; the same on all ranks."""
+
+    loss: float
+    """Loss of the main term, in nats."""
+    denominator: float
+    terms: dict[str, float]
+    """Mean of each term, the main term (`main`) included."""
+    diagnostics: dict[str, float] = field(default_factory=dict)
+    """Diagnostics of the loss functions, as in `StepResult`."""
+
+    @classmethod
+    def of(cls, terms: Mapping[str, TermTotals], diagnostics: Mapping[str, float]) -> Self:
+        """Makes the result from the totals of a pass."""
+        main = terms[MAIN_TERM]
+        return cls(main.mean, main.denominator, {term: each.mean for term, each in terms.items()}, dict(diagnostics))

@@ -1,0 +1,110 @@
+"""Denominators planned before the forward pass, and their comparison with those that the loss functions counted.
+
+Gradients are sums of weight x loss until they are divided by D, so they are about as large as D. Float32 and bf16 have
+the same exponents, from 2^-126 to 2^127; below, digits are lost one by one, first in bf16. Measured against float64 on
+the model of the parity tests: at D = 2e-36 a gradient in bf16 is lost entirely and one in float32 is off by 2e-5, while
+loss and denominator look right; at D = 1e-30 neither loses anything. 1/D itself overflows below 3e-39.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from mtrain.base.errors import NonFiniteError, NumericError
+from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.loss_reduction import TermTotals, TokenCounts
+from mtrain.core.loss.pair import MAIN_TERM
+from mtrain.core.loss.router import ROUTER_TERMS, router_denominator
+
+SMALLEST_DENOMINATOR = 2.0**-100
+"""Smallest denominator, 7.9e-31: even 2^-26 of an undivided gradient is then a normal number with all of its digits."""
+LARGEST = 2.0**126
+"""Largest denominator or factor, 8.5e37: its inverse is the smallest normal float32 number."""
+
+
+def check_denominator(term: str, denominator: float) -> None:
+    """Refuses a denominator with which gradients lose digits; 0 is accepted: there is nothing to divide.
+
+    Raises:
+        NumericError: The denominator is out of range.
+    """
+    # not (a <= D <= b): comparisons with nan are false, so nan and negative values are refused as well
+    if denominator != 0 and not SMALLEST_DENOMINATOR <= denominator <= LARGEST:
+        raise NumericError(
+            f"the denominator of loss term {term!r} is {denominator}, but must lie between {SMALLEST_DENOMINATOR:.2g} "
+            f"and {LARGEST:.2g}, because gradients lose digits outside; multiply all sample weights of the data by one "
+            "number, which changes nothing else"
+        )
+
+
+def check_factors(coefficients: Mapping[str, float], denominators: Mapping[str, float]) -> None:
+    """Refuses side terms whose factor in the backward pass, c x D_main / D_k, is out of the range of float32.
+
+    Args:
+        coefficients: Coefficient c of each term, the main term first.
+        denominators: Denominator D of each term over the global batch.
+
+    Raises:
+        NumericError: A factor is out of range.
+    """
+    main = denominators[MAIN_TERM]
+    for term, coefficient in coefficients.items():
+        # on the host in float64, after the step's one collective: all ranks hold the same bits and refuse together
+        factor = 0.0 if denominators[term] == 0 else coefficient * (main / denominators[term])
+        if factor != 0 and not 1 / LARGEST <= abs(factor) <= LARGEST:
+            raise NumericError(
+                f"loss term {term!r} has the factor {factor} = {coefficient} x {main} / {denominators[term]} "
+                f"(coefficient x main denominator / its own), which must lie between {1 / LARGEST:.2g} and "
+                f"{LARGEST:.2g}; bring the sample weights or aggregations of the two terms closer together"
+            )
+
+
+_WEIGHT_TOLERANCE = 1e-12
+"""Relative difference allowed between planned and measured denominators: rounding of float64 sums of fractional
+weights. Counts are below 1e12, where this means equality."""
+
+
+def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) -> dict[str, float]:
+    """Returns each term's denominator over this data-parallel rank's full rows, known before the forward pass."""
+    padding = [batch.is_padding for batch in batches if batch.is_padding is not None]
+    ids = [batch.sequence_ids for batch in batches]
+    return {
+        term: router_denominator(ROUTER_TERMS[term], padding, ids)
+        if term in ROUTER_TERMS
+        else math.fsum(batch.denominator_weights[term].numpy().sum() for batch in batches)
+        for term in terms
+    }
+
+
+def token_counts(batches: Sequence[Microbatch]) -> TokenCounts:
+    """Sums the token counts of full rows, as the loader counted them."""
+    return TokenCounts(
+        padding=sum(batch.num_padding_tokens for batch in batches),
+        loss=sum(batch.num_loss_tokens for batch in batches),
+        pairs=sum(batch.num_pairs for batch in batches),
+        window_pairs=sum(batch.num_window_pairs for batch in batches),
+        outputs=sum(batch.num_output_rows for batch in batches),
+    )
+
+
+def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> None:
+    """Raises NumericError if a total cannot be right; the totals are the same on all ranks, so all raise."""
+    for term, totals in terms.items():
+        # before the comparison with planned ones, which a nan would pass
+        if not (math.isfinite(totals.denominator) and totals.denominator >= 0):
+            raise NumericError(
+                f"the denominator of loss term {term!r} is {totals.denominator}, but must be finite and not negative; "
+                "look at the sample weights of the data"
+            )
+        if not math.isfinite(totals.numerator):
+            raise NonFiniteError(f"the loss of term {term!r} is {totals.numerator}")
+        difference = abs(totals.denominator - totals.planned)
+        # if 0 is planned, only 0 agrees
+        if compare_with_plan and difference > _WEIGHT_TOLERANCE * abs(totals.planned):
+            raise NumericError(
+                f"the denominator of loss term {term!r} was measured as {totals.denominator!r}, but the batch planned "
+                f"{totals.planned!r}: a loss function counts other tokens than its mask says; set "
+                "loss.denominator=measured if the mask depends on model outputs"
+            )
+        check_denominator(term, totals.denominator)

@@ -1,1 +1,0 @@
-"""One step: schedule, reduction of loss pairs, final gradients, optimizer."""

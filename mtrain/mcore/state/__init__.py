@@ -1,1 +1,0 @@
-"""State to and from disk: sharded parameters, checkpoints, imports."""

@@ -1,0 +1,1 @@
+"""What a run was: its records, pages and comparisons."""

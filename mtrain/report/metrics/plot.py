@@ -1,0 +1,147 @@
+"""Pictures of the loss curves of one or more runs."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults, replacing
+from mtrain.report.metrics.jsonl import read_records
+from mtrain.report.metrics.record import ChangeRecord, StepRecord, ValidRecord
+from mtrain.report.metrics.shown import curve_colour
+
+SMOOTH_ABOVE_STEPS = 100
+"""Length above which a curve is drawn in a light tone under its running mean over a fiftieth of the steps."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Records of one run that its picture shows."""
+
+    steps: list[StepRecord]
+    """Records in order of the step; of a step that was written twice, the last."""
+    passes: list[ValidRecord]
+    changes: list[ChangeRecord]
+    """Keys whose value a later start changed, in the order of their steps."""
+
+    @property
+    def comparable_passes(self) -> list[ValidRecord]:
+        """Returns the passes that measured what the last one did: those since other validation sets or another loss."""
+        if not self.passes:
+            return []
+        last = self.passes[-1].step
+        changed = [each.step for each in self.changes if each.key.startswith(("data.valid.", "loss."))]
+        since = max((step for step in changed if step < last), default=-1)
+        return [each for each in self.passes if each.step > since]
+
+
+def load_curves(run_folder: Path) -> Curves:
+    """Reads a run folder, also while the run is in progress.
+
+    Raises:
+        DataError: The folder has no metrics.jsonl, it holds no record, or a line of it is damaged.
+    """
+    path = run_folder / "metrics.jsonl"
+    if not path.is_file():
+        raise DataError(f"{path} is not there; give the run.dir of a run that has made at least one step")
+    with disk_faults(f"read {path}"):
+        records = list(read_records(path))
+    if not records:
+        raise DataError(f"{path} holds no record yet; wait for the first step")
+    steps = {record.step: record for record in records if isinstance(record, StepRecord)}
+    passes = {record.step: record for record in records if isinstance(record, ValidRecord)}
+    changes = [record for record in records if isinstance(record, ChangeRecord)]
+    return Curves([steps[step] for step in sorted(steps)], [passes[step] for step in sorted(passes)], changes)
+
+
+def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
+    """Draws training and validation loss above the gradient norm, with all runs over the same axis of steps.
+
+    Args:
+        run_folders: Folders of one or more runs; a run's curves have the same colour in both panels.
+        picture: Path of the PNG to write, in one move.
+
+    Raises:
+        DataError: A run has nothing to draw.
+        MachineError: The picture cannot be written.
+    """
+    runs = [load_curves(folder) for folder in run_folders]
+    names = distinct_names(run_folders)
+    figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
+    losses, norms = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for number, (name, run) in enumerate(zip(names, runs, strict=True)):
+        _draw_run(losses, norms, name, run, colour=curve_colour(number))
+    finish_axes(losses, "loss (nats)", is_log=False)
+    finish_axes(norms, "gradient norm", is_log=any(record.grad_norm > 0 for run in runs for record in run.steps))
+    losses.legend()
+    norms.set_xlabel("step")
+    with disk_faults(f"write {picture}"):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(picture) as new:
+            figure.savefig(new, format="png")
+
+
+def running_mean(values: Sequence[float], half_window: int) -> list[float]:
+    """Averages each value with up to `half_window` neighbours on either side; values that are not finite are left
+    out."""
+    raw = np.asarray(values, dtype=np.float64)
+    is_number = np.isfinite(raw)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(is_number, raw, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(is_number)])
+    index = np.arange(len(raw))
+    first, end = np.maximum(index - half_window, 0), np.minimum(index + half_window + 1, len(raw))
+    num_numbers = counts[end] - counts[first]
+    means = (sums[end] - sums[first]) / np.maximum(num_numbers, 1)
+    return [float(mean) for mean in np.where(num_numbers > 0, means, math.nan)]
+
+
+def draw_curve(
+    axes: Any, label: str, points: Sequence[tuple[int, float]], colour: str, *, dashed: bool = False
+) -> None:
+    """Draws one run's quantity over steps; a long curve in a light tone under its running mean.
+
+    Args:
+        axes: Axes of matplotlib.
+        label: Label in the legend.
+        points: Pairs of (step, value).
+        colour: Colour as matplotlib names it.
+        dashed: Whether to draw dashes, so that an equal curve below stays visible.
+    """
+    line = "--" if dashed else "-"
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    if len(points) <= SMOOTH_ABOVE_STEPS:
+        axes.plot(steps, values, color=colour, linewidth=1.4, linestyle=line, label=label)
+        return
+    axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
+    axes.plot(steps, running_mean(values, len(points) // 100), color=colour, linewidth=1.4, linestyle=line, label=label)
+
+
+def finish_axes(axes: Any, label: str, *, is_log: bool) -> None:
+    """Sets the label and the grid of one panel."""
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if is_log:
+        axes.set_yscale("log")
+
+
+def distinct_names(run_folders: Iterable[Path]) -> list[str]:
+    """Returns the folders' last names, or their whole paths where two last names are the same."""
+    paths = [folder.resolve() for folder in run_folders]
+    names = [path.name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def _draw_run(losses: Any, norms: Any, name: str, run: Curves, colour: str) -> None:
+    updated = [record for record in run.steps if not record.empty]
+    draw_curve(losses, f"{name}, train", [(record.step, record.loss) for record in updated], colour)
+    draw_curve(norms, name, [(record.step, record.grad_norm) for record in updated], colour)
+    if run.passes:
+        steps, values = [record.step for record in run.passes], [record.valid_loss for record in run.passes]
+        style = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "linestyle": "--", "zorder": 3}
+        losses.plot(steps, values, color=colour, label=f"{name}, validation", **style)

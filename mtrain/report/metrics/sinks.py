@@ -1,0 +1,294 @@
+"""Sinks for records: console, TensorBoard and others as one. One rank writes; the others have an empty `Sinks`."""
+
+import io
+import itertools
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from mtrain.base.errors import MachineError, MtrainError
+from mtrain.base.files import disk_faults
+from mtrain.report.metrics.appended import AppendedFile
+from mtrain.report.metrics.record import ChangeRecord, Record, StepRecord, ValidRecord, scalars
+from mtrain.report.metrics.shown import LAYOUT_DEPENDENT, as_duration, as_line, side_terms, step_numbers
+from mtrain.report.metrics.trackers.sink import TrackerSink
+
+_log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Receiver of records in the order of their steps."""
+
+    def write(self, record: Record) -> None:
+        """Takes one record."""
+
+    def close(self) -> None:
+        """Finishes; no record follows."""
+
+
+class Fence:
+    """Sink that checks, before a record is written, whether this start of the run still owns the folder."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        """Args:
+        Function that raises where another start has taken the folder over.
+        """
+        self._check = check
+
+    def write(self, record: Record) -> None:
+        """Calls `check`, which may raise."""
+        self._check()
+
+    def close(self) -> None:
+        """Does nothing, as nothing is open."""
+
+
+class Sinks:
+    """Several sinks as one; the end of the `with` block closes all of them."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        """Sets the order of writes; metrics.jsonl should come first, as it is authoritative."""
+        self._sinks = sinks
+
+    def __enter__(self) -> "Sinks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except MachineError as fault:
+            if error is None:
+                raise
+            if isinstance(error, MtrainError):
+                error.args = (f"{error}; {fault}",)  # the run ends with one message
+            else:
+                _log.warning(f"warning: {fault}")
+
+    def write(self, record: Record) -> None:
+        """Hands the record to every sink."""
+        for sink in self._sinks:
+            sink.write(record)
+
+    def write_text(self, tag: str, text: str, step: int) -> None:
+        """Hands a text to the sinks that can show texts."""
+        for sink in self._sinks:
+            if isinstance(sink, TensorBoardSink | TrackerSink):
+                sink.write_text(tag, text, step)
+
+    def close(self) -> None:
+        """Closes every sink, also where one of them fails.
+
+        Raises:
+            MachineError: A disk has refused records to the end; the message names all files that lack some.
+        """
+        faults: list[MachineError] = []
+        with ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(_close, sink, faults)
+        if faults:
+            raise MachineError("; ".join(map(str, faults)))
+
+
+def _close(sink: Sink, faults: list[MachineError]) -> None:
+    try:
+        sink.close()
+    except MachineError as fault:
+        faults.append(fault)
+
+
+ETA_WINDOW_STEPS = 50
+"""Number of steps whose pace predicts the remaining time; includes validation and saving between them."""
+
+
+_BAR_WIDTH, _SHORTEST_BAR = 40, 8
+"""Width of the bar in characters, and where the terminal is narrow."""
+
+
+class ConsoleSink:
+    """Sink that shows steps with loss, gradient norm, tokens per second and remaining time."""
+
+    def __init__(
+        self,
+        num_steps: int,
+        resume_step: int = 0,
+        *,
+        interval_steps: int = 1,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts the display.
+
+        Args:
+            num_steps: Number of steps of the whole run.
+            resume_step: Number of steps already done.
+            interval_steps: Interval of plain lines, which also appear at the last step; the bar moves at every step.
+            console: Console to write to; standard output by default. The bar is drawn where it is a terminal.
+            clock: Function that returns seconds from any origin and never goes back.
+        """
+        self._num_steps = num_steps
+        self._interval_steps = interval_steps
+        self._console = Console() if console is None else console
+        self._pace = Pace(clock)
+        self._pace.mark(resume_step)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if self._console.is_terminal:
+            self._start_bar(resume_step)
+
+    def write(self, record: Record) -> None:
+        """Shows the record."""
+        match record:
+            case StepRecord():
+                self._pace.mark(record.step)
+                self._show_step(record, as_duration(self._pace.remaining_s(self._num_steps)))
+            case ValidRecord():
+                parts = [f"step {record.step}/{self._num_steps}", f"valid_loss {record.valid_loss:.4f}"]
+                parts += [f"{name} {each.loss:.4f}" for name, each in record.valid_sets.items()]
+                shown = as_line(side_terms(record) | {"samples": str(record.samples)})
+                parts += [shown, f"{record.seconds:.1f} s", *[LAYOUT_DEPENDENT] * record.layout_dependent]
+                self._print("  ".join(parts))
+            case ChangeRecord():
+                self._print(f"step {record.step}/{self._num_steps}  from here on {record}")
+
+    def close(self) -> None:
+        """Leaves the bar as it is and releases the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _start_bar(self, resume_step: int) -> None:
+        self._line = BarColumn()
+        columns = (TextColumn("train"), self._line, MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=self._console)
+        self._task = self._bar.add_task("", total=self._num_steps, completed=resume_step)
+        self._bar.start()
+
+    def _show_step(self, record: StepRecord, eta: str) -> None:
+        remarks = ["empty batch"] * record.empty
+        remarks += [] if record.skipped is None else [f"skipped: {record.skipped}"]
+        remarks += [LAYOUT_DEPENDENT] * record.layout_dependent
+        numbers, ends = step_numbers(record), [*remarks, f"eta {eta}"]
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record.step, description=self._fitted(numbers, ends))
+        elif record.step % self._interval_steps == 0 or record.step == self._num_steps:
+            self._print(f"step {record.step}/{self._num_steps}  {'  '.join([as_line(numbers), *ends])}")
+
+    def _fitted(self, numbers: dict[str, str], ends: list[str]) -> str:
+        """Returns the text after the bar: as many numbers as the terminal has room for, at least the first, the loss;
+        the bar gets shorter before a number goes."""
+        room = self._console.width - len("train  ") - len(f" {self._num_steps}/{self._num_steps} ")
+        kept = dict(numbers)
+        while True:
+            text = "  ".join([as_line(kept), *ends])
+            self._line.bar_width = min(_BAR_WIDTH, max(_SHORTEST_BAR, room - len(text)))
+            if len(text) + self._line.bar_width <= room or len(kept) == 1:
+                return text
+            kept.popitem()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class Pace:
+    """Speed of the run, from the times of its last steps."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Starts without any step; `clock` returns seconds."""
+        self._clock = clock
+        self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW_STEPS + 1)
+
+    def mark(self, step: int) -> None:
+        """Notes that `step` steps are done now."""
+        self._marks.append((step, self._clock()))
+
+    def remaining_s(self, num_steps: int) -> float | None:
+        """Predicts the seconds until `num_steps` steps are done; None before the first step."""
+        (first_step, first_time), (last_step, last_time) = self._marks[0], self._marks[-1]
+        if last_step == first_step:
+            return None
+        return (last_time - first_time) / (last_step - first_step) * (num_steps - last_step)
+
+
+_numbers = itertools.count()
+
+
+class TensorBoardSink:
+    """Sink that writes every number of a record as a scalar at its step.
+
+    TensorBoard's own writer hands events to a thread that a full disk ends, and leaves a partial event, after which its
+    reader sees nothing; so whole events are appended here.
+    """
+
+    def __init__(self, folder: Path, resume_step: int, texts: Mapping[str, str] | None = None) -> None:
+        """Opens an event file.
+
+        Args:
+            folder: Folder of all event files of the run.
+            resume_step: Step after which TensorBoard hides what an earlier start wrote.
+            texts: Texts of this start by tag, such as its configuration; shown verbatim.
+        """
+        with disk_faults(f"write TensorBoard events in {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+        # names sort by time; TensorBoard reads the folder's files in that order
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        first_hidden = 0 if resume_step == 0 else resume_step + 1
+        begin = [
+            Event(wall_time=time.time(), file_version="brain.Event:2"),
+            Event(wall_time=time.time(), step=first_hidden, session_log=SessionLog(status=SessionLog.START)),
+        ]
+        begin += [_text_event(tag, text, resume_step) for tag, text in (texts or {}).items()]
+        self._file = AppendedFile(folder / name, b"".join(map(_framed, begin)))
+
+    def write(self, record: Record) -> None:
+        """Appends the record's scalars, as one event; it waits where the disk refuses."""
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record).items()]
+        event = Event(wall_time=time.time(), step=record.step, summary=Summary(value=values))
+        self._file.append(record.step, _framed(event))
+
+    def write_text(self, tag: str, text: str, step: int) -> None:
+        """Appends a text, which is shown verbatim."""
+        self._file.append(step, _framed(_text_event(tag, text, step)))
+
+    def close(self) -> None:
+        """Closes the file.
+
+        Raises:
+            MachineError: The disk has refused events to the end.
+        """
+        self._file.close()
+
+
+def _text_event(tag: str, text: str, step: int) -> Event:
+    """Makes an event as the text plugin reads it: a tensor of strings, in Markdown, where four spaces keep lines
+    verbatim."""
+    lines = "\n".join(f"    {line}" for line in text.splitlines())
+    tensor = TensorProto(
+        dtype=DT_STRING, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]), string_val=[lines.encode()]
+    )
+    plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    value = Summary.Value(tag=f"{tag}/text_summary", metadata=plugin, tensor=tensor)
+    return Event(wall_time=time.time(), step=step, summary=Summary(value=[value]))
+
+
+def _framed(event: Event) -> bytes:
+    """Serializes an event with length and checksums, as TensorBoard reads it."""
+    framed = io.BytesIO()
+    RecordWriter(framed).write(event.SerializeToString())
+    return framed.getvalue()

@@ -1,0 +1,357 @@
+"""Curves over steps as SVG inside a page: equal curves stay visible, and the page's style sheet sets the colours.
+
+matplotlib draws them with placeholder colours, which become variables of the style sheet, so that one picture serves
+light and dark screens. Every curve has the key by which the page's script finds it.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import matplotlib.style
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
+
+from mtrain.report.metrics.shown import SATURATION, curve_hue
+
+WIDTH, VALUE_HEIGHT, DIFFERENCE_HEIGHT = 400, 200, 150
+"""Sizes of charts in pixels, as all lengths here: at 72 dots per inch matplotlib's points are pixels."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 16, 24
+_DASH = 6
+"""Length of one curve's dash on a line that several share."""
+_MAX_MARKED_POINTS = 24
+"""Largest number of points with markers; longer curves are lines without markers."""
+_MAX_TICKS = 6
+_MARKERS = "osD^v"
+_INK, _GRID, _PAPER, _LIMIT = _NAMED = ("#000001", "#000002", "#000003", "#000004")
+_CSS = dict(zip(_NAMED, ("var(--soft)", "var(--rule)", "var(--paper)", "var(--bad)")))
+_STYLE = {
+    "axes.formatter.offset_threshold": 7,  # labels are written out if they have room
+    "figure.dpi": 72,
+    "font.family": "DejaVu Sans Mono",  # widths of the style sheet's monospace fonts
+    "font.size": 11,
+    "lines.scale_dashes": False,
+    "path.simplify_threshold": 1.0,  # a long curve keeps its extremes to a pixel, in a few hundred points
+    "svg.fonttype": "none",  # text stays text: selectable, and in the reader's own font
+    "xtick.bottom": False,
+    "ytick.left": False,
+}
+_STYLED = matplotlib.style.context(["default", _STYLE])
+"""Decorator of drawing functions, which makes the picture independent of the user's own matplotlibrc."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Quantity of one run over steps."""
+
+    key: str
+    """Key of the legend entry that highlights the curve."""
+    label: str
+    """Text that is shown when the pointer rests on the curve."""
+    slot: int
+    """Number of the curve among all curves of the page; determines colour, marker and turn."""
+    points: tuple[tuple[int, float], ...]
+    """Points (step, value), by step."""
+    stands_out: bool = False
+    """Whether the curve is drawn on top and with filled markers; it shares its line with others of its kind only."""
+
+
+class _Thousands(ScalarFormatter):
+    """Labels of an axis, with commas from four digits on: 4,096."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        label: str = super().__call__(x, pos)
+        digits = label.partition(".")[0]
+        return f"{int(digits):,}{label.removeprefix(digits)}" if re.fullmatch(r"\d{4,}", digits) else label
+
+
+@functools.cache
+@_STYLED
+def swatch(slot: int) -> Markup:
+    """Draws the line and marker of a curve for a legend."""
+    figure = Figure((24 / 72, 12 / 72), frameon=False)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set_xlim(-1, 1)
+    axes.plot([-1, 0, 1], [0, 0, 0], markevery=[1], linewidth=3.2, clip_on=False, **_look(slot))
+    return _svg(figure, {"class": "swatch", "aria-hidden": "true"}, salt=f"swatch {slot}")
+
+
+@_STYLED
+def value_chart(name: str, curves: Sequence[Curve], backdrop: Sequence[tuple[int, float]]) -> Markup:
+    """Draws curves of one quantity; equal curves alternate in a dashed line.
+
+    Args:
+        name: Description of the picture, for screen readers.
+        curves: Curves, at least one, with at least one point in total.
+        backdrop: Points of the reference, drawn as a broad band in the background; may be empty.
+    """
+    points = [*itertools.chain.from_iterable(curve.points for curve in curves), *backdrop]
+    figure, axes = _panel(VALUE_HEIGHT, [step for step, _ in points], padding=0.04)
+    axes.set_ylim(*_span([value for _, value in points]))
+    if backdrop:
+        wide = {"linewidth": 11, "alpha": 0.22, "solid_capstyle": "round"}
+        axes.plot(*_lines(backdrop), color=_INK, gid="backdrop", clip_on=False, **wide)
+    below, above = ([each for each in curves if each.stands_out == is_above] for is_above in (False, True))
+    _draw_shared_line(axes, below, first_turn=0)
+    _draw_shared_line(axes, above, first_turn=1 if below else 0)
+    return _chart(figure, name, curves)
+
+
+@_STYLED
+def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None) -> Markup:
+    """Draws relative differences, which are not negative, on a logarithmic axis; equal ones are drawn side by side.
+
+    Args:
+        name: Description of the picture, for screen readers.
+        curves: Curves, at least one, with at least one point in total.
+        tolerance: Tolerance, drawn as a line if it is above 0.
+    """
+    points = list(itertools.chain.from_iterable(curve.points for curve in curves))
+    values, steps = [value for _, value in points], sorted({step for step, _ in points})
+    figure, axes = _panel(DIFFERENCE_HEIGHT, steps, padding=0.09)
+    decades = _Decades.around([*values, *([tolerance] if tolerance else [])])
+    labels = decades.labels(values)
+    axes.set_ylim(min(labels) - 0.4 * decades.room, max(*labels, decades.high) + 0.4 * decades.room)
+    axes.set_yticks(list(labels), list(labels.values()))
+    if tolerance:
+        _draw_limit(axes, tolerance, math.log10(tolerance))
+    is_marked = len(steps) <= _MAX_MARKED_POINTS
+    spread = _spread(steps) if is_marked and len(curves) > 1 else 0.0
+    for turn, curve in enumerate(curves):
+        shift = spread * (turn / max(1, len(curves) - 1) - 0.5)
+        line = _lines([(step + shift, decades.place(value)) for step, value in curve.points])
+        look = _look(curve.slot, is_filled=curve.stands_out) if is_marked else {"color": _placeholder(curve.slot)}
+        style = "-" if len(curves) == 1 or not is_marked else ""
+        axes.plot(*line, linestyle=style, linewidth=1, gid=f"curve {curve.key}", clip_on=False, **look)
+    return _chart(figure, name, curves)
+
+
+@_STYLED
+def history_chart(name: str, curves: Sequence[Curve], marks: Sequence[int], *, is_log: bool = False) -> Markup:
+    """Draws curves of one run of any length: many steps as means of neighbours, in a band of their range.
+
+    Args:
+        name: Description of the picture, for screen readers.
+        curves: Curves, at least one, with at least one point in total; a curve that stands out has a marker at each of
+            its points.
+        marks: Steps at which a vertical line is drawn.
+        is_log: Whether the axis of values is logarithmic, for which values must be positive.
+    """
+    points = list(itertools.chain.from_iterable(curve.points for curve in curves))
+    figure, axes = _panel(VALUE_HEIGHT, [step for step, _ in points], padding=0.02)
+    for mark in marks:
+        axes.axvline(mark, color=_INK, linewidth=1, linestyle=(0, (2, 3)), gid="mark")
+    for curve in curves:
+        look, gid = {"color": _placeholder(curve.slot), "clip_on": False}, f"curve {curve.key}"
+        bins = _bins(curve.points)
+        if len(bins) < len(curve.points):
+            band = [[low for _, low, _, _ in bins], [high for _, _, _, high in bins]]
+            axes.fill_between([step for step, *_ in bins], *band, alpha=0.25, linewidth=0, gid=gid, **look)
+        if curve.stands_out:
+            look |= _look(curve.slot) | {"linestyle": (0, (3, 2)), "zorder": 3}
+            look["marker"] = look["marker"] if len(bins) <= _MAX_MARKED_POINTS else ""
+        axes.plot(*_lines([(step, mean) for step, _, mean, _ in bins]), linewidth=1.6, gid=gid, **look)
+    if is_log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(*_span([value for _, value in points]))
+    return _chart(figure, name, curves)
+
+
+def _bins(points: Sequence[tuple[int, float]]) -> list[tuple[float, float, float, float]]:
+    """Returns (step, least, mean, largest) of groups of neighbours, about a pixel wide; nan if one is not finite."""
+    size = max(1, math.ceil(len(points) / (WIDTH - _LEFT - _RIGHT)))
+    found = []
+    for first in range(0, len(points), size):
+        steps, values = zip(*points[first : first + size])
+        known = values if all(map(math.isfinite, values)) else (math.nan,)
+        found.append((sum(steps) / len(steps), min(known), sum(known) / len(known), max(known)))
+    return found
+
+
+def _spread(steps: Sequence[int]) -> float:
+    """Returns the width over which the curves of one step are drawn side by side, in steps."""
+    gap = min((after - before for before, after in itertools.pairwise(steps)), default=1)
+    return min(0.7 * gap, 0.16 * (steps[-1] - steps[0]) if steps[-1] > steps[0] else 0.3)
+
+
+@dataclass(frozen=True)
+class _Decades:
+    """Axis of whole powers of ten, with room below for 0 and above for values that are not finite."""
+
+    low: int
+    """Lowest power of ten."""
+    high: int
+
+    @classmethod
+    def around(cls, values: Iterable[float]) -> _Decades:
+        powers = [math.log10(value) for value in values if 0 < value < math.inf] or [0.0]
+        low, high = math.floor(min(powers)), math.ceil(max(powers))
+        return cls(low, max(high, low + 1))
+
+    @property
+    def room(self) -> float:
+        return 0.12 * (self.high - self.low)
+
+    def place(self, value: float) -> float:
+        if not math.isfinite(value):
+            return self.high + self.room
+        return math.log10(value) if value > 0 else self.low - self.room
+
+    def labels(self, values: Sequence[float]) -> dict[float, str]:
+        """Returns the labels by their position on the axis."""
+        spacing = math.ceil((self.high - self.low) / (_MAX_TICKS - 1))
+        labels = {float(power): f"1e{power}" for power in range(self.low, self.high + 1, spacing)}
+        labels |= {self.place(value): "0" for value in values if value == 0}
+        return labels | {self.place(value): "∞, nan" for value in values if not math.isfinite(value)}
+
+
+def _panel(height: int, steps: Sequence[int], padding: float) -> tuple[Figure, Any]:
+    """Makes a figure with axes over whole steps; `padding` is the part of them that stays free on either side."""
+    figure = Figure((WIDTH / 72, height / 72), frameon=False)
+    size = ((WIDTH - _LEFT - _RIGHT) / WIDTH, (height - _TOP - _BOTTOM) / height)
+    axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / height, *size))
+    axes.patch.set_visible(False)
+    axes.spines[["top", "left", "right"]].set_visible(False)
+    axes.spines["bottom"].set_color(_INK)
+    axes.tick_params(labelcolor=_INK)
+    axes.grid(axis="y", color=_GRID, linewidth=0.6)
+    axes.yaxis.set_major_locator(MaxNLocator(_MAX_TICKS, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(_Thousands())
+    axes.yaxis.get_offset_text().set_color(_INK)
+    low, high = min(steps), max(steps)
+    free = padding * (high - low) if high > low else 1.0
+    axes.set_xlim(low - free, high + free)
+    ticks = _whole_numbers(low, high)
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    return figure, axes
+
+
+def _whole_numbers(low: int, high: int) -> list[int]:
+    """Returns round steps at even distances, and the first step if there is room for it."""
+    ticks = MaxNLocator(_MAX_TICKS, integer=True).tick_values(low, high)
+    inside = [int(tick) for tick in ticks if low <= tick <= high]
+    spacing = ticks[1] - ticks[0]
+    return inside if inside and inside[0] - low < spacing / 2 else [low, *inside]
+
+
+def _span(values: Iterable[float]) -> tuple[float, float]:
+    """Returns limits around the finite values; a spread within the rounding of float64 becomes a flat line."""
+    known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    low, high = min(known), max(known)
+    free = 0.08 * (high - low) if high - low > 1e-12 * abs(high) else abs(high) * 0.05
+    free = 1.0 if free == 0 else free
+    return low - free, high + free
+
+
+def _draw_shared_line(axes: Any, curves: Sequence[Curve], first_turn: int) -> None:
+    """Draws curves that are likely to be equal: turn 0 as a solid line, others as dashes; markers take turns too.
+
+    Args:
+        axes: Axes of matplotlib.
+        curves: Curves that share a line.
+        first_turn: Turn of the first curve; 1 leaves a turn to the curves below.
+    """
+    num_turns = first_turn + len(curves)
+    for turn, curve in enumerate(curves):
+        line, gid = _lines(curve.points), f"curve {curve.key}"
+        dashes = turn + first_turn > 0
+        if dashes:  # a thin line between its dashes
+            axes.plot(*line, color=_placeholder(curve.slot), linewidth=1, alpha=0.5, gid=gid, clip_on=False)
+        style = (-_DASH * (turn + first_turn), (_DASH, _DASH * (num_turns - 1))) if dashes else "-"
+        own = [index for index in range(len(curve.points)) if index % len(curves) == turn % len(curve.points)]
+        look = {**_look(curve.slot, is_filled=curve.stands_out), "markevery": own}
+        if len(curve.points) > _MAX_MARKED_POINTS:
+            look["marker"] = ""
+        axes.plot(*line, linestyle=style, linewidth=3.2, gid=gid, clip_on=False, **look)
+
+
+def _draw_limit(axes: Any, tolerance: float, y: float) -> None:
+    axes.axhline(y, color=_LIMIT, linewidth=1.3, linestyle=(0, (5, 3)), gid="limit")
+    above = {"xytext": (0, 2), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+    axes.annotate(f"tolerance {tolerance:.1e}", (1, y), xycoords=axes.get_yaxis_transform(), color=_LIMIT, **above)
+
+
+def _look(slot: int, *, is_filled: bool = False) -> dict[str, Any]:
+    colour = _placeholder(slot)
+    face = colour if is_filled else _PAPER
+    marker = {"marker": _MARKERS[slot % len(_MARKERS)], "markersize": 6.5, "markeredgewidth": 1.5}
+    return {"color": colour, "markeredgecolor": colour, "markerfacecolor": face, **marker}
+
+
+def _lines(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Splits points into steps and values; nan interrupts the line."""
+    return [step for step, _ in points], [value if math.isfinite(value) else math.nan for _, value in points]
+
+
+def _placeholder(slot: int) -> str:
+    """Returns the colour that represents a curve's colour until the picture is part of the page."""
+    return f"#01{slot % 0x10000:04x}"
+
+
+def _css_colour(match: re.Match[str]) -> str:
+    found = match.group()
+    return _CSS.get(found) or f"hsl({curve_hue(int(found[3:], 16))} {SATURATION:.0%} var(--line-light))"
+
+
+def _chart(figure: Figure, name: str, curves: Sequence[Curve]) -> Markup:
+    values = _values(figure, curves)
+    attributes = {"class": "chart", "role": "img", "aria-label": name, "data-values": values}
+    return _svg(figure, attributes, name, {curve.key: curve.label for curve in curves})
+
+
+def _values(figure: Figure, curves: Sequence[Curve]) -> str:
+    """Returns what the page's script shows under the pointer, as JSON: the axis of steps, and each curve."""
+    low, high = figure.axes[0].get_xlim()
+    shown = []
+    for curve in curves:
+        bins = _bins(curve.points) if curve.points else []
+        values = [float(f"{mean:.6g}") if math.isfinite(mean) else None for _, _, mean, _ in bins]
+        shown.append({"label": curve.label, "steps": [round(step) for step, *_ in bins], "values": values})
+    places = {"left": _LEFT, "right": WIDTH - _RIGHT, "low": float(low), "high": float(high)}
+    return json.dumps({**places, "curves": shown}, separators=(",", ":"))
+
+
+def _svg(figure: Figure, attributes: Mapping[str, str], salt: str, labels: Mapping[str, str] = {}) -> Markup:
+    """Returns the picture as an element of HTML.
+
+    Args:
+        figure: Figure to convert.
+        attributes: Attributes of the element.
+        salt: Text that differs for every picture of a page, because the names of markers apply to the whole page.
+        labels: Texts that the pointer shows, by the key of the curve.
+    """
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": salt}):
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    root = ElementTree.fromstring(text.getvalue())
+    root.remove(root[0])  # a style sheet, which in HTML would apply to the whole page
+    root.attrib = {**attributes, "viewBox": root.attrib["viewBox"]}
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]  # HTML knows the elements of SVG without their namespace
+        if (target := element.attrib.pop("{http://www.w3.org/1999/xlink}href", None)) is not None:
+            element.set("xlink:href", target)
+        if (style := element.attrib.get("style")) is not None:
+            element.set("style", re.sub("#0[01][0-9a-f]{4}", _css_colour, style))
+        if element.tag == "g":
+            kind, _, key = element.attrib.pop("id", "").partition(" ")
+            if kind in ("curve", "backdrop", "limit", "mark"):
+                element.set("class", kind)
+            if kind == "curve":
+                element.set("data-curve", key)
+                title = ElementTree.Element("title")
+                title.text = labels[key]
+                element.insert(0, title)
+    return Markup(ElementTree.tostring(root, encoding="unicode", short_empty_elements=False))

@@ -1,0 +1,54 @@
+"""Rendering of pages from templates: single files that open without a network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from mtrain.base.files import disk_faults, write_atomically
+from mtrain.report.pages.charts import swatch
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+"""Pattern of control characters, and of surrogates, which UTF-8 cannot encode."""
+
+
+def render(template: str, **values: object) -> str:
+    """Returns the text of a page; values that are not Markup are escaped.
+
+    Args:
+        template: File name of the template.
+        values: Values that the template uses; a missing one is an error.
+    """
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["short"] = short
+    environment.globals["swatch"] = swatch
+    return _UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(values))
+
+
+def write_page(path: Path, page: str) -> None:
+    """Writes the text of a page, whole or not at all.
+
+    Raises:
+        MachineError: The file cannot be written.
+    """
+    with disk_faults(f"write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page)
+
+
+def moment(iso: str) -> str:
+    """Formats a time in UTC, such as `2026-11-27T04:29:09+00:00`, for people: `2026-11-27 04:29 UTC`."""
+    return f"{iso[:10]} {iso[11:16]} UTC"
+
+
+def short(value: float) -> str:
+    """Formats a deviation with two digits."""
+    return "0" if value == 0 else f"{value:.1e}"

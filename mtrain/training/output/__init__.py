@@ -1,1 +1,0 @@
-"""Sums and gradient of the objective, computed from the output of the last pipeline stage."""
