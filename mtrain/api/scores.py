@@ -16,6 +16,7 @@ from mtrain.api.batches import GlobalBatches, checked_batch
 from mtrain.base.errors import ConfigError
 from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE
 from mtrain.config.schema.adapter import AdapterSection
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.datum import Datum, check_temperature, have_routes
@@ -26,7 +27,6 @@ from mtrain.core.engine.recorded_routes import RecordedRoutes
 from mtrain.core.engine.schedule import evaluating, run_forward
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.objective import Objective
-from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.step.loss import label_log_probs
 from mtrain.core.step.results import ForwardResult

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.engine.loss_reduction import Totals
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.loss.objective import Objective
-from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.core.ranks.init import on_first_rank
 from mtrain.core.step.forward import forward_totals
 from mtrain.core.step.teacher import Teacher

@@ -56,11 +56,12 @@ from mtrain.runs.failure import clear_summary, recording
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.checkpoint_self_test import run_self_test
+from mtrain.training.due import Due
 from mtrain.training.evaluate import evaluate_all
 from mtrain.training.export import Exporter
 from mtrain.training.faults.guard import Guard
 from mtrain.training.faults.rollback import as_rollback, roll_back
-from mtrain.training.faults.trial import RollBackError, StepTrial, named
+from mtrain.training.faults.trial import RollBackError, StepOutcome, StepTrial, named
 from mtrain.training.inputs import valid_measure
 from mtrain.training.recording.life import Life
 from mtrain.training.recording.profiling import StepProfiler
@@ -341,70 +342,102 @@ def _with_rollbacks(
 
 def _loop(course: _Course, sinks: Sinks) -> int | None:
     """Trains all steps; returns the number of the last one if a signal stopped the run early, else None."""
-    run, guard, saver, exporter, heartbeat = course.run, course.guard, course.saver, course.exporter, course.heartbeat
-    config, start, last = run.model.config, run.start_step, run.model.config.train.num_steps
-    tokens = on_first_rank(lambda: _tokens_before(run))
-    trial, replicas = StepTrial(run, guard, heartbeat), ReplicaCheck(run.model.groups)
+    run, last = course.run, course.run.model.config.train.num_steps
+    start = run.start_step
+    loop = _Loop(course, sinks, on_first_rank(lambda: _tokens_before(run)))
     course.samples.begin(start)
-    if config.valid.at_start and start == 0:
-        _validate(run, sinks, 0, heartbeat)
     if start == 0:
-        _ask(course, 0, sinks)
+        loop.validate_if_due(0)
+        loop.ask_if_due(0)
     with _batches(run) as batches:
-        for step in range(start, last):
-            began, waited_before_s = time.perf_counter(), patience.waited_s()
-            heartbeat.enter(Phase.DATA, step + 1)
+        for step in range(start + 1, last + 1):
+            course.heartbeat.enter(Phase.DATA, step)
             own = None if batches is None else next(batches)
-            done, valid_loss = step + 1, None
-            lr = run.learning_rate(guard.updates_before(done), config.optimizer, last)
-            with course.profiler.step(done):
-                made = trial.make(own, lr, done, lambda: course.signal.received is not None)
-            if made.is_applied:
-                saver.confirm(step)  # loss and gradient of the weights before the update were finite
-                if step == start:
-                    saver.expect(run.model)
-            spoil_point(run.model, done)
-            took_s, waited_s = time.perf_counter() - began, patience.waited_s() - waited_before_s
-            record = course.slow.noted(record_of(run, done, made, lr, took_s), waited_s)
-            tokens += record.tokens if made.refused is None else 0
-            sinks.write(record)
-            if made.refused is not None:
-                course.life.alarmed(done, made.refused)
-            # at the same place on every rank: while a save is in flight this is a collective
-            saver.poll()
-            if _is_due(done, config.valid.interval_steps) or (done == last and config.valid.at_end):
-                valid_loss = _validate(run, sinks, done, heartbeat)
-            _ask(course, done, sinks)
-            if made.stop_requested:
-                exporter.stop()  # also after the last step: the checkpoint needs the disk now
-            is_stopped = made.stop_requested and done < last
-            at_end = done == last and config.checkpoint.at_end
-            is_saved = at_end or is_stopped or _is_due(done, config.checkpoint.interval_steps)
-            every = config.train.check_replicas_every_steps
-            if _is_due(done, every) or (is_saved and every > 0):
-                with named(f"after step {done}"):
-                    replicas.run(run.model)
-            if valid_loss is not None:
-                saver.confirm(done)
-            elif is_saved and done == last and made.has_learned:
-                _try_last_weights(run, own, done, heartbeat)
-                saver.confirm(done)
-            if is_saved:
-                heartbeat.enter(Phase.SAVE, done)
-                exporter.expect(done)
-                saver.save(run.model, done, valid_loss, tokens, guard.history)
-            exporter.poll()
-            if is_stopped:
-                return done
+            made = loop.train(own, step)
+            valid_loss = loop.validate_if_due(step)
+            loop.ask_if_due(step)
+            if loop.leave(made, own, step, valid_loss):
+                return step
     return None
 
 
-def _ask(course: _Course, step: int, sinks: Sinks) -> None:
-    """Answers the prompts of `eval` if that is due."""
-    if course.samples.is_due(step, course.run.model.config.train.num_steps):
-        course.heartbeat.enter(Phase.VALIDATION, step)
-        with named(f"samples after step {step}"):
-            course.samples.take(course.run, step, sinks)
+class _Loop:
+    """The steps of a run from its start, or from a rollback, to the end."""
+
+    def __init__(self, course: _Course, sinks: Sinks, tokens: int) -> None:
+        """
+        Args:
+            course: Objects that the loop works with.
+            sinks: Sinks of this rank's records.
+            tokens: Number of text tokens that the run has read before.
+        """
+        self._course, self._sinks, self._tokens = course, sinks, tokens
+        self._run, self._saver, self._heartbeat = course.run, course.saver, course.heartbeat
+        config = course.run.model.config
+        self._config, self._last = config, config.train.num_steps
+        self._validation = Due(config.valid.interval_steps, config.valid.at_end, config.valid.at_start)
+        self._saving = Due(config.checkpoint.interval_steps, config.checkpoint.at_end)
+        self._replicas = Due(config.train.check_replicas_every_steps)
+        self._replica_check = ReplicaCheck(course.run.model.groups)
+        self._trial = StepTrial(course.run, course.guard, course.heartbeat)
+
+    def train(self, own: Sequence[Microbatch] | None, step: int) -> StepOutcome:
+        """Makes one step and records it."""
+        course, run = self._course, self._run
+        began, waited_before_s = time.perf_counter(), patience.waited_s()
+        lr = run.learning_rate(course.guard.updates_before(step), self._config.optimizer, self._last)
+        with course.profiler.step(step):
+            made = self._trial.make(own, lr, step, lambda: course.signal.received is not None)
+        if made.is_applied:
+            self._saver.confirm(step - 1)  # loss and gradient of the weights before the update were finite
+            if step == run.start_step + 1:
+                self._saver.expect(run.model)
+        spoil_point(run.model, step)
+        took_s, waited_s = time.perf_counter() - began, patience.waited_s() - waited_before_s
+        record = course.slow.noted(record_of(run, step, made, lr, took_s), waited_s)
+        self._sinks.write(record)
+        if made.refused is None:
+            self._tokens += record.tokens
+        else:
+            course.life.alarmed(step, made.refused)
+        # at the same place on every rank: while a save is in flight this is a collective
+        self._saver.poll()
+        return made
+
+    def validate_if_due(self, step: int) -> float | None:
+        """Returns the loss of the first validation set, in nats; None where nothing was validated."""
+        if not self._validation.after(step, self._last):
+            return None
+        return _validate(self._run, self._sinks, step, self._heartbeat)
+
+    def ask_if_due(self, step: int) -> None:
+        """Answers the prompts of `eval`."""
+        if self._course.samples.due.after(step, self._last):
+            self._heartbeat.enter(Phase.VALIDATION, step)
+            with named(f"samples after step {step}"):
+                self._course.samples.take(self._run, step, self._sinks)
+
+    def leave(self, made: StepOutcome, own: Sequence[Microbatch] | None, step: int, valid_loss: float | None) -> bool:
+        """Checks and saves what a step has left; says whether the run stops here before its last step."""
+        exporter, is_last = self._course.exporter, step == self._last
+        if made.stop_requested:
+            exporter.stop()  # also after the last step: the checkpoint needs the disk now
+        is_stopped = made.stop_requested and not is_last
+        is_saved = is_stopped or self._saving.after(step, self._last)
+        if self._replicas.after(step, self._last) or (is_saved and self._replicas.every > 0):
+            with named(f"after step {step}"):
+                self._replica_check.run(self._run.model)
+        if valid_loss is not None:
+            self._saver.confirm(step)
+        elif is_saved and is_last and made.has_learned:
+            _try_last_weights(self._run, own, step, self._heartbeat)
+            self._saver.confirm(step)
+        if is_saved:
+            self._heartbeat.enter(Phase.SAVE, step)
+            exporter.expect(step)
+            self._saver.save(self._run.model, step, valid_loss, self._tokens, self._course.guard.history)
+        exporter.poll()
+        return is_stopped
 
 
 def _try_last_weights(run: Run, own: Sequence[Microbatch] | None, done: int, heartbeat: Heartbeat) -> None:
@@ -419,10 +452,6 @@ def _tokens_before(run: Run) -> int:
     folder = RunFolder(Path(run.model.config.run.dir)).checkpoints
     steps = [step for step in published_steps(folder) if step <= run.start_step]
     return load_entry(folder / step_name(steps[-1])).manifest.tokens if steps else 0
-
-
-def _is_due(step: int, interval_steps: int) -> bool:
-    return interval_steps > 0 and step % interval_steps == 0
 
 
 @contextlib.contextmanager

@@ -20,12 +20,11 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.state.start_weights import load_hf_weights
 from mtrain.config import Config
-from mtrain.config.schema.loss import LossSection
+from mtrain.config.schema.loss import MAIN_TERM, LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.build import build_model
-from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from mtrain.hf.io.source import FolderTensors, source_for

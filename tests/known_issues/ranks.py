@@ -31,12 +31,13 @@ from torch import Tensor, nn
 
 from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
 from mtrain.core.layers.attention.context_parallel import CoreAttention
 from mtrain.core.layers.build import build_model
 from mtrain.core.layers.transformer_config import transformer_config
-from mtrain.core.loss.pair import MAIN_TERM, LossPair
+from mtrain.core.loss.pair import LossPair
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.core.ranks.groups import Groups
 

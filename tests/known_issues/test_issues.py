@@ -30,11 +30,12 @@ from mtrain.arch.layout import Layout
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.safe_metadata import read_metadata
 from mtrain.config import known_issues
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.config.schema.rope import RopeSection
 from mtrain.core.engine.loss_reduction import PairAccumulator
 from mtrain.core.layers.attention.rotary import inverse_frequencies
 from mtrain.core.layers.norm import Norm
-from mtrain.core.loss.pair import MAIN_TERM, LossPair
+from mtrain.core.loss.pair import LossPair
 from tests.known_issues import ranks, state_ranks
 from tests.known_issues.configs import assert_refused, megatron_core, small
 from tests.pool import Pool

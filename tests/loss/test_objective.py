@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.schema.loss import LossSection, SideTermSection, TeacherSection
+from mtrain.config.schema.loss import MAIN_TERM, LossSection, SideTermSection, TeacherSection
 from mtrain.core.loss.functions.likelihood import next_token_loss
 from mtrain.core.loss.objective import Objective, power_of_two_near, side_term_factors
-from mtrain.core.loss.pair import MAIN_TERM, LossPair, TermInputs, TokenInputs
+from mtrain.core.loss.pair import LossPair, TermInputs, TokenInputs
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from tests.loss import bad_losses
 from tests.loss.microbatches import term_inputs

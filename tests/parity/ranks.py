@@ -13,6 +13,7 @@ from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import NumericError
 from mtrain.checkpoint.state.gather import gather_whole, gradient_shards, parameter_shards
 from mtrain.config import Config
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import PairAccumulator, StepSums, TermTotals, Totals
@@ -24,7 +25,7 @@ from mtrain.core.layers.init_weights import sharded_tensors
 from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.objective import Objective
-from mtrain.core.loss.pair import MAIN_TERM, LossPair
+from mtrain.core.loss.pair import LossPair
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.loss import term_inputs

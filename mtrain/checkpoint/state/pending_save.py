@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,15 @@ from mtrain.core.ranks.init import any_rank
 from mtrain.core.state.finite import NonFinite, described
 
 
+class Stage(Enum):
+    """What the ranks do for a save."""
+
+    WRITING = "writing"
+    """Each rank writes its file."""
+    PUBLISHING = "publishing"
+    """All have written, and the first rank lists and publishes the files."""
+
+
 @dataclass
 class PendingSave:
     """A save that has begun."""
@@ -32,9 +42,8 @@ class PendingSave:
     began_s: float
     blocked_s: float = 0.0
     """Seconds that training waited for the copy; without checkpoint.async_save it waits for the whole save."""
-    has_written: bool = field(default=False)
-    """Whether all ranks have written; then the first one publishes."""
-    _vote: AsyncVote | None = field(default=None)
+    stage: Stage = Stage.WRITING
+    _vote: AsyncVote | None = None
     """Vote on whether a rank is busy."""
 
     def was_ready(self, limit_s: float, device: torch.device) -> bool:

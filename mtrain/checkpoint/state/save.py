@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import torch.distributed as dist
 
@@ -29,7 +29,7 @@ from mtrain.checkpoint.format.snapshot import Snapshot
 from mtrain.checkpoint.format.training_state import TrainingState, write_state
 from mtrain.checkpoint.format.writer import Written, write_metadata, write_shards
 from mtrain.checkpoint.state.base import base_of
-from mtrain.checkpoint.state.pending_save import Outcome, PendingSave, first_fault
+from mtrain.checkpoint.state.pending_save import Outcome, PendingSave, Stage, first_fault
 from mtrain.checkpoint.store.directory import (
     AfterPublishingError,
     StagingDir,
@@ -183,8 +183,7 @@ class Saver:
         """Ends or advances a save in flight when all ranks are ready; call it at every step boundary.
 
         Collectives: one all-reduce of one number while a save is in flight, whose answer is read at the next boundary,
-            so
-        that the step waits for none; twice per save, short objects.
+        so that the step waits for none; twice per save, short objects.
 
         Raises:
             MtrainError: See `save`.
@@ -209,7 +208,7 @@ class Saver:
         """Ends the saves after a numeric error: those of confirmed weights are completed, others dropped.
 
         Returns:
-                What the user can go back to.
+            What the user can go back to.
         """
         self._settle()
         return on_first_rank(self._way_back)
@@ -232,14 +231,14 @@ class Saver:
             below: Step from which on checkpoints are too new.
 
         Returns:
-                Step -> reason, of published checkpoints.
+            Step -> reason, of published checkpoints.
         """
         self._settle()
         return on_first_rank(lambda: self._retention.doubtful(below))
 
     def _settle(self) -> None:
         flight = self._flight
-        if flight is not None and flight.facts.step > self._retention.confirmed and not flight.has_written:
+        if flight is not None and flight.facts.step > self._retention.confirmed and flight.stage is Stage.WRITING:
             while not flight.is_ready(self._timeout_s, self._groups.device):
                 concurrent.futures.wait([flight.work], _POLL_S)
             with contextlib.suppress(NumericError):
@@ -343,24 +342,32 @@ class Saver:
     def _advanced(self, flight: PendingSave) -> MtrainError | None:
         """Starts the next phase, or ends the save; returns what went wrong on any rank."""
         own = self._outcome(flight)
-        if flight.has_written:
-            fault: MtrainError | None = on_first_rank(lambda: own if isinstance(own, MtrainError) else None)
-            if fault is None:
-                self._land(flight)
-            return fault
+        match flight.stage:
+            case Stage.WRITING:
+                return self._after_writing(flight, own)
+            case Stage.PUBLISHING:
+                fault: MtrainError | None = on_first_rank(lambda: own if isinstance(own, MtrainError) else None)
+                if fault is None:
+                    self._land(flight)
+                return fault
+            case _:
+                assert_never(flight.stage)
+
+    def _after_writing(self, flight: PendingSave, own: Outcome | None) -> MtrainError | None:
+        """Starts publishing, on the first rank, where all ranks have written; else returns the first fault."""
         everyone: list[Outcome | None] | None = [None] * dist.get_world_size() if self._groups.rank == 0 else None
         dist.gather_object(own, everyone)
         fault = on_first_rank(lambda: first_fault(everyone or []))
-        if fault is None:
-            flight.has_written = True
-            flight.work = Future()
-            if everyone is None:
-                flight.work.set_result(None)  # nothing to do here while the first rank publishes
-            else:
-                # every outcome is a Written by now: a fault was found above
-                written = [one for one in everyone if isinstance(one, Written)]
-                flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
-        return fault
+        if fault is not None:
+            return fault
+        flight.stage, flight.work = Stage.PUBLISHING, Future()
+        if everyone is None:
+            flight.work.set_result(None)  # nothing to do here while the first rank publishes
+        else:
+            # every outcome is a Written by now: a fault was found above
+            written = [one for one in everyone if isinstance(one, Written)]
+            flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
+        return None
 
     def _outcome(self, flight: PendingSave) -> Outcome | None:
         if not flight.work.done():

@@ -10,6 +10,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section, rule
 
+MAIN_TERM = "main"
+"""Name of the term that `loss.function` computes, whose mean is the logged loss; side terms have their own names."""
+
 Aggregation = Literal[
     "token-mean",
     "seq-mean-token-sum",
@@ -379,7 +382,7 @@ class LossSection(TermSection):
 
     @rule
     def side_terms_leave_the_main_name_free(self) -> str | None:
-        if "main" in self.side_terms:
+        if MAIN_TERM in self.side_terms:
             return "side_terms.main takes the name of the main term; choose another name"
         taken = [name for name in self.side_terms if name.startswith("router_")]
         return f"side_terms.{taken[0]} takes a name of the losses of routers; choose another name" if taken else None

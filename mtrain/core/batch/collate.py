@@ -22,12 +22,11 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.config.extras import ROUTED_EXPERTS
-from mtrain.config.schema.loss import LossSection, TermSection, depth_term
+from mtrain.config.schema.loss import MAIN_TERM, LossSection, TermSection, depth_term
 from mtrain.core.batch.batch import DOCUMENT_STARTS, ROUTES, FieldPath, Microbatch, MtpTargets
 from mtrain.core.batch.routes import routes_shape
 from mtrain.core.batch.sample import Sample
 from mtrain.core.loss.aggregation import TokenTerms, aggregate
-from mtrain.core.loss.pair import MAIN_TERM
 
 
 def loss_terms(section: LossSection) -> dict[str, TermSection]:

@@ -49,7 +49,7 @@ def largest_local_gradients(chunks: Sequence[torch.nn.Module]) -> Tensor | None:
         chunks: This rank's model chunks in DDP, after the last backward pass.
 
     Returns:
-            [parameters with gradients], on the device; None where there are none.
+        [parameters with gradients], on the device; None where there are none.
     """
     gradients = [gradient for _, gradient in _gradients(chunks)]
     if not gradients:

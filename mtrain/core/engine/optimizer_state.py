@@ -83,7 +83,7 @@ def momenta(optimizer: MegatronOptimizer, has_momentum: Callable[[Tensor], bool]
         has_momentum: Says which of the model's parameters get one.
 
     Returns:
-            The parts of them that this rank updates, each with its momentum [end - start].
+        The parts of them that this rank updates, each with its momentum [end - start].
     """
     for part in _parts(optimizer):
         for flat_slice in _flat_slices_of(part):

@@ -187,7 +187,7 @@ class RouterStats:
                 there is no text.
 
         Returns:
-                The logits, with which the router goes on.
+            The logits, with which the router goes on.
         """
         step = self._balance.step
         if step is None or not self._balance.terms or not torch.is_grad_enabled():

@@ -216,7 +216,7 @@ def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
     """Runs one stage on one microbatch, sliced for context parallelism; outputs stay in the precision of the run.
 
     Returns:
-            The result of `LanguageModel.forward`.
+        The result of `LanguageModel.forward`.
     """
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
     options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs

@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from mtrain.core.loss.pair import MAIN_TERM, LossPair, TermInputs
+from mtrain.config.schema.loss import MAIN_TERM
+from mtrain.core.loss.pair import LossPair, TermInputs
 
 Function = TypeVar("Function", bound=Callable[..., LossPair])
 

@@ -22,6 +22,7 @@ from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured
 from mtrain.config.schema.loss import (
     HEAD_LOSSES,
     LOSS_FUNCTIONS,
+    MAIN_TERM,
     SCORE_AGGREGATIONS,
     LossSection,
     TermSection,
@@ -39,7 +40,7 @@ from mtrain.core.loss.functions.load import (
     reads_temperature,
     reported_by,
 )
-from mtrain.core.loss.pair import MAIN_TERM, LossFunction, LossPair, TermInputs
+from mtrain.core.loss.pair import LossFunction, LossPair, TermInputs
 from mtrain.core.loss.preference.scores import PreferenceLoss, head_term, preference_marks, score_term
 
 _EXPONENT = 0x7FF << 52

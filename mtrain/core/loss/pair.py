@@ -25,9 +25,6 @@ from mtrain.core.loss.sequences import PackedSequences, TokenSources, sum_by_seq
 if TYPE_CHECKING:
     from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 
-MAIN_TERM = "main"
-"""Name of the term that `loss.function` computes; side terms carry the names of the config."""
-
 
 @dataclass(frozen=True, eq=False)
 class LossPair:

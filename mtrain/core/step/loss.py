@@ -16,7 +16,7 @@ from torch import Tensor
 from mtrain.arch.activations import chunk_tokens
 from mtrain.config import Config
 from mtrain.config.extras import TEMPERATURE
-from mtrain.config.schema.loss import depth_term
+from mtrain.config.schema.loss import MAIN_TERM, depth_term
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.collate import loss_terms
@@ -24,7 +24,7 @@ from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.output_layer import DeferredLogits, Logits, Operands, softcapped
 from mtrain.core.loss.diagnostics import joined
 from mtrain.core.loss.objective import Objective
-from mtrain.core.loss.pair import MAIN_TERM, Extras, LossPair, TermInputs, TokenInputs
+from mtrain.core.loss.pair import Extras, LossPair, TermInputs, TokenInputs
 from mtrain.core.loss.sequences import PackedSequences, TokenSources
 from mtrain.core.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_rows, sum_over_chunks
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits

@@ -8,9 +8,9 @@ from typing import Self
 
 from torch import Tensor
 
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.engine.loss_reduction import StepTotals, TermTotals
 from mtrain.core.engine.optimizer import Update
-from mtrain.core.loss.pair import MAIN_TERM
 
 
 @dataclass(frozen=True)

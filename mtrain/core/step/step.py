@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtrain.base.errors import BadStepError, ConfigError
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.finalize import Finalize, NumeratorFactors, finalize_gradients
 from mtrain.core.engine.loss_reduction import PairAccumulator, StepSums, StepTotals, TermTotals
@@ -21,7 +22,7 @@ from mtrain.core.engine.router_balance import RouterBalance
 from mtrain.core.engine.schedule import Schedule, connect, deferred_grad_sync, run_schedule, start_grad_sync
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.objective import Objective
-from mtrain.core.loss.pair import MAIN_TERM, LossPair
+from mtrain.core.loss.pair import LossPair
 from mtrain.core.loss.preference.scores import preference_marks
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.ranks.groups import Groups

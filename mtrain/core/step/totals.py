@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mtrain.base.errors import NonFiniteError, NumericError
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.loss_reduction import TermTotals, TokenCounts
-from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.core.loss.router import ROUTER_TERMS, router_denominator
 
 SMALLEST_DENOMINATOR = 2.0**-100

@@ -12,8 +12,9 @@ from typing import Any, Literal, assert_never, get_args
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.changes import Change, changes, flat_keys
 from mtrain.config.derived import DROPOUT_KEYS, LAYOUT_DEPENDENT_KEYS
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.report.metrics.plot import distinct_names, load_curves
-from mtrain.report.metrics.record import MAIN_TERM, StepRecord
+from mtrain.report.metrics.record import StepRecord
 from mtrain.runs.folder import RunFolder
 
 FULL_RTOL = 1e-5

@@ -13,9 +13,6 @@ from typing import Any
 
 from mtrain.base.errors import DataError
 
-MAIN_TERM = "main"
-"""Name of the term whose mean is `loss`; all others are side terms."""
-
 OF_THE_MACHINE = (
     "seconds",
     "waited_seconds",

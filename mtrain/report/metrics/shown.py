@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import colorsys
 
-from mtrain.report.metrics.record import MAIN_TERM, StepRecord, ValidRecord
+from mtrain.config.schema.loss import MAIN_TERM
+from mtrain.report.metrics.record import StepRecord, ValidRecord
 
 LAYOUT_DEPENDENT = "(of this layout only)"
 _UNIT_NAMES = frozenset({"tokens/s"})

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from mtrain.config.changes import flat_keys
-from mtrain.report.metrics.record import MAIN_TERM, StepRecord, ValidRecord
+from mtrain.config.schema.loss import MAIN_TERM
+from mtrain.report.metrics.record import StepRecord, ValidRecord
 from mtrain.report.metrics.shown import as_duration, as_size
 from mtrain.report.monitor.history import RunHistory, read_history
 from mtrain.report.monitor.state import RunState

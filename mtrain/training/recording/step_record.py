@@ -11,9 +11,9 @@ import psutil
 import torch
 
 from mtrain.arch import Work, flops_of_step, mfu, peak_flops
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.engine.loss_reduction import StepTotals, Totals
 from mtrain.core.engine.optimizer import Update
-from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.report.metrics.record import StepRecord
 from mtrain.training.build import Run
 from mtrain.training.evaluate import term_records

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.config import Config
+from mtrain.config.schema.train import EvalSection, ValidSection
 from mtrain.convert.origin import source_of_run
 from mtrain.core.engine.generation import refuse_uncachable
 from mtrain.core.ranks.init import on_first_rank
@@ -25,6 +26,7 @@ from mtrain.report.metrics.appended import AppendedFile
 from mtrain.report.metrics.sinks import Sinks
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run
+from mtrain.training.due import Due
 from mtrain.training.sampling.generate import answer_text
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.prompts import Prompt, Question, questions_of, read_prompts, shown
@@ -53,7 +55,8 @@ class PromptSamples:
             ConfigError: The model's layers cannot generate, or a chat template is wanted and the run has none.
             DataError: The tokenizer or the file of prompts is missing or damaged, or a prompt has no token.
         """
-        self._section, self._valid, self._folder = config.eval, config.valid, folder
+        self._section, self._folder = config.eval, folder
+        self.due = _due(config.eval, config.valid)
         self._is_first_rank = is_first_rank
         self._asked: _Asked | None = None
         self._questions: list[Question] = []
@@ -75,17 +78,6 @@ class PromptSamples:
         _rewind(self._folder.samples, start_step)
         self._lines = AppendedFile(self._folder.samples)
         self._files.callback(self._lines.close)
-
-    def is_due(self, step: int, last_step: int) -> bool:
-        """Says whether the prompts are answered after this step; 0 means before the first step."""
-        if not self._section.is_on:
-            return False
-        if self._section.interval_steps is not None:
-            return step > 0 and step % self._section.interval_steps == 0
-        if step == 0:
-            return self._valid.at_start
-        every = self._valid.interval_steps
-        return (every > 0 and step % every == 0) or (step == last_step and self._valid.at_end)
 
     def take(self, run: Run, step: int, sinks: Sinks) -> None:
         """Answers the prompts with the current weights, and writes the answers. Collective over the world.
@@ -138,6 +130,15 @@ class PromptSamples:
             if number < _SHOWN_PROMPTS:
                 _log.info(f"sample after step {step}: {_short(shown(prompt))} -> {_short(answer)}")
         sinks.write_text("samples", "\n\n".join(lines), step)
+
+
+def _due(section: EvalSection, valid: ValidSection) -> Due:
+    """Returns when prompts are answered: at intervals of their own, or with each validation."""
+    if not section.is_on:
+        return Due()
+    if section.interval_steps is not None:
+        return Due(section.interval_steps)
+    return Due(valid.interval_steps, valid.at_end, valid.at_start)
 
 
 def _short(text: str) -> str:

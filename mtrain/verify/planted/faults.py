@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mtrain.arch import padded_vocab_size
 from mtrain.config import Config
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.finalize import NumeratorFactors, finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
@@ -33,7 +34,7 @@ from mtrain.core.layers.attention.recurrent.core import CoreParameters, Inputs, 
 from mtrain.core.layers.norm import Norm
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.objective import Objective
-from mtrain.core.loss.pair import MAIN_TERM, LossPair
+from mtrain.core.loss.pair import LossPair
 from mtrain.core.ranks.all_reduce import AsyncAllReduce
 from mtrain.core.ranks.broadcast import slice_for_rank
 from mtrain.core.ranks.groups import Groups

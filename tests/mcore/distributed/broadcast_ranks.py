@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.core.ranks.broadcast import broadcast_batches, broadcast_on_hosts, slice_for_rank
 from mtrain.core.ranks.groups import Groups, open_host_group
 from mtrain.core.ranks.init import naming_lost_ranks

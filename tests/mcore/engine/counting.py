@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from mtrain.config import Config
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.layers.build import run_chunk
 from mtrain.core.layers.output_layer import Logits
-from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.ranks.cpu_collectives import in_the_place_of
 from mtrain.core.ranks.groups import Groups

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.engine.loss_reduction import NO_TOKENS, StepTotals, TermTotals, TokenCounts
-from mtrain.core.loss.pair import MAIN_TERM
 from tests.mcore.engine.token_ranks import counted
 from tests.parity.batches import SEQ, cut, three_steps
 from tests.parity.cases import Case, case

@@ -30,8 +30,8 @@ class KeyValueCache:
             rows: Rows to keep, [tokens, 1, ...].
 
         Returns:
-                A pass over prompts: `rows`. Else [keys, tokens, ...]: for each token all rows that its sequence has so
-                far, followed by others, which `CachedPass.visible` hides.
+            A pass over prompts: `rows`. Else [keys, tokens, ...]: for each token all rows that its sequence has so
+            far, followed by others, which `CachedPass.visible` hides.
         """
         reading = self._reading
         if self._rows is None:

@@ -144,7 +144,7 @@ class LatentAttention(MegatronModule):
             sequence_len_offset: Unused; None.
 
         Returns:
-                Output in the shape of hidden_states; and no bias.
+            Output in the shape of hidden_states; and no bias.
         """
         assert inference_context is None
         assert packed_seq_params is None

@@ -62,7 +62,7 @@ def rotated(heads: Tensor, rotations: Rotations) -> Tensor:
         rotations: Cosine and sine of 2 r dimensions.
 
     Returns:
-            Rotated heads, of the same shape; dimensions from 2 r on are unchanged.
+        Rotated heads, of the same shape; dimensions from 2 r on are unchanged.
     """
     found: Tensor = _Rotation.apply(heads, *rotations)  # type: ignore[no-untyped-call]
     return found

@@ -81,7 +81,7 @@ class LocalDispatcher(MoETokenDispatcher):
             probs: Weights, [tokens, num_experts].
 
         Returns:
-                [tokens x top_k, hidden], each expert's in the order of the tokens; and the weight of each.
+            [tokens x top_k, hidden], each expert's in the order of the tokens; and the weight of each.
         """
         self._shape, self._counts = hidden_states.shape, routing_map.sum(0)
         tokens = hidden_states.reshape(-1, self._shape[-1])

@@ -31,7 +31,7 @@ def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch
         device: Device that computes.
 
     Returns:
-            The host memory that they share.
+        The host memory that they share.
     """
     departures = _Departures(HostSide(device))
     for block in blocks:
@@ -271,7 +271,7 @@ class MovingPass:
             moves: Whether the layer moves; one after those that do only has to say when its backward pass begins.
 
         Returns:
-                The tensors that the layer before has kept, on their way to the host.
+            The tensors that the layer before has kept, on their way to the host.
         """
         before = self._layer
         before.leave()
