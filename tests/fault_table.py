@@ -1,4 +1,4 @@
-"""docs/faults.md: the outcome of each injected fault, written by the tests that inject it.
+"""docs/proof/faults.md: the outcome of each injected fault, written by the tests that inject it.
 
 `python -m tests.fault_table` runs every test marked `fault`, measures how long each fault takes to be noticed, and
 writes the page; with files of tests or options of pytest it runs these alone and leaves all other rows as they are. A
@@ -34,7 +34,7 @@ import pytest
 
 from tests.paths import ROOT
 
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "proof" / "faults.md"
 COMMAND = "python -m tests.fault_table"
 TIMES_VARIABLE = "MTRAIN_FAULT_TIMES"
 """Environment variable with the file to which each marked test appends its row; only this program sets it."""
@@ -126,9 +126,9 @@ def page(times: Iterable[tuple[Row, float]]) -> str:
 <!-- Written by `{COMMAND}`, which runs the tests named below; a test compares. Change their marks, not this page. -->
 
 {len(slowest)} faults. The exit code is that of the whole run; "goes on" means that training continues;
-[bit for bit](checkpoints.md#bit-for-bit) it does on CPUs. Time to notice: from the fault until the message or the
-end, as measured when this page was written, on 2 CPU cores, start of the processes included where the fault lies in
-what they read.
+[bit for bit](../weights/checkpoints.md#bit-for-bit) it does on CPUs. Time to notice: from the fault until the message
+or the end, as measured when this page was written, on 2 CPU cores, start of the processes included where the fault lies
+in what they read.
 """
     ]
     for area, heading in AREAS.items():

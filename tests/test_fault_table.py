@@ -1,4 +1,4 @@
-"""Checks that docs/faults.md agrees with the tests."""
+"""Checks that docs/proof/faults.md agrees with the tests."""
 
 from __future__ import annotations
 

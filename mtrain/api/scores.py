@@ -118,7 +118,7 @@ def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> N
     if adapter is None:
         raise ConfigError(
             "adapters_off needs a model with adapters, but the configuration has no adapter section; train one "
-            "(docs/lora.md), or compute reference log-probabilities with forward before the first optim_step"
+            "(docs/training/lora.md), or compute reference log-probabilities with forward before the first optim_step"
         )
     if model.output.is_new:
         raise ConfigError(

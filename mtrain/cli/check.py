@@ -109,8 +109,8 @@ def look_at_gpus(
         is_most = packed is None and config.data.packing is not None and not config.steps_count_rows
         findings.fact(
             "time of the run",
-            f"{seconds * steps / 3600:,.1f} hours on {ranks} x {name}, predicted (docs/planning.md): {steps:,} steps "
-            f"of {seconds:.3g} s" + (", if no samples shared a row" if is_most else ""),
+            f"{seconds * steps / 3600:,.1f} hours on {ranks} x {name}, predicted (docs/machines/planning.md): "
+            f"{steps:,} steps of {seconds:.3g} s" + (", if no samples shared a row" if is_most else ""),
         )
 
 

@@ -65,7 +65,7 @@ def plan(
     write: _Write = None,
     as_json: _Json = False,
 ) -> None:
-    """Ranks the layouts that fit by the time of a step, which a stated model predicts (docs/planning.md)."""
+    """Ranks the layouts that fit by the time of a step, which a stated model predicts (docs/machines/planning.md)."""
     with one_message():
         from mtrain.plan.search import report
         from mtrain.plan.search.hardware import memory_size

@@ -209,12 +209,12 @@ class Sources:
         elif config.sequences_per_sample > 1:
             raise ConfigError(
                 f"loss.function={config.loss.function} compares answers, but data.kind={config.data.kind} has none; "
-                "set data.kind=sft and name files of preferences (docs/preference.md)"
+                "set data.kind=sft and name files of preferences (docs/training/preference.md)"
             )
         elif head is not None:
             raise ConfigError(
                 f"{head} judges sequences of records, but data.kind={config.data.kind} has none; "
-                "set data.kind=sft and name files (docs/heads.md)"
+                "set data.kind=sft and name files (docs/training/heads.md)"
             )
         self.preferences: dict[str, PreferenceDataset] = {}
         """Opened sources of groups, by fingerprint."""

@@ -165,7 +165,8 @@ class App:
 
     async def unknown(self, request: HttpRequest) -> Response:
         """Refuses a call that the service does not have."""
-        return fault(404, f"{request.url.path[:200]} is no call of this service; docs/serve.md lists those it has")
+        path = request.url.path[:200]
+        return fault(404, f"{path} is no call of this service; docs/training/serve.md lists those it has")
 
     # sessions
 

@@ -1,6 +1,6 @@
 """Process of the watchdog: `python -m mtrain.watch.watchdog` with its settings as JSON; `mtrain.watch.rank` starts it.
 
-It imports no torch, uses no GPU, and exits when the ranks of its node have left. See docs/survive.md.
+It imports no torch, uses no GPU, and exits when the ranks of its node have left. See docs/machines/survive.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Installation in containers: pip leaves their torch alone, as docs/containers.md says, and brings the megatron-core
-that is proven.
+"""Installation in containers: pip leaves their torch alone, as docs/machines/containers.md says, and brings the
+megatron-core that is proven.
 
 pip resolves for real, against an environment that stands in for a container's and an index of empty wheels; nothing is
 downloaded. Requirements are those of the container's Python, whatever Python this is.
@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 
 from tests.paths import ROOT
 
-PAGE = (ROOT / "docs" / "containers.md").read_text()
+PAGE = (ROOT / "docs" / "machines" / "containers.md").read_text()
 OFFERED = ("2.8.0", "2.13.0", "2.14.1", "2.15.0", "2.16.0")
 """Versions of torch in the index."""
 DEPENDENCIES: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]

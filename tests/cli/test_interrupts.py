@@ -20,7 +20,7 @@ from tests.pool import Pool
 from tests.warm import completed
 
 HOLDS_SIGNALS = (("train",), ("launch", "local"))
-"""Verbs that a single Ctrl-C asks to stop (docs/stopping.md)."""
+"""Verbs that a single Ctrl-C asks to stop (docs/machines/stopping.md)."""
 OF_RANKS = ("train", "generate", "serve")
 INTERRUPTED = """
 import os, signal, sys

@@ -31,7 +31,7 @@ ASKED = ("--seq-length", 4096, "--global-batch-size", 64)
 
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    (block,) = re.findall(r"```console\n(.*?)```", (DOCS / "planning.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```console\n(.*?)```", (DOCS / "machines" / "planning.md").read_text(), re.DOTALL)
     command, _, shown = block.partition("\n")
     code, text = call(*shlex.split(command.removeprefix("$ mtrain ")))
     assert code == 0

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/architecture.md: python -m tests.docs.pictures
+"""Draws the pictures of docs/explanation/architecture.md: python -m tests.docs.pictures
 
 The picture of layers is drawn from the table with which tests/test_architecture.py checks the code; all numbers of the
 other two are computed here.

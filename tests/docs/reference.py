@@ -113,7 +113,13 @@ say together: `mtrain check CONFIG...`. In Python: [Configuration](../api/config
 
 def linked(text: str) -> str:
     """Turns pages that a docstring names by their path into links."""
-    return re.sub(r"docs/([\w-]+)\.md", lambda found: f"[{found[1]}](../{found[1]}.md)", text)
+    return re.sub(r"docs/((?:[\w-]+/)?([\w-]+)\.md)", lambda found: f"[{found[2]}]({_from_reference(found[1])})", text)
+
+
+def _from_reference(page: str) -> str:
+    """Returns the path from docs/reference to a page of docs."""
+    folder, _, name = page.rpartition("/")
+    return name if folder == "reference" else f"../{page}"
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -211,17 +217,18 @@ def metrics() -> str:
 `metrics.jsonl` of a [run folder](run-folder.md) has one JSON object a line, in full precision; `kind` says which of
 these it is. Numbers that are not finite are the texts `"NaN"`, `"Infinity"` and `"-Infinity"`. Fields that depend on
 the machine and its speed: {of_the_machine}; all others are the same in every repetition of a run on one layout ([bit
-for bit](../checkpoints.md#bit-for-bit)), and to rounding on another.
+for bit](../weights/checkpoints.md#bit-for-bit)), and to rounding on another.
 """
     return heading("Metrics", "mtrain/report/metrics/record.py") + intro + "\n".join(lines) + "\n"
 
 
 WRITTEN_BY_OTHERS = {
-    "failures/": "Records and stacks of ranks that failed, a folder per start ([Surviving faults](../survive.md)).",
+    "failures/": "Records and stacks of ranks that failed, a folder per start "
+    "([Surviving faults](../machines/survive.md)).",
     "failure.txt": "Summary of the latest failure, for people; `failure.json` has it for programs.",
-    "trackers.json": "Ids of the run at its trackers ([Trackers](../seeing.md#trackers)).",
-    "submissions/": "What `mtrain launch slurm` has submitted ([On Slurm](../slurm.md)).",
-    "service.json": "Address, model and Slurm job of [a service](../serve.md).",
+    "trackers.json": "Ids of the run at its trackers ([Trackers](../machines/seeing.md#trackers)).",
+    "submissions/": "What `mtrain launch slurm` has submitted ([On Slurm](../machines/slurm.md)).",
+    "service.json": "Address, model and Slurm job of [a service](../training/serve.md).",
     "service.key": "Key of a service that `mtrain launch slurm --serve` has submitted.",
     "served/": "Checkpoints that clients of a service have asked for, by training run and name.",
     "report.html": "The page of `mtrain report`.",
@@ -260,8 +267,8 @@ def checkpoint_format() -> str:
     page = f"""
 A checkpoint is a folder `checkpoints/step_00000010/` of a [run folder](run-folder.md), or what `mtrain convert
 import` makes. Tensors are stored as Megatron-Core's `torch_dist` format stores them (torch.distributed.checkpoint):
-global tensors in slices, so any layout loads them. What the program does with it: [Checkpoints](../checkpoints.md).
-`mtrain inspect` shows one, `examples/read_checkpoint.py` reads one in Python.
+global tensors in slices, so any layout loads them. What the program does with it:
+[Checkpoints](../weights/checkpoints.md). `mtrain inspect` shows one, `examples/read_checkpoint.py` reads one in Python.
 
 | file | content |
 |---|---|
@@ -315,15 +322,15 @@ def exit_codes() -> str:
 
 
 MORE = {
-    0: "[Stopping](../stopping.md)",
+    0: "[Stopping](../machines/stopping.md)",
     2: "[Configuration](configuration.md), [what to do](../when-it-fails.md)",
     3: "[what to do](../when-it-fails.md)",
-    4: "[Bad steps](../bad-steps.md)",
-    5: "[Surviving faults](../survive.md)",
+    4: "[Bad steps](../training/bad-steps.md)",
+    5: "[Surviving faults](../machines/survive.md)",
     6: "[what to do](../when-it-fails.md)",
     7: "[what to do](../when-it-fails.md)",
     8: "[what to do](../when-it-fails.md)",
-    75: "[Kubernetes, torchrun](../kubernetes.md)",
+    75: "[Kubernetes, torchrun](../machines/kubernetes.md)",
 }
 """Exit code -> page that says more."""
 PAGES = {

@@ -18,7 +18,7 @@ from tests.test_architecture import PACKAGES
 
 ADRS = sorted((ROOT / "docs" / "adr").glob("0*.md"))
 AT_ROOT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-WITH_A_TEST_OF_ITS_OWN = ROOT / "docs" / "faults.md"
+WITH_A_TEST_OF_ITS_OWN = ROOT / "docs" / "proof" / "faults.md"
 """Page that names tests by their path from their folder on."""
 PAGES = [*AT_ROOT, *sorted({*(ROOT / "docs").glob("**/*.md")} - {WITH_A_TEST_OF_ITS_OWN})]
 PATH = re.compile(

@@ -93,25 +93,25 @@ def test_long_commands_print_what_is_shown(command: str, tmp_path: Path) -> None
 
 
 def test_figures_are_those_of_the_measurement() -> None:
-    page = (DOCS / "same-loss-on-any-layout.md").read_text()
+    page = (DOCS / "proof" / "same-loss-on-any-layout.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| ([\d.]+ %) \| ([\d.]+ %) \|$", TEXT, re.MULTILINE)
     assert rows == re.findall(r"^\| [^|]+ \| ([\d.]+ %) \| ([\d.]+ %) \| [\d., ]+\|$", page, re.MULTILINE)
     assert len(rows) == 3
-    worst = re.search(r"^\| \*\*worst of all\*\* \|(.*)\|$", (DOCS / "parity.md").read_text(), re.MULTILINE)
+    worst = re.search(r"^\| \*\*worst of all\*\* \|(.*)\|$", (DOCS / "proof" / "parity.md").read_text(), re.MULTILINE)
     assert worst is not None
     runs, loss, _, gradient, _ = re.findall(r"\*\*([\d.e-]+)\*\*", worst[1])
     text = " ".join(TEXT.split())
     assert f"[{runs} runs on layouts" in text
     assert f"at most {loss} in the loss and {gradient} in a gradient" in text
-    faults = re.search(r"^(\d+) faults\.", (DOCS / "faults.md").read_text(), re.MULTILINE)
+    faults = re.search(r"^(\d+) faults\.", (DOCS / "proof" / "faults.md").read_text(), re.MULTILINE)
     assert faults is not None
     assert "[more than 200 injected faults]" in text
     assert int(faults[1]) > 200
 
 
 def test_models_of_the_table_are_those_that_were_proved() -> None:
-    """A mark stands for columns of docs/models.md that have no gap in documents and LoRA."""
-    lines = [line.strip("| ").split(" | ") for line in (DOCS / "models.md").read_text().splitlines()]
+    """A mark stands for columns of docs/reference/models.md that have no gap in documents and LoRA."""
+    lines = [line.strip("| ").split(" | ") for line in (DOCS / "reference" / "models.md").read_text().splitlines()]
     columns, *rows = [line for line in lines if line[0].startswith("`")]
     assert len(rows) > 20
     for name in ("convert", "documents", "LoRA"):

@@ -11,7 +11,7 @@ from tests.cli.command_line import call, parsed
 from tests.hf.folders import save
 from tests.paths import DOCS, ROOT
 
-PAGES = sorted([*(DOCS / "start").glob("*.md"), DOCS / "how-do-i.md", DOCS / "index.md", DOCS / "when-it-fails.md"])
+PAGES = sorted([*(DOCS / "start").glob("*.md"), DOCS / "index.md", DOCS / "when-it-fails.md"])
 
 
 def commands(page: Path) -> list[str]:

@@ -1,5 +1,5 @@
-"""Measures what every family of Hugging Face can do here: `python -m tests.hf.support` writes docs/models.md, and its
-short form in README.md.
+"""Measures what every family of Hugging Face can do here: `python -m tests.hf.support` writes docs/reference/models.md,
+and its short form in README.md.
 
 `python -m tests.hf.support llama qwen3` prints the rows of some families. `--columns packed,LoRA` measures these cells
 alone, of all families or of the named ones, and writes them into the page, whose other cells stay. Each cell is an
@@ -49,7 +49,7 @@ from tests.pool import Pool
 from tests.training.sampling import sampling_ranks
 
 COMMAND = "python -m tests.hf.support"
-PAGE = DOCS / "models.md"
+PAGE = DOCS / "reference" / "models.md"
 _WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _WIDE_HEADS = {
@@ -318,13 +318,13 @@ What was proved of each family on CPU ranks, with small random models of transfo
   parity`).
 - **PEFT**: largest deviation of a logit, relative to the largest, between a run with adapters under tp2, `peft` on
   transformers' model with the exported folder, and a run that starts from that folder. Adapted is every projection in
-  the layers, and the experts, for which PEFT has a form ([LoRA](lora.md)): not experts of Gemma 4 and Nemotron and
-  Mamba-2's `out_proj`, which are exported merged.
+  the layers, and the experts, for which PEFT has a form ([LoRA](../training/lora.md)): not experts of Gemma 4 and
+  Nemotron and Mamba-2's `out_proj`, which are exported merged.
 
 A question mark: not measured yet.
 
-Gradients and weights of every family under combined axes are in [Parity](parity.md); what of a file is refused by name
-is in [Hugging Face](conversion.md).
+Gradients and weights of every family under combined axes are in [Parity](../proof/parity.md); what of a file is refused
+by name is in [Hugging Face](../weights/conversion.md).
 
 """
 

@@ -12,8 +12,8 @@ from tests.known_issues.rows.row import VERSIONS, Outcome
 from tests.paths import DOCS
 
 COMMAND = "python -m tests.known_issues.page"
-PAGE = DOCS / "known-issues.md"
-FINDINGS = DOCS / "megatron-lm-7452.md"
+PAGE = DOCS / "proof" / "known-issues.md"
+FINDINGS = DOCS / "proof" / "megatron-lm-7452.md"
 NUM_FINDINGS, UNREAD = 13, (6, 13)
 """Findings of the report, and those whose text could not be had."""
 

@@ -86,7 +86,7 @@ def test_no_model_of_theirs_is_built() -> None:
 
 def test_megatron_fsdp_is_not_used() -> None:
     """Looks for its name in the code that calls Megatron-Core."""
-    sources = {path: path.read_text() for path in (ROOT / "mtrain" / "mcore").rglob("*.py")}
+    sources = {path: path.read_text() for path in (ROOT / "mtrain" / "core").rglob("*.py")}
     assert any("DistributedDataParallel" in text for text in sources.values())
     assert [path for path, text in sources.items() if re.search(r"fsdp|FullyShardedDataParallel", text)] == []
 

@@ -1,6 +1,7 @@
 """Measures every layout of every kind of model against the oracle and prints Markdown tables.
 
-`python -m tests.parity.table` measures all of docs/parity.md; `python -m tests.parity.table experts families` some.
+`python -m tests.parity.table` measures all of docs/proof/parity.md; `python -m tests.parity.table experts families`
+some.
 """
 
 import sys

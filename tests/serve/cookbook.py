@@ -150,8 +150,8 @@ def _write(folder: Path, splits: dict[str, list[dict[str, Any]]], name: str = "d
 
 
 def shown() -> dict[str, list[str]]:
-    """Returns the options of each recipe's command in docs/serve.md."""
-    page = (ROOT / "docs" / "serve.md").read_text()
+    """Returns the options of each recipe's command in docs/training/serve.md."""
+    page = (ROOT / "docs" / "training" / "serve.md").read_text()
     (block,) = [each for each in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "tinker_cookbook" in each]
     commands = [shlex.split(each) for each in block.replace("\\\n", "").splitlines() if each.startswith("python -m ")]
     return {module.removeprefix("tinker_cookbook.recipes."): options for _, _, module, *options in commands}

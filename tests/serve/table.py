@@ -1,5 +1,5 @@
 """Measures every call of a client under each layout against the oracle: `python -m tests.serve.table` prints the table
-of docs/serve.md."""
+of docs/training/serve.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.serve.service import datum, running, sequences, session
 from tests.serve.test_clients import ADAM, LAYOUTS, LENGTHS, VOCAB, inputs_of, named, saved, worst
 
 PROMPT = [3, 4, 5]
-PAGE = ROOT / "docs" / "serve.md"
+PAGE = ROOT / "docs" / "training" / "serve.md"
 
 
 def column(one: Case) -> str:

@@ -1,5 +1,5 @@
-"""Every field that the SDK can send is acted upon, refused, or on the list of docs/serve.md of those that change no
-number. Fields are found in the SDK itself, so that one of a newer SDK cannot be forgotten."""
+"""Every field that the SDK can send is acted upon, refused, or on the list of docs/training/serve.md of those that
+change no number. Fields are found in the SDK itself, so that one of a newer SDK cannot be forgotten."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_keys_that_no_sdk_sends_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_the_page_lists_what_is_not_read() -> None:
-    page = (ROOT / "docs" / "serve.md").read_text()
+    page = (ROOT / "docs" / "training" / "serve.md").read_text()
     section = page[page.index("## Fields that are not read") :].partition("\n## ")[0]
     listed = set(re.findall(r"`([a-z_]+)`", section.partition("|---|---|")[2]))
     routes = {

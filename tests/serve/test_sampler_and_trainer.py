@@ -22,8 +22,8 @@ ROW = re.compile(r"^\| (one rank|[a-z]+2(?: of experts)?) \| (0|< [0-9e-]+) \| (
 
 
 def promised() -> dict[str, list[float]]:
-    """Returns, of the table of docs/serve.md, the largest KL of scored and of drawn tokens for each layout."""
-    page = (ROOT / "docs" / "serve.md").read_text()
+    """Returns, of the table of docs/training/serve.md, the largest KL of scored and of drawn tokens for each layout."""
+    page = (ROOT / "docs" / "training" / "serve.md").read_text()
     return {name: [float(each.removeprefix("< ")) for each in bounds] for name, *bounds in ROW.findall(page)}
 
 

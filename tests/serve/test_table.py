@@ -1,4 +1,4 @@
-"""The table of docs/serve.md, layout by call, is what is measured now."""
+"""The table of docs/training/serve.md, layout by call, is what is measured now."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 The mark `nightly` is for tests that repeat, at a high price, something that a cheaper test of the suite shows. One rule
 gives it to rows of tests that start ranks: by day a test runs as few rows as cover every axis of a layout and every
 value of its other parameters that occurs in any of its rows, with four ranks where that is enough. The night runs the
-others. The promise itself (PAIRS) has every pair of axes by day, and every injected fault of docs/faults.md keeps a
-row. The rest is marked by hand, next to the test that shows the same.
+others. The promise itself (PAIRS) has every pair of axes by day, and every injected fault of docs/proof/faults.md keeps
+a row. The rest is marked by hand, next to the test that shows the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Table of docs/performance.md: what is read from outputs, judged and written. Nothing is timed."""
+"""Table of docs/proof/performance.md: what is read from outputs, judged and written. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_worst_figure_of_an_output_is_judged(name: str) -> None:
 
 
 def test_every_row_of_the_page_has_a_command_that_is_there() -> None:
-    page = (DOCS / "performance.md").read_text()
+    page = (DOCS / "proof" / "performance.md").read_text()
     lines = [line for line in page.partition(BEGIN)[2].splitlines() if line.startswith("|")]
     named = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines[2:]]
     assert [each for each in named if each != ("", "")][: len(ROWS) + len(GPU_ROWS)] == [

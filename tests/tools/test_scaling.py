@@ -68,7 +68,7 @@ def test_the_page_has_the_columns_of_a_row() -> None:
     assert line(row, [alone, row]) == wanted
     assert "Predicted over measured, of several ranks: median 1.50, from 1.50 to 1.50." in table([alone, row], TINY, "")
     assert HEAD.splitlines()[0].count("|") == wanted.count("|")
-    page = (DOCS / "scaling.md").read_text()
+    page = (DOCS / "proof" / "scaling.md").read_text()
     for axis in AXES:
         ranks = {int(cells[2]) for text in page.splitlines() if (cells := text.split("|"))[1:2] == [f" {axis} "]}
         assert ranks == {1, 2, 4, 8}

@@ -29,7 +29,7 @@ def test_only_the_pair_gives_one_curve(measured: dict[str, Any]) -> None:
 
 
 def test_the_page_has_the_numbers_of_the_data(measured: dict[str, Any]) -> None:
-    page = (DOCS / "same-loss-on-any-layout.md").read_text()
+    page = (DOCS / "proof" / "same-loss-on-any-layout.md").read_text()
     for rule, digits in (("micro-steps", 3), ("ranks", 3), ("pair", 6)):
         held_out = ", ".join(f"{value:.{digits}f}" for value in measured["held_out_loss"][rule].values())
         (row,) = [line for line in page.splitlines() if line.endswith(f"| {held_out} |")]

@@ -1,4 +1,4 @@
-"""Runs every benchmark of docs/performance.md and writes its table: `python tools/bench/all.py --json FILE`.
+"""Runs every benchmark of docs/proof/performance.md and writes its table: `python tools/bench/all.py --json FILE`.
 
 Each command measures its contenders in one run, in turns, and prints ratios of medians; the table has what `rows.py`
 finds there. A GPU's rows come from report.json of `tools/bench/gpu.py`. `--small` tries all commands in some minutes
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 from tools.bench.rows import GPU_ROWS, ROWS, GpuRow, Row
 
 BENCH = Path(__file__).parent
-PAGE = BENCH.parents[1] / "docs/performance.md"
+PAGE = BENCH.parents[1] / "docs/proof/performance.md"
 BEGIN, END = "<!-- written by tools/bench/all.py -->", "<!-- end -->"
 GPU = "; GPU rows on "
 HEAD = "| figure | compared with | must | bold | measured | |\n|---|---|---|---|---|---|"

@@ -1,4 +1,4 @@
-"""Rows of docs/performance.md: what is measured, by which command, and the targets."""
+"""Rows of docs/proof/performance.md: what is measured, by which command, and the targets."""
 
 from __future__ import annotations
 

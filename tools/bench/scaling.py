@@ -6,7 +6,8 @@ wall time: a row has the least processor seconds of a rank for a step, and their
 rank; the share of them that gloo's threads need; calls and megabytes of each kind that a rank sends; and of pipelines
 the bubble, by the schedule that ran: with even slots, which is the formula (p - 1) / (m v + p - 1), and with the
 processor seconds that each slot had. The model of costs of `mtrain plan`, given what products, attention, memory and an
-all-gather cost on this machine (parts/machine.py), predicts the seconds of a rank. `--page` writes docs/scaling.md.
+all-gather cost on this machine (parts/machine.py), predicts the seconds of a rank. `--page` writes
+docs/proof/scaling.md.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ROWS = 8
 HEADS = 8
 GLOO = ("gloo_", "pt_gloo_")
 """Prefixes of the names of gloo's threads."""
-PAGE = Path(__file__).parents[2] / "docs/scaling.md"
+PAGE = Path(__file__).parents[2] / "docs/proof/scaling.md"
 BEGIN, END = "<!-- written by tools/bench/scaling.py -->", "<!-- end -->"
 HEAD = (
     "| axis | ranks | batch | cpu-ms a rank | a token, of one rank's | of it gloo | calls and MB that a rank sends "
@@ -334,7 +335,9 @@ def main(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="file for all numbers; other axes in it stay")
     ] = None,
-    page: Annotated[bool, typer.Option("--page", help="write docs/scaling.md, with all that is in the file")] = False,
+    page: Annotated[
+        bool, typer.Option("--page", help="write docs/proof/scaling.md, with all that is in the file")
+    ] = False,
 ) -> None:
     """Prints the table."""
     wanted, size = axes.split(","), Size(hidden, layers, seq)

@@ -50,7 +50,7 @@ class Snapshot:
             expected, self._expected = self._expected, None
             self._buffer = expected.result()
         sizes, on_gpu = [_place_bytes(shard) for shard in shards], _is_on_gpu(shards)
-        # grows and never shrinks: fresh pages cost several times the copy (docs/checkpoints.md, first save)
+        # grows and never shrinks: fresh pages cost several times the copy (docs/weights/checkpoints.md, first save)
         if sum(sizes) > self._buffer.nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._buffer = _memory(sum(sizes), on_gpu)

@@ -154,7 +154,9 @@ def targets(found: Translation, value: Any, name: str) -> None:
     """Puts the modules with adapters, of which there may be none here."""
     modules = [ALL_LINEAR if str(each).replace("_", "-") == ALL_LINEAR else each for each in listed(value)]
     if unknown := [str(each) for each in modules if each not in TARGETS]:
-        found.lost.append(f"{name}={', '.join(unknown)}: no module here has this name; docs/lora.md has a list")
+        found.lost.append(
+            f"{name}={', '.join(unknown)}: no module here has this name; docs/training/lora.md has a list"
+        )
     known = [*(found.get("adapter.targets") or []), *(each for each in modules if each in TARGETS)]
     found.put("adapter.targets", list(dict.fromkeys(known)) or None, name)
 

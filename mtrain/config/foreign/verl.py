@@ -48,7 +48,7 @@ from mtrain.config.load import read_file
 _OF_A_LOOP = {
     "trainer.total_epochs": "a loop counts its own steps",
     "trainer.test_freq": "a loop validates on its own",
-    "actor_rollout_ref.rollout.": "an inference engine draws rollouts; docs/rl.md connects one",
+    "actor_rollout_ref.rollout.": "an inference engine draws rollouts; docs/training/rl.md connects one",
     "actor_rollout_ref.ref.": "log-probabilities of a reference come with the rollouts, as ref_logprobs",
     "actor_rollout_ref.": "no key here corresponds",
     "algorithm.": "a loop computes advantages; examples/grpo_loop.py is one",

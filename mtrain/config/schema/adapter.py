@@ -124,7 +124,8 @@ class AdapterSection(Section):
     """Rule of the scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[Literal[Target, "all-linear"], ...] = (ALL_LINEAR,)
     """Modules that get adapters. all-linear, the default: every linear layer of the model but the output layer, alone
-    or with further names, such as experts; docs/lora.md says what each name means in PEFT and in Megatron-Bridge."""
+    or with further names, such as experts; docs/training/lora.md says what each name means in PEFT and in
+    Megatron-Bridge."""
     rank_pattern: dict[Target, Annotated[int, bounds.WIDTH, Field(gt=0)]] = Field({})
     """Ranks of single targets, in all layers, in the place of rank."""
     alpha_pattern: dict[Target, Annotated[float, Field(gt=0)]] = Field({})

@@ -111,9 +111,10 @@ class DataSection(Section):
 
     extras: tuple[str, ...] = ()
     """Keys of a record whose values loss functions read in addition to the weights, such as [advantages, old_logprobs]
-    (docs/policy-losses.md); sft only. Each is one number for the sample, or a list of one number a token; `topk_ids:8`
-    is a key `topk_ids` with a list of 8 numbers a token (docs/objective.md), `routed_experts:48x8` the experts that a
-    rollout chose in 48 layers, 8 in each, which routers then take (docs/rl.md)."""
+    (docs/training/policy-losses.md); sft only. Each is one number for the sample, or a list of one number a token;
+    `topk_ids:8` is a key `topk_ids` with a list of 8 numbers a token (docs/explanation/objective.md),
+    `routed_experts:48x8` the experts that a rollout chose in 48 layers, 8 in each, which routers then take
+    (docs/training/rl.md)."""
 
     @property
     def extra_columns(self) -> tuple[str, ...]:
@@ -304,8 +305,8 @@ class SftSection(FilesSection):
         "preference",
         "unpaired_preference",
     ] = "auto"
-    """Form of the records (docs/finetuning.md). auto distinguishes messages, prompt with response, and input_ids; where
-    loss.function compares answers, it means preference or unpaired_preference (docs/preference.md)."""
+    """Form of the records (docs/data/finetuning.md). auto distinguishes messages, prompt with response, and input_ids;
+    where loss.function compares answers, it means preference or unpaired_preference (docs/training/preference.md)."""
     chat_template: Annotated[str, bounds.PATH] = Field("auto", min_length=1)
     """Template of conversations. auto takes the template in the tokenizer's folder and refuses conversations where
     there is none; plain writes each message as "### role" and its content; else the name of one of several templates,

@@ -178,7 +178,8 @@ class TermSection(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the function, by name."""
     aggregation: Aggregation = "token-mean"
-    """Rule by which tokens and sequences weigh in the term, and by which it is divided (docs/objective.md)."""
+    """Rule by which tokens and sequences weigh in the term, and by which it is divided
+    (docs/explanation/objective.md)."""
     norm_length: int | None = Field(None, gt=0)
     """Constant L of the -norm aggregations, in tokens; null with any other aggregation."""
     length_power: float | None = Field(None, gt=0, lt=1)

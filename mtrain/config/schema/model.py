@@ -117,8 +117,8 @@ class ModelSection(Section):
     """Mixture of experts in all or some layers; null: all layers are dense."""
     num_labels: Annotated[int | None, bounds.VOCABULARY] = Field(None, gt=0)
     """Number of outputs of a head that replaces the logits of the vocabulary and reads the hidden state of a sequence's
-    last token: 1 for a reward model, the classes of a classification (docs/heads.md). It begins at random where the
-    weights from which a run starts have none. null: the model predicts tokens."""
+    last token: 1 for a reward model, the classes of a classification (docs/training/heads.md). It begins at random
+    where the weights from which a run starts have none. null: the model predicts tokens."""
     mtp_depths: Annotated[int, bounds.LAYERS] = Field(0, ge=0)
     """Number of extra tokens that are predicted ahead, each by a layer of its own after the last one
     (mtp_num_layers)."""

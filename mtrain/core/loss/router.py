@@ -101,7 +101,8 @@ def choices_by_sequence(scores: Tensor, top_k: int, sequence_ids: Tensor, num_se
     Returns:
         Counts, [num_sequences, experts] int64.
     """
-    # counted from the unbiased scores and without groups, unlike where the tokens are sent (docs/objective.md)
+    # counted from the unbiased scores and without groups, unlike where the tokens are sent
+    # (docs/explanation/objective.md)
     best = scores.detach().topk(top_k, dim=-1).indices
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
     # integers, so that sums over ranks, microbatches and the threads of a device are exact in any order

@@ -49,9 +49,9 @@ class StepResult:
     """Whether weights were updated; False if the batch had no loss tokens, or fp16 overflowed and lowered its loss
     scale."""
     diagnostics: dict[str, float] = field(default_factory=dict)
-    """Diagnostics of the loss functions (docs/policy-losses.md, docs/preference.md) over all tokens or groups of the
-    step: clip_fraction, reward_accuracy and the like; those of a side term as `term/name`. Diagnostics over nothing are
-    left out."""
+    """Diagnostics of the loss functions (docs/training/policy-losses.md, docs/training/preference.md) over all tokens
+    or groups of the step: clip_fraction, reward_accuracy and the like; those of a side term as `term/name`. Diagnostics
+    over nothing are left out."""
 
     @classmethod
     def of(cls, totals: StepTotals, update: Update | None, step: int, lr: float, tokens: int) -> Self:

@@ -1,6 +1,6 @@
 """GPUs and their links, as the makers state them, and the shares of these rates that programs reach.
 
-Everything here is an assumption that can be overridden; docs/planning.md has the sources and the check against
+Everything here is an assumption that can be overridden; docs/machines/planning.md has the sources and the check against
 published numbers.
 
 Time and bytes of transfers between ranks, by the alpha-beta model: a latency, and bytes over a bandwidth.

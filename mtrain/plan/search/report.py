@@ -165,4 +165,4 @@ def nothing_fits(config: Config, found: Found, num_gpus: int, memory_bytes: int)
 def _remedy(largest: str) -> str:
     if largest == "activations":
         return "a shorter data.seq_length, more GPUs, or GPUs with more memory"
-    return "more GPUs, GPUs with more memory, or adapters in the place of all weights (docs/lora.md)"
+    return "more GPUs, GPUs with more memory, or adapters in the place of all weights (docs/training/lora.md)"

@@ -99,7 +99,7 @@ class StepRecord:
     """Unix time at which the step ended; None where it was not recorded."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     """Values that the loss functions report besides their loss, over all tokens or groups of the step
-    (docs/policy-losses.md, docs/preference.md)."""
+    (docs/training/policy-losses.md, docs/training/preference.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Rollouts in a file: one JSON object a line, in our own form, or as vLLM and SGLang give their outputs.
 
-docs/verify-rollout.md describes the keys of our form.
+docs/training/verify-rollout.md describes the keys of our form.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _of_vllm(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
         except (KeyError, TypeError) as fault:
             raise DataError(
                 f'logprobs must hold {{"TOKEN ID": {{"logprob": NUMBER}}}} for each token, but lacks {fault}; write '
-                "them as docs/verify-rollout.md shows"
+                "them as docs/training/verify-rollout.md shows"
             ) from None
         own = {key: output[key] for key in _OF_ANSWERS if output.get(key) is not None}
         yield {**shared, **own, "token_ids": ids, "log_probs": log_probs}

@@ -1,8 +1,8 @@
 """Table of the silent faults of megatron-core 0.16.1 and 0.19.2, and what we do about each.
 
 A row names the fault, its place in the sources, the condition on a configuration, and the outcome: fixed by
-construction, refused, noted in the log, or out of reach. docs/known-issues.md and docs/megatron-lm-7452.md are written
-from this table.
+construction, refused, noted in the log, or out of reach. docs/proof/known-issues.md and docs/proof/megatron-lm-7452.md
+are written from this table.
 """
 
 from __future__ import annotations

@@ -233,7 +233,9 @@ def named_keys(function: Any) -> Iterator[str]:
 
 
 def test_the_page_of_packages_names_every_key_that_stands_in_the_way() -> None:
-    text = (ROOT / "docs" / "gpu-packages.md").read_text().partition("## What TransformerEngine's layers do")[2]
+    text = (
+        (ROOT / "docs" / "speed" / "gpu-packages.md").read_text().partition("## What TransformerEngine's layers do")[2]
+    )
     rows = [line for line in text.partition("**What is proved.**")[0].splitlines() if line.startswith("| ")]
     asked = [ask for each in FEATURES for ask in (each.needs_torch_layers, each.needs_certificate)]
     functions = (layer_spec.unbuildable, layer_spec.uncertified, beyond_transformer_engine, *asked)

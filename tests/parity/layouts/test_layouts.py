@@ -21,7 +21,7 @@ from tests.parity.ranks import Outcome
 from tests.pool import Pool
 
 RUNS = [*map(affordable, LAYOUTS)]
-"""Cases with few layers; docs/parity.md measures LAYOUTS themselves (tests/parity/table.py)."""
+"""Cases with few layers; docs/proof/parity.md measures LAYOUTS themselves (tests/parity/table.py)."""
 
 
 @pytest.fixture(scope="module")

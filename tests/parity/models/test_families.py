@@ -108,8 +108,8 @@ MEASURED: list[tuple[dict[str, Any], Case]] = [
     (GPT_OSS, case(2, pp=2, vpp=2, cp=2, dp=2, ep=2)),
     (GPT_OSS, case(4, tp=4, sp=True, dp=2, ep=4)),
 ]
-"""Cases of docs/parity.md only: eight ranks each, with nothing that the cases above lack except heads over four tensor
-ranks, which tests/parity/layouts/test_options.py divides."""
+"""Cases of docs/proof/parity.md only: eight ranks each, with nothing that the cases above lack except heads over four
+tensor ranks, which tests/parity/layouts/test_options.py divides."""
 
 
 def family(changes: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from tests.paths import DOCS
 from tests.plan.search.published import GROWING, MAXTEXT, RUNS, V6E, Published
 
 FACTOR = 1.3
-"""Largest factor between prediction and publication, as docs/planning.md states it."""
+"""Largest factor between prediction and publication, as docs/machines/planning.md states it."""
 TYPICAL = 1.15
 
 
@@ -41,7 +41,7 @@ def test_what_was_published_in_pairs_keeps_its_order() -> None:
 
 
 def test_the_documentation_shows_these_numbers() -> None:
-    text = (DOCS / "planning.md").read_text()
+    text = (DOCS / "machines" / "planning.md").read_text()
     rows = re.findall(r"^\| (.+?) \| (\d+) (\w+) \| ([\d.]+) % \| ([\d.]+) % \|", text, re.MULTILINE)
     found = [(name, int(num), gpu, float(mfu), float(ours)) for name, num, gpu, mfu, ours in rows]
     expected = [
@@ -51,7 +51,7 @@ def test_the_documentation_shows_these_numbers() -> None:
 
 
 def test_every_deviation_is_that_of_its_row() -> None:
-    text = (DOCS / "planning.md").read_text()
+    text = (DOCS / "machines" / "planning.md").read_text()
     rows = re.findall(r"^\|.* \| ([\d.]+) % \| ([\d.]+) % \| ([+-]\d+) % \|", text, re.MULTILINE)
     assert len(rows) == len(RUNS) + len(MAXTEXT)
     for published, ours, deviation in rows:
@@ -59,7 +59,7 @@ def test_every_deviation_is_that_of_its_row() -> None:
 
 
 def test_the_documentation_shows_how_runs_grow() -> None:
-    text = (DOCS / "planning.md").read_text()
+    text = (DOCS / "machines" / "planning.md").read_text()
     found = re.findall(
         r"^\| Llama 3 \w+ \| (\d+) \| ([\w-]+) \| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) % \|", text, re.MULTILINE
     )
@@ -78,7 +78,9 @@ def test_the_documentation_shows_how_runs_grow() -> None:
 def test_maxtext_on_trillium_is_predicted_within_the_same_factor() -> None:
     """The chips are another vendor's, and nothing was fitted to them."""
     found = re.findall(
-        r"^\| MaxText (.+?) \| ([\d.]+) % \| ([\d.]+) % \|", (DOCS / "planning.md").read_text(), re.MULTILINE
+        r"^\| MaxText (.+?) \| ([\d.]+) % \| ([\d.]+) % \|",
+        (DOCS / "machines" / "planning.md").read_text(),
+        re.MULTILINE,
     )
     expected = []
     for run in MAXTEXT:

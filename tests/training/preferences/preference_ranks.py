@@ -26,7 +26,7 @@ from tests.training.engine_ranks import free
 
 @preference_loss(needs_reference=True)
 def hinge(sequences: ScoredSequences, beta: float = 0.1) -> PreferenceValue:
-    """The user's own loss of docs/preference.md."""
+    """The user's own loss of docs/training/preference.md."""
     pairs = sequences.pairs()
     chosen, rejected = beta * pairs.chosen.ratios, beta * pairs.rejected.ratios
     return sequences.value_of_pairs(relu(1 - (chosen - rejected)), pairs, (chosen, rejected))

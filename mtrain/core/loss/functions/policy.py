@@ -3,7 +3,7 @@
 The data contain `advantages` (one per token or per sequence), `old_logprobs` (log-probabilities under the policy in the
 denominator of the ratio) and, for the correction of stale rollouts, `rollout_logprobs` (log-probabilities from the
 program that sampled the tokens). Which options, aggregation and side terms give which published algorithm:
-docs/policy-losses.md.
+docs/training/policy-losses.md.
 """
 
 from __future__ import annotations
