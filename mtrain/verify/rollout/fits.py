@@ -76,6 +76,8 @@ class _Fit:
             tolerance: Rounding of a log-probability.
         """
         self._places, self._tolerance = places, tolerance
+        self._known: dict[Settings, Tensor] = {}
+        """Differences under settings that were looked at: every second look is at such ones."""
 
     def found(self, names: Sequence[str]) -> Settings | None:
         """Returns the nearest settings of some names."""
@@ -137,9 +139,11 @@ class _Fit:
 
     def _missed(self, settings: Settings) -> Tensor:
         """Returns the differences from the engine's log-probabilities, finite also where a token would be left out."""
-        every = self._places.processed(settings).log_softmax(-1)
-        kept = truncated(every, settings).logsumexp(-1)
-        return (self._places.of_drawn(every) - kept - self._places.said).nan_to_num(posinf=1e3, neginf=-1e3)
+        if settings not in self._known:
+            every = self._places.processed(settings).log_softmax(-1)
+            missed = self._places.of_drawn(every) - truncated(every, settings).logsumexp(-1) - self._places.said
+            self._known[settings] = missed.nan_to_num(posinf=1e3, neginf=-1e3)
+        return self._known[settings]
 
     def _least_squares(self, settings: Settings, names: Sequence[str | int]) -> Settings:
         """Moves continuous settings, and the bias of tokens, to the nearest ones by Levenberg and Marquardt's steps."""
@@ -195,10 +199,11 @@ class _Fit:
         if name == "top_k":
             return replace(settings, top_k=int(distances.sum(0).argmin()) + 1)
         values = torch.tensor([*_TIDY, *self._between(name, ordered, reached, wanted)], dtype=torch.float64)
-        if name == "top_p":
-            left = (reached.unsqueeze(-1) < values).sum(1)
-        else:
-            left = ((ordered - ordered[:, :1]).exp().unsqueeze(-1) >= values).sum(1) - 1
+        if name == "top_p":  # as many as do not reach it, and one more
+            left = torch.searchsorted(reached, values.expand(len(reached), -1).contiguous())
+        else:  # as many as have at least this share of the likeliest one's probability
+            share = (ordered - ordered[:, :1]).exp()
+            left = torch.searchsorted(-share, -values.expand(len(share), -1).contiguous(), right=True) - 1
         best = distances.gather(-1, left.clamp(max=distances.shape[-1] - 1)).sum(0).argmin()
         found: dict[str, Any] = {name: float(values[best])}
         return replace(settings, **found)
