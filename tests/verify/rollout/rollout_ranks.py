@@ -1,5 +1,6 @@
 """Work of ranks: a run whose sampler draws before and after a step, and a trainer that adds up experts otherwise."""
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -7,7 +8,11 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from mtrain import Completion, Config, Datum, Engine, SamplingParams
 from mtrain.core.layers.moe import router
 from mtrain.core.ranks.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.model.moe import router
+from mtrain.plan.layout import Layout
 from mtrain.verify.rollout.scores import Scored, scores
+from tests.pool import Pool
 from tests.training.engine_ranks import free
 
 
@@ -50,3 +55,16 @@ def scores_without_replay(groups: Groups, *arguments: Any) -> Scored:
     choose = router.choose
     router.choose = lambda logits, section, expert_bias, given=None: choose(logits, section, expert_bias)
     return scores(groups, *arguments)
+
+
+class Faulty:
+    """Pool whose ranks score with a fault; those are fresh, since what it changes in modules stays."""
+
+    def __init__(self, pool: Pool, fault: Callable[..., Any], is_faulty: Callable[..., bool]) -> None:
+        self._pool, self._fault, self._is_faulty, self.device = pool, fault, is_faulty, pool.device
+
+    def run(self, function: Any, layout: Layout, *arguments: Any) -> Any:
+        is_faulty = function is scores and self._is_faulty(layout, *arguments)
+        return (
+            Pool().run(self._fault, layout, *arguments) if is_faulty else self._pool.run(function, layout, *arguments)
+        )
