@@ -133,7 +133,8 @@ def short_by(layout: LayoutResult) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("family", "place", "share"),
     [
-        ("model qwen3_next_80b_a3b", "A_log", 3e-4),
+        pytest.param("model qwen3_next_80b_a3b", "A_log", 3e-4, marks=pytest.mark.nightly),  # by day in a smaller model
+        ("delta nets", "A_log", 1e-6),
         ("delta nets", "in_proj.weight", 3e-6),
         ("mamba", "dt_bias", 3e-6),
         *(
@@ -141,6 +142,7 @@ def short_by(layout: LayoutResult) -> dict[str, float]:
             for family in FAMILIES
             for place in PLACES
             for share in (3e-4, 1e-6)
+            if (family, place, share) != ("delta nets", "A_log", 1e-6)  # by day
         ),
     ],
 )

@@ -98,78 +98,80 @@ def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
 
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "layernorm, biases, gelu": {
+        "model__norm": "layernorm",
+        "model__linear_bias": True,
+        "model__activation": "gelu",
+        "model__tied_embeddings": False,
+        "loss__aggregation": "seq-mean-token-mean",
+        "loss__empty_sequences": "include",
+        "train__distributed_optimizer": False,
+    },
+    "window, yarn, overlaps": {
+        "model__qk_norm": True,
+        "model__qkv_bias": True,
+        "model__sliding_window": 16,
+        "model__global_attention_every": 2,
+        "model__rope": {"scaling": "yarn", "factor": 4.0, "original_max_positions": 16},
+        "data__isolate_documents": False,
+        "loss__aggregation": "seq-mean-token-sqrt",
+        "train__overlap_grad_reduce": True,
+        "train__overlap_param_gather": True,
+        "optimizer__clip_grad": 0.0,
+    },
+    "teacher, smoothing, entropy": {
+        "loss__options": {"label_smoothing": 0.1},
+        "loss__teacher": {"checkpoint": "runs/teacher"},
+        "loss__side_terms": {
+            "teacher": {"function": "distillation", "aggregation": "sum"},
+            "entropy": {"function": "entropy", "coefficient": -0.01},
+        },
+    },
+    "measured denominator": {
+        "loss__function": "tests.parity.losses:hard_tokens",
+        "loss__options": {"above": 4.6},
+        "loss__denominator": "measured",
+        "loss__side_terms": {},
+    },
+    "two tokens ahead": {"model__mtp_depths": 2},
+    "packed": {"data__packing": {}, "loss__aggregation": "seq-mean-token-mean", "model__mtp_depths": 1},
+    "packed into wide rows": {"data__packing": {}, "train__tokens_per_micro_batch": 256},
+    "latent attention": {
+        "model__num_query_groups": None,
+        "model__mla": {
+            "q_lora_rank": 384,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+        },
+    },
+}
+TOGETHER = [
+    ("layernorm, biases, gelu", "packed"),
+    ("window, yarn, overlaps", "teacher, smoothing, entropy"),
+    ("latent attention", "packed into wide rows", "measured denominator"),
+]
+"""Structures that the day checks in one run; the night checks each alone, on more layouts and over two steps."""
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("names", "layouts", "num_steps"),
     [
-        {
-            "model__norm": "layernorm",
-            "model__linear_bias": True,
-            "model__activation": "gelu",
-            "model__tied_embeddings": False,
-            "loss__aggregation": "seq-mean-token-mean",
-            "loss__empty_sequences": "include",
-            "train__distributed_optimizer": False,
-        },
-        {
-            "model__qk_norm": True,
-            "model__qkv_bias": True,
-            "model__sliding_window": 16,
-            "model__global_attention_every": 2,
-            "model__rope": {"scaling": "yarn", "factor": 4.0, "original_max_positions": 16},
-            "data__isolate_documents": False,
-            "loss__aggregation": "seq-mean-token-sqrt",
-            "train__overlap_grad_reduce": True,
-            "train__overlap_param_gather": True,
-            "optimizer__clip_grad": 0.0,
-        },
-        {
-            "loss__options": {"label_smoothing": 0.1},
-            "loss__teacher": {"checkpoint": "runs/teacher"},
-            "loss__side_terms": {
-                "teacher": {"function": "distillation", "aggregation": "sum"},
-                "entropy": {"function": "entropy", "coefficient": -0.01},
-            },
-        },
-        {
-            "loss__function": "tests.parity.losses:hard_tokens",
-            "loss__options": {"above": 4.6},
-            "loss__denominator": "measured",
-            "loss__side_terms": {},
-        },
-        pytest.param({"model__mtp_depths": 2}, marks=pytest.mark.nightly),  # one ahead: packed, and with experts
-        {"data__packing": {}, "loss__aggregation": "seq-mean-token-mean", "model__mtp_depths": 1},
-        {"data__packing": {}, "train__tokens_per_micro_batch": 256},
-        {
-            "model__num_query_groups": None,
-            "model__mla": {
-                "q_lora_rank": 384,
-                "kv_lora_rank": 128,
-                "qk_nope_head_dim": 32,
-                "qk_rope_head_dim": 16,
-                "v_head_dim": 32,
-            },
-        },
-    ],
-    ids=[
-        "layernorm, biases, gelu",
-        "window, yarn, overlaps",
-        "teacher, smoothing, entropy",
-        "measured denominator",
-        "two tokens ahead",
-        "packed",
-        "packed into wide rows",
-        "latent attention",
-    ],
-)
-@pytest.mark.parametrize(
-    ("layouts", "num_steps"),
-    [
-        ("tp2spcp2mbs4", 1),
         # other tests cover pp, dp and what a step leaves to the next one
-        pytest.param("tp2spcp2mbs4,tp2sppp2dp2mbs2,cp2dp2mbs2", 2, marks=pytest.mark.nightly),
+        *((names, "tp2spcp2mbs4", 1) for names in TOGETHER),
+        *(
+            pytest.param((name,), "tp2spcp2mbs4,tp2sppp2dp2mbs2,cp2dp2mbs2", 2, marks=pytest.mark.nightly)
+            for name in STRUCTURES
+        ),
     ],
+    ids=lambda value: ", ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_other_structures_pass(pool: Pool, changes: dict[str, Any], layouts: str, num_steps: int) -> None:
+def test_other_structures_pass(pool: Pool, names: tuple[str, ...], layouts: str, num_steps: int) -> None:
+    changes: dict[str, Any] = {}
+    for key, value in (each for name in names for each in STRUCTURES[name].items()):
+        assert changes.setdefault(key, value) == value, "a run can only have one of them"
     report = check(pool, rich_config(**changes), layouts, num_steps=num_steps)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
 
