@@ -42,13 +42,18 @@ def batch(seed: int, size: int, vocab_size: int = VOCAB) -> list[Datum]:
     return [Datum(rng.integers(0, vocab_size, rng.integers(4, 17)).tolist()) for _ in range(size)]
 
 
-def wanted(sections: list[dict[str, Any]], vocab_size: int = VOCAB, num_calls: int = 2) -> dict[str, Wanted]:
-    """Gives every adapter data of its own: three steps of some calls."""
+def wanted(
+    sections: list[dict[str, Any]], vocab_size: int = VOCAB, num_calls: int = 2, num_steps: int = 3
+) -> dict[str, Wanted]:
+    """Gives every adapter data of its own: some steps of some calls."""
     return {
         f"adapter {number}": Wanted(
             section,
             number + 1,
-            [[batch(100 * number + 10 * step + call, 4, vocab_size) for call in range(num_calls)] for step in range(3)],
+            [
+                [batch(100 * number + 10 * step + call, 4, vocab_size) for call in range(num_calls)]
+                for step in range(num_steps)
+            ],
         )
         for number, section in enumerate(sections)
     }
@@ -62,7 +67,8 @@ def test_adapters_that_take_turns_are_what_each_is_alone(pool: Pool, one: Case, 
     first: dict[str, Any] = {"rank": 4, "alpha": 8, "targets": ["proj", "output", *modules]}
     # terms of routers have denominators of their own, which need the whole batch
     num_calls = 1 if config.model.experts is not None else 2
-    given = wanted([first, {"rank": 1}, {"kind": "dora", "targets": ["proj"]}], num_calls=num_calls)
+    sections = [first, {"rank": 1}, {"kind": "dora", "targets": ["proj"]}]
+    given = wanted(sections, num_calls=num_calls, num_steps=2)  # the second one has moments
     single = pool.run(adapters_ranks.alone, one.resolved(config), config, given)
     together = pool.run(adapters_ranks.mixed, one.resolved(config), config, given)
     assert together == single

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from tests.data.conftest import word_tokenizer
 from tests.fault_table import Notice
 from tests.training.test_trainer import command, finished
+from tests.warm import Command, program_environment
 
 __all__ = ["command", "word_tokenizer"]
 
@@ -79,9 +79,7 @@ def test_a_program_sees_that_its_training_was_stopped(
     data = f"data={{kind: sft, seq_length: 16, {source}, tokenizer: {word_tokenizer}, cache_dir: {tmp_path / 'cache'}}}"
     arguments = [sys.executable, "program.py", str(tmp_path / "base.yaml"), str(tmp_path), data]
     with notice:
-        code, output, errors = finished(
-            subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        code, output, errors = finished(Command(arguments, tmp_path, program_environment(tmp_path)))
     assert code == 0, errors
     found = json.loads(output.splitlines()[-1])
     assert found == {
