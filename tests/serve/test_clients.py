@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,13 @@ LAYOUTS = [
     case(2, num_layers=2, pp=2),
     case(2, num_layers=1, dp=2, ep=2),
 ]
+
+
+@pytest.fixture(scope="module")
+def shared(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serves on one rank, for tests that each have a session of their own; yields the address."""
+    with running(pool, LAYOUTS[0], LAYOUTS[0].config(), tmp_path_factory.mktemp("shared") / "base") as address:
+        yield address
 
 
 def named(one: Case) -> str:
@@ -92,10 +99,22 @@ def config_of(one: Case, lora: Lora) -> Config:
     return Served(one.config()).adapted(lora)
 
 
+LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"]
+
+
 # tp2 and pp2 show what one rank does, and the checkpoint under another layout what dp2 does
-@pytest.mark.parametrize("one", [at_night(LAYOUTS[0]), LAYOUTS[1], at_night(LAYOUTS[2]), *LAYOUTS[3:]], ids=named)
-def test_an_adapter_of_ten_steps_is_the_oracles(pool: Pool, tmp_path: Path, one: Case) -> None:
-    """Every loss, per-datum log-probabilities, norms, and the adapter after ten steps; what is saved goes on."""
+@pytest.mark.parametrize(
+    ("one", "losses"),
+    [
+        (LAYOUTS[1], LOSSES),
+        # the engine computes every loss: on these axes the day sees that its numbers arrive, whole and clipped
+        *((each, LOSSES[::2]) for each in LAYOUTS[3:]),
+        *(at_night(each, LOSSES * 2) for each in LAYOUTS),
+    ],
+    ids=lambda value: named(value) if isinstance(value, Case) else str(len(value)),
+)
+def test_an_adapter_is_the_oracles_after_every_step(pool: Pool, tmp_path: Path, one: Case, losses: list[str]) -> None:
+    """Every loss, per-datum log-probabilities, norms, and the adapter after the last step; what is saved goes on."""
     folder, config = tmp_path / "base", one.config(**MIXTRAL if "ep" in one.layout else {})
     with running(pool, one, config, folder) as address:
         with session(address) as service:
@@ -103,15 +122,14 @@ def test_an_adapter_of_ten_steps_is_the_oracles(pool: Pool, tmp_path: Path, one:
             base = saved(folder, whole.save_state("start").result().path, config)
             assert whole.get_info().is_lora is False
         with session(address) as service:
-            check_adapter(service, folder, Served(config).adapted(Lora(4)), base)
+            check_adapter(service, folder, Served(config).adapted(Lora(4)), base, losses)
 
 
-def check_adapter(service: Any, folder: Path, config: Config, base: Parameters) -> None:
+def check_adapter(service: Any, folder: Path, config: Config, base: Parameters, losses: list[str]) -> None:
     client = service.create_lora_training_client("base", rank=4, seed=5).result()
     first = client.save_state("start").result().path
     oracle = Oracle(config, base | saved(folder, first, config))
-    losses = ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"]
-    run_steps(client, oracle, losses * 2)
+    run_steps(client, oracle, losses)
     last = client.save_state("end").result().path
     assert worst(saved(folder, last, config), oracle) < 1e-5
     again = service.create_training_client_from_state_with_optimizer(last).result()
@@ -208,10 +226,9 @@ def test_every_rank_ends_without_the_process_that_speaks_http(pool: Pool, tmp_pa
     assert other == (text, True)
 
 
-def test_a_custom_loss_and_a_batch_in_chunks_are_one_gradient(pool: Pool, tmp_path: Path) -> None:
+def test_a_custom_loss_and_a_batch_in_chunks_are_one_gradient(shared: str) -> None:
     """A loss of the client's own goes there and back; chunks that arrive in any order give the same bits."""
-    one = LAYOUTS[0]
-    with running(pool, one, one.config(), tmp_path / "base") as address, session(address) as service:
+    with session(shared) as service:
         clients = [service.create_lora_training_client("base", rank=2, seed=3).result() for _ in range(3)]
 
         def squares(data: Any, log_probs: Any) -> Any:
@@ -233,8 +250,8 @@ def test_a_custom_loss_and_a_batch_in_chunks_are_one_gradient(pool: Pool, tmp_pa
         assert norms[1] == norms[2]
 
 
-def test_several_targets_of_a_token_are_as_many_batches(pool: Pool, tmp_path: Path) -> None:
-    one, rng, tokens = LAYOUTS[0], np.random.default_rng(4), sequences(4, (5, 9), VOCAB)
+def test_several_targets_of_a_token_are_as_many_batches(shared: str) -> None:
+    rng, tokens = np.random.default_rng(4), sequences(4, (5, 9), VOCAB)
     targets = [rng.integers(0, VOCAB, (len(each) - 1, 3)) for each in tokens]
     weights = [rng.normal(size=each.shape).astype(np.float32) for each in targets]
 
@@ -242,7 +259,7 @@ def test_several_targets_of_a_token_are_as_many_batches(pool: Pool, tmp_path: Pa
         given = zip(tokens, targets, weights, strict=True)
         return [datum(each, {"target_tokens": t[:, columns], "weights": w[:, columns]}) for each, t, w in given]
 
-    with running(pool, one, one.config(), tmp_path / "base") as address, session(address) as service:
+    with session(shared) as service:
         clients = [service.create_lora_training_client("base", rank=2, seed=3).result() for _ in range(2)]
         whole = clients[0].forward_backward(sent(slice(None)), "cross_entropy").result()
         parts = [clients[1].forward_backward(sent(place), "cross_entropy").result() for place in range(3)]
@@ -254,11 +271,10 @@ def test_several_targets_of_a_token_are_as_many_batches(pool: Pool, tmp_path: Pa
         np.testing.assert_allclose(output["logprobs"].to_numpy(), expected, rtol=0, atol=1e-5)
 
 
-def test_answers_are_of_the_weights_that_were_kept(pool: Pool, tmp_path: Path) -> None:
+def test_answers_are_of_the_weights_that_were_kept(shared: str) -> None:
     """Snapshots and saved samplers stay what they were while training goes on; trainer and sampler agree."""
-    one = LAYOUTS[0]
     prompt, greedy = types.ModelInput.from_ints([3, 4, 5]), types.SamplingParams(max_tokens=8, temperature=0)
-    with running(pool, one, one.config(), tmp_path / "base") as address, session(address) as service:
+    with session(shared) as service:
         client = service.create_lora_training_client("base", rank=2, seed=3).result()
         base = service.create_sampling_client(base_model="base").result()
         before = base.sample(prompt, 2, greedy).result().sequences
