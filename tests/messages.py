@@ -113,7 +113,7 @@ class Messages:
         """Messages of each test by its node id."""
         return {
             f"{file}::{test}": messages if isinstance(messages, list) else [messages]
-            for file, tests in yaml.safe_load(self.file.read_text()).items()
+            for file, tests in yaml.load(self.file.read_text(), yaml.CSafeLoader).items()
             for test, messages in tests.items()
         }
 

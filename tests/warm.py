@@ -30,7 +30,15 @@ from typing import Any
 
 from tests.paths import ROOT
 
-PRELOADED = ("mtrain.cli.main", "mtrain.training.trainer", "mtrain.convert.verifying", "tests.warm")
+PRELOADED = (
+    "mtrain.cli.main",
+    "mtrain.cli.train",
+    "mtrain.cli.launch.app",
+    "mtrain.launch.local",
+    "mtrain.training.trainer",
+    "mtrain.convert.verifying",
+    "tests.warm",
+)
 _SERVER: Any = vars(forkserver)["_forkserver"]
 _PROGRAM = [sys.executable, "-m", "mtrain"]
 _POLL_S = 0.01
