@@ -6,11 +6,9 @@ from typing import Any
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from mtrain import Completion, Config, Datum, Engine, SamplingParams
+from mtrain.arch.layout import Layout
 from mtrain.core.layers.moe import router
 from mtrain.core.ranks.groups import Groups
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.model.moe import router
-from mtrain.plan.layout import Layout
 from mtrain.verify.rollout.scores import Scored, scores
 from tests.pool import Pool
 from tests.training.engine_ranks import free
