@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "lora": ("llama", LORA | {"targets": [*ALL, "embedding", "output"]}, Layout(tp=2, pp=2)),
     "rslora": ("qwen2", LORA | {"targets": ["q_proj", "v_proj", "fc1"], "scaling": "rslora"}, Layout(tp=2, sp=True)),
     "dora": ("llama", LORA | {"targets": ALL, "kind": "dora"}, Layout(tp=2)),
-    "patterns": ("llama", LORA | {"targets": [*ALL, "embedding"], **PATTERNS}, Layout(tp=2, pp=2)),
+    "patterns": ("llama", LORA | {"targets": [*ALL, "embedding", "output"], **PATTERNS}, Layout(tp=2, pp=2)),
     "patterns of experts": ("mixtral", LORA | {"targets": ["q_proj", "experts"], **OF_EXPERTS}, Layout(tp=2, sp=True)),
     "whole tables": ("llama", LORA | {"targets": ["qkv", "fc2"], "modules_to_save": TABLES}, Layout(tp=2, pp=2)),
     **{
@@ -63,23 +63,24 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     },
     "base in bf16": ("llama", LORA | {"targets": [*ALL, "embedding"], "base_dtype": "bf16"}, Layout()),
     "experts": ("mixtral", LORA | {"targets": ["q_proj", "proj", "experts"]}, Layout(tp=2, sp=True)),
-    "latent attention": ("deepseek", LORA | {"targets": ["qkv", "proj"]}, Layout()),
+    "latent attention, dense and shared": ("deepseek", LORA | {"targets": ALL}, Layout()),
     "delta nets": ("qwen3.5", LORA | {"targets": [*ALL, "in_proj", "out_proj"]}, Layout(tp=2, sp=True)),
-    "fused delta nets": (
+    "fused delta nets, shared experts": (
         "qwen3-next",
         LORA
-        | {"targets": ["qkv", "proj", "in_proj_qkvz", "in_proj_ba", "out_proj"], "rank_pattern": {"in_proj_ba": 2}},
+        | {
+            "targets": [*ALL, "in_proj_qkvz", "in_proj_ba", "out_proj"],
+            "rank_pattern": {"in_proj_ba": 2, "fc2": 2},
+        },
         Layout(tp=2, sp=True),
     ),
     "fused dense": ("phi3", LORA | {"targets": ["qkv_proj", "proj", "gate_up_proj", "fc2"]}, Layout(tp=2)),
-    "fused dora": ("phi3", LORA | {"targets": ["qkv_proj", "gate_up_proj"], "kind": "dora"}, Layout(tp=2, sp=True)),
-    "mamba": ("nemotron-h", LORA | {"targets": [*ALL, "in_proj"]}, Layout(tp=2, sp=True)),
-    "shared experts": (
-        "qwen3-next",
-        LORA | {"targets": ["qkv", "fc1", "fc2"], "rank_pattern": {"fc2": 2}},
+    "fused dora": (
+        "phi3",
+        LORA | {"targets": ["qkv_proj", "proj", "gate_up_proj", "fc2"], "kind": "dora"},
         Layout(tp=2, sp=True),
     ),
-    "dense and shared": ("deepseek", LORA | {"targets": ["proj", "fc1", "fc2"]}, Layout()),
+    "mamba": ("nemotron-h", LORA | {"targets": [*ALL, "in_proj"]}, Layout(tp=2, sp=True)),
     "experts next to images": (
         "qwen3.5-moe-images",
         LORA | {"targets": ["q_proj", "experts"], **OF_EXPERTS},
@@ -139,11 +140,10 @@ def held(folder: Path, adapter: dict[str, Any]) -> Any:
     return model
 
 
-# rslora: test_an_adapter_that_peft_saved_starts_a_run; the base in bf16: test_base_precision.py
-BY_NIGHT = ["rslora", "base in bf16", "interleaved experts"]
-BY_NIGHT += [
-    name for name in CASES if name.startswith("norms of") and name not in ("norms of llama", "norms of qwen3.5")
-]
+# rslora: test_an_adapter_that_peft_saved_starts_a_run; the base in bf16: test_base_precision.py; the others have no
+# target, kind or axis that "patterns", "patterns of experts", "fused dora" and "norms of qwen3.5" lack
+BY_NIGHT = ["rslora", "base in bf16", "interleaved experts", "lora", "dora", "experts", "fused dense"]
+BY_NIGHT += [name for name in CASES if name.startswith("norms of") and name != "norms of qwen3.5"]
 
 
 @pytest.mark.parametrize(
