@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import queue
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
@@ -59,10 +60,10 @@ def save_like_megatron_lm(groups: Groups, config: Config, folder: Path, prefix: 
         target.mkdir(parents=True)
     torch.distributed.barrier()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it starts processes
+    # theirs lies in a process of its own, an interpreter that imports everything anew; nobody else writes here
+    vars(filesystem_async)["_results_queue"] = queue.Queue()
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), groups.dp_cp)
     dist_checkpointing.save(state, str(target), strategy)
-    for child in psutil.Process().children(recursive=True):
-        child.kill()  # their manager would outlive us
     if groups.rank == 0:
         (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     return _loss(model, config)
