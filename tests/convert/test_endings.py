@@ -130,9 +130,19 @@ BASES: list[tuple[dict[str, Any] | None, int | list[int] | None]] = [
 ]
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_an_export_ends_where_the_run_ends(template: str, tmp_path: Path) -> None:
-    for number, (generation, eos) in enumerate(BASES[::3]):
+@pytest.mark.parametrize(
+    ("template", "bases"),
+    [
+        *((template, [BASES[number % len(BASES)]]) for number, template in enumerate(TEMPLATES)),
+        *(pytest.param(template, BASES, marks=pytest.mark.nightly) for template in TEMPLATES),
+    ],
+    ids=[*TEMPLATES, *(f"{template}, each base" for template in TEMPLATES)],
+)
+def test_an_export_ends_where_the_run_ends(
+    template: str, bases: list[tuple[dict[str, Any] | None, int | list[int] | None]], tmp_path: Path
+) -> None:
+    """The templates share the bases by day; the test below puts drawn templates on drawn bases."""
+    for number, (generation, eos) in enumerate(bases):
         folder = tmp_path / str(number)
         folder.mkdir()
         base_model(folder, generation, eos)

@@ -34,6 +34,9 @@ from tests.messages import refuses
 from tests.pool import Pool
 
 CARRIED = "hf/carried.safetensors"
+BY_NIGHT = ("gemma3-images", "ministral3-images", "qwen3.5-images")
+"""Models whose tensors and fields are named as those of mistral3 and qwen3.5-moe-images."""
+EACH_TOWER = [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in TOWERS]
 
 
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -61,7 +64,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", EACH_TOWER)
 def test_names_as_they_are_in_memory_come_back(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path / "usual")
     model.save_pretrained(tmp_path / "theirs", max_shard_size="30KB", save_original_format=False)
@@ -76,7 +79,7 @@ def test_names_as_they_are_in_memory_come_back(name: str, tmp_path: Path) -> Non
     verify_hf(tmp_path / "ours", tmp_path / "theirs", num_workers=1)
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", EACH_TOWER)
 def test_a_cast_is_one_of_text(name: str, tmp_path: Path) -> None:
     save(name, tmp_path / "theirs")
     import_hf(tmp_path / "theirs", tmp_path / "ours", torch.float32, num_workers=1)
@@ -93,7 +96,7 @@ def test_a_cast_is_one_of_text(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", ["folder", "import"])
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", EACH_TOWER)
 def test_a_run_changes_text_alone(name: str, start: str, pool: Pool, tmp_path: Path) -> None:
     theirs, run = tmp_path / "theirs", tmp_path / "run"
     save(name, theirs)
@@ -214,7 +217,7 @@ def heads(config: dict[str, Any], stored: str) -> tuple[str, str]:
     return in_5, COPY if getattr(read.text_config, TIED) else stored
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", EACH_TOWER)
 def test_a_config_says_to_both_versions_whether_tables_are_tied(name: str) -> None:
     """transformers 5 reads the outer field, transformers 4 the nested one."""
     stored_as = "lm_head.weight" if "qwen" in name or "gemma4" in name else "language_model.lm_head.weight"
@@ -233,7 +236,7 @@ def test_a_config_says_to_both_versions_whether_tables_are_tied(name: str) -> No
         assert [getattr(each, TIED) for each in (read, read.text_config)] == [model.tied_embeddings] * 2, case
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", EACH_TOWER)
 def test_a_head_beside_a_nested_field_that_ties_it_is_read_by_both_versions(name: str, tmp_path: Path) -> None:
     """transformers 5 writes such folders."""
     theirs, back = tmp_path / "theirs", tmp_path / "back"
