@@ -85,11 +85,28 @@ HABITS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(habits=HABITS, contents=st.lists(CONTENT, min_size=1, max_size=4))
+CONTENTS = st.lists(CONTENT, min_size=1, max_size=4)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(habits=HABITS, contents=CONTENTS)
 def test_an_empty_thought_here_and_there_is_no_difference(
     habits: Habits, contents: list[str], encoder_of_text: MakeEncoder, chat_tokenizer: Path
 ) -> None:
+    check_thoughts(habits, contents, encoder_of_text, chat_tokenizer)
+
+
+@pytest.mark.nightly  # more of the same draws
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(habits=HABITS, contents=CONTENTS)
+def test_an_empty_thought_in_many_places_is_no_difference(
+    habits: Habits, contents: list[str], encoder_of_text: MakeEncoder, chat_tokenizer: Path
+) -> None:
+    check_thoughts(habits, contents, encoder_of_text, chat_tokenizer)
+
+
+def check_thoughts(habits: Habits, contents: list[str], encoder_of_text: MakeEncoder, chat_tokenizer: Path) -> None:
+    """Checks what is learned from turns of these contents."""
     messages = [message for content in contents for message in (user("q"), assistant(content))]
     sample = encoder_of_text(habits.template).encode({"messages": messages})
     # the model writes the text that follows its prompt in the whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import string
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,8 +137,19 @@ def conversation(draw: random.Random) -> dict[str, Any]:
     return {"messages": messages, **({"tools": [TOOL]} if has_tools else {})}
 
 
+BY_DAY = (0, 1, 3, 11, 23, 25, 30, 39, 42, 67)
+"""Seeds that together draw every value of every habit."""
+
+
+def test_the_day_draws_every_habit() -> None:
+    def drawn(seeds: Iterable[int]) -> list[set[Any]]:
+        return [set(values) for values in zip(*(habits(random.Random(seed)) for seed in seeds), strict=True)]
+
+    assert drawn(BY_DAY) == drawn(range(130))
+
+
 @pytest.mark.parametrize(
-    "seed", [*range(24), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(24, 130))]
+    "seed", [pytest.param(seed, marks=[] if seed in BY_DAY else [pytest.mark.nightly]) for seed in range(130)]
 )
 def test_each_answer_is_given_and_ends(seed: int, tmp_path: Path, chat_tokenizer: Path) -> None:
     draw = random.Random(seed)
