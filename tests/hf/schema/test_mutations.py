@@ -299,7 +299,10 @@ def test_what_is_read_computes_what_transformers_computes(name: str) -> None:
     assert right is not None
     num_changed, num_accepted, wrong = 0, 0, []
     for mutation in [{}, *mutations_of(config)]:
-        theirs, read = answered(config | mutation, state), ours(config | mutation)
+        read = ours(config | mutation)
+        if read is None and num_changed >= 5:  # refused, whatever transformers makes of it
+            continue
+        theirs = answered(config | mutation, state)
         if theirs is None:
             continue
         num_changed += not torch.allclose(theirs.logits, right.logits, rtol=0.0, atol=1e-4)
