@@ -26,6 +26,12 @@ STARTS = ("random", "model.hf", "import")
 TARGETS = ("all-linear", "single", "fused", "dora")
 
 
+BY_NIGHT = ("mistral", "mistral3", "ministral3", "mistral3/ministral3", "qwen2", "smollm3", "qwen3_moe", "olmo2")
+BY_NIGHT += ("kimi_k2", "kimi_k25", "glm4_moe_lite", "gemma3", "qwen3_5", "qwen3_5_moe")
+"""Families whose matrices are named as those of llama, qwen3, qwen2_moe, olmo3 and deepseek_v3, with or without a
+tower."""
+
+
 def sections_of(config: Config) -> dict[str, dict[str, Any]]:
     """Returns adapters with every target that the model has, in as few as they need, since no part has two pairs."""
     found = []
@@ -100,7 +106,7 @@ def check_starts(pool: Pool, folder: Path, rows: list[tuple[str, str, str]]) -> 
 
 
 def test_a_run_begins_as_its_frozen_model(pool: Pool, tmp_path: Path) -> None:
-    starts = dict(zip(MODELS, cycle(STARTS)))
+    starts = dict(zip((each for each in MODELS if each not in BY_NIGHT), cycle(STARTS)))
     rows = [(family, start, "single") for family, start in starts.items()]
     others = [("random", "all-linear"), ("model.hf", "fused"), ("import", "dora")]
     check_starts(pool, tmp_path, rows + [("qwen3_next", *other) for other in others])

@@ -65,6 +65,7 @@ def test_a_layer_is_one_graph_that_all_layers_share(pool: Pool) -> None:
     assert plain.printed == recomputed.printed == ""
 
 
+@pytest.mark.nightly  # traces collectives for seconds; by day a layer alone is one graph
 def test_what_the_layout_adds_stays_outside(pool: Pool) -> None:
     (found,) = compiled_rows(pool, [row("tp", COMPILED, num_layers=1, tp=2, sp=True)])
     assert found.num_graphs > 1

@@ -12,6 +12,7 @@ from tests.mcore.state import checkpoint_ranks, expert_ranks
 from tests.mcore.state.checkpoint_ranks import Arrays, Outcome
 from tests.mcore.state.test_save_and_load import (
     BF16,
+    FEW_LAYERS,
     FP16,
     NOT_DISTRIBUTED,
     OVERLAP,
@@ -37,8 +38,6 @@ DENSE_FIRST = {
 resumed, tokens would go elsewhere."""
 EVERYWHERE = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 40}
 """All layers are alike, and stacked in the checkpoint."""
-FEW_LAYERS = {"model.num_layers": 2}
-"""One layer of each kind."""
 LATE: dict[str, Any] = {"model.experts": DENSE_FIRST | {"first_dense_layers": 2}}
 ALL_AXES = Layout(tp=2, sp=True, pp=2, dp=2, ep=2, etp=2)
 SAVED = Layout(tp=2, sp=True, dp=2, ep=2, etp=2)

@@ -28,6 +28,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
         Layout(pp=2),
         {
             "0.scalar",
+            "0.self_attention.linear_proj.post_layernorm.weight",
+            "0.mlp.linear_fc2.post_layernorm.weight",
             "0.self_attention.linear_qkv.layer_norm_weight",
             "1.self_attention.linear_qk.weight",
             "1.input_layernorm.weight",
@@ -84,8 +86,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
 
 @pytest.mark.parametrize(
     "family",
-    # norms over whole heads travel as those of gemma; their names are compared for the checkpoints of tests/convert
-    [pytest.param(each, marks=[pytest.mark.nightly] if each == "olmo2" else []) for each in FAMILIES],
+    # gemma 4 has the norms of gemma; those over whole heads travel alike, and their names are compared for the
+    # checkpoints of tests/convert
+    [pytest.param(each, marks=[pytest.mark.nightly] if each in ("gemma", "olmo2") else []) for each in FAMILIES],
 )
 def test_another_layout_loads_and_trains_alike(pool: Pool, tmp_path: Path, family: str) -> None:
     knobs, first, second, keys = FAMILIES[family]

@@ -27,6 +27,7 @@ TIED = {"model.tied_embeddings": True}
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 NOT_DISTRIBUTED = {"train.distributed_optimizer": False}
 BF16 = {"train.precision": "bf16"}
+FEW_LAYERS = {"model.num_layers": 2}
 FP16 = {"train.precision": "fp16", "train.initial_loss_scale": 2.0**21}  # overflows in two of the first three steps
 
 STEADY = {"optimizer.epsilon": 1e-3}
@@ -112,7 +113,7 @@ def _tokens(values: Any) -> Any:
 def test_resuming_on_the_same_layout_is_exact(
     pool: Pool, tmp_path: Path, layout: Layout, changes: dict[str, Any]
 ) -> None:
-    config = configured(**changes)
+    config = configured(**({} if layout.pp > 1 else FEW_LAYERS), **changes)
     saved, end = (3, 5) if config.train.precision == "fp16" else (1, 3)
     both: list[tuple[Outcome, Outcome]] = pool.run(ranks.train_and_resume, layout, config, tmp_path, end, saved)
     for one, other in both:
@@ -129,7 +130,7 @@ def test_resuming_on_the_same_layout_is_exact(
 
 
 def test_saving_leaves_the_run_as_it_was(pool: Pool, tmp_path: Path) -> None:
-    layout, config = Layout(dp=2), configured(**BF16, **TIED, **OVERLAP, **DROPOUT)
+    layout, config = Layout(dp=2), configured(**BF16, **TIED, **OVERLAP, **DROPOUT, **FEW_LAYERS)
     without: list[Outcome] = pool.run(ranks.train, layout, config, tmp_path, None, 2)
     with_save: list[Outcome] = pool.run(ranks.train, layout, config, tmp_path, None, 2, 1)
     for one, other in zip(without, with_save):
@@ -138,7 +139,7 @@ def test_saving_leaves_the_run_as_it_was(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_a_run_that_has_not_stepped_is_saved_and_resumed(pool: Pool, tmp_path: Path) -> None:
-    config = configured(**BF16)
+    config = configured(**BF16, **FEW_LAYERS)
     straight, resumed = pool.run(ranks.train_and_resume, Layout(dp=2), config, tmp_path, 2, 0)[0]
     assert straight.steps == resumed.steps
     assert_same_standing(straight.end, resumed.end)
@@ -211,7 +212,7 @@ def test_depths_of_multi_token_prediction_travel_between_layouts(
     pool: Pool, tmp_path: Path, tied: dict[str, Any]
 ) -> None:
     """The last stage of a pipeline holds a copy of the embeddings for the depths."""
-    config = configured(**tied, **{"model.mtp_depths": 2})
+    config = configured(**tied, **FEW_LAYERS, **{"model.mtp_depths": 2})
     straight: Outcome = pool.run(ranks.train, Layout(pp=2), config, tmp_path, None, 3, 1, ["save"])[0]
     assert "mtp.layers.1.eh_proj.weight" in straight.whole["save"].parameters
     assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in straight.whole["save"].moments
@@ -254,7 +255,7 @@ def test_a_new_run_starts_from_the_main_weights(pool: Pool, half: Any) -> None:
 
 
 def test_random_states_on_another_layout_follow_from_seed_and_step(pool: Pool, tmp_path: Path) -> None:
-    config = configured(**DROPOUT)
+    config = configured(**DROPOUT, **FEW_LAYERS)
     pool.run(ranks.save, Layout(tp=2), config, tmp_path, [1, 2])
     first, again, later = pool.run(ranks.resumed_at, Layout(), config, tmp_path, (1, 1, 2))[0]
     assert first.begin.random_bytes == again.begin.random_bytes
@@ -365,7 +366,8 @@ def test_megatron_core_reads_what_was_saved(pool: Pool, half: Any) -> None:
     assert tensors["optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight"].shape == (4, 96, 32)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])  # of 1: test_save_faults.py
+@pytest.mark.nightly  # by day at each phase of a save, in test_save_faults.py
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(pool: Pool, tmp_path: Path, victim: int) -> None:
     """The kill comes before the first, ninth, ... (or each) file operation, until the save ends before the kill."""
     config = configured(**BF16)
