@@ -25,6 +25,7 @@ from tests.tools import wheels
 from tests.tools.cores import Cores
 from tests.tools.nightly import Nightly
 
+gc.disable()  # for collection, whose objects stay to the end: looking for garbage among them takes a third longer
 _CACHES = tempfile.TemporaryDirectory(prefix="mtrain-caches-")
 """Caches of this session: neither the user's token cache, nor that of a session on other code."""
 # building its list of fonts anew takes seconds
@@ -69,6 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Exempts thousands of tests and what they import, which stay to the end, from garbage collection."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

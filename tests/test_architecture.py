@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
-from tests.tools.sources import Module, imports, module_names, modules
+from tests.tools.sources import Module, imports, module_names, modules, uncollected
 
 PACKAGES = (
     ("base", "config", "arch"),
@@ -320,13 +320,14 @@ def functions(block: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 def test_functions_are_short() -> None:
     parsed = {module.path: module.tree for module in modules()}
-    wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines"
-        for path in python_files()
-        if (text := path.read_text()).count("\n") >= MAX_FUNCTION_LINES
-        for node in functions(parsed[path] if path in parsed else ast.parse(text))
-        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) >= MAX_FUNCTION_LINES
-    ]
+    with uncollected():
+        wrong = [
+            f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines"
+            for path in python_files()
+            if (text := path.read_text()).count("\n") >= MAX_FUNCTION_LINES
+            for node in functions(parsed[path] if path in parsed else ast.parse(text))
+            if (length := (node.end_lineno or node.lineno) - node.lineno + 1) >= MAX_FUNCTION_LINES
+        ]
     assert wrong == []
     deep = (
         "for x in y:\n  pass\nelse:\n  match x:\n    case 1:\n      try: pass\n      except E:\n        def f(): pass\n"

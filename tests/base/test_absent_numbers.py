@@ -30,24 +30,23 @@ def is_number(annotation: ast.expr | None) -> bool:
     return False
 
 
-def annotated(trees: Iterable[ast.Module]) -> tuple[set[str], set[str]]:
+def annotated(nodes: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
     """Returns the names of attributes, and of functions, that are numbers wherever one of that name is defined."""
     attributes: dict[str, set[bool]] = defaultdict(set)
     results: dict[str, set[bool]] = defaultdict(set)
-    for tree in trees:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                for each in node.body:
-                    if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                        attributes[each.target.id].add(is_number(each.annotation))
-                    elif isinstance(each, Function) and "property" in map(ast.unparse, each.decorator_list):
-                        attributes[each.name].add(is_number(each.returns))
-            if isinstance(node, Function):
-                results[node.name].add(is_number(node.returns))
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            for each in node.body:
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    attributes[each.target.id].add(is_number(each.annotation))
+                elif isinstance(each, Function) and "property" in map(ast.unparse, each.decorator_list):
+                    attributes[each.name].add(is_number(each.returns))
+        if isinstance(node, Function):
+            results[node.name].add(is_number(node.returns))
     return tuple({name for name, found in each.items() if found == {True}} for each in (attributes, results))  # type: ignore[return-value]
 
 
-def replaced_zeros(tree: ast.Module, attributes: set[str], results: set[str]) -> Iterator[tuple[int, str]]:
+def replaced_zeros(nodes: list[ast.AST], attributes: set[str], results: set[str]) -> Iterator[tuple[int, str]]:
     """Yields line and text of each expression that puts another number in the place of a number that may be 0."""
     names: set[str] = set()
 
@@ -69,14 +68,15 @@ def replaced_zeros(tree: ast.Module, attributes: set[str], results: set[str]) ->
         is_same = isinstance(other, ast.Constant) and other.value in (0, None) and other.value is not False
         return not is_same and ast.unparse(value) not in NO_ZERO and (is_numeric(value) or is_numeric(other))
 
-    conditions = {id(each) for node in ast.walk(tree) for each in conditions_of(node)}
-    for scope in (node for node in ast.walk(tree) if isinstance(node, Function)):
+    conditions = {id(each) for node in nodes for each in conditions_of(node)}
+    for scope in (node for node in nodes if isinstance(node, Function)):
         given = [*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs]
         names = {each.arg for each in given if is_number(each.annotation)}
-        for node in ast.walk(scope):
+        inner = list(ast.walk(scope))
+        for node in inner:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and is_numeric(node.value):
                 names.add(node.targets[0].id)
-        for node in (each for each in ast.walk(scope) if isinstance(each, ast.expr)):
+        for node in inner:
             match node:
                 case ast.BoolOp(op=ast.Or(), values=[*firsts, last]) if id(node) not in conditions:
                     wrong = any(is_replaced(each, last) for each in firsts)
@@ -111,12 +111,11 @@ def truths(test: ast.expr) -> Iterator[ast.expr]:
 
 
 def test_no_number_takes_the_place_of_zero() -> None:
-    trees = {module.name: module.tree for module in modules()}
-    attributes, results = annotated(trees.values())
+    attributes, results = annotated(node for module in modules() for node in module.nodes)
     wrong = {
-        f"{name}:{line}: {text}"
-        for name, tree in trees.items()
-        for line, text in replaced_zeros(tree, attributes, results)
+        f"{module.name}:{line}: {text}"
+        for module in modules()
+        for line, text in replaced_zeros(module.nodes, attributes, results)
     }
     assert not wrong, "\n".join(sorted(wrong))
 
@@ -153,7 +152,7 @@ def bad(section, config, number: int | None, text, default: float):
     i = h or default
     j = text or number or 3
 """
-    tree = ast.parse(source)
-    found = dict(replaced_zeros(tree, *annotated([tree])))
+    nodes = list(ast.walk(ast.parse(source)))
+    found = dict(replaced_zeros(nodes, *annotated(nodes)))
     first = source.splitlines().index("def bad(section, config, number: int | None, text, default: float):") + 2
     assert [*found] == [*range(first, first + 7), first + 8, first + 9], found

@@ -20,6 +20,7 @@ from tests.known_issues.rows.row import Place, installed
 from tests.known_issues.state_ranks import said_at_the_start
 from tests.paths import ROOT
 from tests.pool import Pool
+from tests.tools.sources import modules
 
 
 def ids(row: KnownIssue) -> str:
@@ -76,7 +77,7 @@ def test_names_are_unique() -> None:
 
 def test_no_model_of_theirs_is_built() -> None:
     """Looks for imports of their models; parts of them and specs of layers are used."""
-    nodes = [node for path in (ROOT / "mtrain").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for module in modules() for node in module.nodes]
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     of_models = [node for node in imports if (node.module or "").startswith("megatron.core.models")]
     models = [name.name for node in of_models for name in node.names]
