@@ -20,6 +20,8 @@ from mtrain.config.foreign.translation import Row, Translation, tried
 from mtrain.config.foreign.verl import VERL
 from mtrain.config.keys import Key, described_keys
 from mtrain.config.kinds import sections_at
+from mtrain.config.keys import described_keys
+from mtrain.config.load import load_config
 from mtrain.config.megatron_fields import TYPED_KNOBS
 from mtrain.config.messages import readable, unknown_key
 from mtrain.hf.configuration import load_config
@@ -32,10 +34,11 @@ SECTIONS = ["", *(name for name, key in KEYS.items() if key.is_section and "[]" 
 LETTERS = "aceklnoprstvxz"
 
 
-def fields(section: str) -> set[str]:
+@cache
+def fields(section: str) -> frozenset[str]:
     """Returns the keys that a section has, of whatever kind."""
     place = tuple(section.replace("NAME", "name").split(".")) if section else ()
-    return {name for each in sections_at(place) for name in each.model_fields}
+    return frozenset(name for each in sections_at(place) for name in each.model_fields)
 
 
 def answer(section: str, name: str) -> str:
@@ -54,12 +57,12 @@ def named(section: str, name: str) -> set[str]:
     return set(re.split(", | or ", found[1] or found[2])) if found else set()
 
 
-@pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.name)
-def test_a_key_in_another_section_names_its_place(key: Key) -> None:
-    own, _, last = key.name.rpartition(".")
-    for section in SECTIONS:
-        if last not in fields(section) and section + "." != own:
-            assert key.name in named(section, last), section
+def test_a_key_in_another_section_names_its_place() -> None:
+    for key in KEYS:
+        own, _, last = key.rpartition(".")
+        for section in SECTIONS:
+            if last not in fields(section) and section + "." != own:
+                assert key in named(section, last), (key, section)
 
 
 def test_a_key_in_another_section_of_a_file() -> None:
@@ -70,30 +73,31 @@ def test_a_key_in_another_section_of_a_file() -> None:
 
 
 @cache
-def slips(name: str) -> frozenset[str]:
-    """Returns a name with one slip of the finger, and in other spellings."""
+def slips(name: str, letters: str = LETTERS) -> frozenset[str]:
+    """Returns a name with one slip of the finger, and in other spellings; wrong letters are one of `letters`."""
     found = {name.replace("_", "-"), name.upper(), "".join(part.title() for part in name.split("_"))}
     for at in range(len(name)):
         found |= {name[:at] + name[at + 1 :], name[: at + 1] + name[at:]}
         found.add(name[:at] + name[at + 1 : at + 2] + name[at] + name[at + 2 :])
-        for letter in LETTERS:
+        for letter in letters:
             found |= {name[:at] + letter + name[at + 1 :], name[:at] + letter + name[at:]}
     return frozenset(found)
 
 
-@pytest.mark.parametrize("name", [name for name in KEYS if not name.endswith("NAME") and "[]" not in name])
-def test_a_slip_names_the_key_or_none(name: str) -> None:
+@pytest.mark.parametrize("letters", ["stx", pytest.param(LETTERS, marks=pytest.mark.nightly)])
+def test_a_slip_names_the_key_or_none(letters: str) -> None:
     """A slip that makes the name of another key, or another program's, is answered by that."""
-    section, _, last = name.rpartition(".")
     others = {each.rpartition(".")[2] for each in KEYS} | OURS.keys() | set().union(*SYNONYMS.values())
-    shown = name.replace("NAME", "name")
-    place = shown.removesuffix(last)
-    for wrong in slips(last) - others - {""}:
-        keys = {place + each for each in fields(section) if wrong in slips(each)}
-        assert named(section, wrong) <= keys, wrong
-    for spelled in (last.upper(), last.replace("_", "-")):
-        assert spelled == last or named(section, spelled) == {shown}
-    assert len(last) <= 6 or named(section, last + last[-1]) == {shown}
+    for name in (each for each in KEYS if not each.endswith("NAME") and "[]" not in each):
+        section, _, last = name.rpartition(".")
+        shown = name.replace("NAME", "name")
+        place = shown.removesuffix(last)
+        for wrong in slips(last, letters) - others - {""}:
+            keys = {place + each for each in fields(section) if wrong in slips(each)}
+            assert named(section, wrong) <= keys, (name, wrong)
+        for spelled in (last.upper(), last.replace("_", "-")):
+            assert spelled == last or named(section, spelled) == {shown}, name
+        assert len(last) <= 6 or named(section, last + last[-1]) == {shown}, name
 
 
 def lines(name: str, value: Any) -> list[str]:
@@ -115,15 +119,16 @@ def lines(name: str, value: Any) -> list[str]:
     return [line for line in str(error.value).splitlines() if re.match(rf"{re.escape(shown)}\b(?!\.)", line)]
 
 
-@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if not name.endswith("kind")])
-def test_another_shape_of_a_value_gets_one_message(name: str) -> None:
-    key = KEYS[name]
-    if not key.type.startswith(("mapping", "section", "any", "null | section")):
-        assert len(lines(name, {"a": 1})) == 1 or name in ("data.valid", "data.test", "data.extras")
-    if "list" not in key.type and key.type != "any value":
-        assert len(lines(name, [1])) == 1
-    if "text" not in key.type and key.type != "any value" and "|" not in key.type:
-        assert len(lines(name, "words")) == 1
+def test_another_shape_of_a_value_gets_one_message() -> None:
+    for name, key in KEYS.items():
+        if name.endswith("kind"):
+            continue
+        if not key.type.startswith(("mapping", "section", "any", "null | section")):
+            assert len(lines(name, {"a": 1})) == 1 or name in ("data.valid", "data.test", "data.extras"), name
+        if "list" not in key.type and key.type != "any value":
+            assert len(lines(name, [1])) == 1, name
+        if "text" not in key.type and key.type != "any value" and "|" not in key.type:
+            assert len(lines(name, "words")) == 1, name
 
 
 @given(st.sampled_from(SECTIONS), st.text("abcdefghijklmnopqrstuvwxyz_-ABCö0123456789", min_size=1, max_size=20))
@@ -178,12 +183,11 @@ def same_name(name: str) -> set[str]:
     return {key for key in KEYS if key.rpartition(".")[2] == name}
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED | WITHOUT_EFFECT))
-def test_an_argument_of_megatron_that_has_no_key_offers_none(name: str) -> None:
+def test_an_argument_of_megatron_that_has_no_key_offers_none() -> None:
     """But for those that megatron-core's configuration has, too, of which a key of ours decides."""
-    name = name.replace("-", "_")
-    by_knob = {TYPED_KNOBS[name]} if name in TYPED_KNOBS else set()
-    assert offered(name) <= by_knob | same_name(name) | REVIEWED.get(name, set())
+    for name in (each.replace("-", "_") for each in sorted(REFUSED | WITHOUT_EFFECT)):
+        by_knob = {TYPED_KNOBS[name]} if name in TYPED_KNOBS else set()
+        assert offered(name) <= by_knob | same_name(name) | REVIEWED.get(name, set()), name
 
 
 REVIEWED = {
