@@ -76,16 +76,16 @@ def replaced_zeros(nodes: list[ast.AST], attributes: set[str], results: set[str]
         for node in inner:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and is_numeric(node.value):
                 names.add(node.targets[0].id)
-        for node in inner:
-            match node:
-                case ast.BoolOp(op=ast.Or(), values=[*firsts, last]) if id(node) not in conditions:
+        for expression in (each for each in inner if isinstance(each, ast.expr)):
+            match expression:
+                case ast.BoolOp(op=ast.Or(), values=[*firsts, last]) if id(expression) not in conditions:
                     wrong = any(is_replaced(each, last) for each in firsts)
                 case ast.IfExp(test=test, body=body, orelse=last):
                     wrong = ast.unparse(test) == ast.unparse(body) and is_replaced(test, last)
                 case _:
                     wrong = False
             if wrong:
-                yield node.lineno, ast.unparse(node)
+                yield expression.lineno, ast.unparse(expression)
 
 
 def conditions_of(node: ast.AST) -> Iterator[ast.expr]:
