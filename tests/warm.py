@@ -251,8 +251,17 @@ def run_here(
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     os.chdir(folder)
     vars(_SERVER).update(_forkserver_address=server, ensure_running=lambda: None)
-    vars(local)["subprocess"] = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL)
+    vars(local)["subprocess"] = SimpleNamespace(Popen=ForkedRank, run=_run_forked, DEVNULL=subprocess.DEVNULL)
     os._exit(_main(script, arguments, environment))
+
+
+def _run_forked(command: Sequence[str], check: bool) -> subprocess.CompletedProcess[bytes]:
+    """Runs another verb in a fork of its launcher, as `subprocess.run` in a new interpreter."""
+    assert list(command[:3]) == _PROGRAM, command
+    assert not check
+    if (pid := os.fork()) == 0:
+        os._exit(_main(None, command[3:], dict(os.environ)))
+    return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def _main(script: str | None, arguments: Sequence[str], environment: Mapping[str, str]) -> int:

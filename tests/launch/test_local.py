@@ -23,6 +23,7 @@ from mtrain.hf.configuration import load_config
 from mtrain.launch.local import run_ranks
 from tests.config.samples import config
 from tests.fault_table import Notice
+from tests.warm import completed
 
 LAUNCHER = """
 import sys
@@ -157,8 +158,10 @@ def test_ranks_that_fail_after_the_first_do_not_hide_it(
 ) -> None:
     body = """
 if rank == 1:
-    tell('failing'); print('the cause', file=sys.stderr); sys.exit(1)
+    print('the cause', file=sys.stderr); tell('failing', os.getpid()); sys.exit(1)
 while not (here / 'failing').exists(): time.sleep(0.01)
+first = Path('/proc', (here / 'failing').read_text())
+while first.exists(): time.sleep(0.01)  # until the launcher has seen its end
 time.sleep(0.5); print('a consequence', file=sys.stderr); sys.exit(7)
 """
     assert run(program(body), 3) == 1
@@ -228,7 +231,8 @@ time.sleep(0.2); tell(f'received{{rank}}', len(received))
 def test_a_signal_before_a_rank_can_handle_it_is_kept(program: Callable[[str], Path], tmp_path: Path) -> None:
     body = """
 signal.signal(signal.SIGUSR1, lambda number, frame: tell(f'received{rank}'))
-tell(f'begun{rank}'); time.sleep(1)
+tell(f'begun{rank}')
+while signal.SIGUSR1 not in signal.sigpending(): time.sleep(0.01)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 tell(f'end{rank}')
 """
@@ -360,10 +364,11 @@ def written(folder: Path) -> str:
     return str(folder / "run.yaml")
 
 
-def test_no_rank_starts_where_layers_cannot_be_certified(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_rank_starts_where_layers_cannot_be_certified(tmp_path: Path) -> None:
     run = [written(tmp_path), f"run.dir={tmp_path / 'run'}", "train.device=cuda"]
-    assert CliRunner().invoke(app, ["launch", "local", "-n", "1", *run, "--certify"]).exit_code == 7
-    assert "train.device=cuda needs a GPU" in capfd.readouterr().err
+    done = completed([sys.executable, "-m", "mtrain", "launch", "local", "-n", "1", *run, "--certify"])
+    assert done.returncode == 7
+    assert "train.device=cuda needs a GPU" in done.stderr
     assert not (tmp_path / "run" / "logs").exists()
     program = tmp_path / "own.py"
     refused = CliRunner().invoke(app, ["launch", "local", "-n", "1", str(program), "--certify"])
