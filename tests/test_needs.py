@@ -3,9 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.browser import browser
+from tests.needs import leave_out
 from tests.paths import ROOT
 
 FILES = (
@@ -42,6 +47,35 @@ def test_what_a_machine_cannot_run_is_named_at_the_end(workers: tuple[str, ...])
     assert "test_the_legend" not in end, "what -k leaves out is not missing"
 
 
+class Wanting(NamedTuple):
+    """What is read of a test."""
+
+    nodeid: str
+    fixturenames: tuple[str, ...]
+
+
+@pytest.mark.parametrize(("required", "left"), [("1", 2), ("", 1)])
+def test_where_none_may_be_left_out_none_is_and_its_fixture_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, required: str, left: int
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("MTRAIN_REQUIRE_ALL_TESTS", required)
+    monkeypatch.delenv("MTRAIN_BROWSER", raising=False)
+    deselected: list[Any] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    config: Any = SimpleNamespace(stash=pytest.Stash(), hook=hook)
+    tests: Any = [Wanting(BROWSER, ("chromium",)), Wanting("another", ("tmp_path",))]
+    leave_out(config, tests)
+    assert len(tests) == left
+    assert [each.nodeid for each in deselected] == [BROWSER] * (2 - left)
+    with (
+        pytest.raises(AssertionError, match=r"no chromium is on PATH; install one \(launch/browser"),
+        browser(tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.nightly  # the same without another session: the test above
 def test_where_none_may_be_left_out_they_fail() -> None:
     done = suite(FILES[1], "-k", "pictures_are_painted", MTRAIN_REQUIRE_ALL_TESTS="1")
     assert done.returncode == 1

@@ -18,6 +18,7 @@ import venv
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -91,7 +92,12 @@ def resolved(index: Path, folder: Path, there: Mapping[str, str], *options: obje
     return {each["metadata"]["name"]: each["metadata"]["version"] for each in report["install"]}
 
 
-@pytest.mark.parametrize("there", ["2.14.0a0+f3eba03d.nv26.11", "2.15.0", "2.9.0+cu130", "2.15.1"])
+def by_day_the_first(*versions: str) -> list[Any]:
+    """Makes rows of which one is tried by day: tests/base/test_ground.py compares the same range with each of them."""
+    return [versions[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in versions[1:])]
+
+
+@pytest.mark.parametrize("there", by_day_the_first("2.14.0a0+f3eba03d.nv26.11", "2.15.0", "2.9.0+cu130", "2.15.1"))
 def test_a_torch_that_is_there_stays(index: Path, tmp_path: Path, there: str) -> None:
     constraints = tmp_path / "torch.txt"
     constraints.write_text(f"torch=={there}\n")
@@ -101,7 +107,7 @@ def test_a_torch_that_is_there_stays(index: Path, tmp_path: Path, there: str) ->
     assert found.keys() >= {"mtrain", "megatron-core"}
 
 
-@pytest.mark.parametrize("there", ["2.8.0", "2.16.0", "2.9.0a0+1.nv25.08"])
+@pytest.mark.parametrize("there", by_day_the_first("2.9.0a0+1.nv25.08", "2.16.0", "2.8.0"))
 def test_a_torch_out_of_range_is_not_replaced_but_named(index: Path, tmp_path: Path, there: str) -> None:
     constraints = tmp_path / "torch.txt"
     constraints.write_text(f"torch=={there}\n")
@@ -134,7 +140,13 @@ PYTORCH = {
 """Packages of NVIDIA's container of PyTorch of June 2026."""
 
 
-@pytest.mark.parametrize("container", [PYTORCH, {**PYTORCH, "megatron-core": "0.18.0"}], ids=["PyTorch", "NeMo"])
+@pytest.mark.parametrize(
+    "container",
+    [
+        pytest.param(PYTORCH, id="PyTorch", marks=pytest.mark.nightly),
+        pytest.param({**PYTORCH, "megatron-core": "0.18.0"}, id="NeMo"),
+    ],
+)
 def test_the_commands_of_the_page_leave_what_is_built_for_the_containers_torch(
     index: Path, tmp_path: Path, container: dict[str, str]
 ) -> None:

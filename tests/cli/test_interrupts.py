@@ -126,18 +126,15 @@ def with_nothing_there(words: tuple[str, ...]) -> list[str]:
     happens="it speaks as anywhere else",
     exit_code=2,
 )
-@pytest.mark.parametrize("environment", [{"RANK": "1"}, {"SLURM_PROCID": "3"}], ids=str)
-def test_a_verb_without_ranks_always_speaks(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, notice: Notice
-) -> None:
+def test_a_verb_without_ranks_always_speaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, notice: Notice) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     alone = {words: call(*with_nothing_there(words)) for words in ALL if words[0] not in OF_RANKS}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with notice:
-        within = {words: call(*with_nothing_there(words)) for words in alone}
-    assert within == alone
-    assert within[("check",)][0] == notice.exit_code
-    assert all("rror" in text for _, text in within.values()), within
+    for name, value in (("RANK", "1"), ("SLURM_PROCID", "3")):
+        with monkeypatch.context() as environment, notice:
+            environment.setenv(name, value)
+            within = {words: call(*with_nothing_there(words)) for words in alone}
+        assert within == alone, name
+    assert alone[("check",)][0] == notice.exit_code
+    assert all("rror" in text for _, text in alone.values()), alone

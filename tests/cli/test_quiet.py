@@ -22,13 +22,14 @@ RUN = ["{folder}/run.yaml", "run.dir={folder}/run"]
 VERBS = {
     "experts and depths": ["launch", "local", "-n", "2", *RUN, EXPERTS, "model.mtp_depths=1", "layout.ep=2"],
     "latent attention": ["launch", "local", "-n", "2", *RUN, LATENTS, "model.num_query_groups=null", "layout.tp=2"],
-    "one rank": ["train", *RUN],
+    "one rank": ["train", *RUN, EXPERTS, "model.mtp_depths=1"],
     "check": ["check", *RUN, "--world-size", "1"],
     "import": ["convert", "import", "--hf", "{folder}/hf", "--out", "{folder}/ours"],
     "generate": ["generate", "{folder}/hf", "--prompt", "a"],
     "verify": ["verify", "parity", *RUN, "--layouts", "tp2", "--steps", "1"],
 }
-BY_DAY = ("experts and depths",)
+BY_DAY = ("one rank",)
+"""Verb that imports what each rank of several would."""
 
 
 @pytest.mark.parametrize(

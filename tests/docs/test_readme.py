@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from tests.cli.command_line import call, parsed
 from tests.paths import DOCS, ROOT
 from tests.serve.service import address_of
-from tests.warm import program_environment
+from tests.warm import Command, program_environment
 
 TEXT = (ROOT / "README.md").read_text()
 LONG = ("verify parity", "launch/quickstart.sh")
@@ -134,14 +135,14 @@ def test_a_service_answers_the_sdk_as_shown(tmp_path: Path, monkeypatch: pytest.
     ((program, *words),) = [shlex.split(each) for each in re.findall(r"`(mtrain serve configs.*?)`", TEXT)]
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", program, *words, "--port", "0"]
+    service = Command([sys.executable, "-m", program, *words, "--port", "0"], tmp_path, program_environment())
     printed: list[str] = []
-    with subprocess.Popen(command, env=program_environment()) as service:
-        try:
-            address = address_of(tmp_path / "runs" / "tiny" / "service.json")
-            exec(code.replace("http://127.0.0.1:8000", address), {"print": lambda value: printed.append(str(value))})
-        finally:
-            service.terminate()
-    assert service.returncode == 0
+    try:
+        address = address_of(tmp_path / "runs" / "tiny" / "service.json")
+        exec(code.replace("http://127.0.0.1:8000", address), {"print": lambda value: printed.append(str(value))})
+    finally:
+        service.send_signal(signal.SIGTERM)
+        service.wait(600)
+    assert service.returncode == 0, service.errors()
     losses, answer = re.findall(r"  # (.+)$", code, re.MULTILINE)
     assert printed == [*losses.split(), answer]

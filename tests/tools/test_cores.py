@@ -51,9 +51,10 @@ def test_a_test_that_waits_leaves_the_core_to_the_others(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis and others, which three processes would load
     pytester.makeconftest(ONE_CORE)
     pytester.makepyfile(SUITE)
-    pytester.runpytest_subprocess("-n", "2", "--dist", "worksteal").assert_outcomes(passed=7)
+    pytester.runpytest_subprocess("-p", "xdist", "-n", "2", "--dist", "worksteal").assert_outcomes(passed=7)
 
 
 def test_no_program_changes_what_the_fork_server_has_imported() -> None:
