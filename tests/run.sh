@@ -12,11 +12,16 @@ tests/slurm/install.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset PYTHONDONTWRITEBYTECODE  # images set it; hundreds of processes would compile the package and the tests anew
 tests/check.sh "$python"
-crossing=tests/compatibility/test_other_megatron.py
-"$python" -m pytest -n 3 --dist worksteal -m "not slurm and not nightly" --ignore "$crossing" "$@"
-(($#)) && exit
+day=("$python" -m pytest -n 3 --dist worksteal -m "not slurm and not nightly")
+(($#)) && exec "${day[@]}" "$@"
+# beside the others, since its jobs wait most of their time
+said=$(mktemp)
+"$python" -m pytest -m slurm tests/slurm &>"$said" &
+slurm=$!
+trap 'kill -INT "$slurm" 2>/dev/null || true; wait; rm "$said"' EXIT # however this ends, no cluster stays
+"${day[@]}"
 other=$("$python" -m tests.tools.wheels)
-"$other" -m pytest -n 3 --dist worksteal -m "not nightly" @tests/other_megatron.txt
-"$python" -m pytest "$crossing"
-# alone: one cluster at a time, and its jobs have time limits
-"$python" -m pytest -m slurm tests/slurm
+"$other" -m pytest -n 2 --dist worksteal -m "not nightly" @tests/other_megatron.txt
+wait "$slurm" && ended=0 || ended=$?
+cat "$said"
+exit "$ended"

@@ -1,4 +1,4 @@
-"""Runs submitted by `mtrain launch slurm` to a real Slurm: two nodes with two ranks each.
+"""Runs submitted by `mtrain launch slurm` to a real Slurm: two nodes with a rank each, or two (TWO_A_NODE).
 
 Every job that was interrupted and resumed must leave the metrics of one that was not, bit for bit.
 """
@@ -35,6 +35,8 @@ optimizer: {lr: 1.0e-3, schedule: constant}
 valid: {interval_steps: 3, max_samples: 4}
 checkpoint: {interval_steps: 2, async_save: false}
 """
+TWO_A_NODE = "--ntasks-per-node=2"
+"""Option of jobs that depend on it; each start of a rank takes seconds of a core."""
 PATIENCE_S = 600.0
 """Time limit of waits that usually take seconds: a slow machine is no failure."""
 SUSPENDED_S = 45
@@ -61,7 +63,7 @@ class Runs:
         if not keep_environment:
             self._write_environment(name, environment or {})
         command = [sys.executable, "-m", "mtrain", "launch", "slurm", "run.yaml", f"run.dir={run_dir}"]
-        given = ["--nodes=2", "--ntasks-per-node=2", f"--env-file={self.folder / name}.env", *options]
+        given = ["--nodes=2", "--ntasks-per-node=1", f"--env-file={self.folder / name}.env", *options]
         done = subprocess.run(
             [*command, *given],
             cwd=self.folder,
@@ -122,7 +124,7 @@ def uninterrupted(runs: Runs) -> list[dict[str, Any]]:
     job, run_dir = runs.submit("whole")
     assert (known := runs.ended(job))["JobState"] == "COMPLETED", output(run_dir)
     assert known["Restarts"] == "0"
-    assert len(list((run_dir / "logs" / f"job-{job}-0").glob("rank_*.log"))) == 4
+    assert len(list((run_dir / "logs" / f"job-{job}-0").glob("rank_*.log"))) == 2
     assert len(metrics(run_dir)) == 10  # eight steps and two validations
     return metrics(run_dir)
 
@@ -146,9 +148,9 @@ def test_a_job_asked_to_stop_in_every_phase_goes_on_bit_for_bit(
     runs.cluster.wait((run_dir / "logs" / f"job-{job}-0").is_dir, "the script", PATIENCE_S)
     for restarts, (phase, step) in enumerate(PHASES, 1):
         # before the signal: the requeued job reads its environment when it starts
-        runs.hold_next("phases", rank=3, step=step, phase=phase)
+        runs.hold_next("phases", rank=1, step=step, phase=phase)
         runs.cluster.run("scancel", "--batch", "--signal=USR1", job)
-        runs.cluster.wait(runs.reached("phases", phase, step).exists, f"rank 3 in {phase}", PATIENCE_S)
+        runs.cluster.wait(runs.reached("phases", phase, step).exists, f"rank 1 in {phase}", PATIENCE_S)
         assert runs.cluster.job(job)["Restarts"] == str(restarts)
     runs.hold_no_more("phases")
     runs.cluster.run("scancel", "--batch", "--signal=USR1", job)
@@ -161,7 +163,7 @@ def test_a_job_survives_what_a_cluster_does_in_a_night(runs: Runs, uninterrupted
     """One job meets its time limit, a preemption, a new controller, a new slurmd, and the loss of a node."""
     cluster, held = runs.cluster, partial(runs.hold_next, "night", rank=0, phase=Phase.FORWARD_BACKWARD)
     held(step=1)
-    job, run_dir = runs.submit("night", "--partition=low", "--time=10", keep_environment=True)
+    job, run_dir = runs.submit("night", "--partition=low", "--time=60", keep_environment=True)
     cluster.wait(runs.reached("night", Phase.FORWARD_BACKWARD, 1).exists, "rank 0 in step 1", PATIENCE_S)
 
     held(step=2)
@@ -204,7 +206,7 @@ def test_a_job_survives_what_a_cluster_does_in_a_night(runs: Runs, uninterrupted
 def test_a_cancelled_job_saves_and_stays_cancelled(runs: Runs) -> None:
     reached = runs.folder / "cancel.reached"
     fault = str(InjectedFault("await_stop", rank=0, step=3, phase=Phase.FORWARD_BACKWARD))
-    job, run_dir = runs.submit("cancel", environment={VARIABLE: fault, REACHED: str(reached)})
+    job, run_dir = runs.submit("cancel", TWO_A_NODE, environment={VARIABLE: fault, REACHED: str(reached)})
     runs.cluster.wait(reached.exists, "rank 0 in step 3", PATIENCE_S)
     runs.cluster.run("scancel", job)
     runs.cluster.wait(lambda: (run_dir / "REQUEUE").exists(), "the ranks' marker", PATIENCE_S)
@@ -217,8 +219,8 @@ def test_a_cancelled_job_saves_and_stays_cancelled(runs: Runs) -> None:
 
 def test_a_lost_rank_is_retried_until_the_budget_is_spent(runs: Runs) -> None:
     fault = str(InjectedFault("kill", rank=1, step=3, phase=Phase.FORWARD_BACKWARD))
-    job, run_dir = runs.submit("lost", "--max-retries=1", environment={VARIABLE: fault})
-    low = ("--max-retries=1", "--partition=low", "--nodes=1")
+    job, run_dir = runs.submit("lost", TWO_A_NODE, "--max-retries=1", environment={VARIABLE: fault})
+    low = (TWO_A_NODE, "--max-retries=1", "--partition=low", "--nodes=1")
     excluding = runs.submit("excluding", *low, "--sbatch=exclude=n3", environment={VARIABLE: fault})
     bound = runs.submit("bound", *low, "--sbatch=nodelist=n3", environment={VARIABLE: fault})
     known = runs.ended(job)
@@ -259,7 +261,7 @@ def test_slurm_shows_what_became_of_jobs_that_were_asked_to_stop(runs: Runs) -> 
         fault = str(InjectedFault("await_stop", rank=0, step=0, phase=Phase.START))
         held = {VARIABLE: fault, REACHED: str(runs.reached(name, Phase.START, 0))}
         held["PATH"] = f"{programs}:/usr/bin:/bin"
-        given = ["--nodes=1", "--partition=low", "--max-retries=1"]
+        given = ["--nodes=1", "--partition=low", "--max-retries=1", TWO_A_NODE]
         jobs[name] = runs.submit(name, *given, environment=held)
     cluster.run("scontrol", "update", f"JobId={jobs['forbidden'][0]}", "Requeue=0")
     for name, (job, _) in jobs.items():
@@ -317,7 +319,7 @@ def test_suspended_and_held_jobs_tasks_of_an_array_and_late_jobs_end_as_slurm_sa
 def begin_late(runs: Runs) -> tuple[str, Path]:
     """Starts a job whose save would take longer than is left: its rank hangs until the time limit."""
     fault = str(InjectedFault("hang", rank=0, step=3, phase=Phase.FORWARD_BACKWARD))
-    given = ["--nodes=1", "--ntasks-per-node=1", "--partition=low", "layout.pp=1", "train.process_group_timeout_s=900"]
+    given = ["--nodes=1", "--partition=low", "layout.pp=1", "train.process_group_timeout_s=900"]
     return runs.submit("late", *given, environment={VARIABLE: fault})
 
 

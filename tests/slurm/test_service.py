@@ -39,7 +39,7 @@ def test_the_sdk_trains_with_a_service_that_outlives_its_time_limit(slurm: Clust
     save_config(config, tmp_path / "run.yaml")
     (tmp_path / "ranks.env").write_text(f"PYTHONPATH={ROOT}\nOMP_NUM_THREADS=1\n")
     (tmp_path / "ranks.env").chmod(0o600)
-    given = ["--serve", f"--port={port}", "--nodes=2", "--time=10", "--max-retries=0", "--env-file=ranks.env"]
+    given = ["--serve", f"--port={port}", "--nodes=2", "--time=60", "--max-retries=0", "--env-file=ranks.env"]
     done = subprocess.run(
         [sys.executable, "-m", "mtrain", "launch", "slurm", "run.yaml", *given],
         cwd=tmp_path,
