@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +14,12 @@ from mtrain.report.monitor.history import read_history
 from mtrain.report.monitor.page import run_page, write_run_page
 from mtrain.runs.events import EventKind
 from tests.browser import Browser
+from tests.cli.command_line import call
 from tests.elements import Element, assert_is_accessible, assert_is_self_contained, read_html, rows
 from tests.messages import refuses
 from tests.metrics.records import step_record, valid_record, with_side_terms
 from tests.monitor.folders import append, beats, started
 from tests.verify.report.test_page import HOSTILE, LOWEST_CONTRAST, OVERFLOW, SMALLEST_PICTURE
-from tests.warm import completed
 
 
 @pytest.fixture(scope="module")
@@ -218,11 +217,11 @@ def test_the_verb_writes_the_page(tmp_path: Path) -> None:
         ([], run / "report.html"),
         (["-o", tmp_path / "a" / "b.html"], tmp_path / "a/b.html"),
     ]:
-        done = completed([sys.executable, "-m", "mtrain", "report", run, *options])
-        assert (done.returncode, done.stdout.strip()) == (0, str(page_path)), done.stderr
+        code, text = call("report", run, *options)
+        assert (code, text.strip()) == (0, str(page_path))
         assert page_path.read_text().startswith("<!DOCTYPE html>")
-    done = completed([sys.executable, "-m", "mtrain", "report", tmp_path / "nowhere"])
-    assert (done.returncode, done.stderr.count("\n")) == (3, 1)
+    code, text = call("report", tmp_path / "nowhere")
+    assert (code, text.count("\n")) == (3, 1)
 
 
 def test_whatever_a_text_holds_stays_text(tmp_path: Path, chromium: Browser) -> None:
