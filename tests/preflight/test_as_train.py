@@ -340,7 +340,18 @@ def _train(file: Path) -> subprocess.CompletedProcess[str]:
     return completed([sys.executable, "-m", "mtrain", "train", file])
 
 
-@pytest.mark.parametrize("name", CASES)
+SAME_PLACES = {
+    "a module without the function": "a module that is not there",
+    "a blend beyond the limit": "a later blend beyond the limit",
+    "a tensor more": "a tensor less",
+    "another depth": "another width",
+}
+"""Case that waits for the night -> case of the day that both verbs refuse in the same place."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in SAME_PLACES else []) for name in CASES]
+)
 def test_check_refuses_what_train_refuses(name: str, shared: Path, tmp_path: Path) -> None:
     case, place = CASES[name], Place(shared, tmp_path)
     file = _file(place, case.sections(place))
