@@ -18,10 +18,8 @@ from mtrain.config.foreign.megatron_lm import from_megatron_lm
 from mtrain.config.foreign.ms_swift import MEGATRON, MS_SWIFT
 from mtrain.config.foreign.translation import Row, Translation, tried
 from mtrain.config.foreign.verl import VERL
-from mtrain.config.keys import Key, described_keys
-from mtrain.config.kinds import sections_at
 from mtrain.config.keys import described_keys
-from mtrain.config.load import load_config
+from mtrain.config.kinds import sections_at
 from mtrain.config.megatron_fields import TYPED_KNOBS
 from mtrain.config.messages import readable, unknown_key
 from mtrain.hf.configuration import load_config
