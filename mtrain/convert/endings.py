@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from mtrain.base.errors import DataError
 from mtrain.base.files import write_atomically
 from mtrain.config.schema.model import ModelSection
-from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
+from mtrain.data.chat.encoder import ChatEncoder, ChatOptions, Ends
 from mtrain.data.chat.template import SETTINGS_FILE, SPECIAL_TOKENS_FILE, ChatTemplates, chosen_templates
 from mtrain.data.encoding.plain import PLAIN_TEMPLATE
 from mtrain.hf.schema.files import EOS_KEY, GENERATION_NAME, as_declared, declared_ends, read_json
@@ -62,11 +62,16 @@ def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending
     if templates is None:
         return None
     try:
-        stops = _ends(templates, tokenizer)
+        stops, inside = _ends(templates, tokenizer)
     except DataError as fault:
         _log.info(f"note: what ends an answer is not written into {folder.name}: {fault}")
         return None
     declared = declared_ends(origin)
+    if early := [tokenizer.name(each) for each in (set(declared) - set(stops)) & set(inside)]:
+        _log.warning(
+            f"the chat template writes {', '.join(sorted(early))} inside answers, but {origin} names it as an end, so "
+            f"programs that read the files of {folder.name} stop there; remove it from {EOS_KEY} of {GENERATION_NAME}"
+        )
     ending = Ending(list(dict.fromkeys([*stops, tokenizer.eos_id, *declared])), not set(stops) <= set(declared))
     if not set(ending.ids) <= set(declared):
         _write_generation(folder, origin, ending.ids)
@@ -86,15 +91,15 @@ def ends_next_to(path: Path) -> frozenset[int]:
     try:
         tokenizer = load_tokenizer(path)
         templates = chosen_templates("auto", tokenizer.path)
-        return frozenset() if templates is None else frozenset(_ends(templates, tokenizer))
+        return frozenset() if templates is None else frozenset(_ends(templates, tokenizer).ids)
     except DataError as fault:
         _log.info(f"note: what ends an answer under the templates of {path} is not known: {fault}")
         return frozenset()
 
 
-def _ends(templates: ChatTemplates, tokenizer: Tokenizer) -> list[int]:
+def _ends(templates: ChatTemplates, tokenizer: Tokenizer) -> Ends:
     if templates.default.text == PLAIN_TEMPLATE:
-        return [tokenizer.eos_id]
+        return Ends([tokenizer.eos_id], [])
     return ChatEncoder(templates, tokenizer, ChatOptions(date=_ANY_DATE)).ends()
 
 

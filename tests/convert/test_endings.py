@@ -43,6 +43,8 @@ TEMPLATES = {
     "tools apart": "{% for m in messages %}{{ m.role }} {{ m.content }} <end>\n{% endfor %}" + ASK,
     "next one": "{% for m in messages %}{{ '<end> ' if m.role == 'user' else '<eom> ' }}{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<eom> {% endif %}",
+    "thoughts": "{% for m in messages %}{{ m.role }} {% if m.reasoning_content %}{{ m.reasoning_content }} <eom> "
+    "{% endif %}{{ m.content }} <end>\n{% endfor %}" + ASK,
     "plain": PLAIN_TEMPLATE,
 }
 LAST = dict.fromkeys(TEMPLATES, END) | {"document": EOS, "open": EOS, "plain": EOS}
@@ -205,3 +207,17 @@ def test_a_chat_model_keeps_its_files(tmp_path: Path) -> None:
     out = exported(tmp_path, tmp_path / "out", "turns")
     for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
         assert (out / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_a_declared_end_inside_of_answers_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The template writes <eom> between a thought and its answer, where transformers stops."""
+    for name, ids, is_named in (("early", [END, EOM], True), ("right", [END, EOS], False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        base_model(folder, {"eos_token_id": ids}, EOS)
+        save_tokenizer(folder, {}, ["<eos>", "<end>", "<eom>"])
+        caplog.clear()
+        exported(folder, folder / "out", "thoughts")
+        noted = [record.getMessage() for record in caplog.records if "inside answers" in record.getMessage()]
+        assert len(noted) == is_named
+        assert all("<eom>" in each and str(folder) in each for each in noted)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.chat.answers import Rendering, found_answers, marked_answers
+from mtrain.data.chat.answers import Answer, Rendering, found_answers, marked_answers
 from mtrain.data.chat.conversation import ANSWERS, RESERVED, Conversation, LossOn, conversation_of
 from mtrain.data.chat.ends import TOOLS, EndFinder, Weighed, up_to_stops
 from mtrain.data.chat.parts import as_read
@@ -30,7 +32,7 @@ from mtrain.data.chat.spans import SpecialTexts, UntrainableError, refused, spec
 from mtrain.data.chat.template import ChatTemplate, ChatTemplates
 from mtrain.hf.tokenizer.tokenizer import EncodedText, Tokenizer
 
-_VERSION = 4
+_VERSION = 5
 """Number of the version of this package's output; raised when the same record gives other ids or weights, or another
 record is refused."""
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -50,6 +52,15 @@ class ChatOptions:
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Switches of the template, such as enable_thinking; those of a record take precedence."""
     limits: RenderLimits = field(default_factory=RenderLimits)
+
+
+class Ends(NamedTuple):
+    """Special tokens of the answers under some templates."""
+
+    ids: list[int]
+    """Tokens that end answers, that of a plain text first."""
+    inside: list[int]
+    """Tokens that stand inside answers."""
 
 
 class ChatEncoder:
@@ -96,6 +107,8 @@ class ChatEncoder:
         rendering = self._rendered(form, conversation)
         whole = Cut(len(conversation.messages), False)
         encoded = self._encoded(form, conversation, whole, rendering.text, _ends_of(rendering, self._stops))
+        for answer in rendering.answers:
+            self._check_prompt(rendering.text, encoded, answer)
         stops = [place for id_, place in zip(encoded.ids, encoded.offsets) if id_ in self.stop_ids()]
         weighed, open_weight = up_to_stops(rendering, stops, len(conversation.messages), self._stops)
         ids, weights = encoded.ids, token_weights(encoded, weighed)
@@ -158,21 +171,21 @@ class ChatEncoder:
         """
         if self._stop_ids is None:
             try:
-                self._stop_ids = frozenset({self._tokenizer.eos_id, *self.ends()})
+                self._stop_ids = frozenset({self._tokenizer.eos_id, *self.ends().ids})
             except LimitError:
                 raise
             except DataError:  # neither template takes a question and its answer
                 self._stop_ids = frozenset({self._tokenizer.eos_id})
         return self._stop_ids
 
-    def ends(self) -> list[int]:
-        """Returns the tokens that end answers under the templates, that of a plain text first.
+    def ends(self) -> Ends:
+        """Finds the tokens that end answers under the templates.
 
         Raises:
             DataError: No template takes a question and its answer, or one exceeds a limit.
         """
         eos = self._tokenizer.name(self._tokenizer.eos_id)
-        is_one, found, fault = self._with_tools is self._default, dict[str, None](), None
+        is_one, found, inside, fault = self._with_tools is self._default, dict[str, None](), dict[str, None](), None
         for form in dict.fromkeys((self._default, self._with_tools)):
             finder = EndFinder(partial(self._rendered, form), self._stops, eos)
             tools = TOOLS if form is not self._default else None
@@ -184,9 +197,14 @@ class ChatEncoder:
                 fault = refusal
                 continue
             found |= dict.fromkeys(names)
+            inside |= dict.fromkeys(finder.inside)
         if fault is not None and not found:
             raise fault
-        ids = [self._tokenizer.encode_with_offsets(name, special_tokens=True).ids for name in found]
+        return Ends(self._single_ids(found), self._single_ids(inside))
+
+    def _single_ids(self, names: Iterable[str]) -> list[int]:
+        """Returns the ids of the texts that are one token."""
+        ids = [self._tokenizer.encode_with_offsets(name, special_tokens=True).ids for name in names]
         return [id_ for each in ids if len(each) == 1 for id_ in each]
 
     def _switches(self, form: _Format) -> list[str]:
@@ -251,6 +269,36 @@ class ChatEncoder:
         if self._options.special_tokens_in_text or not holds(given, self._special.pattern):
             return self._tokenizer.encode_with_offsets(text, special_tokens=True)
         return self._with_literals(text, self._literals(form, given, cut, text, ends))
+
+    def _check_prompt(self, text: str, encoded: EncodedText, answer: Answer) -> None:
+        """Refuses an answer before which the text has other ids once the answer follows.
+
+        Raises:
+            UntrainableError: A token holds the end of the prompt and the beginning of the answer, or changes with it.
+        """
+        border, special, places = answer.place[0], self._special.pattern, encoded.offsets
+        end = start = bisect_left(places, border, key=lambda place: place[0])
+        # no token reaches over a special one, so the text from the last of these on is enough
+        while start and not special.fullmatch(text[slice(*places[start - 1])].strip()):
+            start -= 1
+        real = [(0, places[start - 1][1] - places[start - 1][0])] if start else []
+        start = max(start - 1, 0)
+        prompt = text[places[start][0] : border] if end else ""
+        encode = partial(self._tokenizer.encode_with_offsets, special_tokens=True)
+        is_same = (
+            encode(prompt).ids == encoded.ids[start:end]
+            or self._in_pieces(prompt, real).ids == encoded.ids[start:end]  # special tokens of a message are text
+            or encode(text[:border]).ids == encoded.ids[:end]  # a normalizer adds to each text, and so to a piece
+        )
+        if not is_same:
+            raise UntrainableError(
+                f"the tokenizer divides the text before the answer messages[{answer.message}] in another way once the "
+                f"answer follows (its last token is then {text[slice(*places[end - 1])]!r}), so the model "
+                "would not see it like this when it answers",
+                "remove white space at the beginning of the answer, or give data.chat_template a template whose "
+                "answers begin after a special token",
+                answer.message,
+            )
 
     def _literals(self, form: _Format, given: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> frozenset[int]:
         """Returns the places in the rendering at which special tokens from the conversation's own texts begin."""

@@ -146,6 +146,8 @@ class EndFinder:
         self._find, self._special, self._eos = find, special, eos
         self._fault: DataError | None = None
         self._change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list
+        self.inside: frozenset[str] = frozenset()
+        """Special tokens that stand inside answers, once `find` has returned."""
 
     def find(self, tools: list[Any] | None, tools_of_calls: list[Any] | None, switches: Sequence[str]) -> list[str]:
         """Finds the ends, that of a plain text first; eos stands for an end that the template leaves out.
@@ -168,7 +170,7 @@ class EndFinder:
         if not shown:
             assert self._fault is not None, "each one was refused"
             raise self._fault
-        inside = frozenset[str]().union(*(each.inside for each in shown))
+        inside = self.inside = frozenset[str]().union(*(each.inside for each in shown))
         found: dict[str, None] = {}
         for kind in kinds:
             # a plain text ends somewhere, so what closes it goes before what other answers hold
