@@ -1,5 +1,6 @@
 """Records as token ids, by hand: a is 4, b is 5, ..."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,40 @@ def test_plain_messages(encoder: Callable[..., RecordEncoder]) -> None:
     sample = encoder(chat_template="plain").encode({"messages": CHAT})
     assert sample.ids.tolist() == [1, 14, 15, 4, 14, 16, 5, 2]
     assert sample.loss_weights.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("pad", ["</s>", "<s>", "b", "user", None])
+def test_a_token_that_pads_counts_as_any_other(
+    pad: str | None, encoder: Callable[..., RecordEncoder], make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Compares with a tokenizer whose pad_token stands in no text."""
+    records: dict[str, dict[str, Any]] = {
+        "prompt_response": {"prompt": "a b", "response": "b c b"},
+        "text": {"text": "b a user b"},
+        "messages": {"messages": CHAT * 2},
+    }
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "<s>{% for m in messages %} {{ m.role }} {{ m.content }} "
+        "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %} assistant {% endif %}"
+    )
+    folder = Path(encoder()._tokenizer.path).parent
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "pad_token": pad}))
+    for form, record in records.items():
+        for chat_template in ("plain", str(template)) if form == "messages" else ("auto",):
+            data = {"kind": "sft", "train": [{"path": "x"}], "format": form, "chat_template": chat_template}
+            found = []
+            for place in (folder, tmp_path):
+                section = make_config({**data, "tokenizer": str(place)}).data
+                assert isinstance(section, SftSection)
+                sample = encoder_of(section, load_tokenizer(place)).encode(record)
+                found.append((sample.ids.tolist(), sample.loss_weights.tolist()))
+            assert found[0] == found[1]
+            assert sum(found[0][1]) >= 3
 
 
 def test_the_fingerprint_of_a_plain_form_is_that_of_its_tokenizer(
