@@ -1,9 +1,8 @@
-"""Memory of activations on a rank: tensors that backward keeps, and temporary tensors at the two heaviest moments.
+"""Activation memory of a rank: tensors kept for backward, and temporary tensors at the two heaviest moments.
 
-Tensors of this program's own layers (`model.backend=torch`) are counted; TransformerEngine's layers keep less.
-
-The input of a projection is kept for the gradient of its weight alone, so a frozen one keeps none; an adapter next to
-it reads the same input, which is then kept for the gradient of A.
+Counts tensors of this program's own layers (`model.backend=torch`); TransformerEngine's layers keep less. A projection
+keeps its input only for the gradient of its weight, so a frozen one keeps none; an adapter next to it keeps the same
+input for the gradient of A.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import TrainSection
 
 FEWEST_TOKENS = 1024
-"""Fewest tokens of an automatic chunk: below, matrix products of GPUs wait for memory."""
+"""Fewest tokens of an automatic chunk: in smaller ones, matrix products of GPUs wait for memory."""
 LOGITS_AT_A_TIME = 2**26
-"""Number of logits in an automatic chunk where that gives more tokens: 256 MiB in float32."""
+"""Logits of an automatic chunk, if that gives more tokens: 256 MiB in float32."""
 
 LOGITS_AT_A_TIME_ON_CPU = 2**21
-"""Number of logits in an automatic chunk on a CPU, 8 MiB in float32: malloc reuses such memory, while a larger piece is
-new, and zeroed by the kernel, each time."""
+"""Logits of an automatic chunk on a CPU: 8 MiB in float32, which malloc reuses; the kernel would zero a larger block
+each time."""
 FEWEST_TOKENS_ON_CPU = 256
-"""Fewest tokens of a chunk on a CPU; below, chunks are those of GPUs, since each chunk reads and writes the table's
-whole gradient."""
+"""Fewest tokens of a chunk on a CPU; below, chunks are those of GPUs, because each reads and writes the table's whole
+gradient."""
 
 
 def chunk_tokens(section: LossSection, vocab_local: int, on_cpu: bool) -> int | None:
-    """Returns the most tokens of a chunk; None where all logits are made at once.
+    """Returns the most tokens of a chunk; None if all logits are computed at once.
 
     Args:
-        section: Section of the loss, which has the choice.
+        section: Section of the loss.
         vocab_local: Columns of the padded vocabulary on one rank.
         on_cpu: Whether the run computes on a CPU.
     """
@@ -61,8 +60,8 @@ def tokens_at_once(config: Config, tokens: int, vocab_local: int) -> int:
     """Returns the most tokens of a microbatch whose logits exist at the same time.
 
     Args:
-        config: Configuration of the run; a loss function of the user's own counts as one that needs all logits at once.
-        tokens: Number of tokens of the microbatch on one rank.
+        config: Configuration; a user's own loss function is assumed to need all logits at once.
+        tokens: Tokens of the microbatch on one rank.
         vocab_local: Columns of the padded vocabulary on one rank.
     """
     chunk = chunk_tokens(config.loss, vocab_local, on_cpu=config.train.device == "cpu")
@@ -75,7 +74,7 @@ def tokens_at_once(config: Config, tokens: int, vocab_local: int) -> int:
 
 FP32_BYTES, BF16_BYTES = 4, 2
 SMALLEST_MOVED_BYTES = 2**18
-"""Smallest tensor that train.offload_layers moves: a smaller one takes longer to start than to copy."""
+"""Smallest tensor that train.offload_layers moves; a smaller one takes longer to start than to copy."""
 
 
 def element_bytes(train: TrainSection) -> int:
@@ -90,37 +89,36 @@ def element_bytes(train: TrainSection) -> int:
 
 
 class _Kept(NamedTuple):
-    """Bytes that one forward pass of a virtual chunk keeps until its backward pass."""
+    """Bytes that a forward pass of a virtual chunk keeps until its backward pass."""
 
     inputs: int
-    """Bytes of the inputs of recomputed layers, and of a stage whose first layer moves: its schedule holds what it
-    received. Tensors of moved layers that are too small to move are included."""
+    """Inputs of recomputed layers, and of a stage whose first layer is offloaded, which its schedule holds; and tensors
+    of offloaded layers that are too small to move."""
     whole: int
-    """Bytes of layers that are neither recomputed nor moved, and of what follows them."""
+    """Layers that are neither recomputed nor offloaded, and what follows them."""
     moved: tuple[int, ...]
     """Bytes of each layer that moves to the host."""
     num_staying: int
-    """Number of layers that do not move."""
+    """Layers that do not move."""
 
     @property
     def on_device(self) -> int:
-        """Counts the bytes on the device between the two passes."""
         return self.inputs + self.whole
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations of a rank of a run, whatever its pipeline stage."""
+    """Activations of a rank, whatever its pipeline stage."""
 
     config: Config
     layout: Layout
 
     def most_bytes(self, pp_rank: int) -> int:
-        """Estimates the peak of activation memory on a rank of pipeline rank `pp_rank`.
+        """Estimates the peak on a rank of pipeline rank `pp_rank`.
 
-        The peak is the largest of several moments: on the last stage the logits' backward pass, when all is kept and
-        logits exist in the precision and in float32; and the backward pass of a layer, whose activations are first
-        recomputed, or come back from the host next to those of the layer before it.
+        It is the largest of several moments: on the last stage the backward pass of the logits, which exist in the
+        run's precision and in float32 while everything is kept; and the backward pass of a layer, whose activations are
+        recomputed first, or come back from the host next to those of the layer before it.
         """
         largest = max((self.kept(pp_rank, chunk) for chunk in range(self.layout.vpp)), key=lambda each: each.on_device)
         kept = self.chunks_in_flight(pp_rank) * largest.on_device
@@ -139,7 +137,7 @@ class Activations:
         return max(moments)
 
     def host_bytes(self, pp_rank: int) -> int:
-        """Estimates the peak of activations on the host of pipeline rank `pp_rank` (train.offload_layers)."""
+        """Estimates the peak on the host of pipeline rank `pp_rank` (train.offload_layers)."""
         if not self.config.train.offload_layers:
             return 0
         largest = max(sum(self.kept(pp_rank, chunk).moved) for chunk in range(self.layout.vpp))
@@ -147,7 +145,7 @@ class Activations:
 
     @property
     def tokens(self) -> int:
-        """Counts the tokens of one microbatch that this rank holds."""
+        """Tokens of one microbatch on this rank."""
         return self.config.train.micro_batch_size * self.config.row_width // self.layout.cp
 
     @property
@@ -155,8 +153,7 @@ class Activations:
         return self.config.train.device == "cpu"
 
     def chunks_in_flight(self, pp_rank: int) -> int:
-        """Returns the most forward passes of a virtual chunk whose backward has not run: the schedule's warm-up and one
-        more."""
+        """Most forward passes of a virtual chunk whose backward has not run: the schedule's warm-up and one more."""
         layout, num = self.layout, most_microbatches(self.config, self.layout)
         if layout.vpp == 1:
             return min(layout.pp - pp_rank, num)
@@ -164,7 +161,7 @@ class Activations:
         return min(warm_up + 1, num * layout.vpp)
 
     def kept(self, pp_rank: int, chunk: int) -> _Kept:
-        """Estimates the bytes that one forward pass of a virtual chunk keeps."""
+        """Estimates what one forward pass of a virtual chunk keeps."""
         model, layout, train = self.config.model, self.layout, self.config.train
         layers = list(layout.layers(model.num_layers, pp_rank, chunk))
         skipped = _recomputed_modules(self.config.train)
@@ -199,12 +196,12 @@ class Activations:
         return _Kept(inputs, whole, tuple(moved), len(layers) - num_moved)
 
     def largest_layer_bytes(self) -> int:
-        """Estimates the bytes that the backward pass of the largest layer needs."""
+        """Estimates what the backward pass of the largest layer needs."""
         layers = set(kinds(self.config.model))
         return max(self._layer_bytes(layer, _recomputed_modules(self.config.train)) for layer in layers)
 
     def alive_bytes(self) -> int:
-        """Estimates the bytes that are recomputed at one time."""
+        """Estimates what is recomputed at one time."""
         layers = set(kinds(self.config.model))
         match self.config.train.recompute:
             case "none":
@@ -218,7 +215,7 @@ class Activations:
                 assert_never(never)
 
     def passing_bytes(self) -> int:
-        """Estimates the gradients between the projections of a feed-forward part, and of its weight before float32
+        """Estimates gradients between the projections of a feed-forward part, and of its weight before float32
         accumulation."""
         model, adapter = self.config.model, self.config.adapter
         wide = max(part.inner_elements(model, self.layout) for part in present(model))
@@ -231,8 +228,8 @@ class Activations:
         return max(gradients, self._matrix_bytes(wide))
 
     def _matrix_bytes(self, wide: int) -> int:
-        """Estimates the bytes of copies of the first projection next to frozen weights (widened, or summed with its
-        pair for the lengths of its rows under DoRA), less those of the tensors after it, which do not exist then."""
+        """Estimates copies of the first projection next to frozen weights (widened, or under DoRA summed with its pair
+        for row lengths), minus tensors that do not exist yet."""
         config, model = self.config, self.config.model
         assert config.adapter is not None, "asked only where weights are frozen"
         copies = int(holds_narrow(config.adapter, config.train.precision)) + (2 if config.adapter.has_magnitudes else 0)
@@ -240,7 +237,7 @@ class Activations:
         return copies * rows * model.hidden_size * FP32_BYTES - 2 * self.tokens * wide * element_bytes(config.train)
 
     def logits_bytes(self) -> int:
-        """Estimates logits in the precision and in float32, then their gradient next to that of the table."""
+        """Estimates logits in the run's precision and in float32, then their gradient next to the table's."""
         model, size = self.config.model, element_bytes(self.config.train)
         vocab_local = output_columns(model, self.layout.tp)
         table, at_once = vocab_local * model.hidden_size, tokens_at_once(self.config, self.tokens, vocab_local)
@@ -252,8 +249,8 @@ class Activations:
         return count * size + capped + max(count * FP32_BYTES, learned * table * size) + copied * table * size
 
     def _frozen_table(self) -> tuple[int, int]:
-        """Counts (gradients, copies) of the output layer's table in a microbatch; a pair of low rank next to it makes
-        one each."""
+        """Counts (gradients, copies) of the output layer's table in a microbatch; a low-rank pair next to it makes one
+        of each."""
         config = self.config
         assert config.adapter is not None, "asked only where weights are frozen"
         if learns_output(config.model, config.adapter):  # what learns is never narrow
@@ -262,21 +259,21 @@ class Activations:
         return pairs, pairs + int(holds_narrow(config.adapter, config.train.precision))
 
     def _chunk_bytes(self, num_logits: int) -> int:
-        """Estimates the logits of a chunk in the precision and in float32 next to their gradient, and the gradient of
-        the hidden states of all tokens, gathered where they are divided over TP; masks make it less."""
+        """Estimates a chunk's logits in the run's precision and in float32, their gradient, and the gradient of all
+        hidden states, gathered over TP; masks reduce it."""
         model, size = self.config.model, element_bytes(self.config.train)
         hidden = model.num_predictions * self.tokens * model.hidden_size * size
         return num_logits * (2 * size + FP32_BYTES + self._capped_bytes()) + hidden * (2 if self.layout.sp else 1)
 
     def _capped_bytes(self) -> int:
-        """Returns the bytes of a logit under a bound: its hyperbolic tangent, and that times the bound."""
+        """Returns the bytes of a capped logit: its tanh, and that times the cap."""
         return 0 if self.config.model.logit_softcap is None else 2 * FP32_BYTES
 
     def _input_bytes(self) -> int:
         return self.tokens * hidden_local(self.config.model, self.layout) * element_bytes(self.config.train)
 
     def _layer_bytes(self, layer: int, skipped: Sequence[str]) -> int:
-        """Estimates the bytes that backward needs of a whole layer, without modules that are recomputed."""
+        """Estimates what backward needs of a layer, without recomputed modules."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config.train)
         adapter = self.config.adapter
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
@@ -293,7 +290,7 @@ class Activations:
         return self.tokens * elements * size + norms * self._unfused_norm_bytes() + core
 
     def _small_bytes(self, layer: int) -> int:
-        """Estimates the bytes of the tensors that backward needs of a layer and that are too small to move."""
+        """Estimates the tensors of a layer that are too small to move."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config.train)
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         widths = [width for part in parts for width in part.narrow_tensors(model, layout)]
@@ -304,7 +301,7 @@ class Activations:
         return sum(_small([*(self.tokens * width * size for width in widths), *of_norms]))
 
     def _module_bytes(self, layer: int) -> dict[str, int]:
-        """Returns the bytes that each module of a layer keeps between input and output, by name in
+        """Returns what each module of a layer keeps between input and output, by its name in
         train.recompute_modules."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config.train)
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
@@ -321,8 +318,7 @@ class Activations:
         return found
 
     def _mask_bytes(self) -> int:
-        """Estimates the mask of pairs that a CPU needs for the place of a rank's queries in the row; kernels of GPUs
-        need none."""
+        """Estimates the mask that a CPU needs for the positions of a rank's queries; GPU kernels need none."""
         config, cp = self.config, self.layout.cp
         if not self.is_on_cpu or cp == 1 or config.data.isolate_documents:
             return 0
@@ -340,8 +336,8 @@ class Activations:
         return 2 * self._input_bytes() + self._unfused_norm_bytes()
 
     def _unfused_norm_bytes(self) -> int:
-        """Counts the bytes of a norm apart from input and output: input and normalised input in float32, where torch
-        has no fused kernel; a frozen weight does not need the latter."""
+        """Counts a norm's float32 input and normalised input where torch has no fused kernel; a frozen weight needs
+        only the first."""
         model = self.config.model
         if model.norm == "layernorm" or not (self.is_on_cpu or model.zero_centered_norm):
             return 0
@@ -354,12 +350,11 @@ class Activations:
 
 
 def _small(tensors: Sequence[int]) -> list[int]:
-    """Selects the sizes in bytes that are too small to move."""
     return [each for each in tensors if each < SMALLEST_MOVED_BYTES]
 
 
 def _recomputed_modules(train: TrainSection) -> tuple[str, ...]:
-    """Returns the modules that are recomputed in layers that are not recomputed whole."""
+    """Returns the modules that are recomputed in layers that are not recomputed entirely."""
     match train.recompute:
         case "none" | "full":
             return ()
@@ -376,7 +371,7 @@ _BEHIND_OUTPUT_NORM = frozenset((*GROUPS["fc1"], "gate_up_proj", "experts"))
 
 
 def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
-    """Counts the elements a token of outputs of a layer's norms that only frozen weights would have read."""
+    """Counts the elements per token of norm outputs that only frozen weights would have read."""
     if model.post_norm:
         return 0
     readers = {
@@ -389,19 +384,19 @@ def spared_in_norms(model: ModelSection, adapter: AdapterSection, layout: Layout
 
 
 def kept_in_attention(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
-    """Counts the elements a token that adapters of attention keep."""
+    """Counts the elements per token that adapters of attention keep."""
     own = [each for each in in_layer(model, adapter, layer) if "self_attention" in each.linear]
     return _kept(model, adapter, layout, own)
 
 
 def kept_in_feed_forward(model: ModelSection, adapter: AdapterSection, layout: Layout, layer: int) -> int:
-    """Counts the elements a token that adapters of the feed-forward part keep."""
+    """Counts the elements per token that adapters of the feed-forward part keep."""
     own = [each for each in in_layer(model, adapter, layer) if "self_attention" not in each.linear]
     return _kept(model, adapter, layout, own)
 
 
 def _kept(model: ModelSection, adapter: AdapterSection, layout: Layout, matrices: list[AdaptedMatrix]) -> int:
-    """Counts A x of each pair; for DoRA also both summands of every adapted module's output, for the gradient of its
+    """Counts A x of each pair; for DoRA also both summands of each adapted module's output, for the gradient of its
     magnitudes."""
     found = 0
     for each in matrices:
@@ -415,7 +410,7 @@ def _kept(model: ModelSection, adapter: AdapterSection, layout: Layout, matrices
 
 
 def _outputs(model: ModelSection, layout: Layout, matrix: AdaptedMatrix) -> int:
-    """Returns the outputs of the whole module, of which a part may have no adapter."""
+    """Returns the outputs of the whole module, part of which may have no adapter."""
     if matrix.is_row_parallel:
         return hidden_local(model, layout)
     fused = (each.rows for part in present(model) for each in part.adapted(model) if each.linear == matrix.linear)

@@ -1,4 +1,4 @@
-"""Matrices that have adapters, and the sizes of the adapters."""
+"""Matrices with adapters, and the sizes of the adapters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HEAD = f"{OUTPUT}.weight"
 _NAMES = {"embedding": f"{EMBEDDING}.weight", "output": HEAD}
 """Table of the vocabulary -> global name of its weight."""
 _NORM = re.compile(r"norm[._](q_|k_)?(weight|bias)$")
-"""End of the names of a norm's parameters, also where megatron-core fuses it into the projection after it."""
+"""End of a norm's parameter names, including norms that megatron-core fuses into the next projection."""
 
 
 def in_layer(model: ModelSection, adapter: AdapterSection, layer: int) -> list[AdaptedMatrix]:
-    """Returns the adapted matrices of layer `layer`, counted from 0, in the order of the forward pass."""
+    """Returns the adapted matrices of a layer, counted from 0, in the order of the forward pass."""
     found: dict[tuple[str, str], AdaptedMatrix] = {}
     for part in (part for part in LAYER_PARTS if part.is_in(model, layer)):
         for each in part.adapted(model):
@@ -45,20 +45,20 @@ def tables(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMatrix]:
 
 
 def all_matrices(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMatrix]:
-    """Returns all adapted matrices of the model, each as often as it occurs."""
+    """Returns every occurrence of an adapted matrix in the model."""
     layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
     return [*layers, *tables(model, adapter)]
 
 
 def learned_matrices(model: ModelSection, adapter: AdapterSection) -> frozenset[str]:
-    """Returns the global names of matrices that are trained as a whole next to adapters: a head, which begins at
-    random, and the tables that `adapter.modules_to_save` names."""
+    """Returns the global names of matrices that are fully trained next to adapters: a head, which starts random, and
+    the tables in `adapter.modules_to_save`."""
     found = {HEAD} if model.output.is_new else set()
     return frozenset(found | {_NAMES[table] for table in _learned_tables(model, adapter)})
 
 
 def is_learned_whole(model: ModelSection, adapter: AdapterSection, name: str) -> bool:
-    """Says whether a tensor of the model is trained as a whole next to adapters.
+    """Says whether a tensor is fully trained next to adapters.
 
     Args:
         model: Section of the model.
@@ -69,32 +69,31 @@ def is_learned_whole(model: ModelSection, adapter: AdapterSection, name: str) ->
 
 
 def is_norm(name: str) -> bool:
-    """Says whether a tensor of the model is a weight or bias of a norm, but of none in a depth that predicts ahead."""
+    """Says whether a tensor is a weight or bias of a norm outside MTP depths."""
     return _NORM.search(name) is not None and not name.startswith("mtp.")
 
 
 def learns_output(model: ModelSection, adapter: AdapterSection) -> bool:
-    """Says whether the matrix of the last product is trained as a whole: a head, a table of its own or a tied one."""
+    """Says whether the matrix of the last product is fully trained: a head, its own table or a tied one."""
     table = "embedding" if model.output.is_tied else "output"
     return model.output.is_new or table in adapter.modules_to_save
 
 
 def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:
-    """Counts the trained parameters of the whole model, without padding of the vocabulary; what learns whole counts
-    whole."""
+    """Counts the trained parameters of the model, including fully trained ones, without vocabulary padding."""
     learned = head_elements(model) + len(_learned_tables(model, adapter)) * model.vocab_size * model.hidden_size
     learned += _learned_norms(model, adapter, range(model.num_layers), is_last=True).total
     return sum(each.parameters(adapter).total for each in all_matrices(model, adapter)) + learned
 
 
 def learned_table_elements(model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int) -> int:
-    """Counts the elements on a rank of tables that are trained as a whole, vocabulary padded."""
+    """Counts the elements on a rank of fully trained tables, with vocabulary padding."""
     held = tables_on_stage(model, layout, pp_rank) & _learned_tables(model, adapter)
     return len(held) * padded_vocab_size(model, layout.tp) * model.hidden_size // layout.tp
 
 
 def learned_norm_elements(model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int) -> int:
-    """Counts the elements on a rank of norms that are trained."""
+    """Counts the elements on a rank of trained norms."""
     layers = [each for chunk in range(layout.vpp) for each in layout.layers(model.num_layers, pp_rank, chunk)]
     return _learned_norms(model, adapter, layers, pp_rank == layout.pp - 1).on_rank(layout).total
 
@@ -116,8 +115,8 @@ def _learned_tables(model: ModelSection, adapter: AdapterSection) -> set[str]:
 def adapter_parameters_on_rank(
     model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int
 ) -> RankParameters:
-    """Counts the trained parameters on a rank of pipeline rank `pp_rank`, vocabulary padded; what learns whole counts
-    whole."""
+    """Counts the trained parameters on a rank of pipeline rank `pp_rank`, including fully trained ones, with vocabulary
+    padding."""
     layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk)]
     head = Parameters(replicated=head_elements(model) if pp_rank == layout.pp - 1 else 0)
     head += _learned_norms(model, adapter, layers, pp_rank == layout.pp - 1)
@@ -130,34 +129,34 @@ def adapter_parameters_on_rank(
 
 
 def holds_narrow(adapter: AdapterSection | None, precision: str) -> bool:
-    """Says whether matrices and tables of the frozen model have less precision than the run."""
+    """Says whether matrices and tables of the frozen model have lower precision than the run."""
     return adapter is not None and adapter.base_dtype is not None and precision == "fp32"
 
 
 def is_matrix(name: str, num_axes: int) -> bool:
-    """Says whether a tensor of the model is the matrix of a projection, or a table.
+    """Says whether a tensor is a projection's matrix or a table.
 
     Args:
         name: Global name of the tensor.
-        num_axes: Number of axes of the tensor, without those that number layers and experts.
+        num_axes: Number of its axes, not counting those of layers and experts.
     """
     return num_axes > 1 and ".router." not in name
 
 
 def fused_parts(model: ModelSection, adapter: AdapterSection, linear: str) -> tuple[str, ...]:
-    """Returns the parts of a linear module of a layer that have a pair each, in the order of its outputs within each
-    query group; empty where it may have no adapter."""
+    """Returns the parts of a layer's linear module that have their own pair, in the order of its outputs within each
+    query group; empty if it cannot have an adapter."""
     return tuple(dict.fromkeys(map(adapter.pair_of, model_parts(model, linear))))
 
 
 def fused_rows(model: ModelSection, adapter: AdapterSection, linear: str, num_rows: int) -> tuple[int, ...]:
-    """Returns the rows of each of `fused_parts` in the block that the rows of a module repeat.
+    """Returns the rows of each of `fused_parts` in the block that a module's rows repeat.
 
     Args:
         model: Section of the model.
-        adapter: Section that says which parts have a pair together.
+        adapter: Section of the adapters.
         linear: Name of the module.
-        num_rows: Number of rows of the module's weight, on a rank or in the whole model.
+        num_rows: Rows of the module's weight, on a rank or in the whole model.
     """
     parts = fused_parts(model, adapter, linear)
     if len(parts) < 2:
@@ -168,7 +167,7 @@ def fused_rows(model: ModelSection, adapter: AdapterSection, linear: str, num_ro
 
 
 def model_parts(model: ModelSection, linear: str) -> tuple[str, ...]:
-    """Returns the smallest parts of a linear module of a layer, in the order of its outputs."""
+    """Returns the smallest parts of a layer's linear module, in the order of its outputs."""
     own = linear.rpartition(".")[2]
     found = (each for part in present(model) for each in part.adapted(model) if not each.num_experts)
     return tuple(dict.fromkeys(each.part for each in found if each.linear.rpartition(".")[2] == own))

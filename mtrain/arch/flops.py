@@ -28,8 +28,7 @@ _PEAK_FLOPS = {
 
 
 def num_attended_pairs(seq_length: int, window: int | None) -> int:
-    """Counts the pairs (query, key) of a causal sequence; with a window, a token sees itself and window - 1 tokens
-    before it."""
+    """Counts the pairs (query, key) of a causal sequence; a window counts the token itself."""
     width = seq_length if window is None else min(window, seq_length)
     return width * (width + 1) // 2 + (seq_length - width) * width
 
@@ -43,12 +42,12 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
       + 4 x H d x pairs / s                        scores and their product with the values, causal pairs only
       + 6 x heads x d x d'                         of a delta net instead: its state, read twice and corrected
 
-    and 2 x h V for the logits. With experts, the router, the k experts of a token and the
-    shared ones replace 3 h f; with latent attention, its projections replace the first two terms. Every token predicted
-    ahead adds a layer, a projection of 2 x 2 h h, and logits.
+    and 2 x h V for the logits. With experts, the router, a token's k experts and the shared ones replace 3 h f; latent
+    attention's projections replace the first two terms. Each MTP depth adds a layer, a projection of 2 x 2 h h, and
+    logits.
 
-    Recomputation, padding, norms, sinks, softmax and the optimizer do not count; documents isolated inside a sequence
-    count as if they were not.
+    Recomputation, padding, norms, sinks, softmax and the optimizer do not count; isolated documents count as if
+    attention crossed them.
     """
     layers = [*range(model.num_layers), *model.layers_ahead]
     forward: float = sum(
@@ -64,8 +63,7 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
 
 
 def run_flops_per_token(config: Config) -> float:
-    """Counts, like `flops_per_token`, the operations a token of what a run trains: the whole model, or adapters of a
-    frozen one."""
+    """Counts, like `flops_per_token`, what a run trains: the whole model, or adapters of a frozen one."""
     model, seq = config.model, config.data.seq_length
     windowed = num_attended_pairs(seq, model.sliding_window)
     work = Work(seq, num_attended_pairs(seq, None), windowed, seq * model.num_predictions)
@@ -74,16 +72,16 @@ def run_flops_per_token(config: Config) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """Amount of work that a batch gives a model, by its lengths and masks."""
+    """Work in a batch, by its lengths and masks."""
 
     tokens: int
-    """Number of positions with text."""
+    """Positions with text."""
     pairs: int
-    """Number of pairs (query, key) of one document that attend to each other, in layers without a window."""
+    """Pairs (query, key) that attend within a document, in layers without a window."""
     window_pairs: int
-    """Number of pairs (query, key) of one document that attend to each other, in layers with a window."""
+    """Pairs (query, key) that attend within a document, in layers with a window."""
     outputs: int
-    """Number of positions whose logits some term counts, plus those of the depths of multi-token prediction."""
+    """Positions whose logits some term counts, plus those of MTP depths."""
 
 
 def flops_of_step(
@@ -92,16 +90,16 @@ def flops_of_step(
     """Counts the floating-point operations of training on a batch.
 
     Unlike `flops_per_token`, only existing work counts: matrices for tokens with text, attention for pairs inside
-    documents, logits where a term counts them. A matrix has its forward product, the gradient of its input and its own:
-    a frozen one, under an adapter, lacks the last, so it counts twice and its adapter's pair three times. An embedding
-    that is looked up counts nothing.
+    documents, logits that a term counts. A matrix has three products: forward, the gradient of its input and its own. A
+    frozen one under an adapter lacks the last, so it counts twice and its adapter's pair three times. An embedding
+    lookup counts nothing.
 
     Args:
         model: Section of the model.
-        work: Amount of work in the batch.
-        adapter: Section of the adapter that is trained on a frozen model; None where the whole model is trained.
-        is_scored: Whether a pass without a gradient goes first, as where sequences are compared: one forward product
-            more of everything.
+        work: Work in the batch.
+        adapter: Section of the adapter on a frozen model; None if the whole model is trained.
+        is_scored: Whether a pass without gradients precedes, as when sequences are compared; it adds one forward
+            product.
     """
     layers = [*range(model.num_layers), *model.layers_ahead]
     parts = [(part, layer) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer)]
@@ -122,7 +120,7 @@ def flops_of_step(
 
 
 def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) -> int:
-    """Counts the multiply-adds of one forward pass through all pairs of low rank."""
+    """Counts the multiply-adds of a forward pass through all low-rank pairs."""
     layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
     of_tokens = sum(each.multiplied(adapter) for each in layers)
     of_tables = {each.linear: each.multiplied(adapter) for each in tables(model, adapter)}
@@ -141,18 +139,18 @@ def _pairs(model: ModelSection, layer: int, seq_length: int) -> int:
 
 
 def mfu(flops: float, seconds: float, peak_flops: float) -> float:
-    """Computes the model-FLOPs utilisation: the share of `peak_flops` that the model's own arithmetic takes.
+    """Computes the model-FLOPs utilisation, the model's share of the peak.
 
     Args:
         flops: Operations of a step, as `flops_of_step` counts them.
-        seconds: Time of the step in seconds.
-        peak_flops: Operations a second of all devices together, in the precision of the run.
+        seconds: Time of the step.
+        peak_flops: Operations per second of all devices together, in the run's precision.
     """
     return flops / seconds / peak_flops
 
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:
-    """Returns the dense peak of a GPU in bf16 and fp16, in FLOP/s; None where it is not known, or in fp32.
+    """Returns the dense peak of a GPU in bf16 and fp16, in FLOP/s; None if unknown, or in fp32.
 
     Source: the makers' data sheets, without sparsity, SXM or OAM form.
     """

@@ -1,7 +1,7 @@
-"""Arithmetic of a layout: assignment of work to ranks.
+"""Arithmetic of a layout: which rank does what.
 
-Ranks are numbered as Megatron does by default (order tp-cp-ep-dp-pp): tensor-parallel neighbours are adjacent, then
-context, then data, then pipeline. Pure integers; the process groups are opened elsewhere.
+Ranks are numbered in Megatron's default order tp-cp-ep-dp-pp: tensor-parallel neighbours are adjacent, then context,
+then data, then pipeline. Pure integers; process groups are opened elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GROUP_KEY = "microbatch_group_size_per_vp_stage"
 
 
 class Coordinate(NamedTuple):
-    """Place of a rank on the axes of the dense model."""
+    """Position of a rank on the axes of the dense model."""
 
     tp: int
     cp: int
@@ -28,7 +28,7 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism of one run."""
+    """Degrees of parallelism of a run."""
 
     tp: int = 1
     sp: bool = False
@@ -40,14 +40,14 @@ class Layout:
     etp: int = 1
     cp_comm: CpComm = "allgather"
     stage_layers: tuple[int, ...] | None = None
-    """Number of layers in every (virtual) stage in model order; None where they divide evenly."""
+    """Layers of every (virtual) stage in model order; None if they divide evenly."""
 
     @classmethod
     def from_config(cls, config: Config, world_size: int) -> Layout:
-        """Builds the layout that `config` asks for on `world_size` ranks.
+        """Builds the configured layout on `world_size` ranks.
 
         Raises:
-            ConfigError: A rule is broken; the message has every one.
+            ConfigError: Rules are broken; the message lists all of them.
         """
         if broken := broken_rules(config, world_size):
             raise ConfigError("\n".join(broken))
@@ -66,7 +66,6 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        """Returns a short name, such as `tp2sp-pp2vpp2-cp2-dp1`."""
         names = [f"tp{self.tp}{'sp' if self.sp else ''}", f"pp{self.pp}"]
         if self.vpp > 1:
             names[1] += f"vpp{self.vpp}"
@@ -80,16 +79,16 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Counts all ranks."""
+        """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def num_stages(self) -> int:
-        """Counts the pipeline stages, virtual ones included."""
+        """Number of pipeline stages, including virtual ones."""
         return self.pp * self.vpp
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Returns the place of `rank` on the axes of the dense model."""
+        """Returns the position of `rank` on the axes of the dense model."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
@@ -103,7 +102,7 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Counts the replicas of an expert within a pipeline stage."""
+        """Replicas of an expert within a pipeline stage."""
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     def num_microbatches(self, global_batch_size: int, micro_batch_size: int) -> int:
@@ -113,18 +112,17 @@ class Layout:
         return num
 
     def stage(self, pp_rank: int, vpp_rank: int) -> int:
-        """Returns the number, in model order, of the stage that virtual chunk `vpp_rank` of pipeline rank `pp_rank`
-        holds."""
+        """Returns the number, in model order, of the stage that chunk `vpp_rank` of pipeline rank `pp_rank` holds."""
         return vpp_rank * self.pp + pp_rank
 
     def layers_per_stage(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the number of layers in every stage, in model order; adds up to `num_layers`."""
+        """Returns the number of layers of every stage, in model order; adds up to `num_layers`."""
         if self.stage_layers is not None:
             return self.stage_layers
         return (num_layers // self.num_stages,) * self.num_stages
 
     def layers(self, num_layers: int, pp_rank: int, vpp_rank: int) -> range:
-        """Returns the global numbers, from 0, of the layers that chunk `vpp_rank` of pipeline rank `pp_rank` holds."""
+        """Returns the numbers, from 0, of the layers that chunk `vpp_rank` of pipeline rank `pp_rank` holds."""
         counts = self.layers_per_stage(num_layers)
         stage = self.stage(pp_rank, vpp_rank)
         first = sum(counts[:stage])
@@ -132,12 +130,12 @@ class Layout:
 
 
 def model_parallel_size(section: LayoutSection) -> int:
-    """Counts the ranks that hold one copy of the model and of a batch's sequences."""
+    """Counts the ranks that share one copy of the model and of a batch's sequences."""
     return section.tp * section.pp * section.cp
 
 
 def broken_rules(config: Config, world_size: int) -> list[str]:
-    """Describes everything that keeps `config` from running on `world_size` ranks; empty where it runs."""
+    """Describes everything that keeps `config` from running on `world_size` ranks."""
     section = config.layout
     return [
         *rules.tensor_parallel(config.model, section),
@@ -173,8 +171,7 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
 
 
 def microbatches_come_in(config: Config) -> int:
-    """Returns the number that divides the number of microbatches of a packed step: an interleaved schedule passes
-    microbatches on in groups."""
+    """Returns a divisor of a packed step's number of microbatches: interleaved schedules pass them on in groups."""
     if config.layout.vpp == 1:
         return 1
     given = config.model.megatron.get(_GROUP_KEY)
@@ -182,8 +179,7 @@ def microbatches_come_in(config: Config) -> int:
 
 
 def most_microbatches(config: Config, layout: Layout) -> int:
-    """Counts the forward passes of a data-parallel rank in one step, at most: with packing, as if no samples shared a
-    row."""
+    """Counts the most forward passes of a data-parallel rank in a step; packed samples count as one row each."""
     train = config.train
     if config.data.packing is None:
         return layout.num_microbatches(config.sequences_per_step, train.micro_batch_size)
@@ -201,7 +197,7 @@ def _experts(section: LayoutSection, world_size: int) -> Iterator[str]:
 
 
 def _interleaved_schedule(config: Config, num_microbatches: int) -> Iterator[str]:
-    """Checks that no group of microbatches, which pass through a virtual stage together, is smaller than the pipeline.
+    """Checks that groups of microbatches, which pass a virtual stage together, are at least as large as the pipeline.
 
     Source: megatron-core 0.16.1, pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving.
     """

@@ -7,33 +7,31 @@ from typing import assert_never
 from mtrain.config.schema.train import OptimizerSection
 
 LearningRate = Callable[[int, OptimizerSection, int], float]
-"""Signature of `learning_rate`."""
 
 
 def learning_rate(step: int, optimizer: OptimizerSection, num_steps: int) -> float:
     """Computes the learning rate of one update, by `optimizer.schedule_convention`.
 
-    megatron: with n = step, the updates completed before this one, the rate is lr x n / warmup_steps while
-    0 < warmup_steps and n <= warmup_steps (so the first update of a warm-up has rate 0), and from there:
+    megatron: n = step is the number of updates before this one. The rate is lr x n / warmup_steps while
+    0 < warmup_steps and n <= warmup_steps (so a warm-up starts at rate 0), and then:
 
     - constant: stays.
-    - linear, cosine: falls to min_lr, which it has from n = decay_steps on (by default num_steps, where the last
-      update, n = num_steps - 1, is still one step above it).
+    - linear, cosine: falls to min_lr, which it has from n = decay_steps on (by default num_steps, so the last update,
+      n = num_steps - 1, is one step above it).
     - wsd: stays, then falls linearly from n = num_steps - decay_steps on (by default a tenth of num_steps, at least
       one) towards min_lr at n = num_steps.
 
-    These are the numbers of Megatron-LM, bit for bit: of its scheduler that counts updates; counting samples, as
-    `--train-iters` does, gives the same quotients and rounds the product of the warm-up once more. transformers'
-    get_*_schedule_with_warmup has the same values to rounding, with two exceptions, where Megatron-LM is followed: its
-    get_wsd_schedule warms up from min_lr, not from 0, and its get_cosine_with_min_lr_schedule_with_warmup_lr_rate is
-    one update ahead.
+    These are bit for bit the numbers of Megatron-LM's scheduler that counts updates; counting samples, as
+    `--train-iters` does, rounds the warm-up once more. transformers' get_*_schedule_with_warmup agrees to rounding,
+    except that its get_wsd_schedule warms up from min_lr, not from 0, and its
+    get_cosine_with_min_lr_schedule_with_warmup_lr_rate is one update ahead.
 
-    one_ahead: n = step + 1 in place of step, as runs of the first version of this program have it, in their rounding.
+    one_ahead: n = step + 1, with the rounding of this program's first version.
 
     Args:
-        step: Number of the update about to be made, from 0.
+        step: Number of the next update, from 0.
         optimizer: Section with the schedule.
-        num_steps: Number of updates in the whole run.
+        num_steps: Updates in the whole run.
 
     Source: megatron-core 0.16.1, optimizer_param_scheduler.py; transformers 5.23, optimization.py. wsd: MiniCPM
         (arXiv 2404.06395), section 4; cosine: SGDR (arXiv 1608.03983), equation 5 without restarts.
@@ -55,7 +53,7 @@ def learning_rate(step: int, optimizer: OptimizerSection, num_steps: int) -> flo
 
 
 def decay_steps(optimizer: OptimizerSection, num_steps: int) -> int:
-    """Returns `optimizer.decay_steps`, or its default where it is not given; not used for a constant rate."""
+    """Returns `optimizer.decay_steps` or its default; not used for a constant rate."""
     if optimizer.decay_steps is not None:
         return optimizer.decay_steps
     match optimizer.decay:
@@ -68,7 +66,7 @@ def decay_steps(optimizer: OptimizerSection, num_steps: int) -> int:
 
 
 def _height(n: int, optimizer: OptimizerSection, num_steps: int) -> float | None:
-    """Returns how far the rate after the warm-up is above min_lr, as a share of lr - min_lr; None where it stays lr."""
+    """Returns the rate above min_lr after the warm-up, as a share of lr - min_lr; None while it stays lr."""
     given = decay_steps(optimizer, num_steps)
     match optimizer.schedule:
         case "constant":

@@ -28,13 +28,13 @@ from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
 _MOMENTS_BYTES = 2 * FP32_BYTES
 """Bytes of both moments of a parameter."""
 MOMENTS_AT_ONCE_BYTES = 2**29
-"""Largest size of the moments that an update with train.offload_optimizer moves together, unless those of one parameter
-are larger: ten milliseconds of PCIe."""
+"""Largest size of moments that an update with train.offload_optimizer moves together, unless one parameter's are
+larger: ten milliseconds of PCIe."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of one rank in bytes; activations and update are estimates, the rest follows from the parameters."""
+    """Bytes on one rank; activations and update are estimates, the rest follows from the parameters."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -42,16 +42,15 @@ class MemoryEstimate:
     activations_bytes: int
     """Peak of activations while gradients are computed."""
     update_bytes: int
-    """Peak of what the optimizer makes in addition to its state, when no activations are left."""
+    """Peak of the optimizer's temporary memory, after activations are freed."""
     host_bytes: int = 0
-    """Pinned memory of the host that activations and moments move to; not part of the total."""
+    """Pinned host memory for offloaded activations and moments; not in the total."""
     adapter_bytes: int = 0
-    """Part of the first three that belongs to the adapters: each further one of this shape takes as much."""
+    """Part of the first three that belongs to the adapters; each further adapter of this shape takes as much."""
 
     @property
     def total_bytes(self) -> int:
-        """Sums up everything at the heaviest moment; fragmentation, libraries and buffers of communication are not
-        included."""
+        """Bytes at the heaviest moment, without fragmentation, libraries and communication buffers."""
         state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         return state + max(self.activations_bytes, self.update_bytes)
 
@@ -60,8 +59,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     """Estimates the memory of a rank of pipeline rank `pp_rank`.
 
     Gradients are summed in fp32. The optimizer keeps fp32 moments, and fp32 main weights under bf16 and fp16; the
-    distributed optimizer divides them over DP x CP, those of experts over the replicas of an expert. A frozen model has
-    weights only.
+    distributed optimizer divides them over DP x CP, for experts over their replicas. A frozen model has only weights.
     """
     held = trained_parameters(config, layout, pp_rank)
     rank, activations = _StageRank(config, layout, pp_rank), Activations(config, layout)
@@ -83,7 +81,7 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
 
 
 def trained_parameters(config: Config, layout: Layout, pp_rank: int) -> RankParameters:
-    """Counts the parameters with gradients on a rank: the whole model, or its adapters and what learns whole."""
+    """Counts the parameters with gradients on a rank: the whole model, or adapters and fully trained tensors."""
     if config.adapter is None:
         return parameters_on_rank(config.model, layout, pp_rank)
     return adapter_parameters_on_rank(config.model, config.adapter, layout, pp_rank)
@@ -98,7 +96,7 @@ class _StageRank:
     pp_rank: int
 
     def frozen_bytes(self) -> int:
-        """Counts the bytes of weights that have neither gradient nor state."""
+        """Bytes of weights with neither gradient nor state."""
         config, layout, pp_rank = self.config, self.layout, self.pp_rank
         if config.adapter is None:
             return 0
@@ -112,7 +110,7 @@ class _StageRank:
         return whole * element_bytes(config.train) - narrow * (element_bytes(config.train) - BF16_BYTES)
 
     def largest_trained(self) -> int:
-        """Counts the elements on a rank of the largest trained parameter."""
+        """Elements on a rank of the largest trained parameter."""
         model, adapter, layout = self.config.model, self.config.adapter, self.layout
         if adapter is None:
             return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
@@ -121,7 +119,7 @@ class _StageRank:
         return max(max(sizes, default=0), head_elements(model), tables)
 
     def kept_numbers(self, held: RankParameters) -> RankParameters:
-        """Counts the fp32 numbers that the optimizer keeps for the parameters of a rank, before they are divided."""
+        """Counts the fp32 numbers that the optimizer keeps for a rank's parameters, before they are divided."""
         # Both moments, and main weights in half precision.
         each = 2 if element_bytes(self.config.train) == FP32_BYTES else 3
         match self.config.optimizer:
@@ -142,17 +140,16 @@ def own_shard(train: TrainSection, layout: Layout, numbers: RankParameters) -> i
 
 
 def _moments_at_once(moved: int, largest: int) -> int:
-    """Returns the bytes of moments on the device in an update: those that are updated, those before and those after
-    them.
+    """Returns the bytes of moments on the device in an update: those being updated, their predecessors and successors.
 
     Args:
         moved: Bytes of all moments that move.
-        largest: Number of elements in the largest parameter.
+        largest: Elements of the largest parameter.
     """
     return min(moved, max(MOMENTS_AT_ONCE_BYTES, _MOMENTS_BYTES * largest) + 2 * MOMENTS_AT_ONCE_BYTES)
 
 
 def _update_bytes(state_elements: int, largest: int) -> int:
-    """Returns the bytes left free for an update: a copy of one parameter's gradient, for optimizers that make it.
-    Clipping and the fused AdamW make none."""
+    """Returns the bytes for a copy of one parameter's gradient, which some optimizers make; clipping and fused AdamW
+    make none."""
     return FP32_BYTES * min(largest, state_elements)

@@ -1,4 +1,4 @@
-"""Numbers of parameters: of a model, of the part that a token passes, and of a rank.
+"""Parameter counts: of a model, of what one token passes, and of a rank.
 
 Replicated parameters count once in a model, and once on each rank.
 """
@@ -24,7 +24,7 @@ def padded_vocab_size(model: ModelSection, tp: int) -> int:
 
 
 def output_columns(model: ModelSection, tp: int) -> int:
-    """Returns the outputs a token on a rank of TP: its part of the padded vocabulary, or all labels of a head."""
+    """Returns the outputs per token on a rank of TP: its part of the padded vocabulary, or all labels of a head."""
     match model.output:
         case TokenOutput():
             return padded_vocab_size(model, tp) // tp
@@ -35,20 +35,19 @@ def output_columns(model: ModelSection, tp: int) -> int:
 
 
 def num_parameters(model: ModelSection) -> int:
-    """Counts the parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
+    """Counts the parameters of the model, without vocabulary padding; tied embeddings count once."""
     return _with_vocabulary(model, model.vocab_size)
 
 
 def num_padded_parameters(model: ModelSection, tp: int) -> int:
-    """Counts the parameters of the whole model with the vocabulary padded for `tp`; tied embeddings count once."""
+    """Counts the parameters of the model, with vocabulary padding for `tp`; tied embeddings count once."""
     return _with_vocabulary(model, padded_vocab_size(model, tp))
 
 
 def num_active_parameters(model: ModelSection) -> int:
-    """Counts the parameters that one token passes on its way to the main logits: without padding, other experts and
-    MTP.
+    """Counts the parameters that one token passes to the main logits, without padding, other experts and MTP.
 
-    Both tables count whole. Some model cards leave the embedding table out.
+    Both tables count entirely; some model cards omit the embedding table.
     """
     if model.experts is None:
         return num_parameters(model.model_copy(update={"mtp_depths": 0}))
@@ -65,13 +64,13 @@ def layer_parameters(model: ModelSection, layer: int) -> Parameters:
 
 
 def _ahead(model: ModelSection) -> Parameters:
-    """Counts the parameters of all depths of multi-token prediction with their layers."""
+    """Counts the parameters of all MTP depths with their layers."""
     each = (joint_parameters(model) + layer_parameters(model, layer) for layer in model.layers_ahead)
     return sum(each, start=Parameters())
 
 
 def layer_matrices(model: ModelSection, layer: int) -> Parameters:
-    """Counts the matrices of the projections in a layer: without biases, norms, sinks and the router."""
+    """Counts a layer's projection matrices, without biases, norms, sinks and the router."""
     return sum((part.matrices(model) for part in LAYER_PARTS if part.is_in(model, layer)), start=Parameters())
 
 
@@ -88,10 +87,10 @@ def _with_vocabulary(model: ModelSection, vocab_size: int) -> int:
 
 
 def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
-    """Counts the parameters on a rank of pipeline rank `pp_rank`, vocabulary padded.
+    """Counts the parameters on a rank of pipeline rank `pp_rank`, with vocabulary padding.
 
-    With a pipeline the first and the last stage hold a copy each of a table that both use: a tied table, and the
-    embeddings where tokens are predicted ahead.
+    With a pipeline, the first and the last stage each hold a copy of a table that both use: a tied table, and the
+    embeddings under MTP.
     """
     held = _of_layers(model, _own_layers(model, layout, pp_rank))
     if pp_rank == layout.pp - 1:
@@ -101,17 +100,17 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
 
 
 def table_elements_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> int:
-    """Counts the elements of the tables of the vocabulary on a rank."""
+    """Counts the elements of vocabulary tables on a rank."""
     return _table_elements(model, layout, pp_rank) // layout.tp
 
 
 def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
-    """Counts the elements of the tables of a stage, over all its ranks of TP."""
+    """Counts the elements of a stage's tables, over all its ranks of TP."""
     return len(tables_on_stage(model, layout, pp_rank)) * padded_vocab_size(model, layout.tp) * model.hidden_size
 
 
 def tables_on_stage(model: ModelSection, layout: Layout, pp_rank: int) -> set[str]:
-    """Names the tables of the vocabulary that a stage holds: embedding, output."""
+    """Names the vocabulary tables of a stage: embedding, output."""
     tables = {"embedding"} if pp_rank == 0 else set()
     if pp_rank == layout.pp - 1:
         tables |= {"embedding"} if model.layers_ahead or model.output.is_tied else set()
@@ -125,7 +124,7 @@ def head_elements(model: ModelSection) -> int:
 
 
 def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
-    """Counts the matrices of the layers on a rank: without tables, routers, norms, biases and sinks."""
+    """Counts the matrices of the layers on a rank, without tables, routers, norms, biases and sinks."""
     held = sum((layer_matrices(model, layer) for layer in _own_layers(model, layout, pp_rank)), start=Parameters())
     if pp_rank == layout.pp - 1:
         projection = Parameters(divided=2 * model.hidden_size**2)

@@ -1,1 +1,1 @@
-"""Foundations that every package may use: errors, files, signals, the environment. No torch, no configuration."""
+"""Foundations for every package: errors, files, signals, the environment. No torch, no configuration."""

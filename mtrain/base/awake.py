@@ -7,19 +7,18 @@ from collections.abc import Callable
 
 
 class AwakeClock:
-    """Clock of the seconds in which this process ran, so that a suspended job loses no time; must be read often."""
+    """Clock of the seconds in which this process was not suspended; read it often."""
 
     def __init__(self, longest_gap_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            longest_gap_s: Most seconds that count between two readings; in a longer gap the process was suspended.
-            clock: Function that returns the time in seconds.
+            longest_gap_s: Longest gap between two readings that counts in full; a longer one means a suspended process.
+            clock: Monotonic time in seconds.
         """
         self._longest_gap_s, self._clock = longest_gap_s, clock
         self._read_s, self._awake_s = clock(), 0.0
 
     def __call__(self) -> float:
-        """Returns the seconds so far."""
         now = self._clock()
         self._awake_s += min(now - self._read_s, self._longest_gap_s)
         self._read_s = now

@@ -1,4 +1,4 @@
-"""Daemon threads for work that runs next to training; the end of the process waits for none of them."""
+"""Daemon threads for work next to training; the end of the process waits for none of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 
 def started(action: Callable[[], Result], name: str) -> Future[Result]:
-    """Runs an action in a daemon thread of its own and returns a future of its result.
+    """Runs an action in its own daemon thread.
 
-    A thread that a dead disk holds for ever stops neither the end of the program nor a later action. The threads of an
-    executor would: Python waits for them.
+    A thread that hangs on a dead disk delays neither the end of the program nor a later action, as a thread of an
+    executor would.
     """
     from concurrent.futures import Future  # imports logging; the command line imports this module before all others
 
@@ -43,10 +43,9 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def is_anything_running() -> bool:
-    """Says whether a thread of `started` is still at work; a program that ends must then leave by os._exit.
+    """Says whether a thread of `started` is still at work; the program must then end with os._exit.
 
-    Otherwise the interpreter would wait for the pools that such a thread has opened, and would abort the process when
-    the thread returns from an operation of torch.
+    Otherwise the interpreter would wait for pools that the thread has opened, and abort when it returns from torch.
     """
     return any(thread.is_alive() for thread in list(_threads))
 
@@ -54,8 +53,8 @@ def is_anything_running() -> bool:
 def mapped(action: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
     """Applies the action to every item and returns the results in order.
 
-    With one thread the caller does the work: Python waits for the threads of a pool when the program ends, so work that
-    a stop may abandon must start none.
+    With one thread the caller does the work. Python waits for pools when the program ends, so work that a stop may
+    abandon must not start one.
     """
     if num_threads <= 1:
         return [action(item) for item in items]

@@ -1,4 +1,4 @@
-"""Certificates of `mtrain verify backend`: how layers of other libraries compared with ours on one machine."""
+"""Certificates of `mtrain verify backend`: how layers of other libraries compare with ours on one machine."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults, write_atomically
 
 FORMAT = 1
-"""Version of the file; raised when a field changes its meaning."""
+"""Version of the file format."""
 VARIABLE = "MTRAIN_CERTIFICATES"
-"""Environment variable that names the folder of the certificates."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found of one candidate: layers of one library, for all kinds of layers of a model."""
+    """Result of one candidate: the layers of one library, for every kind of layer in a model."""
 
     passed: bool
     """Whether every error is within its tolerance."""
     ms: float
-    """Time of forward and backward pass of one layer of each kind, weighed by their numbers, in milliseconds."""
+    """Milliseconds of a forward and backward pass of one layer of each kind, weighted by their numbers."""
     own_ms: float
-    """Time of our torch layers, measured in turn with the candidate's."""
+    """Time of our torch layers, measured alternately with the candidate's."""
     cases: tuple[Mapping[str, Any], ...] = ()
-    """Shapes, times, and of every tensor both errors and the tolerance, by kind of layer."""
+    """Shapes, times, and both errors and the tolerance of every tensor, by kind of layer."""
     error: str | None = None
-    """Reason why the candidate could not be run to its end; None if it could."""
+    """Why the candidate could not finish; None if it did."""
 
     @property
     def is_faster(self) -> bool:
-        """Says whether the candidate takes less time than our layers."""
+        """Whether the candidate takes less time than our layers."""
         return self.ms < self.own_ms
 
 
@@ -45,22 +44,21 @@ class Certificate:
     """Result of one `mtrain verify backend`."""
 
     created: str
-    """Time, ISO 8601, UTC."""
+    """UTC time, ISO 8601."""
     machine: Mapping[str, str]
-    """GPU, driver, and versions of the packages that can change numbers or times."""
+    """GPU, driver, and versions of packages that can change numbers or times."""
     layers: Mapping[str, Any]
-    """Part of the configuration that the layers depend on."""
+    """Keys of the configuration that the layers depend on."""
     candidates: Mapping[str, Comparison]
-    """Comparison of each candidate by its name."""
 
     @property
     def name(self) -> str:
-        """Returns the file name, the same for one machine and one kind of layers."""
+        """File name; one for each machine and kind of layers."""
         content = json.dumps([self.machine, self.layers], sort_keys=True)
         return f"backend-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
 
     def save(self, folder: Path) -> Path:
-        """Writes the certificate, in the place of an earlier one of the same machine and layers.
+        """Writes the certificate; replaces an earlier one of the same machine and layers.
 
         Raises:
             MachineError: The folder cannot be written.
@@ -73,7 +71,7 @@ class Certificate:
 
 
 def certificates(folder: Path) -> Iterator[Certificate]:
-    """Yields the certificates of a folder; files that are no certificates of this format certify nothing."""
+    """Yields the valid certificates of a folder; skips other files."""
     for path in sorted(folder.glob("backend-*.json")):
         try:
             content = json.loads(path.read_text())
@@ -89,7 +87,7 @@ def _comparison(content: dict[str, Any]) -> Comparison:
 
 
 def certificate_folder() -> Path:
-    """Returns the folder that MTRAIN_CERTIFICATES names; by default `certificates` in the user's cache folder.
+    """Returns the folder that MTRAIN_CERTIFICATES names, by default `certificates` in the user's cache folder.
 
     Raises:
         MachineError: The user has no home folder.
@@ -99,10 +97,10 @@ def certificate_folder() -> Path:
 
 
 def cache_folder(purpose: str) -> Path:
-    """Returns the user's cache folder, `$XDG_CACHE_HOME/mtrain`, by default `~/.cache/mtrain`.
+    """Returns `$XDG_CACHE_HOME/mtrain`, by default `~/.cache/mtrain`.
 
     Args:
-        purpose: End of the message where there is none: what the folder is for, and what to do.
+        purpose: End of the error message: what the folder is for, and how to do without.
 
     Raises:
         MachineError: The user has no home folder.

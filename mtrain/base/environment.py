@@ -1,4 +1,4 @@
-"""Environment of this process: its rank (from torchrun, srun, or alone), its cores, and the software it runs on."""
+"""Environment of this process: its rank (from torchrun, srun or alone), cores and software versions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 _GIT_TIMEOUT_S = 10
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _BETWEEN_STEPS = 3571
-"""Stride between the ports of a job's steps; prime to the number of ports, so that steps and jobs next to each other
-differ."""
+"""Stride between the ports of a job's steps; prime to the number of ports, so neighbouring steps and jobs differ."""
 
 
 def program_versions() -> dict[str, str]:
-    """Returns the versions of this program, of Python and of the installed PACKAGES, without importing any."""
+    """Returns the versions of mtrain, Python and the installed PACKAGES, without importing them."""
     return dict(_versions())
 
 
@@ -46,21 +45,19 @@ def _versions() -> Mapping[str, str]:
 
 
 def with_package(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment in which a new interpreter finds this package, wherever this one has found it."""
+    """Returns an environment in which a new interpreter finds this package."""
     package = str(Path(__file__).parents[2])
     return {**environ, "PYTHONPATH": os.pathsep.join([package, *filter(None, [environ.get("PYTHONPATH")])])}
 
 
 class GitCheckout(NamedTuple):
-    """Git checkout that this program runs from."""
-
     commit: str
     dirty: bool
     """Whether tracked files differ from the commit."""
 
 
 def git_checkout(source: Path = Path(__file__)) -> GitCheckout | None:
-    """Returns the commit of this program's source; None where git does not track it, as in an installed package."""
+    """Returns the commit of this program's source; None if git does not track it, as in an installed package."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(source.parent), *arguments]
@@ -75,7 +72,7 @@ def git_checkout(source: Path = Path(__file__)) -> GitCheckout | None:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Rank, world size and rendezvous address, as the launcher gives them."""
+    """Rank, world size and rendezvous address from the launcher."""
 
     rank: int
     world_size: int
@@ -83,13 +80,13 @@ class RankEnvironment:
     local_world_size: int
     master_addr: str
     master_port: int
-    """Port on which the ranks meet; 0 where there is one rank and no launcher: any free port will do."""
+    """Port of the rendezvous; 0 for a single rank without a launcher, which may use any free port."""
 
     def __post_init__(self) -> None:
         """Refuses numbers that contradict each other.
 
         Raises:
-            MachineError: a rank is not below its world size.
+            MachineError: A rank is not below its world size.
         """
         if not 0 <= self.rank < self.world_size or not 0 <= self.local_rank < self.local_world_size:
             raise MachineError(
@@ -99,10 +96,10 @@ class RankEnvironment:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RankEnvironment:
-        """Reads torchrun's variables, else those of an srun step; without either this process is alone.
+        """Reads the variables of torchrun, else of an srun step, else assumes a single process.
 
         Raises:
-            MachineError: a variable is missing or is no number.
+            MachineError: A variable is missing or not a number.
         """
         if "RANK" in environ or "WORLD_SIZE" in environ:
             return _from_torchrun(environ)
@@ -112,17 +109,17 @@ class RankEnvironment:
 
 
 def cores_of_rank(environ: Mapping[str, str], allowed: int | None = None) -> int:
-    """Counts the cores that a rank may keep busy during its start, next to the other ranks of its machine.
+    """Counts the cores that a rank may keep busy during start-up.
 
-    A task of srun has SLURM_CPUS_PER_TASK cores of its own; otherwise the ranks of a machine share the cores that the
-    process may run on. The result is at most OMP_NUM_THREADS where that is more than 1: launchers set 1 on any machine.
+    A task of srun owns SLURM_CPUS_PER_TASK cores; otherwise the ranks of a machine share the available ones. An
+    OMP_NUM_THREADS above 1 is an upper bound; launchers set 1 on any machine, which says nothing.
 
     Args:
-        environ: The environment variables.
-        allowed: Number of cores that the process may run on; by default the operating system is asked.
+        environ: Environment variables.
+        allowed: Cores available to the process; None asks the operating system.
 
     Raises:
-        MachineError: A launcher's variable is missing, is no number, or contradicts another.
+        MachineError: A launcher's variable is missing, not a number, or contradicts another.
     """
     cores = len(os.sched_getaffinity(0)) if allowed is None else allowed
     of_task, threads = (environ.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "OMP_NUM_THREADS"))
@@ -149,11 +146,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _from_srun(environ: Mapping[str, str]) -> RankEnvironment:
-    """Reads srun's variables; the address is the step's first node, where rank 0 runs, unless MASTER_ADDR is set.
-
-    Each step has a port of its own, unless MASTER_PORT is set, so that two steps of one job do not meet; the first
-    step's port follows from the job number alone.
-    """
+    """Reads srun's variables, unless MASTER_ADDR or MASTER_PORT is set; each step of a job gets its own port."""
     return RankEnvironment(
         rank=_number(environ, "SLURM_PROCID"),
         world_size=_number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"),
@@ -170,12 +163,12 @@ def _port_of_step(environ: Mapping[str, str]) -> int:
 
 
 def _is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Says whether this is the script of sbatch: it has SLURM_PROCID=0 and the job's task count, but is one process."""
+    """Says whether this is the script of sbatch, a single process that sees SLURM_PROCID=0 and the job's task count."""
     return environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
 
 
 def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
-    """Returns the number of tasks on this node, from Slurm's list: `2(x3),1` means 2, 2, 2, 1."""
+    """Reads this node's number of tasks from Slurm's list: `2(x3),1` means 2, 2, 2, 1."""
     name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_TASKS_PER_NODE"
     if name not in environ:
         return _number(environ, "SLURM_NTASKS")
@@ -194,7 +187,7 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
 
 
 def _first_node(environ: Mapping[str, str]) -> str:
-    """Returns Slurm's first node (`n[003-005,9]-ib,m1` -> `n003-ib`), else the node on which srun was called."""
+    """Returns Slurm's first node (`n[003-005,9]-ib,m1` -> `n003-ib`), else the node that called srun."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(name):
             first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", environ[name])

@@ -1,7 +1,7 @@
 """Errors that a user can meet, one class for each exit code.
 
-A message says what was given, what is needed and what to change. `cli` prints it without a traceback, once, and
-leaves with `exit_code`.
+A message says what was given, what is needed and what to change. `cli` prints it once, without a traceback, and exits
+with `exit_code`.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ class MtrainError(Exception):
 
     exit_code = 1
     on_every_rank = False
-    """Whether rank 0 raises this error too, so that it alone shows it; may be set on a single instance."""
+    """Whether rank 0 raises this error as well and alone shows it; may be set on an instance."""
     is_shown_elsewhere = False
-    """Whether another rank of the same launch shows this instance, so that this rank is silent."""
+    """Whether another rank of the launch shows this instance, so this rank stays silent."""
 
 
 class ConfigError(MtrainError):
@@ -25,13 +25,13 @@ class ConfigError(MtrainError):
 
 
 class DataError(MtrainError):
-    """A corpus, a tokenizer or a checkpoint is missing, damaged or does not fit the configuration."""
+    """A corpus, tokenizer or checkpoint is missing, damaged or does not fit the configuration."""
 
     exit_code = 3
 
 
 class NothingToLearnError(DataError):
-    """No training sample has a token that the loss counts, so that no step would change the model."""
+    """No training sample has a token in the loss, so no step would change the model."""
 
 
 class NumericError(MtrainError):
@@ -42,13 +42,13 @@ class NumericError(MtrainError):
 
 
 class BadStepError(NumericError):
-    """The gradient of a step must not be applied; weights and optimizer state are as they were before the step.
+    """The gradient of a step must not be applied; weights and optimizer state are as before the step.
 
-    Raised on all ranks alike, so that train.on_nonfinite and train.on_spike decide alike.
+    Raised on all ranks, so train.on_nonfinite and train.on_spike decide alike.
     """
 
     totals: Any = None
-    """`StepTotals` of the step; None where they had not been summed up."""
+    """`StepTotals` of the step; None before they are summed."""
 
 
 class NonFiniteError(BadStepError):
@@ -56,18 +56,19 @@ class NonFiniteError(BadStepError):
 
 
 class SpoiledStateError(NonFiniteError):
-    """Weights or optimizer state are not finite, so that no other batch can do better."""
+    """Weights or optimizer state are not finite, so another batch would not help."""
 
 
 class SpikeError(BadStepError):
-    """A loss or the gradient's norm lies far above those of the steps before (train.on_spike)."""
+    """A loss or the gradient norm lies far above those of earlier steps (train.on_spike)."""
 
 
 class StopRequestedError(MtrainError):
-    """A stop signal has ended work that a later start goes on with.
+    """A stop signal has ended work that a later start continues.
 
-    The command leaves the marker REQUEUE and ends with 0; a program that has called the trainer gets this error, or
-    KeyboardInterrupt."""
+    The command writes the marker REQUEUE and exits with 0; a program that called the trainer gets this error or
+    KeyboardInterrupt.
+    """
 
 
 class RankLostError(MtrainError):
@@ -84,19 +85,19 @@ class RunFolderError(MtrainError):
 
 
 class MachineError(MtrainError):
-    """Disk, permissions, limits or devices of this machine do not allow the run."""
+    """The machine's disk, permissions, limits or devices do not allow the run."""
 
     exit_code = 7
 
 
 class UnfinishedError(MtrainError):
-    """A check could not be finished and says nothing: a rank of it died, or the program itself has a fault."""
+    """A check could not finish and proves nothing: a rank died, or the program has a fault."""
 
     exit_code = 8
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the reason of a failure in one line, with the kind of an error that nobody foresaw."""
+    """Returns the reason of a failure in one line, with the type of an unforeseen error."""
     lines = str(error).strip().splitlines()
     if isinstance(error, MtrainError) and lines:
         return lines[0]

@@ -1,7 +1,7 @@
 """Places where tests make a process fail for real.
 
-The environment variable MTRAIN_TEST_FAULT names one fault, rank, step and phase, such as
-`kill rank=1 step=4 phase=write.2`. It is for tests only; without it nothing happens.
+The environment variable MTRAIN_TEST_FAULT names a fault, rank, step and phase, such as `kill rank=1 step=4
+phase=write.2`. It is for tests only.
 """
 
 import errno
@@ -19,49 +19,47 @@ REACHED = "MTRAIN_TEST_REACHED"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "usr1": signal.SIGUSR1}
 _POLL_S = 0.05
 _HEARTBEAT_S = 1.0
-"""Time in which a heartbeat with the new phase is surely written."""
+"""Seconds in which a heartbeat with the new phase is certainly written."""
 
 
 class InjectedFault(NamedTuple):
-    """A fault that a test asks for, and where it happens."""
-
     kind: str
     """Kind of the fault.
 
-    gil: the thread never releases the interpreter's lock. loop: it loops for ever. kill: SIGKILL to this process.
-    stop: SIGSTOP, after its heartbeat was written. usr1: SIGUSR1. hang: the thread sleeps for ever. slow: it takes a
-    second longer, every time. await_stop: the thread creates the file that the environment variable REACHED names, and
-    waits until this process receives a stop signal. full: the disk has no space left. nan, huge, flip: one element of
-    the training state becomes nan or 3e38, or its lowest bit flips."""
+    gil: never releases the interpreter's lock. loop: loops for ever. kill: SIGKILL. stop: SIGSTOP, after a heartbeat.
+    usr1: SIGUSR1. hang: sleeps for ever. slow: takes an extra second every time. await_stop: creates the file named by
+    the environment variable REACHED and waits for a stop signal. full: the disk is full. nan, huge, flip: one element
+    of the training state becomes nan or 3e38, or its lowest bit flips.
+    """
     rank: int
     step: int
     phase: str
-    """Phase of a save; for nan, huge and flip: key of a tensor in checkpoints and index in this rank's part, as
-    `key:-1`."""
+    """Phase of a save; for nan, huge and flip `KEY:INDEX`, a tensor's checkpoint key and an index in this rank's
+    part."""
 
     def __str__(self) -> str:
         return f"{self.kind} rank={self.rank} step={self.step} phase={self.phase}"
 
     @classmethod
     def parsed(cls, text: str) -> "InjectedFault":
-        """Reads the text that `str` writes."""
+        """Parses the text that `str` writes."""
         kind, *rest = text.split()
         values = dict(item.split("=", 1) for item in rest)
         return cls(kind, int(values["rank"]), int(values["step"]), values["phase"])
 
 
 def wanted_fault(rank: int, step: int) -> InjectedFault | None:
-    """Returns the fault that a test asks for at this rank and step, in any phase; None without one."""
+    """Returns the fault for this rank and step, in any phase."""
     text = os.environ.get(VARIABLE)
     fault = None if text is None else InjectedFault.parsed(text)
     return fault if fault is not None and (fault.rank, fault.step) == (rank, step) else None
 
 
 def fault_point(phase: str, rank: int, step: int) -> None:
-    """Fails here if a test asks for it; otherwise returns at once.
+    """Fails here if a test asks for it.
 
     Raises:
-        OSError: ENOSPC, where the fault is a full disk.
+        OSError: ENOSPC, if the fault is a full disk.
     """
     fault = wanted_fault(rank, step)
     if fault is None or fault.phase != phase:

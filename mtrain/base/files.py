@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, synced folders, locks, and disk faults as one readable error."""
+"""Files that survive a crash: atomic writes, synced folders, locks, and readable disk errors."""
 
 import enum
 import errno
@@ -14,10 +14,10 @@ from mtrain.base.errors import MachineError
 
 @contextmanager
 def disk_faults(doing: str) -> Iterator[None]:
-    """Turns an OSError of the block into a MachineError with one readable message.
+    """Turns an OSError of the block into a MachineError.
 
     Args:
-        doing: Action that was attempted, as it follows "could not": "write the run folder /a/b".
+        doing: Attempted action, as it follows "could not": "write the run folder /a/b".
 
     Raises:
         MachineError: The block raised an OSError.
@@ -33,7 +33,7 @@ def disk_faults(doing: str) -> Iterator[None]:
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the folder's list of names (not the files' content) is on disk."""
+    """Waits until the folder's list of names, not the content of its files, is on disk."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -52,10 +52,9 @@ def sync_file(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields the path of a new file to write; at the end of the block it takes the place of `path` in one move.
+    """Yields the path of a new file, which replaces `path` atomically at the end of the block.
 
-    After a crash at any point `path` is the old file or the new one, never a part. If the block raises, the old file
-    stays. A crash can leave a file named `.new-*`.
+    If the block raises, the old file stays. A crash can leave a file named `.new-*`.
     """
     new = path.with_name(f".new-{path.name}-{os.urandom(4).hex()}")
     try:
@@ -68,13 +67,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a whole UTF-8 file in one move and waits until it is on disk."""
+    """Writes a UTF-8 file atomically and waits until it is on disk."""
     with replacing(path) as new:
         new.write_text(text, encoding="utf-8")
 
 
 def remove(path: Path) -> None:
-    """Deletes a file, a folder with all its content, or a link, but never the target of a link."""
+    """Deletes a file, a link (not its target), or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -82,8 +81,6 @@ def remove(path: Path) -> None:
 
 
 class LockOutcome(enum.Enum):
-    """Outcome of asking for a file lock."""
-
     TAKEN = enum.auto()
     BUSY = enum.auto()
     """Another process holds the lock."""
@@ -92,10 +89,10 @@ class LockOutcome(enum.Enum):
 
 
 def try_lock(descriptor: int, kind: int) -> LockOutcome:
-    """Asks for a `flock` lock on an open file, without waiting.
+    """Asks for a `flock` lock without waiting.
 
     Args:
-        descriptor: Descriptor of the file; the lock ends when it is closed.
+        descriptor: Open file; closing it releases the lock.
         kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
 
     Raises:

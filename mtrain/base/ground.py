@@ -1,9 +1,8 @@
 """Supported versions of torch and megatron-core, checked as an import would find them.
 
-megatron-core must have one of two exact versions, since results depend on how it sums, splits and marks tensors; other
-versions train, too, and silently give another run. The metadata of a distribution say what was installed, but an
-import may take a source tree or an unpacked wheel on PYTHONPATH. So the source is located as an import would do it,
-and is read, not run.
+Results depend on how megatron-core sums, splits and marks tensors, so only two exact versions are accepted; others
+would silently train another run. An import may take a source tree or an unpacked wheel on PYTHONPATH instead of the
+installed distribution, so the source that an import would take is read, without running it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from mtrain.base.errors import MachineError
 
 MEGATRON_CORES = ("0.16.1", "0.19.2")
-"""Proven versions; pip offers the second to Python 3.12 and later alone."""
+"""Proven versions; pip offers the second only to Python 3.12 and later."""
 OLDEST_TORCH, TOO_NEW_TORCH = (2, 9), (2, 16)
 
 
@@ -28,18 +27,18 @@ class Found(NamedTuple):
     place: str
     """Folder of the package."""
     version: str | None
-    """Version that the package's source states; None where it states none."""
+    """Version that the source states, if any."""
 
 
 def require_ground(is_another_machine: bool = False) -> None:
     """Refuses versions that this program is not proven with; imports neither package.
 
     Args:
-        is_another_machine: Whether the run is for another machine, where a package that is missing here may be
-            installed. A package that is here is checked all the same: names of fields are read from its source.
+        is_another_machine: Whether the run is for another machine, so packages may be missing here. A package that is
+            present is checked anyway: names of fields are read from its source.
 
     Raises:
-        MachineError: torch or megatron-core is missing, or of another version; the first rank of each machine shows it.
+        MachineError: torch or megatron-core is missing or has another version; the first rank of each machine shows it.
     """
     found = (_fault_of_torch, found_torch()), (_fault_of_megatron, found_megatron())
     faults = [fault_of(package) for fault_of, package in found if package is not None or not is_another_machine]
@@ -51,7 +50,7 @@ def require_ground(is_another_machine: bool = False) -> None:
 
 
 def found_megatron() -> Found | None:
-    """Locates the megatron-core that this process has imported or would import; None without one."""
+    """Locates the megatron-core that this process has imported or would import."""
     found = _found("megatron.core", "package_info", _version_of_megatron)
     if found is None or found.version is None:
         return found
@@ -60,12 +59,12 @@ def found_megatron() -> Found | None:
 
 
 def found_torch() -> Found | None:
-    """Locates the torch that this process has imported or would import; None without one."""
+    """Locates the torch that this process has imported or would import."""
     return _found("torch", "version", lambda constants: constants.get("__version__"))
 
 
 def source_of(name: str) -> str | None:
-    """Reads the source of a module that an import would take; None where there is none."""
+    """Reads the source of a module that an import would take, if any."""
     spec = _spec_of(name)
     get_source: Any = getattr(spec.loader if spec is not None else None, "get_source", None)
     try:
@@ -118,13 +117,13 @@ def _found(package: str, part: str, version_in: Callable[[Mapping[str, Any]], ob
 
 
 def _version_of_megatron(constants: Mapping[str, Any]) -> str | None:
-    """Joins the version as megatron-core's package_info.py does, without the commit of a checkout, which 0.19 adds."""
+    """Joins the version as megatron-core's package_info.py does, without the commit that 0.19 adds."""
     parts = [constants.get(name) for name in ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")]
     return None if None in parts else ".".join(map(str, parts[:3])) + str(parts[3])
 
 
 def _constants(source: str) -> dict[str, Any]:
-    """Returns the names that a module sets to constants, and these constants."""
+    """Returns the constants of a module by name."""
     found: dict[str, Any] = {}
     try:
         body = ast.parse(source).body
@@ -142,7 +141,7 @@ def _constants(source: str) -> dict[str, Any]:
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
-    """Finds a spec as `importlib.util.find_spec` does, without importing the packages above the module."""
+    """Works like `importlib.util.find_spec`, but does not import parent packages."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__spec__", None)
     parent = name.rpartition(".")[0]

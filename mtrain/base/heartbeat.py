@@ -1,8 +1,8 @@
-"""Heartbeats: a small file per rank in the run folder that says what the rank is doing, for the ranks that wait for it.
+"""Heartbeats: a small file per rank in the run folder that says what the rank is doing.
 
 A thread of each rank writes its file every few seconds and soon after a change of phase. Training never waits for it,
-ranks send each other nothing, and a full disk costs only the heartbeats. A rank whose file no longer changes is stopped
-or gone; a rank that beats but is at an earlier place than the others is the one that they wait for.
+ranks send each other nothing, and a full disk costs only the heartbeats. A rank whose file stops changing is stopped or
+gone; a rank that beats but lags behind is the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from mtrain.base.fault_points import fault_point
 
 _BEATS_PER_TIMEOUT = 20
 _INTERVALS_S = (0.2, 1.0)
-"""Shortest and longest time between two beats of a small run."""
+"""Shortest and longest interval between beats of a small run."""
 _MAX_BEATS_PER_S = 500
-"""Beats per second of all ranks together, so that a large run does not overload a shared file system."""
+"""Beats per second of all ranks together, to spare a shared file system."""
 _CHANGES_PER_INTERVAL = 10
-"""Number of times in an interval that a changed phase is written, at most."""
+"""Most phase changes written in an interval."""
 _INTERVALS_OF_SILENCE = 2.5
-"""Number of intervals without a beat after which a rank counts as silent."""
+"""Intervals without a beat after which a rank counts as silent."""
 _SHORTEST_SILENCE_S = 1.0
 _NUM_BYTES = 512
-"""Size of every file from the first beat on, so that a later beat needs no more room on the disk."""
+"""Size of every file from the first beat on, so later beats need no more disk space."""
 _MAX_NAMED = 8
 
 
 class Phase(StrEnum):
-    """Phase of a rank's work; in the order of a run and of a step."""
+    """Phase of a rank's work, in the order of a run and of a step."""
 
     START = "start"
     BUILD = "build"
-    """Building the model and the data, and loading a checkpoint."""
+    """Builds model and data, and loads a checkpoint."""
     DATA = "data"
     FORWARD_BACKWARD = "forward_backward"
     UPDATE = "update"
@@ -61,7 +61,7 @@ class Beat:
     rank: int
     pid: int
     step: int
-    """Step in work, counted from 1; 0 before the first."""
+    """Current step, counted from 1; 0 before the first."""
     phase: Phase
     since_s: float
     """Unix time at which the phase began."""
@@ -70,40 +70,39 @@ class Beat:
     left_with: str | None = None
     """Error that ended the rank, or `done`; None while it runs."""
     memory_bytes: int | None = None
-    """Memory that the rank needed in its last step: the peak on its GPU, or what is resident on a CPU; None before
-    that."""
+    """Memory of the last step: the peak on the GPU, or resident memory on a CPU; None before the first step."""
     pace_step: int = 0
-    """Last step of the window that `pace_s` was measured over; 0 before the first window."""
+    """Last step of the window of `pace_s`; 0 before the first window."""
     pace_s: float = 0.0
-    """Seconds per step in which the rank worked and did not wait for others."""
+    """Seconds per step in which the rank worked, without waiting for others."""
     stage: int = 0
-    """Pipeline stage that `pace_s` was measured on."""
+    """Pipeline stage of `pace_s`."""
     start: int = 0
-    """Number of the run's start that the rank belongs to; a resumed run has a higher one."""
+    """Number of the run's start; a resumed run has a higher one."""
     changed_s: float = 0.0
-    """Monotonic time of the rank's node at which the rank last made progress; other ranks see whether it changes."""
+    """Monotonic time, on the rank's node, of its last progress; other ranks only check whether it changes."""
     call: str | None = None
-    """Collective or message that the rank waits for, with its number in the rank's own count; None outside of one."""
+    """Collective or message that the rank waits for, with the rank's count of it; None outside one."""
 
     @property
     def place(self) -> str:
-        """Phase and step, and the collective that the rank waits in, as words for people."""
+        """Phase, step and pending collective in words."""
         inside = f"{self.phase} of step {self.step}" if self.step else self.phase
         return f"{inside}, waiting in {self.call}" if self.call else inside
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Step and phase as a pair that sorts by time: larger is later."""
+        """Step and phase as a pair that sorts by time."""
         return self.step, _ORDER.index(self.phase)
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
-    """Returns the file that the rank writes; `folder` is the run's `heartbeats`."""
+    """Returns the rank's file in the run's folder `heartbeats`."""
     return folder / f"rank_{rank:05d}.json"
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:
-    """Reads the rank's latest beat; None where there is none or it is just being written."""
+    """Reads the rank's latest beat; None if there is none or it is being written."""
     try:
         return _parsed(heartbeat_file(folder, rank).read_bytes())
     except OSError:
@@ -119,7 +118,7 @@ def _parsed(text: bytes) -> Beat | None:
 
 
 class Heartbeat:
-    """Writer of this rank's beats, in a thread that runs inside the `with` block."""
+    """Writes this rank's beats, in a thread that runs inside the `with` block."""
 
     def __init__(
         self,
@@ -134,10 +133,10 @@ class Heartbeat:
         Args:
             folder: Folder `heartbeats` of the run.
             rank: Rank of this process.
-            world_size: Number of ranks that write heartbeats there.
-            timeout_s: Time that ranks wait for each other at most; beats are short against it.
-            start: Number of this start of the run; when a later start beats there, this one stops writing.
-            on_beat: Function that the thread calls at every beat; may raise OSError.
+            world_size: Ranks that write heartbeats there.
+            timeout_s: Longest time that ranks wait for each other; beats are much shorter.
+            start: Number of this start of the run; the thread stops writing when a later start beats.
+            on_beat: Called by the thread at every beat; may raise OSError.
         """
         self._folder, self._world_size, self._on_beat = folder, world_size, on_beat
         shortest, longest = _INTERVALS_S
@@ -157,17 +156,17 @@ class Heartbeat:
 
     @property
     def step(self) -> int:
-        """Step in work, counted from 1."""
+        """Current step, counted from 1."""
         return self._beat.step
 
     @property
     def place(self) -> str:
-        """Phase and step of this rank, as words for people."""
+        """Phase and step in words."""
         return self._beat.place
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Seconds in each phase so far, since this object was created."""
+        """Seconds in each phase since this object was created."""
         now, phase = time.monotonic() - self._entered_s, self._beat.phase
         return {**self._phases_s, str(phase): self._phases_s.get(phase, 0.0) + now}
 
@@ -180,7 +179,7 @@ class Heartbeat:
         self._thread.join(self._interval_s)  # a disk that hangs must not keep the rank
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Notes that this rank begins a phase; the thread writes it a moment later."""
+        """Notes that this rank begins a phase; the thread writes it soon after."""
         if (own := pulse.current()) is not None:
             own.enter(phase, step)
         now, before = time.monotonic(), self._beat.phase
@@ -191,21 +190,21 @@ class Heartbeat:
         fault_point(phase, self._beat.rank, step)
 
     def note_memory(self, memory_bytes: int) -> None:
-        """Notes the memory that this rank's last step needed; the next beat contains it."""
+        """Notes the memory of this rank's last step for the next beat."""
         self._beat = replace(self._beat, memory_bytes=memory_bytes)
 
     def note_pace(self, step: int, stage: int, seconds: float) -> None:
-        """Notes how many seconds per step this rank worked itself, over a window that ends with `step`."""
+        """Notes this rank's own working seconds per step, over a window that ends with `step`."""
         self._beat = replace(self._beat, pace_step=step, stage=stage, pace_s=seconds)
 
     def of_all(self) -> list[Beat | None]:
-        """Returns the beats of all ranks; the last one is this rank's, as it is now."""
+        """Returns the beats of all ranks, then this rank's current one."""
         return [*self._others(), self._beat]
 
     def missing(self) -> str:
-        """Names the ranks that are lost or that the others wait for; empty where the heartbeats do not show it.
+        """Names the ranks that are lost or that the others wait for; empty if the heartbeats do not show it.
 
-        The call takes as long as two beats, to see which ranks still beat.
+        Takes as long as two beats, to see which ranks still beat.
         """
         before = self._others()
         time.sleep(max(_SHORTEST_SILENCE_S, _INTERVALS_OF_SILENCE * self._interval_s))
@@ -231,7 +230,7 @@ class Heartbeat:
             self._changed.wait(self._interval_s * (1 - 1 / _CHANGES_PER_INTERVAL))
 
     def _write(self) -> None:
-        """Writes the beat; opens and closes the file each time, so that other nodes see it on a network file system."""
+        """Writes the beat; reopens the file each time, so that other nodes of a network file system see it."""
         text = json.dumps(asdict(replace(self._beat, written_s=time.time(), **_pulse_fields())))
         self._folder.mkdir(parents=True, exist_ok=True)
         file = os.open(heartbeat_file(self._folder, self._beat.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -246,7 +245,7 @@ class Heartbeat:
 
 
 def _pulse_fields() -> dict[str, Any]:
-    """Returns what this process's pulse knows beyond the phase, as fields of `Beat`."""
+    """Returns this process's pulse as fields of `Beat`."""
     if (own := pulse.current()) is None:
         return {}
     state = own.state
@@ -254,7 +253,7 @@ def _pulse_fields() -> dict[str, Any]:
 
 
 def verdict(silent: Sequence[Beat], everyone: Sequence[Beat]) -> str:
-    """Describes the missing ranks: the silent ones, else those that left by an error, else the slowest; else ""."""
+    """Describes the missing ranks: the silent ones, else those that failed, else the slowest; else ""."""
     now = time.time()
     if silent:
         return _listed(silent, lambda beat: f"silent for {now - beat.written_s:.1f} s, in {beat.place}")

@@ -1,4 +1,4 @@
-"""Imports of torch, megatron-core and optional GPU packages: faster, silent, and with unusable packages hidden."""
+"""Imports of torch, megatron-core and optional GPU packages: faster, silent, and without unusable packages."""
 
 import atexit
 import gc
@@ -21,13 +21,13 @@ _GPU_PACKAGES = {
     "transformer_engine": ("transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"),
     "apex": ("amp_C", "apex.optimizers", "apex.multi_tensor_apply"),  # without amp_C its Adam raises when constructed
 }
-"""Package that megatron-core uses wherever it is found -> modules that must be importable for it to be usable."""
+"""Package that megatron-core uses if it finds it -> modules that must be importable for it to work."""
 
 _TRANSFORMER_ENGINE = {"0.16.1": ((2, 9), (2, 13)), "0.19.2": ((2, 14), (2, 21))}
-"""Version of megatron-core -> releases of TransformerEngine that it takes: oldest, first too new.
+"""megatron-core -> releases of TransformerEngine that it takes: oldest, first too new.
 
-Source: 0.16.1's extra `dev` says >=2.9,<2.12, and NVIDIA's container NeMo 26.02 has 2.12 with 0.16; 0.19.2 asks for
-no release, and features by release up to 2.14.
+Source: 0.16.1's extra `dev` says >=2.9,<2.12, and NVIDIA's container NeMo 26.02 has 2.12 with 0.16; 0.19.2 asks for no
+release, and its features need up to 2.14.
 """
 
 _OPTIMIZERS = "transformer_engine.pytorch.optimizers"
@@ -37,21 +37,20 @@ _LOGGED = {
     # torch has CUDA and the machine has its compiler, but no GPU; megatron-core imports it, nothing is compiled
     "torch.utils.cpp_extension": "No CUDA runtime is found",
 }
-"""Logger -> beginning of a message of it that says nothing to a user."""
+"""Logger -> beginning of a message that is useless to a user."""
 
 _faults: dict[str, str] | None = None
-"""Package -> why it was left out although there is a GPU; None until `settle_gpu_packages` has looked."""
+"""Package -> why it was left out although there is a GPU; None before `settle_gpu_packages`."""
 _beyond: str | None = None
-"""Fault of a TransformerEngine that is there although megatron-core does not take its release: see certificates."""
+"""Fault of a TransformerEngine that stays, although megatron-core does not take its release: see certificates."""
 
 
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Suspends garbage collection while a block imports, and exempts the block's objects from later collections.
 
-    Importing torch and megatron-core creates a million objects that stay. The collector would scan them again and
-    again, and once more when the process ends: 2 of the 7 processor seconds of a rank that starts and ends. Without the
-    exemption a training step in which a collection happens would scan them, too.
+    torch and megatron-core create a million permanent objects on import. Scanning them takes 2 of the 7 processor
+    seconds of a rank that starts and ends, and delays training steps in which a collection happens.
     """
     gc.disable()
     try:
@@ -70,10 +69,10 @@ def _release_triton() -> None:
 
 @contextmanager
 def without_trackers() -> Iterator[None]:
-    """Hides experiment trackers from a block that imports megatron-core; afterwards they can be found again.
+    """Hides experiment trackers from a block that imports megatron-core.
 
-    megatron-core's timers and inference engine import wandb and TensorBoard wherever these are installed. Nothing here
-    calls those parts, and wandb alone takes a ninth of the import time of a rank.
+    megatron-core's timers and inference engine import wandb and TensorBoard if they are installed. We call neither, and
+    wandb alone takes a ninth of a rank's import time.
     """
     hidden = [name for name in ("wandb", "torch.utils.tensorboard") if name not in sys.modules]
     for name in hidden:
@@ -92,8 +91,8 @@ def _all_but(beginning: str) -> Callable[[logging.LogRecord], bool]:
 def ignore_warnings_of_megatron() -> None:
     """Silences megatron-core and torch for this process; call before megatron-core is first imported.
 
-    This package decides about the causes of these warnings (missing optional packages, names that are deprecated
-    between the two), not the user, who would read them once per rank.
+    The causes (missing optional packages, names deprecated between the two) are ours to handle, and the user would read
+    each warning once per rank.
     """
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     # SyntaxWarning: Python compiles a source for the first time; the module is then the path of the file
@@ -105,17 +104,16 @@ def ignore_warnings_of_megatron() -> None:
 def settle_gpu_packages(has_gpu: bool, takes_any_version: bool = False) -> None:
     """Decides once, before megatron-core is first imported, whether it finds TransformerEngine and apex.
 
-    megatron-core only tests whether they can be imported, and only an ImportError counts as absence. Without a GPU its
-    optimizers would then use kernels for tensors that do not exist; and a package that breaks in another way, as one
-    built for another CUDA does, would end every run. So both are hidden where they are unusable: an import anywhere in
-    this process then says that they are not installed.
+    megatron-core treats only an ImportError as absence. Without a GPU its optimizers would use kernels for tensors that
+    do not exist, and a package that breaks in another way, such as one built for another CUDA, would end every run.
+    Unusable packages are therefore hidden: any import in this process says that they are not installed.
 
-    A release of TransformerEngine that megatron-core does not take stays where a certificate of `mtrain verify backend`
-    knows it, for its layers alone: nothing has compared its optimizers.
+    A release of TransformerEngine that megatron-core does not take stays if a certificate of `mtrain verify backend`
+    knows it, but only for its layers: nothing has compared its optimizers.
 
     Args:
         has_gpu: Whether torch can use a GPU.
-        takes_any_version: Whether TransformerEngine may have any release, as where it is to be certified.
+        takes_any_version: Whether any release of TransformerEngine may stay, as when it is to be certified.
     """
     global _faults, _beyond
     if _faults is not None:
@@ -139,9 +137,9 @@ def settle_gpu_packages(has_gpu: bool, takes_any_version: bool = False) -> None:
 
 
 def stand_in_for_triton() -> None:
-    """Lets megatron-core 0.19 be imported without triton, which comes with torch for GPUs alone.
+    """Lets megatron-core 0.19 be imported without triton, which only torch for GPUs contains.
 
-    The schedules import kernels of an option (`moe_paged_stash`) that is refused here; nothing calls them.
+    The schedules import kernels of `moe_paged_stash`, an option that is refused; nothing calls them.
     """
     if not _is_there("triton"):
         kernels: Any = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
@@ -150,17 +148,17 @@ def stand_in_for_triton() -> None:
 
 
 def faulty_gpu_packages() -> dict[str, str]:
-    """Returns, for each package that was left out although there is a GPU, what is wrong with it."""
+    """Returns what is wrong with each package that was left out although there is a GPU."""
     return dict(_faults or {})
 
 
 def release_beyond_bounds() -> str | None:
-    """Returns what is wrong with the release of a TransformerEngine that was not left out; None where it is taken."""
+    """Returns what is wrong with the release of a TransformerEngine that stays; None if it is supported."""
     return _beyond
 
 
 def _is_certified() -> bool:
-    """Says whether some certificate is of the installed releases; `mtrain/core/layers/certified.py` compares all."""
+    """Says whether any certificate is of the installed releases; mtrain/core/layers/certified.py compares the rest."""
     here, names = program_versions(), ("megatron-core", "transformer-engine")
     with suppress(MachineError):  # without a home folder there are none
         return any(
@@ -178,7 +176,7 @@ def _is_there(package: str) -> bool:
 
 
 def fault_of(needed: tuple[str, ...]) -> str | None:
-    """Imports the modules of a package and returns what is wrong with it; None where it is usable."""
+    """Imports the modules of a package and returns what is wrong with it, if anything."""
     try:
         for name in needed:
             importlib.import_module(name)
@@ -188,7 +186,7 @@ def fault_of(needed: tuple[str, ...]) -> str | None:
 
 
 def _beyond_bounds(version: str) -> str | None:
-    """Returns the fault of a release of TransformerEngine that the installed megatron-core does not take."""
+    """Returns why the installed megatron-core does not take this release of TransformerEngine, if so."""
     parts = version.split(".")[:2]
     if not all(part.isdigit() for part in parts):
         return None

@@ -1,6 +1,6 @@
-"""Readers for files that others wrote: with a size limit, and for plain files, plain JSON and plain YAML only.
+"""Readers for files that others wrote: regular files, plain JSON and plain YAML only, up to a size limit.
 
-A folder, a device or a pipe in the place of a file is refused; reading a pipe would block.
+A folder, device or pipe is refused; reading a pipe would block.
 """
 
 import errno
@@ -20,22 +20,21 @@ from mtrain.base.steady_files import retried
 NOT_A_PLAIN_FILE = frozenset(
     {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOENT, errno.ENOTDIR}
 )
-"""Error numbers of `open_plain_file` and `read_plain_file` that concern the file itself and not the disk."""
+"""Errors of `open_plain_file` and `read_plain_file` about the file itself, not the disk."""
 _HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Escape sequence that may be one half of a surrogate pair without the other."""
+"""Escape sequence that may be half of a surrogate pair."""
 _MOST_DEPTH = 100
 
 
 def open_plain_file(path: Path, follow_link: bool = True) -> BinaryIO:
-    """Opens a file for reading, unbuffered.
+    """Opens a file for reading, unbuffered; never blocks, not even on a pipe.
 
     Args:
         path: Path of the file.
         follow_link: Whether the path may be a symbolic link.
 
     Raises:
-        OSError: The file cannot be opened; or, with a number of NOT_A_PLAIN_FILE, it is no plain file. The call never
-            blocks, not even on a pipe.
+        OSError: The file cannot be opened; or, with a number of NOT_A_PLAIN_FILE, it is not a regular file.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
     try:
@@ -55,15 +54,15 @@ def open_plain_file(path: Path, follow_link: bool = True) -> BinaryIO:
 
 
 def read_plain_file(path: Path, most_bytes: int, follow_link: bool = True) -> bytes:
-    """Reads the whole content of a file that must not be large.
+    """Reads the whole content of a small file.
 
     Args:
         path: Path of the file.
-        most_bytes: Largest size of the file, in bytes; nothing is read of a larger one.
+        most_bytes: Largest size; a larger file is not read.
         follow_link: Whether the path may be a symbolic link.
 
     Raises:
-        OSError: The file is no plain file, cannot be read, is larger than `most_bytes`, or grows meanwhile.
+        OSError: The file is not regular, cannot be read, is too large, or grows meanwhile.
     """
     return retried(lambda: _whole(path, most_bytes, follow_link), path)
 
@@ -86,8 +85,8 @@ def parsed_json(raw: bytes) -> Any:
     """Parses JSON text that others wrote.
 
     Raises:
-        ValueError: The text is not standard JSON (NaN, a name twice in an object), is nested too deeply, or holds a
-            number or a text that cannot be used.
+        ValueError: The text is not standard JSON (NaN, a name twice in an object), is nested too deeply, or holds an
+            unusable number or text.
     """
     try:
         content = json.loads(
@@ -107,7 +106,7 @@ def parsed_json(raw: bytes) -> Any:
 
 
 def _check_depth(content: Any) -> None:
-    """Refuses deep nesting, so that a message can show the value; the parser alone accepts ten times as much."""
+    """Refuses deep nesting, so that a message can show the value; the parser accepts ten times as much."""
     level = [content]
     for _ in range(_MOST_DEPTH):
         held = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
@@ -121,7 +120,7 @@ def parsed_yaml(raw: bytes) -> Any:
     """Parses YAML text that others wrote.
 
     Raises:
-        ValueError: The text is no YAML, or holds something that `read_yaml` refuses.
+        ValueError: The text is not YAML, or `read_yaml` refuses it.
     """
     from mtrain.base.yaml_text import read_yaml  # only here: a YAML reader takes longer to load than all the rest
 
@@ -148,8 +147,7 @@ def _finite_number(text: str) -> float:
 
 
 def map_plain_file(path: Path) -> mmap.mmap:
-    """Maps a file read-only. It may be larger than the memory: the system has to keep room for pages that can be
-    written to alone, even where nobody writes to them.
+    """Maps a file read-only; it may be larger than memory, because only writable pages need memory reserved.
 
     Raises:
         OSError: `open_plain_file` cannot open it, or the system refuses.
@@ -161,7 +159,7 @@ def map_plain_file(path: Path) -> mmap.mmap:
 
 
 class _Bytes:
-    """Bytes of a mapped file for numpy, which takes them for an array that can be written to."""
+    """Bytes of a mapped file that numpy takes for a writable array."""
 
     def __init__(self, content: mmap.mmap) -> None:
         import numpy as np  # only here: the lowest layers load without
@@ -173,7 +171,7 @@ class _Bytes:
 def bytes_of(content: mmap.mmap) -> Any:
     """Returns a mapped file as a numpy array, which keeps the mapping alive and must not be written to.
 
-    It says that it can be, since torch has no tensors that cannot and would warn of each array that says otherwise.
+    It claims to be writable, because torch has no read-only tensors and would warn of each array.
     """
     import numpy as np
 
@@ -181,9 +179,9 @@ def bytes_of(content: mmap.mmap) -> Any:
 
 
 def read_ahead(content: mmap.mmap, start: int, stop: int) -> None:
-    """Asks the system to read these bytes of a mapped file ahead, in large pieces; does not wait for them.
+    """Asks the system to read these bytes of a mapped file ahead in large pieces; does not wait.
 
-    Without it the first access to a page waits for one small read after another.
+    Without it each first access to a page waits for its own small read.
     """
     first = start - start % mmap.PAGESIZE
     size = min(stop, len(content)) - first  # a damaged file may end early; its reader reports that

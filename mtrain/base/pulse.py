@@ -1,7 +1,7 @@
-"""Pulse of a rank: its current place, in memory that it shares with the watchdog of its node.
+"""Pulse of a rank: its current place, in memory shared with the watchdog of its node (`mtrain.watch`).
 
-Writing it costs a microsecond, waits for no disk and needs no thread, so it stays true for a rank that is stopped,
-that loops for ever, or that holds the interpreter's lock in C. `mtrain.watch` reads it.
+Writing takes a microsecond, waits for no disk and needs no thread, so the pulse stays true for a rank that is stopped,
+loops for ever, or holds the interpreter's lock in C.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mtrain.base.signals import at_interrupt
 _SIZE = 4096
 _HEAD = struct.Struct("=8sIIIIQ")
 _PLACE = struct.Struct("=Qqq20s")
-"""Format of the place: time of the change (ns), start number of the run, step, phase."""
+"""Place: time of the change (ns), start number of the run, step, phase."""
 _CALL = struct.Struct("=QQi?")
-"""Format of the last call: time of the change (ns), number, kind, whether the rank waits in it."""
+"""Last call: time of the change (ns), number, kind, whether the rank waits in it."""
 _NUMBER = struct.Struct("=QQ")
 _TEXT = struct.Struct("=64s")
 _AT_PLACE, _AT_CALL, _AT_TICK, _AT_BEAT, _AT_END = 64, 128, 192, 256, 320
-"""Offsets of the records: separate, so that each has one writer (training thread, waiting thread, any, heartbeat)."""
+"""Offsets of the records, one for each writer (training thread, waiting thread, any, heartbeat)."""
 _MAGIC = b"mtpulse1"
 _TRIES = 5
 
@@ -52,20 +52,20 @@ OPERATIONS = {
     17: "several operations",
     18: "all-reduce",
 }
-"""Kinds of operations, numbered as in torch (c10d::OpType) -> their names in messages."""
+"""Kinds of operations, numbered as torch's c10d::OpType -> names in messages."""
 _NO_CALL = -1
 
 
 class Pulse:
-    """Pulse of this rank; there is one in a process."""
+    """Pulse of this process."""
 
     def __init__(self, path: Path, rank: int, world_size: int, local_world_size: int) -> None:
         """
         Args:
-            path: Path of the file to create; its folder is in memory (`mtrain.watch.place`).
+            path: File to create, in a folder in memory (`mtrain.watch.place`).
             rank: Rank of this process.
             world_size: World size of the run.
-            local_world_size: Number of the run's ranks on this node.
+            local_world_size: Ranks of the run on this node.
 
         Raises:
             OSError: The file cannot be created.
@@ -93,7 +93,7 @@ class Pulse:
         _PLACE.pack_into(self._memory, _AT_PLACE, now, self.start_number, step, phase.encode())
 
     def begin_wait(self, kind: int) -> None:
-        """Notes that the rank begins to wait for a collective or a message; `kind` is a key of OPERATIONS."""
+        """Notes that the rank waits for a collective or message; `kind` is a key of OPERATIONS."""
         self._calls += 1
         _CALL.pack_into(self._memory, _AT_CALL, time.monotonic_ns(), self._calls, kind, True)
 
@@ -110,18 +110,18 @@ class Pulse:
         _NUMBER.pack_into(self._memory, _AT_BEAT, time.monotonic_ns(), 0)
 
     def leave(self, how: str) -> None:
-        """Notes how the rank ends by itself: `done`, or the error that ended it."""
+        """Notes how the rank ends: `done`, or its error."""
         _TEXT.pack_into(self._memory, _AT_END, how.encode()[:63])
 
     @property
     def state(self) -> PulseState:
-        """State that a reader of the pulse would see now."""
+        """State that a reader would see now."""
         return _parsed(bytes(self._memory[:_SIZE]))
 
 
 @dataclass(frozen=True)
 class PulseState:
-    """State of a pulse at one time; times are in seconds of the node's monotonic clock."""
+    """State of a pulse; times in seconds of the node's monotonic clock."""
 
     pid: int
     rank: int
@@ -129,24 +129,23 @@ class PulseState:
     local_world_size: int
     opened_s: float
     start_number: int
-    """Number of the run's start, once the rank has a run folder; else 0."""
+    """Number of the run's start; 0 before the rank has a run folder."""
     step: int
     phase: str
     phase_since_s: float
     calls: int
-    """Number of collectives and messages that the rank has waited for, including the last one."""
+    """Collectives and messages that the rank has waited for, including the last."""
     call: str | None
-    """Name of the last collective or message; None before the first."""
+    """Last collective or message; None before the first."""
     is_waiting: bool
-    """Whether the rank still waits for the last collective or message."""
     changed_s: float
-    """Time of the last progress of any kind: phase, call or tick."""
+    """Time of the last progress: phase, call or tick."""
     beat_s: float
     left_with: str | None
 
     @property
     def place(self) -> str:
-        """Phase and step, and the last collective, as words for people."""
+        """Phase, step and last collective in words."""
         inside = f"{self.phase} of step {self.step}" if self.step else self.phase
         if self.call is None:
             return inside
@@ -154,7 +153,7 @@ class PulseState:
 
 
 def read_pulse(path: Path) -> PulseState | None:
-    """Reads the pulse once; None where there is no pulse."""
+    """Reads the pulse once; None if there is none."""
     try:
         data = path.read_bytes()
         for _ in range(_TRIES):  # read again until it was not written meanwhile
@@ -196,12 +195,12 @@ def _parsed(data: bytes) -> PulseState:
 
 
 _current: list[Pulse] = []
-"""Pulse of this process, while it has one; the last one counts. Like a log, it is written from anywhere."""
+"""Pulses of this process; the last one counts. Like a log, it is written from anywhere."""
 
 
 @contextlib.contextmanager
 def beating(pulse: Pulse) -> Iterator[Pulse]:
-    """Makes `pulse` the pulse of this process inside the block, and notes in it how the block ended."""
+    """Makes `pulse` this process's pulse inside the block, and notes how the block ended."""
     _current.append(pulse)
     how = "done"
     try:
@@ -215,7 +214,7 @@ def beating(pulse: Pulse) -> Iterator[Pulse]:
 
 
 def current() -> Pulse | None:
-    """Returns the pulse of this process; None where nobody watches it."""
+    """Returns the pulse of this process; None if nobody watches it."""
     return _current[-1] if _current else None
 
 

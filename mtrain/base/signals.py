@@ -1,7 +1,7 @@
-"""Requests to stop: Slurm's and torchrun's signals, a closed terminal, and Ctrl-C.
+"""Requests to stop: signals of Slurm and torchrun, a closed terminal, and Ctrl-C.
 
-A handler may run between any two instructions, so it only notes the signal. The ranks check for it before the first
-step and at the end of every step, agree, save and leave.
+A handler may run between any two instructions, so it only notes the signal. Ranks check for it before the first step
+and after every step, agree, save and exit.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class StopSignal:
-    """Block in which a stop signal is remembered instead of ending the process.
+    """Remembers a stop signal inside the block instead of ending the process.
 
-    Blocks may be nested; the inner one sees all signals that the outermost one has received. A second Ctrl-C ends the
-    process at once, by KeyboardInterrupt. SIGHUP stays ignored where it was ignored before: that is how `nohup` works.
-    Signals that a launcher has blocked are unblocked once the handlers are installed.
+    Nested blocks see all signals that the outermost block has received. A second Ctrl-C raises KeyboardInterrupt at
+    once. SIGHUP stays ignored if it was, as under `nohup`. Signals that a launcher has blocked are unblocked after the
+    handlers are installed.
 
-    Only the main thread of a process can have handlers (Python's rule). In another thread the block installs none: it
-    sees the signals of an enclosing block of the main thread, if there is one; else signals end the process as usual.
+    Python allows handlers only in the main thread. In another thread the block sees the signals of an enclosing block
+    of the main thread; without one, signals end the process as usual.
     """
 
     def __init__(self) -> None:
-        """Creates the block's state; no signal has been seen."""
         self._sent: list[signal.Signals] = []
         self._outer: StopSignal | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -48,19 +47,20 @@ class StopSignal:
 
     @property
     def received(self) -> signal.Signals | None:
-        """First stop signal that this rank has received; None without one. Other ranks may have received none."""
+        """First stop signal of this rank; other ranks may have received none."""
         return next(iter(self.sent), None)
 
     @property
     def is_outermost(self) -> bool:
-        """Whether the block lies in no other one: what it has seen, nobody else will."""
+        """Whether no other block encloses this one, so nobody else will see its signals."""
         return self._outer is None
 
     @contextlib.contextmanager
     def interrupt_held(self) -> Iterator[None]:
-        """Raises the second Ctrl-C's KeyboardInterrupt at the end of the block, not inside of it.
+        """Delays the KeyboardInterrupt of a second Ctrl-C to the end of the block.
 
-        Held in the handler, since a blocked signal reaches another thread, and its handler the main one all the same.
+        The handler does it: blocking the signal would deliver it to another thread, and still run the handler in the
+        main one.
         """
         owner = self if self._outer is None else self._outer
         num_before = owner._num_interrupts()
@@ -102,7 +102,7 @@ def leave_if_stopped(what: str) -> None:
     """Raises if a stop signal has come; long work before the first step calls it often, from any depth.
 
     Args:
-        what: Work that is being done, as it follows "while" in the message.
+        what: Current work, as it follows "while" in the message.
 
     Raises:
         StopRequestedError: A StopSignal of this process has seen a signal.
@@ -113,20 +113,20 @@ def leave_if_stopped(what: str) -> None:
 
 
 def end_at_interrupt() -> None:
-    """Makes Ctrl-C end this process wherever it is, as Python's own handler does; `was_interrupted` is then true."""
+    """Makes Ctrl-C end this process anywhere, as Python's handler does, and sets `was_interrupted`."""
     signal.signal(signal.SIGINT, _interrupt)
 
 
 def was_interrupted() -> bool:
-    """Says whether Ctrl-C has asked this process to end at once, even if a library turned it into another exception."""
+    """Says whether Ctrl-C has asked this process to end at once, even if a library changed the exception."""
     return bool(_interrupts)
 
 
 def at_interrupt(action: Callable[[str], object]) -> None:
-    """Registers an action to call when Ctrl-C ends this process, before anything else; its argument is the reason.
+    """Registers an action to call with the reason when Ctrl-C ends this process, before anything else.
 
     Args:
-        action: Action that is safe between any two instructions, such as a write to memory.
+        action: Safe between any two instructions, such as a write to memory.
     """
     _last_words.append(action)
 
@@ -159,7 +159,7 @@ def _raise_later(others: Callable[[Any], object], unraisable: Any) -> None:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Hides Ctrl-C, which a terminal sends to all, from processes that are started inside the block: we end them."""
+    """Hides Ctrl-C, which a terminal sends to all, from processes that the block starts: we end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -168,17 +168,17 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def hold_stop_signals() -> None:
-    """Remembers stop signals from now to the end of the process, for every StopSignal that is entered later."""
+    """Remembers stop signals from now on, for every StopSignal that is entered later."""
     StopSignal().__enter__()
 
 
 def ignore_stop_signals() -> None:
-    """Ignores stop signals at the end of the program: all is saved, and the interpreter drops its handlers."""
+    """Ignores stop signals at the end of the program: everything is saved, and the interpreter drops its handlers."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _enclosing() -> StopSignal | None:
-    """Returns the block whose handlers are installed now; None without one."""
+    """Returns the block whose handlers are installed."""
     owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return owner if isinstance(owner, StopSignal) else None

@@ -1,16 +1,16 @@
-"""The name that is meant by a misspelt one, so that no message offers another meaning."""
+"""The name that a misspelt one means."""
 
 from collections.abc import Iterable
 
 _SHORT = 4
-"""Number of letters up to which another letter makes another word, such as text and test."""
+"""Number of letters up to which a changed letter makes another word, such as text and test."""
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:
-    """Returns the one of `names` that `name` misspells: by case, hyphens, underscores or one slip of the finger.
+    """Returns the one of `names` that `name` misspells: by case, hyphens, underscores or a single typo.
 
-    A name that resembles several, or one by more than a slip, is none: warmup_step is warmup_steps, but every_steps is
-    not keep_every_steps, and beta3 is not beta2.
+    Ambiguous or more distant names do not count: warmup_step is warmup_steps, but every_steps is not keep_every_steps,
+    and beta3 is not beta2.
     """
     known = list(dict.fromkeys(names))
     same = [each for each in known if _squeezed(each) == _squeezed(name)]
@@ -19,7 +19,7 @@ def meant(name: str, names: Iterable[str]) -> str | None:
 
 
 def plain(name: str) -> str:
-    """Returns a name in small letters, with underscores for hyphens."""
+    """Returns a name in lower case, with underscores for hyphens."""
     return name.strip("- ").replace("-", "_").lower()
 
 

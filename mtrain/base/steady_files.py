@@ -1,7 +1,7 @@
 """Reading from disks that fail for a moment.
 
-A network disk that fails over to another server answers EIO, ESTALE or a timeout, and a second later the data. Such
-reads are tried again, with a warning each time; a fault that lasts is raised in the end.
+A network disk that fails over to another server answers EIO, ESTALE or a timeout, and the data a second later. Such
+reads are retried with a warning; a lasting fault is raised.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ TRANSIENT = frozenset(
         errno.ESHUTDOWN,
     }
 )
-"""Error numbers of faults that may be gone at the next try."""
+"""Errors that may be gone at the next try."""
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses before each further try; together about the time in which a file server is taken over."""
+"""Pauses before retries; together about as long as a file server's failover."""
 
 
 def retried(read: Callable[[], Result], what: object) -> Result:
-    """Returns the result of `read`, which is called again where it fails for a moment.
+    """Returns the result of `read`, and calls it again after transient errors.
 
     Args:
-        read: Function that reads from the beginning whenever it is called.
+        read: Reads from the beginning whenever it is called.
         what: Name of what is read, for the warnings.
 
     Raises:
-        OSError: `read` failed with another error, or with a transient one in every try; the last one is raised.
+        OSError: `read` failed with another error, or in every try.
     """
     for number, pause_s in enumerate(PAUSES_S, start=1):
         try:
@@ -68,12 +68,10 @@ def retried(read: Callable[[], Result], what: object) -> Result:
 
 
 class SteadyFile(io.RawIOBase):
-    """Binary file for reading; after a fault it is opened again at the same position."""
+    """Binary file for reading; after a fault it is reopened at the same position."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Args:
-            path: Path of the file.
+        """Opens the file.
 
         Raises:
             OSError: The file cannot be opened.
@@ -85,15 +83,13 @@ class SteadyFile(io.RawIOBase):
         retried(self._open, path)
 
     def readable(self) -> bool:
-        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves the position and returns it; reads nothing, so only an impossible position can fail."""
+        """Moves the position and returns it; reads nothing."""
         assert self._identity is not None, "it was opened"
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._identity[0]}[whence]
         if origin + offset < 0:
@@ -104,11 +100,10 @@ class SteadyFile(io.RawIOBase):
         return self._at
 
     def tell(self) -> int:
-        """Returns the position of the next byte to read."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer and returns the number of bytes; OSError where a fault lasts or the file has changed."""
+        """Fills the buffer and returns the number of bytes; OSError if a fault lasts or the file has changed."""
         count = retried(lambda: self._read(buffer), self._path)
         self._at += count
         return count

@@ -1,8 +1,8 @@
-"""Box-shaped part of a tensor: where it begins and how large it is.
+"""Box-shaped part of a tensor.
 
-A distributed optimizer cuts parameters wherever its flat buffer is cut. Such a range of elements is a few slices: the
-end of a first row, whole rows, the beginning of a last row, and so on inwards. Sharded checkpoints consist of slices,
-so each rank can write its own range without gathering whole tensors first.
+A distributed optimizer cuts parameters at any element of its flat buffer. Such a range is a few slices: the end of a
+first row, whole rows, the beginning of a last row, and so on inwards. Sharded checkpoints consist of slices, so each
+rank writes its own range without gathering whole tensors.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ class TensorSlice(NamedTuple):
     offset: Sizes
     """First index along each axis."""
     shape: Sizes
-    """Size along each axis, as many axes as `offset`; a slice with a 0 is empty."""
+    """Size along each axis of `offset`; a slice with a 0 is empty."""
 
     @classmethod
     def whole(cls, shape: Sizes) -> TensorSlice:
-        """Returns the slice that is all of a tensor of this shape."""
+        """Returns the slice that is a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def num_elements(self) -> int:
-        """Number of elements in the slice."""
+        """Elements in the slice."""
         return math.prod(self.shape)
 
     def intersect(self, other: TensorSlice) -> TensorSlice | None:
-        """Returns the part that two slices of one tensor share; None where they share no element."""
+        """Returns the part that two slices of a tensor share; None if it is empty."""
         begin = tuple(map(max, self.offset, other.offset))
         ends = (min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True))
         shape = tuple(end - first for end, first in zip(ends, begin))
         return TensorSlice(begin, shape) if all(size > 0 for size in shape) else None
 
     def within(self, outer: TensorSlice) -> TensorSlice:
-        """Returns the same elements with an offset relative to `outer`, a slice that holds them."""
+        """Returns the same elements with an offset relative to `outer`, which contains them."""
         return TensorSlice(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class TensorSlice(NamedTuple):
         return tensor
 
     def cut(self, num_elements: int) -> Iterator[TensorSlice]:
-        """Yields adjacent slices of about `num_elements` each, along the first axis that has more than one index."""
+        """Yields adjacent slices of about `num_elements` each, along the first axis with more than one index."""
         total = self.num_elements
         if total <= num_elements or not self.shape:
             yield self
@@ -71,12 +71,12 @@ def slices_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[
     """Yields the fewest slices, in order, that make up elements [start, end) of a row-major tensor.
 
     Args:
-        shape: Shape of the tensor; at most 2 x len(shape) - 1 slices result, and none where the range is empty.
+        shape: Shape of the tensor; at most 2 x len(shape) - 1 slices result, and none for an empty range.
         start: First element.
         end: Index after the last element.
 
     Yields:
-        First element of the slice, counted in the flattened tensor, and the slice.
+        Index of the slice's first element in the flattened tensor, and the slice.
     """
     assert 0 <= start <= end <= math.prod(shape), (shape, start, end)
     if start == end:

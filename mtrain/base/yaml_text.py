@@ -1,7 +1,7 @@
-"""YAML text -> plain values with the line of each, and back.
+"""YAML text -> plain values with their line numbers, and back.
 
-Values have the types of YAML 1.1, with the floats of 1.2 (`1e-3`), as version 0.1.0 read them; nothing is interpolated.
-Anything that no configuration needs is refused: depth, aliases that multiply, tags, and numbers that YAML 1.1 misreads.
+Values have the types of YAML 1.1 with the floats of 1.2 (`1e-3`), as in version 0.1.0; nothing is interpolated. What no
+configuration needs is refused: depth, aliases that multiply, tags, and numbers that YAML 1.1 misreads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from yaml.reader import ReaderError
 
 MAX_BYTES = 2**20
 MAX_NODES = 10_000
-"""Number of values and keys of a text at most; those that aliases repeat count each time."""
+"""Most values and keys of a text; repetitions by aliases count."""
 MAX_DEPTH = 50
 
 Location = tuple[int | str, ...]
@@ -28,7 +28,7 @@ _MERGE = _STANDARD + "merge"
 _BASE_60 = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?")
 _BASE_8 = re.compile(r"[-+]?0[0-7_]+")
 _OTHER_VERSIONS = re.compile(r"[yYnN]|0o[0-7_]+|[-+]?[0-9_]+|[-+]?\.[0-9_]+([eE][-+]?[0-9]+)?|\d{4}-\d\d?-\d.*|=")
-"""Form of plain scalars that are text here, but not for readers of other versions of YAML."""
+"""Plain scalars that are text here, but not for readers of other versions of YAML."""
 _FORMS = {
     first: [(tag, form) for tag, form in forms if tag not in (_STANDARD + "timestamp", _STANDARD + "value")]
     for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -51,7 +51,7 @@ _KINDS = {
     SequenceNode: ("seq",),
     MappingNode: ("map",),
 }
-"""Tags that a configuration may use, without their prefix, by kind of node."""
+"""Allowed tags, without their prefix, by kind of node."""
 
 
 class YamlTextError(ValueError):
@@ -60,7 +60,7 @@ class YamlTextError(ValueError):
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
         self.line = line
-        """Line of the fault, counted from 1; None where it is unknown."""
+        """Line of the fault, counted from 1; None if unknown."""
 
 
 class NotYamlError(YamlTextError):
@@ -69,7 +69,7 @@ class NotYamlError(YamlTextError):
 
 @dataclass(frozen=True)
 class YamlText:
-    """Content of a YAML text and the lines on which it stands."""
+    """Content of a YAML text and its line numbers."""
 
     content: Any
     """Dicts, lists, str, int, float, bool and None; None for an empty text."""
@@ -103,7 +103,7 @@ def yaml_text(content: Mapping[str, Any]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader of plain values within limits, which keeps their lines; each alias becomes a value of its own."""
+    """Loads plain values within limits and keeps their lines; each alias becomes its own value."""
 
     yaml_implicit_resolvers = _FORMS
 
@@ -113,7 +113,7 @@ class _Loader(yaml.SafeLoader):
         self._depth = self._num_nodes = self._num_values = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        """Stops at the limits while the text is read; repetitions by aliases are counted later, by `value`."""
+        """Stops at the limits while the text is read; `value` counts repetitions by aliases."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self._num_nodes += 1
         self._depth += 1
@@ -159,7 +159,7 @@ class _Loader(yaml.SafeLoader):
         return merged | own
 
     def _scalar(self, node: ScalarNode) -> str | bool | int | float | None:
-        """Converts a scalar; raises YamlTextError for a number that YAML takes for another than it looks like."""
+        """Converts a scalar; refuses numbers that YAML reads as another value than they look like."""
         text, kind = node.value, node.tag.removeprefix(_STANDARD)
         if kind in ("int", "float"):
             for form, meaning in _MISREAD:
@@ -197,7 +197,7 @@ def _line(node: Node) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that quotes texts which some version of YAML would not read back as text; it writes no aliases."""
+    """Quotes texts that some version of YAML would not read back as text; writes no aliases."""
 
     yaml_implicit_resolvers = _FORMS
 

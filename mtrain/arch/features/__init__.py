@@ -1,4 +1,4 @@
-"""Features of models, each in one object; `docs/extending/model-feature.md` shows how one is added."""
+"""Features of models, one object each; `docs/extending/model-feature.md` shows how to add one."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -51,17 +51,17 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
     ExpertFeedForward(),
     BranchNorms(),
 )
-"""Parts of a layer, in the order in which `mtrain/core/layers/layer_parts.py` puts it together."""
+"""Parts of a layer, in the order in which `mtrain/core/layers/layer_parts.py` assembles it."""
 
 
 def alike(model: ModelSection, layers: Iterable[int]) -> dict[int, int]:
-    """Counts layers by kind: one layer of each kind -> number of layers with the same parts, which cost the same."""
+    """Returns one layer of each kind -> number of layers with the same parts, and so the same cost."""
     return Counter(map(kinds(model).__getitem__, layers))
 
 
 @once_a_model
 def kinds(model: ModelSection) -> tuple[int, ...]:
-    """Returns, for each layer of a model, the first layer that has the same parts."""
+    """Returns, for each layer, the first layer that has the same parts."""
     first: dict[tuple[bool, ...], int] = {}
     layers = range(model.num_layers)
     return tuple(first.setdefault(tuple(part.is_in(model, each) for part in LAYER_PARTS), each) for each in layers)
@@ -69,18 +69,17 @@ def kinds(model: ModelSection) -> tuple[int, ...]:
 
 @once_a_model
 def present(model: ModelSection) -> tuple[LayerPart, ...]:
-    """Returns the parts that some layer of a model has."""
+    """Returns the parts that some layer has."""
     return tuple(part for part in LAYER_PARTS if part.is_anywhere(model))
 
 
 def segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-    """Returns the rows of each matrix within the block that the rows of a linear module repeat; all rows where it fuses
-    none.
+    """Returns the rows of each matrix within the block that a linear module's rows repeat; all rows if it fuses none.
 
     Args:
         model: Section of the model.
-        linear: Name of the module itself.
-        num_rows: Number of rows of the module's weight, on a rank or in the whole model.
+        linear: Name of the module.
+        num_rows: Rows of the module's weight, on a rank or in the whole model.
     """
     found = (part.segments(model, linear, num_rows) for part in present(model))
     return next(filter(None, found), (num_rows,))

@@ -1,4 +1,4 @@
-"""Grouped-query attention and its options: norms of heads, sinks, windows."""
+"""Grouped-query attention and its options: head norms, sinks, windows."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mtrain.arch.layout import Layout
 from mtrain.config.schema.model import ModelSection
 
 _SINK_WIDTH = 8
-"""Number of dimensions that attention sinks add to a head (mtrain/core/layers/attention/sinks.py)."""
+"""Dimensions that attention sinks add to a head (mtrain/core/layers/attention/sinks.py)."""
 
 
 @final
 class GroupedQueryAttention(LayerPart):
-    """Projections of queries, keys and values, and of the output, with their biases."""
+    """Projections of queries, keys, values and output, with their biases."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped"
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
-        """Names the key with which yarn's factor of cos and sin is no factor of scores."""
+        """Names the key that makes yarn's factor of cos and sin differ from a factor of scores."""
         is_partial = model.rope.scaling == "yarn" and model.rope.partial != 1
         return "model.rope.partial with model.rope.scaling=yarn" if is_partial else None
 
@@ -70,14 +70,14 @@ class GroupedQueryAttention(LayerPart):
         yield AdaptedMatrix("self_attention.linear_proj", "proj", *output, is_row_parallel=True)
 
     def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
-        """Counts elements that only a CPU spares: queries, keys and values are written separately, so nothing keeps the
-        projection that they came from, and the second projection reads a copy, which a frozen one does not keep."""
+        """Counts elements that only a CPU spares: it writes queries, keys and values separately and frees their
+        projection; the second projection reads a copy, which a frozen one does not keep."""
         if on_gpu or layout.cp > 1 or "proj" in targets:
             return 0
         return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-        """Returns the rows of queries, with their gates, keys and values of one group."""
+        """Returns the rows of one group's queries with gates, keys and values."""
         if linear != "linear_qkv":
             return ()
         return _query_rows(model) // model.query_groups * model.head_size, model.head_size, model.head_size
@@ -86,12 +86,12 @@ class GroupedQueryAttention(LayerPart):
         return 2 * model.num_attention_heads * model.head_size
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts rotated queries and keys, the projection of which values are a view, and the attention's output."""
+        """Counts rotated queries and keys, the projection, which the values view, and the attention's output."""
         return 3 * (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Returns the widths of queries and output; then of keys and the projection, or its pieces where whole rows
-        replace them."""
+        """Returns the widths of queries and output; then of keys and projection, or of its pieces if whole rows replace
+        them."""
         queries, keys = (
             number * model.head_size // layout.tp for number in (model.num_attention_heads, model.query_groups)
         )
@@ -100,10 +100,10 @@ class GroupedQueryAttention(LayerPart):
         return queries, queries, queries // 2, queries // 2
 
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
-        """Counts, under context parallelism, keys and values of whole rows, and the output once more in pieces.
+        """Counts, under context parallelism, keys and values of whole rows, and the output a second time in pieces.
 
         They replace this rank's own keys and values, which are all that a ring keeps. On a GPU gathered keys and values
-        are repeated for their query heads, for each of the two runs of a rank's queries.
+        are repeated for their query heads, for each of a rank's two runs of queries.
         """
         heads, groups, cp = model.num_attention_heads, model.query_groups, layout.cp
         if cp == 1:
@@ -122,7 +122,7 @@ class GroupedQueryAttention(LayerPart):
 
 
 def _query_rows(model: ModelSection) -> int:
-    """Counts the heads of the projection of queries: each may have a gate next to it."""
+    """Counts the heads of the query projection; each may have a gate."""
     return model.num_attention_heads * (2 if model.attention_gate else 1)
 
 
@@ -132,7 +132,7 @@ def _qkv_width(model: ModelSection) -> int:
 
 @final
 class QkNorm(LayerPart):
-    """A norm of each query head and one of each key head, which all heads share."""
+    """One norm for all query heads and one for all key heads."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped" and model.qk_norm and model.qk_norm_width == "head"
@@ -146,7 +146,7 @@ class QkNorm(LayerPart):
 
 @final
 class FullWidthQkNorm(LayerPart):
-    """A norm over all query heads at once and one over all key heads, each element with a weight of its own."""
+    """A norm over all query heads at once and one over all key heads, with a weight for each element."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped" and model.qk_norm and model.qk_norm_width == "full"
@@ -167,7 +167,7 @@ class FullWidthQkNorm(LayerPart):
 
 @final
 class AttentionGate(LayerPart):
-    """A gate of each element of attention's output; `GroupedQueryAttention` counts the rows that it comes from."""
+    """A gate of each element of the attention's output; `GroupedQueryAttention` counts its rows."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped" and model.attention_gate
@@ -191,7 +191,7 @@ class AttentionTemperature(LayerPart):
         return "model.rope.attention_temperature" if self.is_anywhere(model) else None
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Lets short rows pass the original length more than once."""
+        """Lets short rows exceed the original length more than once."""
         if not self.is_anywhere(model):
             return {}
         return {"rope": model.rope.model_dump() | {"original_max_positions": max(1, small.seq_length // 4)}}
@@ -211,7 +211,7 @@ class AttentionSinks(LayerPart):
         return Parameters(divided=model.num_attention_heads)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the dimensions that heads get in addition for the sink, which is one more key."""
+        """Counts the dimensions that heads get for the sink, an additional key."""
         return 2 * (model.num_attention_heads + model.query_groups) * _SINK_WIDTH // layout.tp
 
 
@@ -220,7 +220,7 @@ class SlidingWindow(Feature):
     """A window in all layers, or in all but every n-th layer."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
-        """Names keys that scale the scores of both kinds of layer by different numbers."""
+        """Names keys that scale the scores of both kinds of layer differently."""
         if model.rope.local_base is None or model.rope.scaling != "yarn":
             return None
         return "model.rope.local_base with model.rope.scaling=yarn"
@@ -229,7 +229,7 @@ class SlidingWindow(Feature):
         return 1 if model.global_attention_every is None else model.global_attention_every
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Keeps the window's share of the row, but never the whole of a row that the user's window did not cover."""
+        """Keeps the window's share of the row, but covers a whole row only if the user's window did."""
         window, old, new = model.sliding_window, small.user_seq_length, small.seq_length
         if window is None:
             return {}
@@ -247,7 +247,7 @@ class UnrotatedLayers(Feature):
         return "model.megatron.no_rope_freq with model.rope.scaling=yarn"
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Chooses which of the few layers have none; at least one where the user's model has any."""
+        """Chooses which of the few layers have none; at least one if the user's model has any."""
         given = model.megatron.get("no_rope_freq")
         if given is None:
             return {}

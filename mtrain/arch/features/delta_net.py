@@ -1,4 +1,4 @@
-"""The gated delta net in the place of attention."""
+"""The gated delta net in place of attention."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mtrain.config.schema.model import ModelSection
 _CHUNK = 64
 """Tokens of a chunk of the delta rule (mtrain/core/layers/attention/delta_net.py)."""
 _KEPT_OF_OUTPUT, _KEPT_OF_RATES = 6, 6
-"""Tensors as wide as the output, and as the value heads, that the backward pass needs."""
+"""Tensors of the output's width, and of the value heads' number, that backward needs."""
 
 
 @final
 class GatedDeltaNet(LayerPart):
-    """Projections, convolution, decays and the gated norm of a delta net, and the projection of its output."""
+    """Projections, convolution, decays and gated norm of a delta net, and its output projection."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "delta_net"
@@ -46,14 +46,14 @@ class GatedDeltaNet(LayerPart):
         return model.hidden_size * (net.num_key_heads * sum(_rows_of_key_head(net)) + net.value_width)
 
     def state_products(self, model: ModelSection) -> int:
-        """Counts the convolution, and what reads the state at a key, corrects it there, and reads it at a query."""
+        """Counts the convolution, and reading the state at a key, correcting it, and reading it at a query."""
         net = _section(model)
         convolved = (2 * net.key_width + net.value_width) * net.conv_kernel
         return convolved + 3 * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Names K the key heads, r the value heads of each, p the rows of a key head in the projection, w those that
-        the convolution reads, i its tokens, x the dimensions of a key head and y those of a value head."""
+        """Letters: K key heads, r value heads of each, p rows of a key head in the projection, w rows that the
+        convolution reads, i its tokens, x dimensions of a key head, y of a value head."""
         net = _section(model)
         rows = _rows_of_key_head(net)
         return {
@@ -75,7 +75,7 @@ class GatedDeltaNet(LayerPart):
         yield AdaptedMatrix("self_attention.out_proj", "out_proj", *output, is_row_parallel=True)
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-        """Returns the rows of Qwen3.5's four matrices that belong to one key head."""
+        """Returns the rows of Qwen3.5's four matrices for one key head."""
         return _rows_of_key_head(_section(model)) if linear == "in_proj" else ()
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
@@ -89,8 +89,8 @@ class GatedDeltaNet(LayerPart):
         return 3 * (2 * net.key_width + net.value_width) // layout.tp
 
     def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts what the delta rule keeps of a chunk: products of pairs of its tokens, and their keys, values and
-        corrections, by value head and by key head; and a state at its start."""
+        """Counts what the delta rule keeps of a chunk: products of token pairs, and keys, values and corrections, by
+        value head and key head; and the state at its start."""
         net = _section(model)
         keys, values = net.key_head_dim, net.value_head_dim
         of_value_head = 4 * _CHUNK + 3 * keys + 4 * values + 2 * keys * values // _CHUNK + 3
@@ -98,7 +98,7 @@ class GatedDeltaNet(LayerPart):
         return (net.num_value_heads * of_value_head + net.num_key_heads * of_key_head) // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Makes heads small, and keys and values different; value heads keep their ratio to key heads."""
+        """Makes heads small, and keys and values different; keeps the ratio of value heads to key heads."""
         if model.delta_net is None:
             return {}
         net = model.delta_net
@@ -118,7 +118,7 @@ def _section(model: ModelSection) -> DeltaNetSection:
 
 
 def _rows_of_key_head(net: DeltaNetSection) -> tuple[int, ...]:
-    """Counts the rows of the projection for one key head: query, key and values; their gates; steps; decays."""
+    """Counts the projection's rows for one key head: query, key and values; their gates; steps; decays."""
     shared = net.num_value_heads // net.num_key_heads
     values = shared * net.value_head_dim
     return 2 * net.key_head_dim + values, values, shared, shared

@@ -1,9 +1,9 @@
-"""Description of a feature of a model, as far as no torch is needed.
+"""A feature of a model, as far as it needs no torch.
 
-A feature is one object: its contribution to the parameters, the arithmetic and the memory of a layer, and the way in
-which it is made small for verification. Code that needs a sum asks every feature, so a new feature is a new object and
-not a new case in each place. Its other half, the modules that compute it, has an entry in
-`mtrain/core/layers/layer_parts.py`. Its keys and the rules between them stand in `mtrain/config/schema/model.py`.
+A feature is one object with its contribution to the parameters, arithmetic and memory of a layer, and the way to shrink
+it for verification. Sums ask every feature, so a new feature is a new object, not a new case in many places.
+`mtrain/core/layers/layer_parts.py` has the modules that compute it; `mtrain/config/schema/model.py` its keys and their
+rules.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mtrain.config.schema.model import ModelSection
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters, by the way in which ranks hold them."""
+    """Numbers of parameters, by how ranks hold them."""
 
     divided: int = 0
-    """Number of parameters that are divided over the ranks of a TP group."""
+    """Divided over the ranks of a TP group."""
     replicated: int = 0
-    """Number of parameters that every rank holds whole."""
+    """Held whole by every rank."""
     experts: int = 0
-    """Number of parameters of experts that are divided over EP, each expert over ETP."""
+    """Parameters of experts, divided over EP, and each expert over ETP."""
     whole_experts: int = 0
-    """Number of parameters of experts that are divided over EP, but whole on every rank of ETP."""
+    """Parameters of experts, divided over EP, but whole on every rank of ETP."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(
@@ -48,7 +48,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Counts the parameters of all kinds."""
+        """Parameters of all kinds."""
         return self.divided + self.replicated + self.experts + self.whole_experts
 
     def on_rank(self, layout: Layout) -> RankParameters:
@@ -62,13 +62,13 @@ class RankParameters:
     """Numbers of parameters on one rank."""
 
     dense: int
-    """Number of parameters that are copied over DP x CP."""
+    """Parameters that are copied over DP x CP."""
     experts: int
-    """Number of parameters that are copied over the replicas of an expert."""
+    """Parameters that are copied over the replicas of an expert."""
 
     @property
     def total(self) -> int:
-        """Counts the parameters of both kinds."""
+        """Parameters of both kinds."""
         return self.dense + self.experts
 
 
@@ -77,24 +77,24 @@ EMBEDDING = "embedding.word_embeddings"
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """A matrix that has a pair of low rank: a projection, or a part of a fused one."""
+    """A matrix with a low-rank pair: a projection, or a part of a fused one."""
 
     linear: str
-    """Name of the module that holds it, within a layer; for a table, within the model."""
+    """Module that holds it, named within a layer; for a table, within the model."""
     part: str
     """Name of the target."""
     rows: int
-    """Number of outputs: hidden size for the embedding, size of the vocabulary for `output`."""
+    """Outputs: hidden size for the embedding, vocabulary size for `output`."""
     columns: int
-    """Number of inputs; for the embedding, size of the vocabulary."""
+    """Inputs; vocabulary size for the embedding."""
     is_row_parallel: bool = False
-    """Whether its columns are divided over TP, and not its rows."""
+    """Whether TP divides its columns instead of its rows."""
     is_replicated: bool = False
     """Whether every rank of TP holds all of it."""
     num_experts: int = 0
-    """Number of matrices of this size in one layer, one an expert; 0 for one matrix that is no expert's."""
+    """Matrices of this size in a layer, one per expert; 0 for a matrix outside experts."""
     num_chosen: int = 1
-    """Number of matrices of this size by which one token is multiplied."""
+    """Matrices of this size that multiply one token."""
 
     def parameters(self, adapter: AdapterSection) -> Parameters:
         """Counts the parameters of the pair and of the magnitudes."""
@@ -110,14 +110,14 @@ class AdaptedMatrix:
         return Parameters(divided=of_b + magnitudes, replicated=of_a)
 
     def multiplied(self, adapter: AdapterSection) -> int:
-        """Counts the elements of the pair by which one token is multiplied."""
+        """Counts the elements of the pair that multiply one token."""
         rank = adapter.rank_of(self.part)
         looked_up = rank * self.columns if self.linear == EMBEDDING else 0
         return self.num_chosen * rank * (self.rows + self.columns) - looked_up
 
 
 SMALL_HEAD_DIM = 8
-"""Number of dimensions of a head in models that are made small."""
+"""Dimensions of a head in models that are made small."""
 
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ _MODELS_AT_ONCE = 8
 def once_a_model(function: Callable[[ModelSection], T]) -> Callable[[ModelSection], T]:
     """Caches the result of `function` for the last models: a search asks about the same model thousands of times.
 
-    A model never changes, and is identified by its object here: comparing all its keys would cost more than is saved.
+    Models are immutable and compared by identity; comparing all keys would cost more than is saved.
     """
     kept: dict[int, tuple[ModelSection, T]] = {}
 
@@ -145,7 +145,7 @@ def once_a_model(function: Callable[[ModelSection], T]) -> Callable[[ModelSectio
 
 @dataclass(frozen=True)
 class SmallRun:
-    """Sizes of the verification run for which a model is made small."""
+    """Sizes of the verification run that a model is shrunk for."""
 
     tp: int
     """Degree of TP; every size that TP divides must be a multiple of it. The same holds for `ep` and `etp`."""
@@ -155,9 +155,9 @@ class SmallRun:
     seq_length: int
     num_layers: int
     query_groups: int
-    """Number of key/value heads, in the user's ratio to query heads."""
+    """Key/value heads, in the user's ratio to query heads."""
     head_dim: int | None
-    """Number of dimensions of a head; None where heads are as wide as the hidden size divided by their number."""
+    """Dimensions of a head; None if it is the hidden size divided by the number of heads."""
     epsilon_factor: float = 1.0
     """Factor of what norms add to a mean square."""
 
@@ -166,21 +166,20 @@ class Feature:
     """One feature of a model; contributions that it does not define are zero."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
-        """Names the keys that TransformerEngine's layers cannot follow, as a user writes them; None where there are
+        """Names the keys, as a user writes them, that TransformerEngine's layers cannot follow; None if there are
         none."""
         return None
 
     def needs_certificate(self, model: ModelSection) -> str | None:
-        """Names the keys that TransformerEngine's layers follow, but with a certificate of `mtrain verify backend`
-        alone; None where there are none."""
+        """Names the keys that TransformerEngine's layers follow only with a certificate of `mtrain verify backend`."""
         return None
 
     def num_layers_at_least(self, model: ModelSection) -> int:
-        """Returns the fewest layers with which no part of its pattern is missing."""
+        """Returns the fewest layers that contain every part of its pattern."""
         return 1
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Returns the keys of `model.*` that change so that the feature stays and its sizes become small."""
+        """Returns the changed keys of `model.*` that keep the feature and make its sizes small."""
         return {}
 
 
@@ -192,7 +191,7 @@ class LayerPart(Feature, ABC):
         """Says whether layer `layer`, counted from 0, has the part."""
 
     def is_anywhere(self, model: ModelSection) -> bool:
-        """Says whether some layer has the part."""
+        """Says whether any layer has the part."""
         return any(self.is_in(model, layer) for layer in range(model.num_layers))
 
     def parameters(self, model: ModelSection) -> Parameters:
@@ -204,15 +203,15 @@ class LayerPart(Feature, ABC):
         return Parameters()
 
     def matrices(self, model: ModelSection) -> Parameters:
-        """Counts the parameters that are matrices of projections: without biases, norms and the rows of a router."""
+        """Counts the parameters of projection matrices, without biases, norms and router rows."""
         return Parameters()
 
     def matrix_elements(self, model: ModelSection) -> int:
-        """Counts the elements of matrices by which each token is multiplied."""
+        """Counts the elements of matrices that multiply each token."""
         return 0
 
     def pair_products(self, model: ModelSection) -> int:
-        """Counts the multiply-adds for each pair of tokens of which one attends to the other."""
+        """Counts the multiply-adds for each pair of a token and one that it attends to."""
         return 0
 
     def state_products(self, model: ModelSection) -> int:
@@ -220,28 +219,28 @@ class LayerPart(Feature, ABC):
         return 0
 
     num_hidden_norms: int = 0
-    """Number of norms over the hidden size that the part adds to a layer."""
+    """Norms over the hidden size that the part adds to a layer."""
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the elements a token and rank that the backward pass needs."""
+        """Counts the elements per token and rank that backward needs."""
         return 0
 
     def inner_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the elements a token and rank between the projections of a feed-forward part."""
+        """Counts the elements per token and rank between the projections of a feed-forward part."""
         return 0
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Returns the widths of the tensors among `kept_elements` that are about as wide as a hidden state, or
-        narrower: in short rows they are too small to be worth moving to the host."""
+        """Returns the widths of tensors among `kept_elements` that are at most about as wide as a hidden state: in
+        short rows they are too small to move to the host."""
         return ()
 
     def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
-        """Counts the part of `kept_elements` that a module keeps between its input and its output, by its name in
+        """Counts the part of `kept_elements` that a module keeps between input and output, by its name in
         train.recompute_modules."""
         return {}
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Returns the sizes of the axes that only the part's tensors have, by their letters in the tables of
+        """Returns the sizes of axes that only this part's tensors have, by their letters in the tables of
         `mtrain/hf/schema`."""
         return {}
 
@@ -250,7 +249,7 @@ class LayerPart(Feature, ABC):
         return iter(())
 
     def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
-        """Counts the part of `kept_elements` that backward does not need where only these targets are trained and the
+        """Counts the part of `kept_elements` that backward does not need if only these targets are trained and the
         weights are frozen."""
         return 0
 
@@ -261,16 +260,16 @@ class LayerPart(Feature, ABC):
 
         Args:
             model: Section of the model.
-            linear: Name of the module itself.
-            num_rows: Number of rows of the module's weight, on a rank or in the whole model.
+            linear: Name of the module.
+            num_rows: Rows of the module's weight, on a rank or in the whole model.
 
         Returns:
-            Numbers of rows; none where the module is another part's or holds one matrix.
+            Numbers of rows; empty if the module belongs to another part or holds one matrix.
         """
         return ()
 
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
-        """Counts the elements a token and rank that core attention keeps in addition to `kept_elements`, unless it is
+        """Counts the elements per token and rank that core attention keeps in addition to `kept_elements`, unless
         recomputed."""
         return 0
 
@@ -291,11 +290,11 @@ def norm_elements(model: ModelSection, size: int) -> int:
 
 
 def hidden_local(model: ModelSection, layout: Layout) -> int:
-    """Counts the elements a token and rank of the hidden states between the parts of a layer."""
+    """Counts the elements per token and rank of hidden states between the parts of a layer."""
     return model.hidden_size // layout.tp if layout.sp else model.hidden_size
 
 
 def multiple_from(least: int, divisors: Sequence[int]) -> int:
-    """Returns the smallest number from `least` on that all divisors divide."""
+    """Returns the smallest common multiple of the divisors that is at least `least`."""
     multiple = math.lcm(*divisors)
     return -(-least // multiple) * multiple

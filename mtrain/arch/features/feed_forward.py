@@ -22,7 +22,7 @@ from mtrain.config.schema.model import ModelSection
 
 @final
 class DenseFeedForward(LayerPart):
-    """Two projections, three where one is a gate."""
+    """Two projections, three with a gate."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.has_dense(layer)
@@ -47,7 +47,7 @@ class DenseFeedForward(LayerPart):
         return _adapted(model, "mlp", model.ffn_hidden_size)
 
     def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
-        """Counts what enters the second projection, which only its own gradient needs."""
+        """Counts the input of the second projection, which only the gradient of its weight needs."""
         return 0 if "fc2" in targets else model.ffn_hidden_size // layout.tp
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
@@ -89,19 +89,19 @@ class ExpertFeedForward(LayerPart):
         return model.hidden_size * columns + _gate_elements(model)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts inputs and outputs of experts, a copy for each expert of a token; a balanced load is assumed."""
+        """Counts inputs and outputs of experts, a copy for each expert of a token; assumes a balanced load."""
         return sum(self._kept(model, layout))
 
     def inner_elements(self, model: ModelSection, layout: Layout) -> int:
         return _width(_section(model)) // layout.tp
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Names E the experts, e the feed-forward width of one, t that of all shared experts."""
+        """Letters: E experts, e the feed-forward width of one, t that of all shared experts."""
         experts = _section(model)
         return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
-        """Yields the matrices of all experts, whose gate and up share their A, as in PEFT's form for experts."""
+        """Yields the matrices of all experts; gate and up share their A, as in PEFT's format for experts."""
         experts, hidden = _section(model), model.hidden_size
         inner = experts.ffn_hidden_size
         sizes = {"fc1": (2 * inner if model.is_gated else inner, hidden), "fc2": (hidden, inner)}
@@ -125,7 +125,7 @@ class ExpertFeedForward(LayerPart):
         return {"moe": routed + shared, "shared_experts": shared}
 
     def _kept(self, model: ModelSection, layout: Layout) -> tuple[int, int]:
-        """Returns the elements of the experts that tokens choose, and of the shared ones."""
+        """Returns the elements of chosen experts, and of shared ones."""
         experts, num = _section(model), _kept_widths(model)
         routed = experts.top_k * (2 * layout.etp * model.hidden_size + num * experts.ffn_hidden_size)
         # the gate keeps the output that it multiplies
@@ -133,7 +133,7 @@ class ExpertFeedForward(LayerPart):
         return routed // layout.tp, shared // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Makes experts few and small, with the user's way of choosing them; every layout divides them."""
+        """Makes experts few and small, keeps how the user chooses them, and lets every layout divide them."""
         if model.experts is None:
             return {}
         experts = model.experts
@@ -154,7 +154,7 @@ class ExpertFeedForward(LayerPart):
 
 @final
 class BranchNorms(LayerPart):
-    """A norm before and after the shared and the chosen experts each, and what the router reads and writes with."""
+    """Norms before and after the shared and the chosen experts, and the router's scales."""
 
     num_hidden_norms = 4
 
@@ -165,14 +165,14 @@ class BranchNorms(LayerPart):
         return "model.experts.branch_norms=true" if self.is_anywhere(model) else None
 
     def parameters(self, model: ModelSection) -> Parameters:
-        """Counts the norms, the vector that the router's input is multiplied by, and a number for each expert."""
+        """Counts the norms, the scale vector of the router's input, and one scale per expert."""
         return self.norms(model) + Parameters(replicated=model.hidden_size + _section(model).num_experts)
 
     def norms(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=4 * norm_elements(model, model.hidden_size))
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the outputs of the norms before, the inputs of those after, and the router's input, normalised."""
+        """Counts the outputs of the first norms, the inputs of the last ones, and the router's normalised input."""
         return 5 * hidden_local(model, layout)
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
@@ -191,15 +191,15 @@ def _segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...
 
 
 def _kept_widths(model: ModelSection) -> int:
-    """Returns the number of widths that are kept. SwiGLU is a function of our own, which keeps the projection, the
-    activated half and the product; autograd keeps the halves once more."""
+    """Returns the number of kept widths. Our SwiGLU keeps the projection, the activated half and the product; autograd
+    also keeps the halves."""
     if model.activation == "swiglu":
         return 4
     return 5 if model.is_gated else 2
 
 
 def router_parameters(model: ModelSection) -> Parameters:
-    """Counts the parameters of a router: a row for each expert."""
+    """Counts a row for each expert."""
     experts = _section(model)
     return Parameters(replicated=experts.num_experts * (model.hidden_size + experts.router_bias))
 
@@ -210,12 +210,12 @@ def _width(experts: ExpertsSection) -> int:
 
 
 def _gate_elements(model: ModelSection) -> int:
-    """Counts the parameters of the gate of shared experts, and the elements of the output that it multiplies."""
+    """Counts the parameters of the shared experts' gate, and the elements of the output that it multiplies."""
     return model.hidden_size if _section(model).shared_gate else 0
 
 
 def _few_groups(experts: ExpertsSection) -> dict[str, int]:
-    """Returns few groups, ranked as the user's are, of enough experts; empty where there are no groups."""
+    """Returns few groups, ranked as the user's are, with enough experts; empty without groups."""
     if experts.num_groups is None or experts.group_top_k is None:
         return {}
     num_groups, group_top_k = min(experts.num_groups, 4), min(experts.group_top_k, 2)
@@ -232,7 +232,7 @@ def _section(model: ModelSection) -> ExpertsSection:
 
 
 def _network(model: ModelSection, width: int) -> Parameters:
-    """Counts the parameters of two projections over `width` columns, and of their biases."""
+    """Counts two projections over `width` columns and their biases."""
     first = width * (2 if model.is_gated else 1)
     biases = Parameters(divided=first, replicated=model.hidden_size) if model.linear_bias else Parameters()
     return Parameters(divided=model.hidden_size * (first + width)) + biases

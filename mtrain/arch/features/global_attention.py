@@ -1,4 +1,4 @@
-"""Attention with heads of its own in the layers without a window, and what else is Gemma 4's."""
+"""Attention with its own heads in layers without a window, and other parts of Gemma 4."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _GROUPED = GroupedQueryAttention()
 
 @final
 class GlobalAttention(LayerPart):
-    """Projections of queries and of keys, which are the values, too, the norms of both, and the projection of the
-    output."""
+    """Projections of queries and of keys, which serve as values, the norms of both, and the output projection."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "global"
@@ -45,7 +44,7 @@ class GlobalAttention(LayerPart):
         return _GROUPED.matrix_elements(_wide(model)) - model.hidden_size * _key_width(model)
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Names g the key heads, D their dimensions, S the queries of a group and its key."""
+        """Letters: g key heads, D their dimensions, S the queries of a group and its key."""
         wide = _wide(model)
         return {
             "g": wide.query_groups,
@@ -62,15 +61,14 @@ class GlobalAttention(LayerPart):
                     yield each
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-        """Returns the rows of queries and of the key of one group."""
+        """Returns the rows of one group's queries and key."""
         return _GROUPED.segments(_wide(model), "linear_qkv", num_rows)[:-1] if linear == "linear_qk" else ()
 
     def pair_products(self, model: ModelSection) -> int:
         return _GROUPED.pair_products(_wide(model))
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts what other attention keeps, of whose projection a copy for the values takes the place of their
-        part."""
+        """Counts what grouped-query attention keeps, with a copy of the key projection as values."""
         return _GROUPED.kept_elements(_wide(model), layout)
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
@@ -80,7 +78,7 @@ class GlobalAttention(LayerPart):
         return _GROUPED.core_elements(_wide(model), layout, on_gpu)
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Keeps heads of both kinds of layer different in size, and in number where they are."""
+        """Keeps heads of both kinds of layer different in size, and in number if the user's are."""
         if model.global_attention is None:
             return {}
         differs = model.global_attention.num_query_groups != model.query_groups and small.query_groups > small.tp
@@ -110,13 +108,13 @@ class ValueNorm(LayerPart):
         return "model.value_norm=true" if model.value_norm else None
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the values after the norm, where heads of both kinds of layer are as wide."""
+        """Counts the values after the norm, if heads of both kinds of layer have the same width."""
         return model.query_groups * model.head_size // layout.tp
 
 
 @final
 class LayerScalar(LayerPart):
-    """A number that multiplies the output of a layer; a buffer, which is no parameter."""
+    """A number that multiplies the output of a layer; a buffer, not a parameter."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.layer_scalar

@@ -1,4 +1,4 @@
-"""Mamba-2 in the place of attention, and the pattern of sublayers in which it stands."""
+"""Mamba-2 in place of attention, and its pattern of sublayers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mtrain.config.schema.model import ModelSection
 _CHUNK = 64
 """Tokens of a chunk (mtrain/core/layers/attention/recurrent/core.py)."""
 _KEPT_OF_OUTPUT, _KEPT_OF_STEPS = 5, 5
-"""Tensors as wide as the output, and as the heads, that the backward pass needs."""
+"""Tensors of the output's width, and of the heads' number, that backward needs."""
 
 
 @final
 class Mamba(LayerPart):
-    """Projections, convolution, steps and the gated norm of Mamba-2."""
+    """Projections, convolution, steps and gated norm of Mamba-2."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "mamba"
@@ -40,13 +40,13 @@ class Mamba(LayerPart):
         return model.hidden_size * (mamba.num_groups * sum(rows_of_group(mamba)) + mamba.width)
 
     def state_products(self, model: ModelSection) -> int:
-        """Counts the convolution, and what decays the state, writes to it and reads it."""
+        """Counts the convolution, and decaying, writing and reading the state."""
         mamba = _section(model)
         return mamba.channels * mamba.conv_kernel + 3 * mamba.width * mamba.state_dim
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Names K the groups, r the heads of each, p the rows of a group in the projection, w those that the
-        convolution reads, i its tokens, x the dimensions of B and C and y those of a head."""
+        """Letters: K groups, r heads of each, p rows of a group in the projection, w rows that the convolution reads, i
+        its tokens, x dimensions of B and C, y of a head."""
         mamba = _section(model)
         rows = rows_of_group(mamba)
         return {
@@ -75,8 +75,8 @@ class Mamba(LayerPart):
         return 3 * _section(model).channels // layout.tp
 
     def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts what the rule keeps of a chunk: decays between pairs of its tokens and what they make of products of
-        B and C, inputs and what is written and read, by head; and a state at its start."""
+        """Counts what the rule keeps of a chunk: decays of token pairs and their products with those of B and C,
+        inputs, and state writes and reads, by head; and the state at its start."""
         mamba = _section(model)
         size, heads = mamba.state_dim, mamba.head_dim
         of_head = 2 * _CHUNK + 2 * size + 4 * heads + 2 * size * heads // _CHUNK + 3
@@ -84,7 +84,7 @@ class Mamba(LayerPart):
         return (mamba.num_heads * of_head + mamba.num_groups * of_group) // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Makes heads small, and B and C of another size; heads keep their ratio to groups, up to two."""
+        """Makes heads small, and B and C of another size; keeps the ratio of heads to groups, up to two."""
         if model.mamba is None:
             return {}
         mamba = model.mamba
@@ -108,7 +108,7 @@ class OneSublayer(Feature):
         return 1 if model.layer_pattern is None else len(set(model.layer_pattern))
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Keeps the beginning of the pattern, in which letters that would be missing replace the last ones."""
+        """Keeps the beginning of the pattern; letters that would be missing replace the last ones."""
         pattern = model.layer_pattern
         if pattern is None:
             return {}
@@ -122,7 +122,7 @@ class OneSublayer(Feature):
 
 
 def rows_of_group(mamba: MambaSection) -> tuple[int, ...]:
-    """Counts the rows of the projection for one group: C, B and inputs; gates; steps."""
+    """Counts the projection's rows for one group: C, B and inputs; gates; steps."""
     shared = mamba.num_heads // mamba.num_groups
     return 2 * mamba.state_dim + shared * mamba.head_dim, shared * mamba.head_dim, shared
 

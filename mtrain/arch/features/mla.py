@@ -40,8 +40,8 @@ class MultiHeadLatentAttention(LayerPart):
         return _down(model) + up + heads * mla.v_head_dim * model.hidden_size
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Names q and k the ranks of queries and of keys and values, m the latter with the rotary key, x the dimensions
-        of a query head, y those of a key's part without position and its value, v those of a value head."""
+        """Letters: q rank of queries, k rank of keys and values, m the latter with the rotary key, x dimensions of a
+        query head, y of a key head's part without position and its value, v of a value head."""
         mla = _section(model)
         return {
             "q": mla.q_lora_rank or 0,
@@ -69,7 +69,7 @@ class MultiHeadLatentAttention(LayerPart):
         yield AdaptedMatrix("self_attention.linear_proj", "proj", *output, is_row_parallel=True)
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-        """Returns the rows without positions and those with them, or those of keys and of values."""
+        """Returns the rows without and with positions, or of keys and of values."""
         mla = _section(model)
         match linear:
             case "linear_q_proj" | "linear_q_up_proj":
@@ -84,13 +84,13 @@ class MultiHeadLatentAttention(LayerPart):
         return model.num_attention_heads * (_section(model).query_head_dim + _section(model).v_head_dim)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the latents, whole on every rank of TP, and the elements that grouped-query attention keeps."""
+        """Counts the latents, whole on every rank of TP, and what grouped-query attention keeps."""
         mla = _section(model)
         latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
         return 2 * latents + 2 * model.num_attention_heads * (mla.query_head_dim + mla.v_head_dim) // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Makes ranks and heads small, and all of them different."""
+        """Makes ranks and heads small and all different."""
         if model.mla is None:
             return {}
         ranks = {
@@ -112,6 +112,6 @@ def _section(model: ModelSection) -> LatentAttentionSection:
 
 
 def _down(model: ModelSection) -> int:
-    """Counts the elements of the projections to the latents, which every rank of TP holds whole."""
+    """Counts the projections to latents, which every rank of TP holds whole."""
     mla = _section(model)
     return model.hidden_size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)

@@ -12,8 +12,8 @@ _MAX_SMALL_DEPTHS = 2
 
 @final
 class MultiTokenPrediction(Feature):
-    """Depths that predict further tokens. Each joins two inputs, and has a layer like the model's last one and a norm
-    of its own."""
+    """Depths that predict further tokens. Each joins two inputs, and has a layer like the model's last one and its own
+    norm."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
         if model.mtp_depths == 0 or model.global_attention_every is None:
@@ -25,6 +25,5 @@ class MultiTokenPrediction(Feature):
 
 
 def joint_parameters(model: ModelSection) -> Parameters:
-    """Counts the parameters of a depth apart from its layer: norms of both inputs and of the output, and the inputs'
-    projection."""
+    """Counts the parameters of a depth without its layer: norms of inputs and output, and the input projection."""
     return Parameters(divided=2 * model.hidden_size**2, replicated=3 * norm_elements(model, model.hidden_size))

@@ -1,4 +1,4 @@
-"""Norms of the residual stream, and the residual stream itself."""
+"""The residual stream and its norms."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from mtrain.config.schema.model import ModelSection
 
 
 class _Residual(LayerPart):
-    """The residual stream in front of a sublayer."""
+    """The residual stream before a sublayer."""
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         return hidden_local(model, layout)
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Returns the width of the projection's input where no norm precedes it."""
+        """Returns the width of the projection's input if no norm precedes it."""
         return (hidden_local(model, layout),) if model.post_norm else ()
 
 
 @final
 class AttentionResidual(_Residual):
-    """The residual stream in front of attention."""
+    """The residual stream before attention."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) != "none"
@@ -30,14 +30,14 @@ class AttentionResidual(_Residual):
 
 @final
 class FeedForwardResidual(_Residual):
-    """The residual stream in front of the feed-forward part."""
+    """The residual stream before the feed-forward part."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.has_feed_forward(layer)
 
 
 class _InputNorm(LayerPart):
-    """A norm in front of a sublayer."""
+    """A norm before a sublayer."""
 
     num_hidden_norms = 1
 
@@ -51,13 +51,13 @@ class _InputNorm(LayerPart):
         return hidden_local(model, layout)
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Returns the width of the output; the input is the residual stream, which is counted there."""
+        """Returns the width of the output; the residual stream counts the input."""
         return (hidden_local(model, layout),)
 
 
 @final
 class AttentionNorm(_InputNorm):
-    """A norm in front of attention."""
+    """A norm before attention."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return not model.post_norm and model.attention(layer) != "none"
@@ -65,7 +65,7 @@ class AttentionNorm(_InputNorm):
 
 @final
 class FeedForwardNorm(_InputNorm):
-    """A norm in front of the feed-forward part."""
+    """A norm before the feed-forward part."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return not model.post_norm and model.has_feed_forward(layer) and not model.has_branches(layer)
@@ -73,7 +73,7 @@ class FeedForwardNorm(_InputNorm):
 
 @final
 class OutputNorms(LayerPart):
-    """A norm after attention and one after the feed-forward part, before the residual is added."""
+    """Norms after attention and the feed-forward part, before the residual is added."""
 
     num_hidden_norms = 2
 
