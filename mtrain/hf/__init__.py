@@ -1,1 +1,1 @@
-"""Hugging Face's model folders: a declarative table for each family, and strict reading and writing of safetensors."""
+"""Hugging Face's model folders: a declarative table per family; strict reading and writing of safetensors."""

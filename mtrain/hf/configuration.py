@@ -1,4 +1,4 @@
-"""Configurations whose architecture a folder in Hugging Face's layout may describe; loads no torch."""
+"""Configurations whose architecture may come from a Hugging Face folder; loads no torch."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ def load_config(parts: Part | Sequence[Part], overrides: str | Sequence[str] = (
     """Builds the configuration that `parts`, merged left to right, and then `overrides` describe.
 
     Args:
-        parts: Paths of YAML files and mappings such as `{"train": {"num_steps": 5}}`, in any mixture, of which later
-            ones take precedence; or one alone.
+        parts: One or more YAML paths and mappings such as `{"train": {"num_steps": 5}}`; later ones take precedence.
         overrides: Texts of the form `section.key=value`, as `read_given` takes them.
 
     Raises:
-        ConfigError: A value is wrong; the message has one line for each fault, starting with the dotted key or the
-            file.
-        DataError: The folder that model.hf names cannot be understood.
+        ConfigError: Values are wrong; the message has one line per fault, starting with the dotted key or the file.
+        DataError: The folder in model.hf cannot be understood.
     """
     return read_given(parts, overrides).config(resolved)
 
 
 def notes_on(config: Config) -> list[str]:
-    """Returns notes on the folder that `model.hf` names; empty where it names none.
+    """Returns notes on the folder that `model.hf` names, if any.
 
     Raises:
-        ConfigError: Exports are asked for that cannot be made.
+        ConfigError: Requested exports are impossible.
         DataError: The folder is damaged.
     """
     if config.checkpoint.export_hf_every_steps:
@@ -45,10 +43,10 @@ def notes_on(config: Config) -> list[str]:
 
 
 def resolved(content: dict[Any, Any]) -> dict[Any, Any]:
-    """Fills in the architecture that `model.hf` names, and the adapter's targets that follow from the family.
+    """Fills in the architecture of `model.hf`, and adapter targets that follow from the family.
 
     Raises:
-        ConfigError: A key does not agree with the folder.
+        ConfigError: A key contradicts the folder.
         DataError: The folder cannot be understood.
     """
     if isinstance(model := content.get("model"), dict) and "hf" in model:

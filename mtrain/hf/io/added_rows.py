@@ -1,7 +1,7 @@
-"""Rows of the tables for tokens that a run adds: each begins as the mean of the rows before them.
+"""Table rows for tokens that a run adds: each begins as the mean of the rows before them.
 
-The mean of all old rows is what transformers' `resize_token_embeddings` draws around, here without its draw (of 1e-9 of
-their covariance): the same run starts with the same bits. Every rank computes it from the whole table on disk.
+transformers' `resize_token_embeddings` draws around this mean (with 1e-9 of the rows' covariance). Without the draw the
+same run starts with the same bits. Every rank computes it from the whole table on disk.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class AddedRows(NamedTuple):
     first: int
     """First added row."""
     end: int
-    """Row after the last added one; rows from here on are read again: they belong to no token."""
+    """Row after the last added one; rows from here on are read again, although no token has them."""
     num_rows: int
-    """Number of rows of the table."""
+    """Rows of the table."""
 
     def are_in(self, wanted: TensorSlice) -> bool:
-        """Says whether any of them is in a slice of a table."""
+        """Says whether a slice of a table contains any added row."""
         return wanted.offset[0] < self.end and wanted.offset[0] + wanted.shape[0] > self.first
 
     def filled(self, wanted: TensorSlice, mean: Tensor, read: Callable[[TensorSlice], Tensor]) -> Tensor:
@@ -40,7 +40,7 @@ class AddedRows(NamedTuple):
         Args:
             wanted: Slice of the table with the added rows.
             mean: [hidden] the row of every added token.
-            read: Function that reads a slice of the table in the folder.
+            read: Reads a slice of the table in the folder.
         """
         start, columns = wanted.offset[0], slice(wanted.offset[1], wanted.offset[1] + wanted.shape[1])
         result = mean[columns].expand(wanted.shape).clone()
@@ -52,9 +52,9 @@ class AddedRows(NamedTuple):
 
 
 def mean_row(num_rows: int, width: int, read: Callable[[TensorSlice], Tensor]) -> Tensor:
-    """Computes the mean [hidden] of the first rows of a table in float64, rounded to its dtype.
+    """Computes the mean [hidden] of a table's first rows in float64, rounded to its dtype.
 
-    numpy adds rows one after the other, whatever the number of threads, so every layout gets the same bits.
+    numpy adds rows one by one with any number of threads, so every layout gets the same bits.
     """
     total = np.zeros(width)
     for start in range(0, num_rows, _ROWS_AT_ONCE):

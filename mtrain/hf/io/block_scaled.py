@@ -1,7 +1,7 @@
-"""Weights of few bits with one scale for each block: read as bfloat16.
+"""Weights of few bits with a scale per block, read as bfloat16.
 
-FP8, as DeepSeek-V3 is published: the scales of weight W are `W_scale_inv`, and block (i, j) of W, of 128 x 128 numbers,
-is multiplied by the scale at (i, j). MXFP4, as GPT-OSS is: see `mxfp4`.
+FP8, as DeepSeek-V3 is published: `W_scale_inv` has a scale for each block of 128 x 128 numbers of W. MXFP4, as GPT-OSS
+is published: see `mxfp4`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _DEQUANTISED = (
     "then save_pretrained"
 )
 PLAIN_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes that weights may have; integers, and FP8 without known scales, are codes for other numbers."""
+"""Supported dtypes; integers, and FP8 without known scales, encode other numbers."""
 
 
 class Weights(Protocol):
-    """Tensors by name, and their dtypes and shapes, which are known without reading."""
+    """Tensors by name; dtypes and shapes are known without reading."""
 
     def names(self) -> set[str]:
         """Returns the names of all tensors."""
@@ -43,22 +43,22 @@ class Weights(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Returns one tensor, which must not be written to."""
+        """Returns a tensor, which must not be written to."""
         ...
 
     def expect(self, name: str) -> None:
-        """Lets the system read a tensor that will be asked for soon."""
+        """Lets the system read a tensor ahead."""
         ...
 
 
 class Dequantised:
-    """A folder's weights with the scaled ones as bfloat16; one tensor at a time is in memory."""
+    """A folder's weights with scaled ones as bfloat16, one tensor at a time."""
 
     def __init__(self, folder: HfFolder) -> None:
         """Checks the format, and that each scaled weight has its scales.
 
         Raises:
-            DataError: The format is another one, or scales are missing or have another shape.
+            DataError: The format is unknown, or scales are missing or have a wrong shape.
         """
         said = folder.config[FORMAT]
         method, block = (said.get(name) if isinstance(said, dict) else said for name in ("quant_method", _BLOCK_SIZE))
@@ -77,7 +77,7 @@ class Dequantised:
             self._check(name)
 
     def names(self) -> set[str]:
-        """Returns the names of all tensors; scales are not included."""
+        """Returns the names of all tensors, without scales."""
         return self._names
 
     def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
@@ -86,7 +86,7 @@ class Dequantised:
         return (torch.bfloat16 if dtype == _FP8 else dtype), shape
 
     def tensor(self, name: str) -> Tensor:
-        """Returns one tensor; a scaled one is computed anew at each call, in float32, a row of blocks at a time."""
+        """Returns a tensor; a scaled one is computed at each call, in float32, one row of blocks at a time."""
         stored = self._folder.tensor(name)
         if stored.dtype != _FP8:
             return stored
@@ -103,7 +103,7 @@ class Dequantised:
         return result
 
     def expect(self, name: str) -> None:
-        """Lets the system read what is stored; the scales are small and left out."""
+        """Lets the system read what is stored, except the small scales."""
         self._folder.expect(name)
 
     def _check(self, name: str) -> None:
@@ -128,15 +128,14 @@ class Dequantised:
 
 
 def _is_block(value: object) -> TypeGuard[list[int]]:
-    """Says whether the value is the rows and columns of a block."""
     return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
 
 
 def plain_weights(folder: HfFolder) -> Weights:
-    """Opens the weights as numbers that can be trained on.
+    """Opens the weights as trainable numbers.
 
     Raises:
-        DataError: The weights are stored in an unknown format.
+        DataError: The weights have an unknown format.
     """
     said, text = folder.config.get(FORMAT), folder.config.get(TEXT)
     inside = text.get(FORMAT) if isinstance(text, dict) else None
@@ -148,7 +147,6 @@ def plain_weights(folder: HfFolder) -> Weights:
 
 
 def _unread(folder: HfFolder, said: object) -> DataError:
-    """Builds the error of a quantisation that is not read."""
     method, form = (said.get("quant_method"), said.get("format")) if isinstance(said, dict) else (said, None)
     quantised = f"weights quantised by {shown(method)}{'' if form is None else f' (format={shown(form)})'}"
     # of models with images, transformers 5.24 saves Kimi-K2.5 under other names
@@ -157,10 +155,9 @@ def _unread(folder: HfFolder, said: object) -> DataError:
 
 
 def _quantises_nothing(said: object, folder: HfFolder) -> bool:
-    """Says whether all tensors are plain numbers, as where every module is left out of the quantisation.
+    """Says whether all tensors are plain numbers, as when every module is excluded from quantisation.
 
-    transformers 5.24 then computes with them as they are, whatever the format is called; bitsandbytes alone would
-    quantise them while it loads.
+    transformers 5.24 then uses them unchanged, for any format but bitsandbytes, which quantises them while loading.
     """
     on_load = isinstance(said, dict) and any(said.get(name) for name in _ON_LOAD)
     return not on_load and not any(
@@ -169,5 +166,5 @@ def _quantises_nothing(said: object, folder: HfFolder) -> bool:
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of the plain weights: with the field of the format transformers would look for scales."""
+    """Returns the config.json of the plain weights; with the format's field transformers would look for scales."""
     return {name: value for name, value in config.items() if name != FORMAT or not value}

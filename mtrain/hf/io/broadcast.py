@@ -1,7 +1,7 @@
-"""Named tensors from a trainer to other processes, such as those of an inference engine: one description, then buckets.
+"""Named tensors from a trainer to other processes, such as inference engines: one description, then buckets.
 
-The description is a JSON object that says which tensors come in which bucket; a bucket is one flat buffer of bytes.
-Needs torch alone, so that a receiver loads neither Megatron-Core nor a configuration.
+The description is a JSON object that lists the tensors of each bucket; a bucket is a flat buffer of bytes. Needs only
+torch, so that a receiver loads neither Megatron-Core nor a configuration.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 
 _ALIGNMENT = 16
-"""Alignment in bytes; a view of another dtype has to begin at a multiple of its element size."""
+"""Alignment in bytes; a view of another dtype must begin at a multiple of its element size."""
 
 
 class TensorKind(NamedTuple):
@@ -31,12 +31,11 @@ class TensorKind(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Counts the bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def buffer_bytes(kinds: Sequence[TensorKind]) -> int:
-    """Returns the length of a buffer that holds tensors of these kinds."""
+    """Returns the bytes of a buffer that holds tensors of these kinds."""
     return _starts(kinds)[-1]
 
 
@@ -45,7 +44,7 @@ def views(buffer: Tensor, kinds: Sequence[TensorKind]) -> list[Tensor]:
 
     Args:
         buffer: [bytes] uint8.
-        kinds: Kinds of the tensors, in the order in which they lie in the buffer.
+        kinds: Kinds of the tensors, in their order in the buffer.
     """
     return [
         buffer[start : start + kind.size_bytes].view(kind.dtype).view(kind.shape)
@@ -54,19 +53,18 @@ def views(buffer: Tensor, kinds: Sequence[TensorKind]) -> list[Tensor]:
 
 
 def _starts(kinds: Sequence[TensorKind]) -> list[int]:
-    """Returns where each tensor begins, followed by the length of the buffer."""
+    """Returns where each tensor begins, then the length of the buffer."""
     aligned = (-(-kind.size_bytes // _ALIGNMENT) * _ALIGNMENT for kind in kinds)
     return list(itertools.accumulate(aligned, initial=0))
 
 
 BUCKET_BYTES = 1 << 28
-"""Largest size of tensors that travel together, unless one alone is larger."""
+"""Largest bucket, unless a single tensor is larger."""
 _VERSION = 1
-"""Version of the description."""
 
 
 class NamedKind(NamedTuple):
-    """Name and kind of a tensor that is going to be sent."""
+    """Name and kind of a tensor to send."""
 
     name: str
     kind: TensorKind
@@ -78,12 +76,12 @@ def send_tensors(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Sends tensors to every other rank of a group, one broadcast a bucket.
+    """Sends tensors to every other rank of a group, one broadcast per bucket.
 
     Args:
         named: Names and tensors in the order of the buckets; read as they are sent.
         buckets: Names and kinds of the tensors in each bucket.
-        group: Process group of this rank and the receivers; it need not belong to torch.distributed's own world.
+        group: This rank and the receivers; may lie outside torch.distributed's own world.
         device: Device from which the group sends.
     """
     described = [[_described(each) for each in bucket] for bucket in buckets]
@@ -106,11 +104,11 @@ def receive_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields what `Engine.broadcast_hf_tensors` sends: (name, tensor), in the order of the model.
 
-    Every rank of the group but the source has to iterate to the end, for instance by vLLM's `load_weights`. One bucket
-    is in memory at a time, unless tensors are kept: they are views of it.
+    Every rank of the group but the source must iterate to the end, for instance in vLLM's `load_weights`. Tensors are
+    views of a bucket; one bucket is in memory unless you keep them.
 
     Args:
-        group: Process group of the sender and the receivers.
+        group: Sender and receivers.
         source: Rank of the sender in the group.
         device: Device on which the group receives: "cuda" with NCCL.
 
@@ -128,26 +126,14 @@ def receive_hf_tensors(
 
 
 def send_bytes(content: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Sends [bytes] uint8 to every other rank of a group: their number, then themselves.
-
-    Args:
-        content: Bytes; may be empty.
-        group: Process group of this rank and the receivers.
-        device: Device from which the group sends.
-    """
+    """Sends [bytes] uint8, which may be empty, to every other rank of a group: their number, then themselves."""
     _broadcast(torch.tensor([content.numel()], dtype=torch.int64, device=device), group, group.rank())
     if content.numel():
         _broadcast(content.to(device), group, group.rank())
 
 
 def receive_bytes(group: dist.ProcessGroup, source: int, device: torch.device | str) -> Tensor:
-    """Returns the [bytes] uint8 on the CPU that the source sends by `send_bytes`.
-
-    Args:
-        group: Process group of the sender and the receivers.
-        source: Rank of the sender in the group.
-        device: Device on which the group receives.
-    """
+    """Returns the [bytes] uint8 on the CPU that rank `source` of the group sends by `send_bytes`."""
     length = torch.zeros(1, dtype=torch.int64, device=device)
     _broadcast(length, group, source)
     content = torch.empty(int(length.item()), dtype=torch.uint8, device=device)

@@ -1,6 +1,6 @@
-"""A folder in Hugging Face's layout: config.json, safetensors with an index, tokenizer and other side files.
+"""A Hugging Face folder: config.json, safetensors with an index, tokenizer and other side files.
 
-Nothing in it runs as code, and no name in it leads out of it.
+Nothing in it runs as code, and no name in it leads outside.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from mtrain.hf.schema.files import (
 
 
 class HfFolder:
-    """A model on disk, opened and checked; tensors are views of its files."""
+    """An opened and checked model folder; tensors are views of its files."""
 
     def __init__(self, path: Path) -> None:
         """Reads config.json and the headers of all files.
 
         Raises:
-            DataError: Something is missing, damaged, or lies outside of the folder.
+            DataError: Something is missing, damaged, or outside the folder.
         """
         self.path = path
         if not path.is_dir():
@@ -58,11 +58,11 @@ class HfFolder:
         return set(self._place)
 
     def tensor(self, name: str) -> Tensor:
-        """Returns one tensor as a view, which must not be written to."""
+        """Returns a tensor as a view, which must not be written to."""
         return self.files[self._place[name]].tensor(name)
 
     def expect(self, name: str) -> None:
-        """Lets the system read a tensor that will be asked for soon."""
+        """Lets the system read a tensor ahead."""
         self.files[self._place[name]].expect(name)
 
     def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
@@ -71,7 +71,7 @@ class HfFolder:
         return entry.dtype, entry.shape
 
     def side_files(self) -> Iterator[Path]:
-        """Yields the side files of the folder, such as tokenizer and licence, by their paths inside it."""
+        """Yields the paths, inside the folder, of side files such as tokenizer and licence."""
         return side_files(self.path)
 
     def _check_index(self) -> None:

@@ -1,4 +1,4 @@
-"""Check that a folder holds exactly the tensors of a model."""
+"""Checks that a folder holds exactly the tensors of a model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
         path: Path of the folder, for messages.
         weights: Weights of the folder.
         table: Table of the folder's model.
-        may_be_left: Regular expressions for names of tensors that may be there and carry no information.
+        may_be_left: Regular expressions for tensors that may exist and carry no information.
 
     Raises:
         DataError: A tensor is missing, unexpected, has another shape, holds codes instead of numbers, or differs from
-            the one that it is a copy of.
+            its original.
     """
     wanted = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
     names = weights.names()
@@ -72,6 +72,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def shown(names: Sequence[str]) -> str:
-    """Lists the first few names, for a message."""
+    """Lists the first few names for a message."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more

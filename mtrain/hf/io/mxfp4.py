@@ -1,7 +1,7 @@
-"""MXFP4, as GPT-OSS is published: read as bfloat16, and written.
+"""MXFP4, the format of GPT-OSS: read as bfloat16, and written.
 
-`W_blocks` has 32 numbers of 4 bits in 16 bytes, `W_scales` the exponent of each such block; W is transposed there, so
-that a block lies along the inputs of a projection.
+`W_blocks` has 32 numbers of 4 bits in 16 bytes, `W_scales` the exponent of each block. W is transposed, so that a block
+lies along the inputs of a projection.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mtrain.hf.io.folder import HfFolder
 FORMAT = "quantization_config"
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 BLOCK_SIZE, BLOCK_BYTES = 32, 16
-"""Number of weights in a block, and of the bytes that hold them."""
+"""Weights in a block, and their bytes."""
 _HALVES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _BYTES = torch.arange(256)
 # doubled, and the factors halved: 2^128, of the largest scale, is no number in float32, but half of it is
 _DOUBLED = 2 * torch.cat([_HALVES, -_HALVES])
 _PAIRS = torch.stack([_DOUBLED[_BYTES & 15], _DOUBLED[_BYTES >> 4]], dim=1)
-"""[256, 2]: twice the numbers in each byte; the lower half of a byte is the earlier one."""
+"""[256, 2]: twice the two numbers in each byte; the lower half of a byte comes first."""
 _FACTORS = torch.ldexp(torch.ones(256), _BYTES - 128)
-"""[256]: half of the factor that each scale means, 2^(scale - 127)."""
+"""[256]: half of each scale's factor, 2^(scale - 127)."""
 _INVERSES = torch.ldexp(torch.ones(256), 127 - _BYTES)
-"""[256]: one divided by the factor that each scale means."""
+"""[256]: one divided by each scale's factor."""
 _CHUNK = 1 << 20
-"""Number of weights that are computed at once."""
+"""Weights that are computed at once."""
 _BIAS, _LARGEST_EXPONENT, _LARGEST_SCALE, _LARGEST_CODE = 127, 2, 254, 7
-"""What is added to the exponent of a scale, the exponent of the largest number of a code, the largest scale that is a
-number, and the largest code without its sign."""
+"""Offset of a scale's exponent, exponent of the largest code's number, largest finite scale, largest code without
+sign."""
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
@@ -45,14 +45,13 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
 
 
 class Mxfp4:
-    """A folder's weights with those in MXFP4 as bfloat16, under their plain names; one tensor at a time is in
-    memory."""
+    """A folder's weights with those in MXFP4 as bfloat16, under their plain names, one tensor at a time."""
 
     def __init__(self, folder: HfFolder) -> None:
         """Checks that blocks and scales fit each other.
 
         Raises:
-            DataError: One of them is missing, or has another shape or dtype.
+            DataError: Blocks or scales are missing, or have a wrong shape or dtype.
         """
         self._folder = folder
         stored = folder.names()
@@ -71,29 +70,27 @@ class Mxfp4:
         self._plain = {name for name in stored if not name.endswith((BLOCKS_SUFFIX, SCALES_SUFFIX))}
 
     def names(self) -> set[str]:
-        """Returns the names of all tensors, those of blocks without their suffix; scales are not included."""
+        """Returns the names of all tensors: blocks without their suffix, and no scales."""
         return self._plain | self._packed
 
     def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
-        """Returns dtype and shape of a tensor as bfloat16."""
         if name not in self._packed:
             return self._folder.facts(name)
         num_experts, outputs, blocks, size = self._folder.facts(name + BLOCKS_SUFFIX)[1]
         return torch.bfloat16, (num_experts, blocks * size * 2, outputs)
 
     def tensor(self, name: str) -> Tensor:
-        """Returns one tensor; one in MXFP4 is computed anew at each call, an expert at a time."""
+        """Returns a tensor; one in MXFP4 is computed at each call, an expert at a time."""
         if name not in self._packed:
             return self._folder.tensor(name)
         return unpacked(*(self._folder.tensor(name + end) for end in (BLOCKS_SUFFIX, SCALES_SUFFIX)))
 
     def expect(self, name: str) -> None:
-        """Lets the system read what is stored; the scales are small and left out."""
+        """Lets the system read what is stored, except the small scales."""
         self._folder.expect(name + BLOCKS_SUFFIX if name in self._packed else name)
 
 
 def _fits(blocks: tuple[torch.dtype, Sizes] | None, scales: tuple[torch.dtype, Sizes] | None) -> bool:
-    """Says whether blocks and scales are those of one tensor."""
     if blocks is None or scales is None or (blocks[0], scales[0]) != (torch.uint8, torch.uint8):
         return False
     return len(blocks[1]) == 4 and blocks[1] == (*scales[1], BLOCK_BYTES)
@@ -111,15 +108,14 @@ class Packed(NamedTuple):
 def packed(name: str, weight: Tensor, scales: Tensor) -> Packed:
     """Rounds a weight to MXFP4.
 
-    A block whose numbers are all expressed under the scale that it had keeps that scale, so numbers that did not change
-    become the bytes that they were. Any other gets the scale of the specification: the largest power of two that is no
-    greater than its largest number, divided by that of the codes, 4. Numbers go to the nearest code, in the middle of
-    two to the even one, and beyond the last code to the last.
+    A block keeps its scale if that expresses all its numbers, so unchanged numbers get their old bytes. Any other block
+    gets the scale of the specification: the largest power of two not above its largest number, divided by that of the
+    codes, 4. Numbers go to the nearest code, halfway to the even one, and beyond the last code to the last.
 
     Args:
         name: Name of the weight, for messages.
         weight: [experts, inputs, outputs] in a floating-point dtype.
-        scales: [experts, outputs, inputs / 32] uint8, the scales that the blocks had.
+        scales: [experts, outputs, inputs / 32] uint8, the earlier scales of the blocks.
 
     Raises:
         DataError: A number is infinite or NaN.
@@ -169,7 +165,7 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def rounding_error(weight: Tensor, rounded: Tensor) -> float:
-    """Returns the largest error of a number, divided by the largest number in its block.
+    """Returns the largest error of a number relative to the largest number in its block.
 
     Args:
         weight: [experts, inputs, outputs].
@@ -185,14 +181,14 @@ def rounding_error(weight: Tensor, rounded: Tensor) -> float:
 
 
 def _scales(blocks: Tensor) -> Tensor:
-    """Returns the scale of the specification for each block of [..., 32]."""
+    """Returns the specification's scale for each block of [..., 32]."""
     # frexp gives a number in [0.5, 1) and its exponent, which is one more than the power of two in the number
     _, exponents = torch.frexp(blocks.abs().amax(dim=-1))
     return (exponents - 1 - _LARGEST_EXPONENT + _BIAS).clamp(0, _LARGEST_SCALE).to(torch.uint8)
 
 
 def _codes(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Returns the codes of the numbers in [..., 32] under their scales [...]; -0.0 has one of its own."""
+    """Returns the codes of numbers [..., 32] under their scales [...]; -0.0 has its own."""
     # exact, but for numbers that are far below the smallest code or above the largest one
     scaled = blocks.abs() * _INVERSES[scales.int(), None]
     # codes mean numbers that are 0.5 apart up to 2, 1 up to 4 and 2 up to 6: three lines, the lowest of which is theirs
@@ -202,5 +198,5 @@ def _codes(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _numbers(codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns the numbers that codes [..., 32] mean under their scales [...], in float32."""
+    """Returns the float32 numbers of codes [..., 32] under their scales [...]."""
     return _DOUBLED.index_select(0, codes.flatten().int()).view(codes.shape) * _FACTORS[scales.int(), None]

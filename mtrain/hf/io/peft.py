@@ -1,4 +1,4 @@
-"""A folder of PEFT: adapter_config.json, adapter_model.safetensors, and conversion of its tensors."""
+"""A PEFT folder: adapter_config.json, adapter_model.safetensors, and conversion of its tensors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PeftFolder:
             )
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor by its global name here, in float32."""
+        """Returns a tensor in float32 by our global name."""
         for key, (each, theirs) in self._names.items():
             if key == name:
                 return from_peft(each, self._file.tensor(theirs).float())
@@ -84,10 +84,10 @@ class PeftFolder:
 
 
 def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSection:
-    """Derives the section `adapter` from a folder of PEFT.
+    """Derives the section `adapter` from a PEFT folder.
 
     Raises:
-        DataError: The folder is damaged, its settings have no form here, or it has no tensor of this model.
+        DataError: The folder is damaged, has settings that we cannot express, or no tensor of this model.
     """
     config = read_json(inside(path, CONFIG_NAME))
     there = SafetensorsFile(inside(path, TENSORS_NAME)).entries.keys()
@@ -110,7 +110,7 @@ def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSectio
 
 
 def _patterns(path: Path, config: dict[str, Any], named: Sequence[PeftTensor]) -> dict[str, dict[str, Any]]:
-    """Returns the section's patterns for what a file's say; empty ones where it has none."""
+    """Returns the section's patterns for those of a file."""
     found: dict[str, tuple[Any, Any]] = {}
     for each in named if config.get("rank_pattern") or config.get("alpha_pattern") else ():
         numbers = rank_and_alpha(config, path_in_model(each))
@@ -126,7 +126,7 @@ def _patterns(path: Path, config: dict[str, Any], named: Sequence[PeftTensor]) -
 
 
 def _saved_whole(config: dict[str, Any], model: ModelSection) -> list[str]:
-    """Returns the section's modules for what a file saves whole."""
+    """Returns the section's modules for those that a file saves whole."""
     named = saved_modules(config)
     if model.output.is_new:
         named -= {"head"}  # learns whole without being named
@@ -142,7 +142,6 @@ def _tensors_of(part: Target, family: Family, model: ModelSection) -> list[PeftT
 
 
 def _is_adapted(part: Target, there: Set[str], family: Family, model: ModelSection) -> bool:
-    """Says whether any of these names is a tensor of an adapter of this part."""
     try:
         named = [each.name for each in _tensors_of(part, family, model)]
     except DataError:  # PEFT has no form for it in this family
@@ -155,7 +154,7 @@ def to_peft(each: PeftTensor, own: Tensor) -> Tensor:
 
     Args:
         each: Entry of the table of names.
-        own: [rank, inputs], [outputs, rank] or [outputs]; tensors of experts have an axis of experts in front.
+        own: [rank, inputs], [outputs, rank] or [outputs]; experts add a first axis.
     """
     if each.matrix.num_experts:
         if each.kind == "lora_a":

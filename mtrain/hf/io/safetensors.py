@@ -1,6 +1,6 @@
-"""One safetensors file, whose header is checked completely before a byte of a tensor is touched.
+"""One safetensors file, whose header is checked completely before any tensor is read.
 
-The header has dtype, shape and place of each tensor; they lie one after another without gaps.
+The header has dtype, shape and position of each tensor; tensors are contiguous, without gaps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mtrain.hf.schema.files import METADATA, PREFIX_BYTES, Header, damage_named,
 _MOST_AXES = 64
 _MOST_ELEMENTS = 1 << 63
 _LONGEST_SHOWN = 200
-"""Largest number of characters of a damaged entry in a message."""
+"""Most characters of a damaged entry in a message."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -41,28 +41,26 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "U16", "U32", "U64", "C64")
-"""Other dtypes of the format (safetensors 0.8, `Dtype`), which hold codes for other numbers, or no weights."""
+"""Other dtypes of the format (safetensors 0.8, `Dtype`), which encode other numbers, or are no weights."""
 
 
 class TensorEntry(NamedTuple):
-    """Entry of one tensor in the header."""
-
     dtype: torch.dtype
     shape: Sizes
     start: int
-    """Number of the first byte in the file."""
+    """First byte in the file."""
     stop: int
-    """Number of the byte after the last one."""
+    """Byte after the last one."""
 
 
 class SafetensorsFile:
-    """A file that is mapped into memory; its tensors are views of it."""
+    """A memory-mapped file; its tensors are views of it."""
 
     def __init__(self, path: Path) -> None:
         """Reads and checks the header.
 
         Raises:
-            DataError: The file is cut or damaged.
+            DataError: The file is truncated or damaged.
             MachineError: The machine refuses.
         """
         self.path = path
@@ -71,12 +69,11 @@ class SafetensorsFile:
             self._content = map_plain_file(path)
         self._bytes = bytes_of(self._content)
         self.metadata = header.metadata
-        """Free text of the header, by name."""
         self.entries = self._checked(header)
         """Name -> entry, in the order of the bytes."""
 
     def tensor(self, name: str) -> Tensor:
-        """Returns one tensor as a view of the file, which must not be written to."""
+        """Returns a tensor as a view of the file, which must not be written to."""
         dtype, shape, start, stop = self.entries[name]
         # frombuffer refuses a count of 0
         if start == stop:
@@ -85,7 +82,7 @@ class SafetensorsFile:
         return torch.frombuffer(self._bytes, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def expect(self, name: str) -> None:
-        """Lets the system read a tensor that will be asked for soon."""
+        """Lets the system read a tensor ahead."""
         entry = self.entries[name]
         read_ahead(self._content, entry.start, entry.stop)
 
@@ -131,7 +128,7 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sizes]], metadata: Mappin
     """Builds prefix and header of a file.
 
     Args:
-        tensors: Name -> dtype and shape, in the order in which they will be written.
+        tensors: Name -> dtype and shape, in writing order.
         metadata: Free text for the header, by name.
     """
     content: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}

@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's layout as the global tensors of a model."""
+"""A Hugging Face folder as the global tensors of a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class HfSource(NamedTuple):
 
     folder: HfFolder
     weights: Weights
-    """Weights of the folder, as plain numbers."""
     family: Family
     model: ModelSection
     table: Table
@@ -45,12 +44,12 @@ class HfSource(NamedTuple):
 
 
 def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSource:
-    """Opens and checks a folder completely; no tensor is read.
+    """Opens and checks a folder completely; reads no tensor.
 
     Args:
-        path: Path of a folder with config.json and safetensors.
-        needs_output: Whether an untied output layer has to be there; base models are saved without one.
-        depths: Number of predictions further ahead that are asked for, which some families read for that alone.
+        path: Folder with config.json and safetensors.
+        needs_output: Whether an untied output layer must exist; base models are saved without one.
+        depths: Requested MTP depths, which some families read only on request.
 
     Raises:
         DataError: The family is unknown, or the folder does not hold exactly the tensors of its model.
@@ -79,15 +78,14 @@ def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSou
 
 
 def source_for(path: Path, model: ModelSection) -> HfSource:
-    """Opens and checks the folder that a run starts from; no tensor is read.
+    """Opens and checks the folder that a run starts from; reads no tensor.
 
     Args:
         path: Path of the folder.
         model: Model of the run.
 
     Raises:
-        DataError: The family is unknown, the folder does not hold exactly the tensors of its model, or it holds another
-            model.
+        DataError: The family is unknown, or the folder holds another model or not exactly its tensors.
     """
     # a head stands in the place of the output layer
     source = open_source(path, needs_output=not model.output.is_new, depths=model.mtp_depths)
@@ -113,16 +111,12 @@ class GlobalTensorInfo(NamedTuple):
 
 
 class FolderTensors:
-    """Slices of global tensors, made from views of the mapped files; only one reordered tensor is kept."""
+    """Slices of global tensors, made from views of the mapped files; keeps a single reordered tensor."""
 
     def __init__(self, source: HfSource) -> None:
-        """
-        Args:
-            source: Opened folder.
-        """
         self.folder = source.folder.path
         self.others: set[str] = set()
-        """Names of entries that are no tensors; always empty for a folder."""
+        """Entries that are not tensors; always empty for a folder."""
         self._weights = source.weights
         self._slices: dict[str, list[FilledSlice]] = {}
         dtypes: dict[str, torch.dtype] = {}
@@ -133,8 +127,7 @@ class FolderTensors:
         for filled in source.table.slices:
             self._slices.setdefault(filled.key, []).append(filled)
         self.tensors = {key: GlobalTensorInfo(dtypes[key], shape) for key, shape in source.table.shapes.items()}
-        """Key -> dtype and shape; where tensors of several dtypes become one, the dtype that holds all their
-        numbers."""
+        """Key -> dtype and shape; tensors of several dtypes become the dtype that holds all their numbers."""
         self._reordered: tuple[FilledSlice, Tensor] | None = None
         self._added, self._means = source.added, dict[str, Tensor]()
         if self._added is not None:
@@ -143,10 +136,10 @@ class FolderTensors:
                 self.tensors[key] = facts._replace(shape=(self._added.num_rows, *facts.shape[1:]))
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        """Reads one slice of a global tensor, of the wanted shape; it must not be written to.
+        """Reads a slice of a global tensor, of the wanted shape; it must not be written to.
 
-        A tensor whose numbers have another order on disk is reordered as a whole and kept until another one is asked
-        for, so slices are best asked for in the order of their places.
+        A tensor with another order on disk is reordered as a whole and kept until another is requested, so read slices
+        in the order of their positions.
 
         Raises:
             DataError: The table does not cover the slice.
@@ -156,7 +149,7 @@ class FolderTensors:
         return self._read(key, wanted)
 
     def _mean(self, key: str) -> Tensor:
-        """Returns the mean of a table's rows before the added ones, which a rank computes once."""
+        """Computes, once per rank, the mean of a table's rows before the added ones."""
         assert self._added is not None, "asked for where rows are added"
         if key not in self._means:
             width = self.tensors[key].shape[1]
@@ -185,8 +178,8 @@ class FolderTensors:
         return result
 
     def expect(self, key: str, wanted: TensorSlice) -> None:
-        """Lets the system read the tensors of a slice that will be asked for soon. Each tensor is read whole, since the
-        ranks of a machine share it in the page cache."""
+        """Lets the system read the tensors of a slice ahead, each as a whole: a machine's ranks share the page
+        cache."""
         for filled in self._slices[key]:
             if wanted.intersect(filled.at) is not None:
                 for tensor in filled.tensors:

@@ -1,7 +1,7 @@
-"""Logits and training steps by transformers and torch: one process, no part of Megatron-Core.
+"""Logits and training steps by transformers and torch, in one process, without Megatron-Core.
 
-The model computes in float32, the loss and its gradient by the logits in float64: float32 rounds the sum over a large
-vocabulary, and the losses of likely tokens, by more than is compared.
+The model computes in float32, the loss and its gradient by the logits in float64: float32 rounds sums over a large
+vocabulary, and the losses of likely tokens, by more than the comparison allows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
     """Computes logits [batch, seq, vocab_size] in float32 on the CPU.
 
     Args:
-        folder: Path of a folder with config.json and safetensors; no code of the folder runs.
+        folder: Folder with config.json and safetensors; its code does not run.
         tokens: [batch, seq] int64 token ids.
 
     Raises:
@@ -37,7 +37,7 @@ def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def open_model(folder: Path) -> Any:
-    """Opens the model of a folder in transformers: float32, on the CPU, without dropout; no code of the folder runs.
+    """Opens a folder's model in transformers: float32, CPU, no dropout; no code of the folder runs.
 
     Raises:
         MachineError: transformers is not installed.
@@ -69,12 +69,11 @@ def open_model(folder: Path) -> Any:
 
 
 _MOST_WIDE = 2**24
-"""Largest number of logits that are held in float64 at once: 128 MiB, and as much again for each step of the
-arithmetic."""
+"""Most float64 logits at once: 128 MiB, and as much for each step of the arithmetic."""
 
 
 class TrainingRows(NamedTuple):
-    """Rows that go through the model at once."""
+    """Rows that pass the model together."""
 
     tokens: Tensor
     """[batch, seq] int64 token ids; each row is one document with causal attention."""
@@ -85,44 +84,39 @@ class TrainingRows(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """Data of one optimizer step."""
+    """Data of an optimizer step."""
 
     rows: Sequence[TrainingRows]
     denominator: float
-    """Number by which the weighted sum of token losses is divided; 0: nothing to learn."""
+    """Divisor of the weighted sum of token losses; 0: nothing to learn."""
     lr: float
-    """Learning rate of the step."""
 
 
 class StepFound(NamedTuple):
-    """Results of one optimizer step."""
+    """Results of an optimizer step."""
 
     numerator: float
     """Weighted sum of token losses, in nats."""
     grad_norm: float
-    """Global L2 norm before clipping; 0 where there was nothing to learn."""
+    """Global L2 norm before clipping; 0 if there was nothing to learn."""
 
 
 class TrainableModel(NamedTuple):
-    """A model of transformers that is trained."""
-
     model: Any
     padding_row: int | None
-    """Row of the embedding whose gradient transformers would leave out: that of `pad_token_id`, as `padding_idx`; None
-    where there is none."""
+    """Row of `pad_token_id` in the embedding, whose gradient transformers would omit; None if there is none."""
 
 
 def open_trainable(folder: Path, added: AddedTokens = NO_TOKENS, dtypes: Sequence[torch.dtype] = ()) -> TrainableModel:
     """Opens the model of a folder so that all of its rows are trained.
 
-    A token that pads elsewhere (SmolLM2's <|im_end|>) may be text here, where nothing is padded; its row then has a
-    gradient, as it has in an output layer that shares the table.
+    A token that pads elsewhere (SmolLM2's <|im_end|>) may be text here, because nothing is padded; its row then has a
+    gradient, as in an output layer that shares the table.
 
     Args:
-        folder: Path of a folder with config.json and safetensors.
-        added: Tokens that get rows of their own, by transformers' tokenizer and `resize_token_embeddings`.
-        dtypes: Dtype that the embedding has in the folder, and that of the output layer if it is a table of its own;
-            asked for where tokens are added.
+        folder: Folder with config.json and safetensors.
+        added: Tokens that get their own rows, by transformers' tokenizer and `resize_token_embeddings`.
+        dtypes: Stored dtypes of the embedding and of an untied output layer; needed if tokens are added.
     """
     model = open_model(folder)
     if any(added):
@@ -136,7 +130,7 @@ def open_trainable(folder: Path, added: AddedTokens = NO_TOKENS, dtypes: Sequenc
 def _add_rows(model: Any, folder: Path, added: AddedTokens, dtypes: Sequence[torch.dtype]) -> None:
     """Gives added tokens the mean of the rows before them, around which transformers draws them.
 
-    Rows that the folder has and that belong to no token are taken first, so that the tables may keep their size.
+    Unused rows of the folder are taken first, so the tables may keep their size.
     """
     import transformers  # as in open_model
 
@@ -153,11 +147,11 @@ def _add_rows(model: Any, folder: Path, added: AddedTokens, dtypes: Sequence[tor
 
 
 def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepInput]) -> Iterator[StepFound]:
-    """Runs AdamW steps and yields their results. Gradients of a step are added row by row.
+    """Runs AdamW steps and yields their results; adds the gradients of a step row by row.
 
     Args:
-        model: Model of transformers, which is trained in place.
-        section: Section with the constants of AdamW and the clipping.
+        model: Model of transformers, trained in place.
+        section: Constants of AdamW and clipping.
         steps: Data of each step.
     """
     parameters = dict(model.named_parameters())
@@ -182,7 +176,7 @@ def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepIn
 
 
 def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[str, Any]]:
-    """Yields two parameter groups: matrices decay; norms and biases, those of experts too, as the section says."""
+    """Yields two parameter groups: matrices decay; norms and biases as the section says."""
     # transformers 5 stacks experts, so their biases are matrices: they are recognised by name
     small = {name for name, value in parameters.items() if value.dim() < 2 or name.endswith("bias")}
     decay = section.weight_decay
@@ -203,13 +197,7 @@ def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
 
 
 def _loss(logits: Tensor, rows: TrainingRows, denominator: float) -> tuple[float, Tensor]:
-    """Computes the weighted sum of losses, and the gradient of its quotient with respect to the logits.
-
-    Args:
-        logits: [tokens, vocab_size].
-        rows: Labels and weights of these tokens.
-        denominator: Number by which the sum is divided; 0 gives a gradient of 0.
-    """
+    """Computes the weighted sum of losses, and the gradient of its quotient by the logits [tokens, vocab_size]."""
     labels, weights = rows.labels.flatten(), rows.weights.flatten().double()
     gradient, losses = torch.zeros_like(logits), []
     # a few tokens at a time: float64 of all logits would be the largest tensors of the check
@@ -227,6 +215,6 @@ def _loss(logits: Tensor, rows: TrainingRows, denominator: float) -> tuple[float
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """Computes the norm in float64: float32 sums of millions of squares are off by more than is compared."""
+    """Computes the norm in float64, because float32 sums of millions of squares are too inexact to compare."""
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     return norm

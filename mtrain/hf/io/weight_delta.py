@@ -1,9 +1,9 @@
-"""Weights as changes since they were last sent, and the copy that a receiver keeps of them.
+"""Weights as changes since the last sync, and a receiver's copy of them.
 
-A sync is some parts, each with what has changed in some tensors; the last has the fingerprint of all weights. A part is
-bytes: the SHA-256 of a description, its length, the description in JSON with a fingerprint for each tensor, then places
-and values of the elements that changed. Needs torch and numpy alone, so that a receiver loads neither Megatron-Core nor
-a configuration.
+A sync consists of parts with the changes of some tensors; the last part has the fingerprint of all weights. A part is
+bytes: the SHA-256 of a description, its length, the description in JSON with a fingerprint per tensor, then positions
+and values of changed elements. Needs only torch and numpy, so that a receiver loads neither Megatron-Core nor a
+configuration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from mtrain.base.errors import DataError
 from mtrain.hf.io.broadcast import TensorKind, buffer_bytes, receive_bytes, views
 
 _VERSION = 1
-"""Version of the parts."""
 _DIGEST_BYTES, _BEFORE_TEXT = 32, 40
 _ALIGNMENT = 16
 """Alignment in bytes of what follows the description, as in a bucket of tensors."""
@@ -33,14 +32,14 @@ _ASK = "ask the trainer for all weights (full=True)"
 
 
 class Change(NamedTuple):
-    """Elements of a tensor that changed."""
+    """Changed elements of a tensor."""
 
     name: str
     kind: TensorKind
     """Kind of the whole tensor."""
     form: str
-    """What `places` holds: "mask", a bit for each element of the tensor; or the width of the gaps from one changed
-    element to the next, such as "uint16"; or "whole", nothing, as all elements are sent."""
+    """Content of `places`: "mask", a bit per element; an integer type such as "uint16", the gaps between changed
+    elements; or "whole", nothing, because all elements are sent."""
     places: Tensor
     """[bytes] uint8."""
     values: Tensor
@@ -50,15 +49,12 @@ class Change(NamedTuple):
 
     @classmethod
     def between(cls, name: str, old: Tensor | None, new: Tensor) -> Change | None:
-        """Returns what changes in a tensor, compared bit by bit, in the form that takes the fewest bytes.
+        """Returns the bitwise changes of a tensor in their shortest form; None if there are none.
 
         Args:
             name: Name of the tensor.
-            old: Tensor before, on the CPU; None where the receiver has none. Becomes equal to `new`.
-            new: Tensor now, on any device.
-
-        Returns:
-            Change; None if there is none.
+            old: Earlier tensor on the CPU, None if the receiver has none; becomes equal to `new`.
+            new: Current tensor, on any device.
         """
         kind, flat = TensorKind(new.dtype, tuple(new.shape)), new.flatten()
         if old is None:
@@ -76,7 +72,7 @@ class Change(NamedTuple):
         return cls(name, kind, form, places, values, fingerprint_of(old))
 
     def applied(self, old: Tensor | None) -> Tensor | None:
-        """Returns the whole tensor after the change, as a new one; None if the change does not fit it."""
+        """Returns a new tensor with the change; None if the change does not fit."""
         if self.form == "whole":
             return self.values.view(self.kind.shape).clone()
         if old is None or TensorKind(old.dtype, tuple(old.shape)) != self.kind:
@@ -97,14 +93,14 @@ class Part(NamedTuple):
     """A part of a sync."""
 
     session: str
-    """Name that the sender has drawn."""
+    """Random name of the sender's session."""
     sync: int
     """Number of the sync, from 1."""
     is_full: bool
-    """Whether the sync has all elements of all tensors, so that what a receiver had before does not matter."""
+    """Whether the sync has all elements of all tensors and needs no earlier state."""
     changes: Sequence[Change] = ()
     weights: str | None = None
-    """Fingerprint of all weights after the sync; in its last part alone."""
+    """Fingerprint of all weights after the sync, only in its last part."""
 
     def encoded(self) -> Tensor:
         """Returns the part as [bytes] uint8 on the CPU."""
@@ -136,7 +132,7 @@ class Part(NamedTuple):
         """Reads a part; its tensors are views of the bytes.
 
         Raises:
-            DataError: The bytes are not those that were sent, or the sender has another version.
+            DataError: The bytes are damaged, or the sender has another version.
         """
         content = content.cpu()
         begin = _BEFORE_TEXT + int.from_bytes(content[_DIGEST_BYTES:_BEFORE_TEXT].numpy().tobytes(), "little")
@@ -172,29 +168,29 @@ class Part(NamedTuple):
 class WeightCopy:
     """Copy of a trainer's weights that follows it by the parts of `Engine.weight_deltas`.
 
-    Lives in the process of an inference engine. Every tensor that changes is compared with the trainer's by its
-    SHA-256, and so are all of them together after each sync.
+    Lives in the process of an inference engine. The SHA-256 of every changed tensor, and after each sync of all tensors
+    together, is compared with the trainer's.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        """Tensors under Hugging Face's names, on the CPU."""
+        """Tensors by Hugging Face name, on the CPU."""
         self.sync = 0
-        """Number of the last sync that came whole; 0 before the first."""
+        """Last complete sync; 0 before the first."""
         self._session = ""
         self._open: int | None = None
         self._is_sound = False
         self._fingerprints: dict[str, str] = {}
 
     def apply(self, part: Tensor) -> list[tuple[str, Tensor]]:
-        """Applies a part, and returns the tensors that it has changed, whole; they are new ones.
+        """Applies a part and returns the changed tensors, whole and newly allocated.
 
         Args:
-            part: [bytes] uint8, from `WeightDeltas.parts`; the parts of a sync in any order but for the last one.
+            part: [bytes] uint8, from `WeightDeltas.parts`; only the last part of a sync has a fixed place.
 
         Raises:
-            DataError: The part is damaged, or not of the sync that comes next, or an earlier one was lost; only tensors
-                with the trainer's fingerprint were changed.
+            DataError: The part is damaged, not of the next sync, or an earlier part was lost; all changed tensors have
+                the trainer's fingerprint.
         """
         found = Part.decoded(part)
         self._begin(found)
@@ -213,15 +209,15 @@ class WeightCopy:
     def receive(
         self, group: dist.ProcessGroup, source: int = 0, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors that change by what `WeightDeltas.broadcast` sends: (name, tensor), whole.
+        """Yields the tensors that `WeightDeltas.broadcast` changes: (name, tensor), whole.
 
         Args:
-            group: Process group of the sender and the receivers.
+            group: Sender and receivers.
             source: Rank of the sender in the group.
             device: Device on which the group receives: "cuda" with NCCL.
 
         Raises:
-            DataError: See `apply`; after all parts were received, so that the group can be used again.
+            DataError: See `apply`; raised after all parts were received, so that the group stays usable.
         """
         refused: DataError | None = None
         while (part := receive_bytes(group, source, device)).numel():
@@ -236,7 +232,7 @@ class WeightCopy:
             raise refused
 
     def _begin(self, part: Part) -> None:
-        """Refuses a part that is not of the sync that comes next; a full one may come at any time, but not twice."""
+        """Refuses a part of any sync but the next; a full one may come at any time, but not twice."""
         is_other = part.session != self._session
         if part.is_full and (is_other or part.sync > self.sync):
             if (part.session, part.sync, True) != (self._session, self._open, self._is_sound):
@@ -269,7 +265,7 @@ class WeightCopy:
 
 
 def fingerprint_of(tensor: Tensor) -> str:
-    """Returns the SHA-256 of the bytes of a tensor on the CPU, as hexadecimal digits."""
+    """Returns the SHA-256, in hex, of a tensor's bytes on the CPU."""
     return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
@@ -279,7 +275,7 @@ def weights_fingerprint(fingerprints: Mapping[str, str]) -> str:
 
 
 def _packed(changed: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[str, Tensor]:
-    """Returns the form and [bytes] of the places that changed, in a mask or in gaps, whichever is shorter."""
+    """Returns the form and [bytes] of changed positions, as a mask or gaps, whichever is shorter."""
     gaps = np.diff(np.flatnonzero(changed), prepend=0)
     width = next(each for each in _WIDTHS if gaps.max() <= np.iinfo(each).max)
     if len(gaps) * np.dtype(width).itemsize < -(-len(changed) // 8):

@@ -1,7 +1,7 @@
 """config.json <-> `model.*`, field by field and without loss.
 
-An export starts from the file that came with the weights and changes only what the model contradicts, so that other
-fields (token ids, generation defaults, fields of newer versions) stay as they were.
+An export starts from the file that came with the weights and changes only what the model contradicts, so other fields
+(token ids, generation defaults, fields of newer versions) stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mtrain.hf.schema.values import needed_value, shown, value_of
 
 
 class UnsayableError(DataError):
-    """Error of a model that a family cannot describe."""
+    """A model that a family cannot describe."""
 
     def __init__(self, model_type: str, reasons: Mapping[str, str]) -> None:
         """
@@ -41,7 +41,7 @@ class UnsayableError(DataError):
 
 
 DEPTHS = "num_nextn_predict_layers"
-"""Name of the field for predictions further ahead, which transformers configures but neither computes nor writes."""
+"""Field for MTP depths, which transformers configures but neither computes nor writes."""
 
 
 class Entry(ABC):
@@ -50,20 +50,20 @@ class Entry(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Returns the fields of the file that are read; all others are judged by `mtrain/hf/schema/registry.py`."""
+        """Returns the fields of the file that are read; `mtrain/hf/schema/registry.py` judges all others."""
 
     @property
     def part(self) -> str | None:
-        """Returns the part of a model, one of SIZES, to which the fields belong, if to any."""
+        """Returns the part of a model, one of SIZES, to which the fields belong, if any."""
         return None
 
     @property
     def off(self) -> Mapping[str, Any]:
-        """Returns field -> value, besides null, false and 0, that switches nothing on in a file of another family."""
+        """Returns field -> value that, besides null, false and 0, switches nothing on in another family's file."""
         return {}
 
     def sizes(self) -> Iterator[tuple[str, str]]:
-        """Yields parts of a model, each with the name of a field that gives its size."""
+        """Yields parts of a model, each with a field that gives its size."""
         yield from ()
 
     @abstractmethod
@@ -76,15 +76,14 @@ class Entry(ABC):
 
     @abstractmethod
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        """Returns the changes of the file that make it describe the model."""
+        """Returns the changes that make the file describe the model."""
 
     def older(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Returns fields for transformers 4 where the file has only those of transformers 5; empty where both read the
-        same."""
+        """Returns fields for transformers 4 that the file has only for transformers 5."""
         return {}
 
     def agrees(self, config: dict[str, Any], model: ModelSection) -> bool:
-        """Says whether the file describes the same as the model."""
+        """Says whether the file describes the model."""
         return all(lookup(model, name) == value for name, value in self.read(config).items())
 
 
@@ -96,13 +95,13 @@ class Field(Entry):
     theirs: str
     ours: str
     default: Any = None
-    """Value in the family where the file has none."""
+    """The family's value if the file has none."""
     resolved: str = ""
-    """Model's property that gives the value where ours may be left out."""
+    """Property of the model with the effective value of an optional field of ours."""
     alias: str = ""
-    """Name of the field in files of other versions; empty where there is none."""
+    """Name of the field in files of other versions, if any."""
     without: Any = None
-    """Value, besides 0 and null, of a model that lacks what the field describes."""
+    """Value, besides 0 and null, of a model without the feature."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,17 +153,17 @@ class Field(Entry):
 @final
 @dataclass(frozen=True)
 class Required(Entry):
-    """A field of the file that must have one value, because nothing else is supported."""
+    """A field that must have one value, because nothing else is supported."""
 
     theirs: str
     value: Any
     default: Any
-    """Value in the family where the file has none."""
+    """The family's value if the file has none."""
     aliases: tuple[Any, ...] = ()
     """Values with the same meaning."""
     part: str | None = None
     is_off: bool = False
-    """Whether the value is that of a model that lacks what the field describes."""
+    """Whether the value means that a model lacks the feature."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -211,15 +210,15 @@ class Rope(Entry):
 
     default_base: float = 10000.0
     default_scaling: Mapping[str, Any] | None = None
-    """Scaling in the family's terms where the file gives none; None: no scaling."""
+    """The family's scaling, in its own terms, if the file gives none; None: no scaling."""
     older_type: str = "rope_type"
     """Name of the scaling's type in transformers 4."""
     default_partial: float | None = None
-    """Part of a head that rotates where the file does not say; None: whole heads in every model of the family."""
+    """Rotating fraction of a head if the file gives none; None: whole heads in every model of the family."""
     rotary_size: str | None = None
-    """Field with the number of rotated dimensions, which some files have in the place of that part."""
+    """Field with the number of rotated dimensions, which some files have instead of the fraction."""
     is_scaled: bool = True
-    """Whether the family has scalings that are supported."""
+    """Whether the family has supported scalings."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -270,11 +269,11 @@ class Rope(Entry):
 @final
 @dataclass(frozen=True)
 class Computed(Entry):
-    """A field of the file that repeats others: the sum of some of ours."""
+    """A redundant field of the file: the sum of some of ours."""
 
     theirs: str
     parts: Mapping[str, tuple[str, int]]
-    """Name of a field in the file -> our field and the family's default."""
+    """Field of the file -> our field and the family's default."""
     is_written: bool = False
     """Whether the field is added to a file that lacks it."""
 
@@ -320,14 +319,14 @@ def heads(groups: int | None = None, head_dim: int | None = None) -> tuple[Field
 
 
 def lookup(model: Any, dotted: str) -> Any:
-    """Returns a field of a section or of a nested section; None where a nested section is absent."""
+    """Returns a field of a section or nested section; None if the nested section is absent."""
     for name in dotted.split("."):
         model = None if model is None else getattr(model, name)
     return model
 
 
 def _kind(dotted: str) -> tuple[type[Any], bool]:
-    """Returns the type of one of our fields, and whether it may be left empty."""
+    """Returns the type of one of our fields, and whether it is optional."""
     section: Any = ModelSection
     *parents, name = dotted.split(".")
     for parent in parents:
@@ -389,7 +388,7 @@ def config_of(
         model: Section of the model.
         entries: Entries of the family.
         template: File to start from.
-        is_complete: Whether the template is a whole file, of which only differing fields are changed.
+        is_complete: Whether the template is a whole file, so that only differing fields change.
 
     Raises:
         UnsayableError: The family cannot describe this model.
@@ -423,9 +422,9 @@ _NOT_ARCHITECTURE = {
     *("hf", "add_tokens", "add_special_tokens", "vocab_multiple", "backend", "hidden_dropout", "attention_dropout"),
     *("init_std", "megatron"),
 }
-"""Fields of `model.*` that config.json cannot express, or that do not change the meaning of the weights."""
+"""Fields of `model.*` that config.json cannot express, or that do not affect the weights' meaning."""
 _TRAINING = ("dispatcher", "implementation", "bias_update_rate")
-"""Fields of `model.experts` that concern training, not the function."""
+"""Fields of `model.experts` that concern only training."""
 _UNROTATED = "no_rope_freq"
 """Field of `model.megatron` that a family can express."""
 _GROUPS = ("num_groups", "group_top_k", "group_score_top_k")
@@ -434,7 +433,7 @@ Difference = tuple[str, Any, Any]  # dotted name below `model`, and both values
 
 
 def differences(one: ModelSection, other: ModelSection) -> list[Difference]:
-    """Returns the fields of the architecture that differ, those of sections by their own names."""
+    """Returns the differing fields of two architectures; those of sections by their own names."""
     found: list[Difference] = []
     for name in ModelSection.model_fields:
         mine, theirs = getattr(one, name), getattr(other, name)
@@ -461,7 +460,7 @@ def differences(one: ModelSection, other: ModelSection) -> list[Difference]:
 
 
 def skipped_rotations(model: ModelSection) -> list[int]:
-    """Returns 1 for each layer without rotary positions and 0 for each other one."""
+    """Returns 1 for each layer without rotary positions, else 0."""
     given = model.megatron.get(_UNROTATED)
     if isinstance(given, list):
         return given
@@ -469,8 +468,8 @@ def skipped_rotations(model: ModelSection) -> list[int]:
 
 
 def unsayable(model: ModelSection) -> list[tuple[str, Any]]:
-    """Returns the fields passed through to megatron-core that change the function, which config.json cannot express,
-    with their values."""
+    """Returns the fields, with values, that are passed to megatron-core, change the function and do not exist in
+    config.json."""
     return [
         (name, value)
         for name, value in model.megatron.items()
@@ -483,7 +482,7 @@ def _inside(section: str, one: dict[str, Any], other: dict[str, Any]) -> list[Di
 
 
 def _meant(model: ModelSection, name: str) -> dict[str, Any]:
-    """Returns a section's fields, with equal values where they mean the same."""
+    """Returns a section's fields, with equal values for equal meanings."""
     if name == "experts":
         assert model.experts is not None
         return _meant_by(model.experts)

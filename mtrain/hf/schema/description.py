@@ -1,4 +1,4 @@
-"""The architecture that a folder in Hugging Face's layout describes, for `model.hf`; loads no torch."""
+"""The architecture of a Hugging Face folder, for `model.hf`; loads no torch."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ ADDED_TOKENS = ("add_tokens", "add_special_tokens")
 """Keys of `model.*` that add tokens."""
 _DEPTHS = "mtp_depths"
 _SHOWN_FIELDS = 8
-"""Largest number of unknown fields that are shown."""
+"""Most unknown fields in a message."""
 
 
 def described_model(folder: Path, depths: int = 0) -> ModelSection:
-    """Reads the architecture of the weights that a folder holds, or, where it holds none, that its config.json says.
+    """Reads the architecture of a folder's weights, or without weights that of its config.json.
 
     Args:
         folder: Path of the folder.
-        depths: Number of predictions further ahead that are asked for, which some families read for that alone.
+        depths: Requested MTP depths, which some families read only on request.
 
     Raises:
         DataError: Files are missing or damaged, or the model is not supported.
@@ -57,13 +57,13 @@ def described_model(folder: Path, depths: int = 0) -> ModelSection:
 def read_model(
     folder: Path, config: dict[str, Any], names: Collection[str] | None, depths: int = 0
 ) -> tuple[Family, ModelSection]:
-    """Reads the family and the model that a folder's config.json describes.
+    """Reads the family and the model of a folder's config.json.
 
     Args:
         folder: Path of the folder, for messages.
         config: Content of the folder's config.json.
-        names: Names of the folder's tensors; None where they are not known.
-        depths: Number of predictions further ahead that are asked for, which some families read for that alone.
+        names: Names of the folder's tensors; None if unknown.
+        depths: Requested MTP depths, which some families read only on request.
 
     Raises:
         DataError: The model is not supported; names the file.
@@ -77,7 +77,7 @@ def read_model(
 
 
 def notes_on_folder(folder: str | None) -> list[str]:
-    """Returns a note on fields of a folder's config.json whose meaning is not known; empty where there is no folder.
+    """Returns a note on config.json fields of unknown meaning, if any.
 
     Raises:
         DataError: The file is damaged.
@@ -96,11 +96,7 @@ def notes_on_folder(folder: str | None) -> list[str]:
 
 
 def tensor_names(folder: Path, config: Mapping[str, Any]) -> Collection[str]:
-    """Reads the names of all tensors, from the index or from the header of the single file; nothing else is checked.
-
-    Args:
-        folder: Path of the folder with the weights.
-        config: Content of the folder's config.json.
+    """Reads the names of all tensors from the index or the single file's header; checks nothing else.
 
     Raises:
         DataError: There are no weights, two files contradict each other, or the chosen file is damaged.
@@ -110,15 +106,15 @@ def tensor_names(folder: Path, config: Mapping[str, Any]) -> Collection[str]:
 
 
 def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
-    """Fills `model.*` of a configuration in from the folder that `model.hf` names.
+    """Fills `model.*` in from the folder that `model.hf` names.
 
-    Where the folder is gone, as may happen long after a run, the section has to describe the model itself.
+    Long after a run the folder may be gone; the section must then describe the model itself.
 
     Args:
         content: Sections by name, not validated yet.
 
     Raises:
-        ConfigError: A key of `model.*` does not agree with the folder, or there is no such folder.
+        ConfigError: A key of `model.*` contradicts the folder, or the folder does not exist.
         DataError: Files are missing or damaged, or the model is not supported.
     """
     given = content.get("model")
@@ -151,16 +147,16 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _tokens_in(given: Mapping[Any, Any]) -> AddedTokens:
-    """Returns the tokens that a section adds; none where the keys hold something else, which its own rules refuse."""
+    """Returns the tokens that a section adds; none for malformed keys, which its own rules refuse."""
     found = [given.get(key) or () for key in ADDED_TOKENS]
     is_right = all(isinstance(each, list | tuple) and all(isinstance(text, str) for text in each) for each in found)
     return AddedTokens(*(tuple(each) for each in found)) if is_right else NO_TOKENS
 
 
 def with_tokens(described: ModelSection, folder: Path, added: AddedTokens) -> ModelSection:
-    """Returns the model of a folder with a row for each token that is added to its tokenizer.
+    """Returns the folder's model with a row for each token that is added to its tokenizer.
 
-    Rows that no token has are used first: many folders have more rows than tokens.
+    Many folders have more rows than tokens; spare rows are used first.
 
     Args:
         described: Model of the folder.
@@ -168,7 +164,7 @@ def with_tokens(described: ModelSection, folder: Path, added: AddedTokens) -> Mo
         added: Tokens to add.
 
     Raises:
-        DataError: The folder has no tokenizer that can be added to.
+        DataError: The folder has no tokenizer that tokens can be added to.
     """
     if not any(added):
         return described
@@ -177,10 +173,9 @@ def with_tokens(described: ModelSection, folder: Path, added: AddedTokens) -> Mo
 
 
 def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[str, Any, Any]]:
-    """Lists fields that would change the meaning of the folder's weights: name, the folder's value, the model's value.
+    """Lists fields that would change the meaning of the folder's weights: name, folder's value, model's value.
 
-    Fewer depths of multi-token prediction are allowed: their weights stay unread. So is a head, which then begins at
-    random.
+    Fewer MTP depths are allowed, whose weights stay unread, and so is a head, which starts random.
     """
     if described.experts is not None and model.experts is not None:
         # dropping tokens in training does not change the meaning of the weights

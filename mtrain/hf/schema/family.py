@@ -1,4 +1,4 @@
-"""Description of a family: the conversion of its config.json, and the places of its tensors."""
+"""A family: the conversion of its config.json, and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -16,48 +16,45 @@ from mtrain.hf.schema.tower import TEXT, TIED, Tower
 
 BASE = "model."
 _IN_BASE = ("layers.", "embed_tokens.")
-"""Beginnings of names in files that were saved from a base model."""
+"""Beginnings of names in files saved from a base model."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models."""
-
     model_type: str
-    """Name of the family in config.json."""
+    """Name in config.json."""
     architecture: str
-    """Name of the class in transformers."""
+    """Class in transformers."""
     entries: tuple[Entry, ...]
     rules: tuple[Rule, ...]
     dropped: tuple[str, ...] = (r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq",)
-    """Patterns of tensors in files of old versions that follow from config.json."""
+    """Patterns of tensors in old files that follow from config.json."""
     inert: tuple[str, ...] = ()
-    """Fields of config.json that transformers leaves unread in this family, though other families have them."""
+    """Fields that transformers does not read in this family, but in others."""
     base: str = BASE
-    """Beginning of the names of all tensors except those of heads."""
+    """Beginning of all tensor names except heads."""
     outside: str = ""
     """Beginning of the names of heads."""
     tower: Tower | None = None
-    """Place of the model in a multimodal one; None where it is text alone."""
+    """Position in a multimodal model; None for a text model."""
     renamed: tuple[str, str] | None = None
-    """Beginning of the usual names, and the one that transformers gives them in memory; None: they stay."""
+    """Beginning of the usual names, and transformers' name for it in memory; None: the same."""
     carried_names: tuple[str, ...] = ()
-    """Patterns of tensors, besides those of images, that are not read and that conversions carry along."""
+    """Patterns of tensors, besides those of images, that are not read and that conversions copy."""
     ahead: str = ""
-    """Beginning of the names of a layer that predicts a token further ahead, which is read for a model with
-    `mtp_depths` alone, and else carried along; empty where config.json says whether it is read."""
+    """Beginning of the names of an MTP layer that only `mtp_depths` requests, and that is copied otherwise; empty if
+    config.json says whether it is read."""
     is_ahead_read: bool = False
-    """Whether that layer is read."""
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """Returns patterns of all tensors that are not read, and that conversions carry along."""
+        """Returns patterns of all tensors that are not read and that conversions copy."""
         ahead = (f"{re.escape(self.ahead)}.+",) if self.ahead and not self.is_ahead_read else ()
         return (*(() if self.tower is None else self.tower.images), *self.carried_names, *ahead)
 
     def for_depths(self, depths: int) -> Family:
-        """Returns the family of a model with this number of predictions further ahead.
+        """Returns the family of a model with this number of MTP depths.
 
         Raises:
             DataError: The family has fewer.
@@ -71,12 +68,12 @@ class Family:
     def with_depths(
         self, model: ModelSection, depths: int, names: Collection[str] | None
     ) -> tuple[Family, ModelSection]:
-        """Returns family and model with the predictions further ahead that are asked for, if a folder has them.
+        """Returns family and model with the requested MTP depths, if a folder has them.
 
         Args:
             model: Model that config.json describes.
-            depths: Number of predictions further ahead that are asked for.
-            names: Names of the folder's tensors; None where they are not known: then it has those that are asked for.
+            depths: Requested MTP depths.
+            names: Names of the folder's tensors; None if unknown: then the requested depths are assumed.
 
         Raises:
             DataError: Their layers are not like the last one.
@@ -93,14 +90,14 @@ class Family:
         return bool(self.ahead) and name.startswith(f"{self.ahead}layers.")
 
     def carries(self, name: str) -> bool:
-        """Says whether conversions carry a tensor along."""
+        """Says whether conversions copy a tensor unread."""
         return any(re.fullmatch(pattern, name) for pattern in self.carried)
 
     def parts(self, config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
-        """Yields each part of a config.json: text before the names of its fields, fields, and names that are known.
+        """Yields each part of a config.json: prefix of its field names, fields, and known names.
 
         Raises:
-            DataError: The text model's part is missing, or of another family.
+            DataError: The text model's part is missing or belongs to another family.
         """
         if self.tower is None:
             yield "", config, self.names
@@ -114,12 +111,12 @@ class Family:
 
     @property
     def names(self) -> frozenset[str]:
-        """Returns the fields of config.json whose meaning is known in this family."""
+        """Returns the fields of config.json with a known meaning in this family."""
         return frozenset(self.inert).union(*(entry.names for entry in self.entries))
 
     def as_held(self, config: dict[str, Any], names: Collection[str] | None) -> dict[str, Any]:
-        """Returns the config.json of what a folder holds: depths of multi-token prediction may be configured and not be
-        there, and a head though tables are said to be tied; as config.json says where the names are not known."""
+        """Returns the config.json of what a folder holds, where configured MTP depths may be missing, or a head exists
+        despite tied tables; unchanged if the tensors' names are unknown."""
         found = config if self.tower is None else self.tower.as_held(config, names)
         if names is None:
             return found
@@ -133,14 +130,14 @@ class Family:
         return found
 
     def as_stored(self, names: Collection[str], for_all_versions: bool = False) -> Family:
-        """Returns the family with the names that tensors have in a folder.
+        """Returns the family with the tensor names of a folder.
 
-        Weights saved from a base model lack `model.`; those of a multimodal model have two beginnings.
-        transformers 5 also saves and loads the experts of a layer as one tensor, which transformers 4 does not know.
+        Weights saved from a base model lack `model.`; those of a multimodal model have two beginnings. transformers 5,
+        but not 4, reads and writes the experts of a layer as one tensor.
 
         Args:
-            names: Names of all tensors; without any, tensors have the usual names.
-            for_all_versions: Whether to keep only names that transformers 4 reads, too.
+            names: Names of all tensors; if empty, tensors have the usual names.
+            for_all_versions: Whether to keep only names that transformers 4 reads as well.
         """
         there = {_NUMBER.sub("*", name) for name in names}
         has_base = any(name.startswith(BASE) for name in there)
@@ -175,7 +172,7 @@ class Family:
 
         Args:
             model: Section of the model.
-            template: File that came with the weights; None where there is none.
+            template: File that came with the weights, if any.
 
         Raises:
             DataError: The family cannot describe this model.
@@ -191,12 +188,7 @@ class Family:
         return self.tower.saying_inside(found, model.tied_embeddings)
 
     def for_all_versions(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Builds a config.json that transformers 4 reads as transformers 5 does: older fields are added where they are
-        missing.
-
-        Args:
-            config: Content of config.json of a model of this family, from `config`.
-        """
+        """Adds older fields to a config.json from `config`, so that transformers 4 reads it as transformers 5 does."""
         given = self.text(dict(config))
         found = dict(given)
         for entry in self.entries:
@@ -204,19 +196,19 @@ class Family:
         return found if self.tower is None else self.tower.saying_outside(self.tower.with_text(config, given, found))
 
     def table(self, model: ModelSection) -> Table:
-        """Builds the table that says where each tensor of a model goes."""
+        """Builds the table of a model's tensors."""
         table = build_table(self.rules, model, axis_sizes(model), stacks_layers(model))
         return replace(table, copies=_copies(model, self.base, self.outside))
 
 
 def in_tower(family: Family, model_type: str, architecture: str, tower: Tower) -> Family:
-    """Builds the family of a multimodal model whose text model is of a family.
+    """Builds the family of a multimodal model from that of its text model.
 
     Args:
         family: Family of the text model.
         model_type: Name of the multimodal family.
-        architecture: Name of its class in transformers.
-        tower: Place of the text model.
+        architecture: Class of the model in transformers.
+        tower: Position of the text model.
     """
     named = replace(family, model_type=model_type, architecture=architecture, tower=tower)
     return named.as_stored(())
@@ -228,11 +220,11 @@ def _numberless(name: str) -> str:
 
 
 def axis_sizes(model: ModelSection) -> dict[str, int]:
-    """Returns the sizes of the axes that tables use: these, and those that the parts of layers add (`LayerPart.axes`).
+    """Returns the sizes of the axes in tables: these, and those of `LayerPart.axes`.
 
     V vocabulary, h hidden, f feed-forward, H query heads, G query groups, s slots of a group (its queries, a key, a
     value), Q query heads of a group, d dimensions of a head, c halves of a gated projection, o a single row, L layers,
-    n labels of a head of sequences, j both inputs of a prediction further ahead.
+    n labels of a head, j both inputs of an MTP depth.
     """
     shared = model.num_attention_heads // model.query_groups
     sizes = {
@@ -257,13 +249,13 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
 
 
 def stacks_layers(model: ModelSection) -> bool:
-    """Says whether a checkpoint keeps the layers in one tensor, which needs layers that are all alike."""
+    """Says whether a checkpoint stacks the layers in one tensor, which requires identical layers."""
     # layers of two kinds have different keys, so megatron-core's TransformerBlock numbers them instead of stacking
     return len(set(kinds(model))) == 1
 
 
 def _copies(model: ModelSection, base: str, outside: str) -> dict[str, str]:
-    """Returns the tables of the vocabulary that some folders hold twice: copy -> original."""
+    """Returns the vocabulary tables that some folders hold twice: copy -> original."""
     embeddings = f"{base}embed_tokens.weight"
     head = f"{outside}lm_head.weight"
     output = embeddings if model.output.is_tied else head

@@ -1,6 +1,4 @@
-"""Files of a folder in Hugging Face's layout, by name; no name leads out of the folder.
-
-A model's description can be read here without loading torch.
+"""Files of a Hugging Face folder, by name; no name leads outside, and no torch is loaded.
 
 A safetensors file begins with eight bytes with the length of a JSON object; the object and the tensors follow
 (https://github.com/huggingface/safetensors).
@@ -26,12 +24,12 @@ TIKTOKEN_NAME = "tiktoken.model"
 """Vocabulary that only Python code of a folder reads; a conversion copies it."""
 ADAPTER_NAME = "adapter_config.json"
 NAMED_WEIGHTS = "transformers_weights"
-"""Field of config.json that names the file which transformers reads in place of the usual ones."""
+"""Field of config.json that names a weights file, which transformers prefers to the usual ones."""
 _MOST_BYTES = 1 << 26
-"""Largest size of a JSON file; the index of the largest models has ten million bytes."""
+"""Largest JSON file; the index of the largest models has ten million bytes."""
 _WEIGHTS = ".safetensors"
 _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024
-"""Beginning of a pointer of Git LFS, and its largest size in bytes, by its specification."""
+"""Beginning of a Git LFS pointer, and its largest size in bytes, by specification."""
 _LONGEST_FILE_NAME, _LONGEST_TENSOR_NAME = 255, 1000
 _SIDE_FILES = re.compile(
     r"generation_config\.json|tokenizer.*\.(json|model)(\.v\d+)?|tekken\.json|params\.json|tiktoken\.model|.*\.(tiktoken|jinja)|vocab\.(json|txt)|merges\.txt|"
@@ -44,8 +42,8 @@ _SIDE_FOLDERS = ("additional_chat_templates",)
 
 
 def side_files(folder: Path) -> Iterator[Path]:
-    """Yields the files that a conversion copies: tokenizer, chat templates, generation defaults, licence. Paths inside
-    the folder."""
+    """Yields the paths, inside the folder, that a conversion copies: tokenizer, chat templates, generation defaults,
+    licence."""
     for place in (folder, *(folder / name for name in _SIDE_FOLDERS)):
         for file in sorted(place.iterdir()) if place.is_dir() else ():
             name = file.relative_to(folder)
@@ -59,7 +57,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def how_to_download(name: str) -> str:
-    """Returns the end of a message on a folder that is not there: how to get it if this may be a name of the hub."""
+    """Returns the end of a message on a missing folder: how to get it if this may be a hub name."""
     if Path(name).exists() or not _HUB_NAME.fullmatch(name):
         return ""
     folder = f"models/{name.partition('/')[2]}"
@@ -110,19 +108,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Says whether there are weights that can be read, of whatever model."""
+    """Says whether there are readable weights of any model."""
     return (folder / SINGLE_NAME).exists() or (folder / INDEX_NAME).exists()
 
 
 def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | None:
-    """Returns tensor -> file, as in the index; None where one file holds all weights.
+    """Returns tensor -> file, from the index; None if one file holds all weights.
 
-    Versions 4 and 5 of transformers choose alike: the file that config.json names, else the single file, else the
-    index; and they apply an adapter that lies there. A folder in which two of these are different models is refused.
-
-    Args:
-        folder: Path of the folder with the weights.
-        config: Content of the folder's config.json.
+    transformers 4 and 5 choose the file that config.json names, else the single file, else the index, and apply an
+    adapter in the folder. A folder in which these contradict each other is refused.
 
     Raises:
         DataError: There are no weights, or two files contradict each other; names both.
@@ -159,10 +153,10 @@ def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
 
 
 def places(folder: Path) -> dict[str, str]:
-    """Returns tensor -> file, as in the index, whether the index is used or not.
+    """Returns tensor -> file from the index, even if transformers does not use it.
 
     Raises:
-        DataError: The index cannot be read, or names files outside of the folder.
+        DataError: The index cannot be read, or names files outside the folder.
     """
     found = read_json(inside(folder, INDEX_NAME)).get("weight_map")
     is_map = isinstance(found, dict) and all(isinstance(file, str) for file in found.values())
@@ -179,7 +173,7 @@ def places(folder: Path) -> dict[str, str]:
 
 
 def is_tensor_name(name: str) -> bool:
-    """Says whether a tensor may have this name: in messages it has to stand on one line."""
+    """Says whether a tensor may have this name; messages need a single line."""
     return 0 < len(name) <= _LONGEST_TENSOR_NAME and name.isprintable()
 
 
@@ -203,7 +197,7 @@ def refuse_pointers(folder: Path) -> None:
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Returns the folder and, in the cache of huggingface_hub, the model's own blobs, to which its files are links."""
+    """Returns the folder and, in huggingface_hub's cache, the blobs that its links lead to."""
     real = folder.resolve()
     # models--owner--name/snapshots/COMMIT/file is a link to models--owner--name/blobs/HASH
     blobs = real.parent.parent / "blobs"
@@ -213,28 +207,26 @@ def _roots(folder: Path) -> list[Path]:
 PREFIX_BYTES = 8
 METADATA = "__metadata__"
 _LONGEST_BYTES = 100_000_000
-"""Largest length of a header in the format."""
+"""Longest header of the format."""
 
 
 class Header(NamedTuple):
-    """Content of a header; places and shapes are not checked here."""
+    """Content of a header; positions and shapes are not checked."""
 
     metadata: dict[str, str]
-    """Free text, by name."""
     tensors: dict[str, Any]
     """Name -> unchecked description of a tensor."""
     end: int
-    """Number of the first byte after the header; places count from here."""
+    """First byte after the header; positions count from here."""
     size_bytes: int
-    """Size of the file."""
 
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Turns errors of the block, which reads a file of weights, into one readable message.
+    """Turns errors of a block that reads weights into one readable message.
 
     Raises:
-        DataError: The file is missing, damaged, or no file at all.
+        DataError: The file is missing, damaged, or not a file.
         MachineError: The machine refuses, whatever the file holds.
     """
     try:
@@ -280,16 +272,12 @@ EOS_KEY = "eos_token_id"
 
 
 def declared_ends(folder: Path | None) -> list[int]:
-    """Returns the ids that end an answer for transformers and vLLM, in the order of the file; empty where no file names
-    any.
-
-    Args:
-        folder: Folder of a model; None where there is none.
+    """Returns the ids that end an answer for transformers and vLLM, in the order of the file; empty if none are named.
 
     Raises:
         DataError: A file is damaged, or names something else than ids.
 
-    Source: transformers 5.24, generation/utils.py, adjust_generation_fn: config.json is read where there is no other.
+    Source: transformers 5.24, generation/utils.py, adjust_generation_fn: config.json is the fallback.
     """
     for path in [] if folder is None else [folder / GENERATION_NAME, folder / CONFIG_NAME]:
         if path.is_file():
@@ -301,7 +289,7 @@ def declared_ends(folder: Path | None) -> list[int]:
 
 
 def as_declared(ids: list[int]) -> int | list[int]:
-    """Returns the value of `EOS_KEY`: a list where there are several ids."""
+    """Returns the value of `EOS_KEY`: a list for several ids."""
     return ids[0] if len(ids) == 1 else ids
 
 

@@ -1,4 +1,4 @@
-"""Parts of a model that a config.json may lack although it has fields of them."""
+"""Parts that a model may lack although its config.json has fields of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SIZES: Mapping[str, str] = {
     "mamba": "mamba.num_heads",
     "sliding_window": "sliding_window",
 }
-"""Part -> our field with its size: a model has no such part where its file does not give the size, or gives 0."""
+"""Part -> our field with its size: absent or 0 in the file, the model has no such part."""
 
 
 def section_of(dotted: str) -> str | None:
-    """Returns the part to which one of our fields belongs, by its section; None where it belongs to none."""
+    """Returns the part to which one of our fields belongs, by its section, if any."""
     section, inside, _ = dotted.partition(".")
     return section if inside and section in SIZES else None

@@ -1,6 +1,6 @@
 """Adapters in the terms of PEFT: names of their tensors, and adapter_config.json.
 
-`experts` here are parameters and no modules in PEFT (`target_parameters`): one pair of matrices holds all experts of a
+Our `experts` are parameters in PEFT, not modules (`target_parameters`): one pair of matrices holds all experts of a
 projection, and the second parameter of a module wraps the first.
 
 Source: peft 0.21.2, tuners/lora/layer.py (Linear, Embedding, ParamWrapper), utils/save_and_load.py.
@@ -32,20 +32,21 @@ _ROOT = "base_model.model."
 _KINDS = ("lora_a", "lora_b", "magnitude")
 _OF_LINEAR = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _WHOLE = "whole"
-"""Kind of a head or a table that is trained and saved as a whole (`modules_to_save`)."""
+"""Kind of a fully trained head or table (`modules_to_save`)."""
 _OF_EMBEDDING = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
 _EXPERTS = {"mlp.experts.linear_fc1": "base_layer.", "mlp.experts.linear_fc2": ""}
-"""Projection -> text before the name of its pair: gate_up_proj is wrapped first, and down_proj around it."""
+"""Projection -> prefix of its pair's name: gate_up_proj is wrapped first, and down_proj around it."""
 _PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _REDIRECTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "qwen3_moe", "qwen3_next")
-"""Families in which PEFT takes modules of `_NETWORK` for the experts' parameters, whatever else has that name.
+"""Families in which PEFT takes any module named in `_NETWORK` for the experts' parameters.
 
-Source: peft 0.21.2 and transformers 5.24, utils/transformers_weight_conversion.py, `_convert_peft_config_moe`."""
+Source: peft 0.21.2 and transformers 5.24, utils/transformers_weight_conversion.py, `_convert_peft_config_moe`.
+"""
 _NETWORK = ("gate_proj", "up_proj", "down_proj")
 _INTERLEAVED = ("gpt_oss",)
-"""Families whose experts have alternating gate and up, where ours have all gates first."""
+"""Families whose experts alternate gate and up, while ours have all gates first."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
-"""Settings of PEFT that are not empty, with values that change nothing of a saved adapter."""
+"""Non-empty settings of PEFT, with values that do not affect a saved adapter."""
 _UNREAD = frozenset(
     {
         "auto_mapping",
@@ -63,7 +64,7 @@ _UNREAD = frozenset(
         "task_type",
     }
 )
-"""Settings that do not affect the meaning of the tensors, or that the tensors show themselves."""
+"""Settings that do not affect the tensors' meaning, or that the tensors show themselves."""
 _OURS = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
@@ -73,32 +74,29 @@ _OURS = frozenset(
 
 
 class PeftTensor(NamedTuple):
-    """A tensor of an adapter on both sides."""
-
     name: str
     """Name in PEFT."""
     key: str
-    """Global name here; with `{E}` where PEFT has all experts in one tensor."""
+    """Our global name, with `{E}` if PEFT has all experts in one tensor."""
     shape: Sizes
     """Shape in PEFT."""
     kind: str
-    """Kind of the tensor: lora_a, lora_b or magnitude; `whole` for a module that is saved as a whole."""
+    """lora_a, lora_b or magnitude; `whole` for a module that is saved whole."""
     matrix: AdaptedMatrix
     is_interleaved: bool = False
     """Whether rows of gate and up alternate in PEFT."""
     order: Arrangement | JoinedArrangement | None = None
-    """Order of the rows in PEFT, where it is another one."""
+    """Order of the rows in PEFT, if different."""
 
 
 def with_fused_targets(content: Any) -> Any:
-    """Returns the sections of a configuration that name, next to all-linear, the projections that are one module in the
-    family of the run's weights.
+    """Adds to all-linear the projections that are one module in the family of the run's weights.
 
     Args:
         content: Sections by name, not validated yet.
 
     Raises:
-        DataError: The weights are of no family that is known.
+        DataError: The weights belong to no known family.
     """
     others = all_linear_in(content)
     if others is None:
@@ -119,7 +117,7 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
     """Yields every tensor of an adapter, in the order of the model.
 
     Raises:
-        DataError: PEFT has no form for a target in this family.
+        DataError: PEFT cannot express a target in this family.
     """
     yield from _learned_whole(family, model, adapter)
     for matrix in tables(model, adapter):
@@ -192,18 +190,18 @@ def _learned_whole(family: Family, model: ModelSection, adapter: AdapterSection)
 
 
 def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Rule]:
-    """Returns the rules of a tensor; several models of a family may have it under other names, one model under one."""
+    """Returns the rules of a tensor; models of a family may name it differently, one model does not."""
     return [rule for rule in family.rules if rule.key == key and rule.when(model, layer)]
 
 
 def _place(matrix: AdaptedMatrix, rule: Rule, num_parts: int) -> int | None:
-    """Returns the number of a part among the tensors of a fused projection, in the order of the rules; None where they
-    are divided in another way than the pairs.
+    """Returns a part's index among the tensors of a fused projection; None if they are divided differently than the
+    pairs.
 
     Args:
         matrix: Matrix with a pair.
         rule: Rule of the projection.
-        num_parts: Number of parts that may have a pair each.
+        num_parts: Parts that may have their own pair.
     """
     if matrix.part in JOINED:
         names = [part.name.removesuffix(".weight").rpartition(".")[2] for part in rule.parts]
@@ -253,7 +251,7 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
         family: Family of the frozen model.
         model: Architecture of the frozen model.
         adapter: Adapter of the run.
-        base: Path or name by which PEFT finds the frozen model; None where it is not known.
+        base: Path or name by which PEFT finds the frozen model, if known.
     """
     # experts are parameters in PEFT, named by target_parameters
     named = list(tensors(family, model, adapter))
@@ -303,8 +301,8 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
 
 
 def _saved_as(each: PeftTensor) -> str:
-    """Returns the name by which PEFT finds a module that is saved whole, as an end of its path: of a norm all of it, as
-    "norm" is the end of many."""
+    """Returns the path suffix by which PEFT finds a module that is saved whole; the full path of a norm, because many
+    names end in "norm"."""
     path = each.name.removeprefix(_ROOT).rpartition(".")[0]
     return path if is_norm(each.key) else path.rpartition(".")[2]
 
@@ -314,19 +312,18 @@ def _is_redirected(family: Family, module: str) -> bool:
 
 
 def _is_tied(model: ModelSection, adapter: AdapterSection) -> bool:
-    """Says whether one trained table is embedding and output layer."""
     return model.output.is_tied and "embedding" in adapter.modules_to_save
 
 
 def _whole(alpha: float) -> float | int:
-    """Returns an alpha as PEFT writes it: an int where it is one."""
+    """Returns an alpha as PEFT writes it: integral as int."""
     return alpha if alpha % 1 else int(alpha)
 
 
 def _pattern(family: Family, named: Sequence[PeftTensor], value_of: Callable[[str], float]) -> dict[str, float]:
-    """Returns the end of the path of what is adapted -> value.
+    """Returns path suffix of an adapted module -> value.
 
-    PEFT takes the first match, and files are written in the order of names: no two of them may match one path.
+    PEFT takes the first match, and files are sorted by name, so no two suffixes may match the same path.
     """
     found, has_experts = {}, any(each.matrix.num_experts for each in named)
     for each in (each for each in named if each.kind == "lora_a"):
@@ -339,7 +336,7 @@ def _pattern(family: Family, named: Sequence[PeftTensor], value_of: Callable[[st
 
 
 def path_in_model(each: PeftTensor) -> str:
-    """Returns the path by which PEFT's patterns name what a pair adapts: of a module, or of the experts' parameter."""
+    """Returns the path by which PEFT's patterns name what a pair adapts: a module, or the experts' parameter."""
     if not each.matrix.num_experts:
         return _module_of(each.name)
     parameter = _PARAMETERS[list(_EXPERTS).index(each.matrix.linear)]
@@ -348,7 +345,7 @@ def path_in_model(each: PeftTensor) -> str:
 
 
 def _differing_numbers(config: Mapping[str, Any], named: Iterable[PeftTensor], adapter: AdapterSection) -> list[str]:
-    """Describes ranks and alphas that differ, each part's once."""
+    """Describes differing ranks and alphas, once per part."""
     of_both = (config.get("rank_pattern"), config.get("alpha_pattern"), adapter.rank_pattern, adapter.alpha_pattern)
     found: dict[tuple[str, str], str] = {}
     for each in (each for each in named if each.kind == "lora_a"):
@@ -365,12 +362,12 @@ def _differing_numbers(config: Mapping[str, Any], named: Iterable[PeftTensor], a
 
 
 def rank_and_alpha(config: Mapping[str, Any], path: str) -> tuple[Any, Any]:
-    """Returns what a file says of one module, by PEFT's rule: the first pattern that matches the end of its path.
+    """Returns a module's rank and alpha by PEFT's rule: the first pattern that matches the end of its path.
 
     Source: peft 0.21.2, utils/other.py, get_pattern_key.
 
     Raises:
-        DataError: A pattern is no regular expression.
+        DataError: A pattern is not a regular expression.
     """
     found = []
     for key, default in (("rank_pattern", config.get("r")), ("alpha_pattern", config.get("lora_alpha"))):
@@ -391,7 +388,7 @@ def _module_of(name: str) -> str:
 
 
 def differences(config: Mapping[str, Any], family: Family, model: ModelSection, adapter: AdapterSection) -> list[str]:
-    """Describes where a file differs from the run, and settings that have no form here; one line each."""
+    """Describes where a file differs from the run, and settings that we cannot express; one line each."""
     found = []
     if config.get("peft_type") != "LORA":
         return [f"peft_type={config.get('peft_type')!r}, but LORA is needed"]
@@ -417,7 +414,7 @@ def differences(config: Mapping[str, Any], family: Family, model: ModelSection, 
 
 
 def _differing_modules(config: Mapping[str, Any], model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
-    """Describes differing modules that are saved whole, and a table that is two in one of both programs."""
+    """Describes differing modules that are saved whole, and tables that only one program ties."""
     theirs = saved_modules(config)
     ours = set(adapter.modules_to_save) - {"head"}
     if _is_tied(model, adapter):  # either name is the one table
@@ -435,10 +432,10 @@ def _differing_modules(config: Mapping[str, Any], model: ModelSection, adapter: 
 
 
 def saved_modules(config: Mapping[str, Any]) -> set[str]:
-    """Returns the modules that a file saves whole; tables by our names, all others by the last part of theirs.
+    """Returns the modules that a file saves whole; tables by our names, others by their last part.
 
     Raises:
-        DataError: The setting is no list of names.
+        DataError: The setting is not a list of names.
     """
     given = config.get("modules_to_save") or ()
     if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):

@@ -1,12 +1,12 @@
-"""Search for the family of a config.json, a model or a run.
+"""Finds the family of a config.json, a model or a run.
 
-A folder's config.json alone says what its weights compute. A field that transformers reads and this program does not
-would make two functions of the same bytes, so every field is one of these:
+A folder's config.json alone says what its weights compute. If transformers reads a field that this program does not,
+the same bytes become two functions, so every field is one of these:
 
 - read by the family's entries (`Entry.names`);
-- INERT: it changes nothing of what the weights compute;
+- INERT: it does not affect what the weights compute;
 - read by another family's entries or in CHANGES_THE_FUNCTION: refused unless it is switched off (`_is_off`);
-- anything else: named to the user (`unknown_fields`), since nobody can say what it means.
+- anything else: reported to the user (`unknown_fields`), because its meaning is unknown.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ _FAMILIES = (
 )
 
 FAMILIES: dict[str, Family] = {}
-"""Name in config.json -> family; a further kind of text model with images is named after a slash."""
+"""Name in config.json -> family; a second kind of text model with images follows a slash."""
 for _family in _FAMILIES:
     if _family.tower is not None and _family.model_type in FAMILIES:
         FAMILIES[f"{_family.model_type}/{_family.tower.text_type}"] = _family
     else:
         FAMILIES[_family.model_type] = _family
 _SHOWN_KEYS = 2
-"""Largest number of keys that are shown for each family, where none fits."""
+"""Most keys in a message for each family, if none fits."""
 _ENTRIES = tuple(entry for family in FAMILIES.values() for entry in family.entries)
 # without those that a family leaves unread: what changes nothing in its own family is no danger in another
 _ALL_NAMES = frozenset(name for entry in _ENTRIES for name in entry.names)
@@ -97,8 +97,7 @@ def family_of(config: dict[str, Any]) -> Family:
     """Returns the family that a config.json names.
 
     Raises:
-        DataError: The file names no family, or an unknown one; or it has unread fields that could change the function
-            of a model of this family.
+        DataError: The file names no known family, or has unread fields that could change this family's function.
     """
     name = config.get("model_type")
     known = dict.fromkeys(each.model_type for each in FAMILIES.values())
@@ -116,20 +115,20 @@ def family_of(config: dict[str, Any]) -> Family:
 
 
 def fields_nobody_knows(config: dict[str, Any]) -> list[str]:
-    """Returns the fields of a config.json that are kept but not used, since their meaning is not known.
+    """Returns the fields of unknown meaning, which are kept but not used.
 
     Raises:
-        DataError: The file names no family, or an unknown one, or has unread fields that could change the function.
+        DataError: The file names no known family, or has unread fields that could change the function.
     """
     parts = family_of(config).parts(config)
     return [before + name for before, part, own in parts for name in unknown_fields(part, own, _ALL_NAMES)]
 
 
 def fitting_family(model: ModelSection) -> Family:
-    """Finds the first family whose config.json can describe the model, for weights that did not come from one.
+    """Finds the first family whose config.json can describe the model, for weights without one.
 
     Raises:
-        DataError: No family fits; names for each family what it cannot describe.
+        DataError: No family fits; names what each cannot describe.
     """
     reasons = []
     # a model that began at random has no image tensors
@@ -161,8 +160,8 @@ no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam
 remove_invalid_values repetition_penalty suppress_tokens target_lookbehind temperature top_k top_p typical_p"""
 _TRAINING = "router_aux_loss_coef aux_loss_alpha seq_aux ep_size"
 INERT = frozenset(" ".join([_DESCRIPTION, _TOKENS, _OUTPUTS, _GENERATION, _TRAINING]).split())
-"""Fields that do not change what the weights compute: origin, formats, special tokens, reports, sampling, losses of
-training. (Weights in other formats are judged where they are read.)"""
+"""Fields that do not change what the weights compute: origin, formats, special tokens, reports, sampling, training
+losses. (Weight formats are judged where they are read.)"""
 
 _ELSEWHERE = """add_cross_attention alibi attention_chunk_size attention_multiplier attn_logit_softcapping clip_qkv
 cross_attention_hidden_size embedding_multiplier final_logit_softcapping is_decoder is_encoder_decoder layer_norm_eps
@@ -173,20 +172,19 @@ CHANGES_THE_FUNCTION = frozenset(_ELSEWHERE.split())
 """Fields that models of transformers read, but none of our families."""
 
 _SHOWN_FIELDS = 4
-"""Largest number of refused fields that are shown."""
+"""Most refused fields in a message."""
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 """Values that say nothing."""
 READ_BY_ALL = frozenset((*ROPE_NAMES, "attention_chunk_size", "layer_types", "mlp_layer_types", "per_layer_config"))
-"""Fields that transformers reads, or refuses, in the configuration of any family: 0 is not the absence of these."""
+"""Fields that transformers reads or refuses in every family: 0 does not mean absence."""
 _FACTORS = dict.fromkeys(
     ("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier", "rope_ratio", "rotary_pct"), 1
 )
-"""Fields of CHANGES_THE_FUNCTION -> value that changes nothing."""
+"""Fields of CHANGES_THE_FUNCTION -> neutral value."""
 
 
 def _off_values() -> dict[str, list[Any]]:
-    """Returns field -> values, besides those that say nothing, with which it switches nothing on where a family does
-    not read it."""
+    """Returns field -> values, besides empty ones, that switch nothing on if a family does not read it."""
     found: dict[str, list[Any]] = {name: [0] for name in (_ALL_NAMES | CHANGES_THE_FUNCTION) - READ_BY_ALL}
     for name, value in [*_FACTORS.items(), *(pair for entry in _ENTRIES for pair in entry.off.items())]:
         found.setdefault(name, []).append(value)
@@ -194,7 +192,7 @@ def _off_values() -> dict[str, list[Any]]:
 
 
 def _parts() -> dict[str, str]:
-    """Returns field -> part of a model, for fields that mean nothing where a model has no such part in any family."""
+    """Returns field -> part of a model, for fields that mean nothing without that part in any family."""
     found: dict[str, set[str | None]] = {}
     for family in FAMILIES.values():
         of_family = {(name, entry.part) for entry in family.entries for name in entry.names}
@@ -207,14 +205,14 @@ def _parts() -> dict[str, str]:
 
 _OFF, _PART = _off_values(), _parts()
 _SIZES = [each for entry in _ENTRIES for each in entry.sizes()]
-"""Parts of a model, each with the name of a field that gives its size."""
+"""Parts of a model, each with a field that gives its size."""
 
 
 def _is_off(name: str, config: Mapping[str, Any], own: Collection[str]) -> bool:
     """Says whether a field that a family does not read switches nothing on.
 
-    Its value says nothing or is off to the family that owns it; or it belongs to a part of which the file gives no
-    size; or it is a window that `use_sliding_window` switches off.
+    Its value is empty, or off in the family that owns it; or its part has no size in the file; or it is a window that
+    `use_sliding_window` switches off.
 
     Args:
         name: Name of the field.
@@ -238,12 +236,12 @@ def _is_off(name: str, config: Mapping[str, Any], own: Collection[str]) -> bool:
 def refuse_fields_of_others(
     config: Mapping[str, Any], model_type: str, own: Collection[str], of_others: Collection[str]
 ) -> None:
-    """Refuses fields that could change the function and are not read.
+    """Refuses unread fields that could change the function.
 
     Args:
         config: Content of the file.
         model_type: Name of the family, for the message.
-        own: Fields that the family reads, or is known to leave unread.
+        own: Fields that the family reads, or is known to ignore.
         of_others: Fields that other families read.
 
     Raises:
@@ -263,7 +261,7 @@ def refuse_fields_of_others(
 
 
 def unknown_fields(config: Mapping[str, Any], own: Collection[str], of_others: Collection[str]) -> list[str]:
-    """Returns the fields whose meaning is not known, sorted."""
+    """Returns the fields of unknown meaning, sorted."""
     known = INERT | CHANGES_THE_FUNCTION | frozenset(own) | frozenset(of_others) | {"is_causal"}
     return sorted(name for name in config if name not in known and not _is_neutral(config[name]))
 
@@ -276,14 +274,14 @@ def _is_neutral(value: object) -> bool:
 ORIGIN = "hf"
 """Folder in an imported checkpoint with the files that came with the weights: config.json, index, tokenizer."""
 SHARDS_NAME = "shards.json"
-"""File in that folder: the names of tensors in each file of weights, and its metadata."""
+"""File in that folder with the tensor names of each weights file, and its metadata."""
 
 
 def refuse_unexportable(config: Config) -> None:
-    """Refuses a run that is to export a model that no config.json can describe.
+    """Refuses a run that should export a model that no config.json can describe.
 
-    Weights from a folder of Hugging Face, or from its import, are exported as its family; others as the first family
-    that fits. (For weights of another run, the export itself finds the family.)
+    Weights from a Hugging Face folder, or its import, are exported as its family; others as the first family that fits.
+    (For weights of another run, the export finds the family.)
 
     Raises:
         ConfigError: The model cannot be written.
@@ -317,7 +315,7 @@ def _template(config: Config) -> dict[str, Any] | None:
 
 
 def template_at(hf: str | None, start: str | None) -> dict[str, Any] | None:
-    """Returns the config.json that came with a run's weights; None where there is none.
+    """Returns the config.json that came with a run's weights, if any.
 
     Args:
         hf: Value of model.hf.

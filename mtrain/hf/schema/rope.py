@@ -1,4 +1,4 @@
-"""Rotary embeddings in config.json, as transformers 5 writes them (`rope_parameters`) and as older versions did."""
+"""Rotary embeddings in config.json, in the forms of transformers 5 (`rope_parameters`) and earlier versions."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ _FIELDS = {
         "mscale_all_dim": "mscale_all_dim",
     },
 }
-"""Our scaling -> field in the file -> our field. Absent fields and null have the default, which is the same on both
-sides."""
+"""Our scaling -> field in the file -> our field. Absent fields and null have the same default on both sides."""
 _KINDS: dict[str, type[int] | type[bool]] = {"original_max_position_embeddings": int, "truncate": bool}
-"""Types of fields that are not plain numbers."""
+"""Types of non-float fields."""
 
 
 PARTIAL = "partial_rotary_factor"
@@ -46,7 +45,7 @@ ROPE_NAMES = (
     PARTIAL,
     "original_max_position_embeddings",
 )
-"""Fields of config.json that define the rotary embedding; the original length is max_position_embeddings by default."""
+"""Fields of config.json that define the rotary embedding; the original length defaults to max_position_embeddings."""
 _NEEDED = {"none": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
 """Our scaling -> fields without a default in transformers."""
 
@@ -54,13 +53,13 @@ _NEEDED = {"none": (), "linear": ("factor",), "llama3": ("factor", "low_freq_fac
 def rope_parameters(config: dict[str, Any], default_base: float, by_kind: bool = False) -> dict[str, Any]:
     """Returns the rotary fields of a config.json in the terms of transformers 5.
 
-    Two versions of transformers read different fields: version 4 `rope_scaling` with `rope_theta`, version 5 the same
-    before `rope_parameters`. A file that has both, or that they read differently, must not contradict itself.
+    transformers 4 reads `rope_scaling` with `rope_theta`; transformers 5 prefers them to `rope_parameters`. A file with
+    both, or one that they read differently, must not contradict itself.
 
     Args:
         config: Content of the file.
-        default_base: Base of the family where the file has none.
-        by_kind: Whether transformers 5 keeps these fields for each kind of layer, as in Gemma-3 and OLMo-3.
+        default_base: Base of the family if the file has none.
+        by_kind: Whether transformers 5 keeps these fields per kind of layer, as in Gemma-3 and OLMo-3.
 
     Raises:
         DataError: The file contradicts itself.
@@ -94,8 +93,7 @@ def rope_parameters(config: dict[str, Any], default_base: float, by_kind: bool =
 
 
 def _drop_truncation(found: dict[str, Any], is_older: bool) -> None:
-    """Removes `truncate` where transformers 5 looks for it outside of the kinds of layers, does not find it, and
-    truncates."""
+    """Removes `truncate` if transformers 5 looks for it outside the kinds of layers, misses it and truncates."""
     if found["rope_type"] != "yarn":
         return  # refused as a field of another type
     if is_older and value_of(found, "truncate", bool, True) is False:
@@ -114,7 +112,7 @@ def _object(config: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _normal(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Removes nulls, which have no meaning, and puts the type under its newer name.
+    """Removes nulls, which have no meaning, and renames the type to its newer name.
 
     Raises:
         DataError: The file has both names of the type, with different values.
@@ -142,10 +140,10 @@ def read_rope(
 
     Args:
         config: Content of the file.
-        default_base: Base of the family where the file has none.
-        by_kind: Whether transformers 5 keeps these fields for each kind of layer.
-        default_partial: Part of a head that rotates where the file does not say; None: whole heads in every model of
-            the family.
+        default_base: Base of the family if the file has none.
+        by_kind: Whether transformers 5 keeps these fields per kind of layer.
+        default_partial: Rotating fraction of a head if the file gives none; None: whole heads in every model of the
+            family.
 
     Raises:
         DataError: The scaling is not supported.
@@ -173,8 +171,8 @@ def read_rope(
 
 
 def _partial(theirs: dict[str, Any], config: dict[str, Any], default: float) -> float:
-    """Reads the part of a head that rotates: it stands among the parameters in files of transformers 5, outside of them
-    in older ones."""
+    """Reads the rotating fraction of a head: among the parameters in files of transformers 5, outside them in older
+    ones."""
     outer = needed_value(config, PARTIAL, float) if config.get(PARTIAL) is not None else default
     inner = needed_value(theirs, PARTIAL, float, outer)
     # null outside says nothing to transformers 5; transformers 4 does not look into rope_scaling
@@ -196,8 +194,7 @@ def _check_names(theirs: dict[str, Any], scaling: str) -> None:
 
 
 def _lengths(ours: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values that transformers takes from the model's longest sequence where the rotary parameters lack
-    them."""
+    """Returns values that transformers derives from the model's longest sequence if the rotary parameters lack them."""
     found: dict[str, Any] = {}
     if ours["scaling"] in ("llama3", "yarn") and "original_max_positions" not in ours:
         found["original_max_positions"] = needed_value(config, "max_position_embeddings", int)
@@ -225,12 +222,12 @@ def written_rope(config: dict[str, Any], rope: RopeSection) -> dict[str, Any]:
 def older_rope(
     parameters: dict[str, Any] | None, by_kind: bool = False, type_name: str = "rope_type"
 ) -> dict[str, Any]:
-    """Returns the fields that transformers 4 reads in place of `rope_parameters`, which it does not know: it would
-    rotate by its defaults.
+    """Returns the fields that transformers 4 needs instead of `rope_parameters`; without them it rotates by its
+    defaults.
 
     Args:
-        parameters: Rotary parameters of transformers 5; those of layers without a window where each kind has its own.
-        by_kind: Whether transformers 5 keeps these fields for each kind of layer.
+        parameters: Rotary parameters of transformers 5; those of layers without a window if each kind has its own.
+        by_kind: Whether transformers 5 keeps these fields per kind of layer.
         type_name: Name of the scaling's type.
     """
     if not parameters:
@@ -244,8 +241,7 @@ def older_rope(
 
 
 def rope_differences(one: RopeSection, other: RopeSection) -> list[str]:
-    """Returns the names of the fields by which two sections rotate by different angles; fields of other scalings do not
-    count."""
+    """Returns the names of fields that make two sections rotate differently; fields of other scalings do not count."""
     names = ["base", "scaling", "interleaved", "local_base", "partial", "attention_temperature"]
     if one.scaling == other.scaling:
         # fields that this scaling does not read may differ: no angle depends on them
@@ -254,5 +250,5 @@ def rope_differences(one: RopeSection, other: RopeSection) -> list[str]:
 
 
 def plain_number(value: float) -> float | int:
-    """Returns an integer where the number is one, as transformers writes it."""
+    """Returns integral numbers as int, as transformers writes them."""
     return int(value) if value == int(value) else value

@@ -1,13 +1,13 @@
-"""Tables of the tensors of Hugging Face that make up each tensor of a checkpoint.
+"""Tables of the Hugging Face tensors that make up each tensor of a checkpoint.
 
-A family is a tuple of rules. A rule names one tensor of a checkpoint, its axes, and the tensors on disk that it
-consists of. `{L}` and `{E}` in a name run over layers and experts, which are axes like any other: where all layers are
-alike, a checkpoint keeps them in one tensor whose first axis is L.
+A family is a tuple of rules. A rule names a tensor of a checkpoint, its axes, and its tensors on disk. `{L}` and `{E}`
+in a name run over layers and experts, which are axes like any other: identical layers are one tensor of a checkpoint,
+whose first axis is L.
 
 Shapes are in words: "(G s d) h" is a matrix whose rows run over groups, slots of a group and dimensions of a head. Two
-tensors that hold the same numbers in another order then have the same names in two orders, and a part of a fused tensor
-fixes one of the names: the key of each group is slot -2. All changes that a conversion makes to a tensor follow from
-the two descriptions, in both directions, so no direction can be mistaken where two sizes happen to be equal.
+tensors with the same numbers in another order have the same names in two orders, and a part of a fused tensor fixes one
+of the names: the key of each group is slot -2. All changes of a conversion, in both directions, follow from the two
+descriptions, so equal sizes cannot be confused.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Fixed: TypeAlias = Mapping[str, int | slice]
-"""Axis -> place of a part on it."""
+"""Axis -> position of a part on it."""
 Places: TypeAlias = "Fixed | Callable[[Mapping[str, int]], Fixed]"
-"""The same, or a function of the sizes of the axes that returns it."""
+"""Position of a part, possibly as a function of the sizes of the axes."""
 _GROUP = re.compile(r"\(([^)]*)\)|(\S+)")
 
 
 def groups(axes: str) -> list[list[str]]:
-    """Splits a description into the names of the axes in each dimension: "(G s d) h" -> [[G, s, d], [h]]."""
+    """Splits a description into the axes of each dimension: "(G s d) h" -> [[G, s, d], [h]]."""
     return [(inner or single).split() for inner, single in _GROUP.findall(axes)]
 
 
@@ -51,7 +51,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class _Run:
-    """Place of a part along one dimension of the whole: `repeat` stretches of `count`, `step` apart."""
+    """Position of a part along one dimension of the whole: `repeat` stretches of `count`, `step` apart."""
 
     start: int
     count: int
@@ -60,14 +60,14 @@ class _Run:
 
 
 class Arrangement:
-    """Layout of a part on disk, and its place in the whole tensor."""
+    """Layout of a part on disk, and its position in the whole tensor."""
 
     def __init__(self, whole: str, part: str, fixed: Fixed, sizes: Mapping[str, int]) -> None:
         """
         Args:
             whole: Axes of the whole tensor.
-            part: Axes of the part on disk: those of the whole in any order, without axes on which it has one place.
-            fixed: Place of the part on some axes; it covers the others completely.
+            part: Axes of the part on disk: those of the whole in any order, without fixed single positions.
+            fixed: Position of the part on some axes; it covers the others completely.
             sizes: Size of each axis of the whole.
         """
         own = {name: _extent(fixed.get(name, slice(None)), sizes[name]) for group in groups(whole) for name in group}
@@ -87,20 +87,20 @@ class Arrangement:
 
     @property
     def is_reordered(self) -> bool:
-        """Says whether the numbers have another order on disk."""
+        """Whether the numbers have another order on disk."""
         return self._order != sorted(self._order)
 
     @property
     def arranged_shape(self) -> Sizes:
-        """Returns the shape of the part with the dimensions of the whole."""
+        """Shape of the part with the dimensions of the whole."""
         return tuple(run.repeat * run.count for run in self._runs)
 
     def arranged(self, on_disk: Tensor) -> Tensor:
-        """Returns the part with the dimensions and the order of the whole: a view, unless it is reordered."""
+        """Returns the part with the dimensions and order of the whole: a view, unless reordered."""
         return on_disk.view(self._unfolded).permute(self._order).reshape(self.arranged_shape)
 
     def on_disk(self, arranged: Tensor) -> Tensor:
-        """Returns the part as it lies on disk: the inverse of `arranged`."""
+        """Inverts `arranged`."""
         in_order = arranged.reshape([self._unfolded[place] for place in self._order])
         back = sorted(range(len(self._order)), key=self._order.__getitem__)
         return in_order.permute(back).reshape(self.shape)
@@ -115,7 +115,7 @@ class Arrangement:
 
 
 class JoinedArrangement:
-    """Layout of a tensor on disk that holds the rows of several parts, and fills the whole; as `Arrangement`."""
+    """Layout of a tensor on disk that joins the rows of several parts and fills the whole; like `Arrangement`."""
 
     is_reordered = True
 
@@ -129,10 +129,8 @@ class JoinedArrangement:
         ends = list(accumulate(piece.shape[0] for piece in pieces))
         self._rows = [slice(end - piece.shape[0], end) for piece, end in zip(pieces, ends, strict=True)]
         self.shape: Sizes = (ends[-1], *pieces[0].shape[1:])
-        """Shape on disk."""
 
     def arranged(self, on_disk: Tensor) -> Tensor:
-        """Returns the whole, with its dimensions."""
         result = on_disk.new_empty(self._whole.shape)
         for piece, rows in zip(self._pieces, self._rows, strict=True):
             arranged = piece.arranged(on_disk[rows])
@@ -141,7 +139,6 @@ class JoinedArrangement:
         return result
 
     def on_disk(self, arranged: Tensor) -> Tensor:
-        """Returns the rows as they lie on disk: the inverse of `arranged`."""
         result = arranged.new_empty(self.shape)
         for piece, rows in zip(self._pieces, self._rows, strict=True):
             part = arranged.new_empty(piece.arranged_shape)
@@ -151,38 +148,32 @@ class JoinedArrangement:
         return result
 
     def blocks(self) -> Iterator[Block]:
-        """Yields the whole, as a part of itself."""
         yield Block(self._whole, TensorSlice.whole(self._whole.shape))
 
 
 class NestedArrangement:
-    """Layout of a tensor on disk that fills a region of the whole in an order of its own; as `Arrangement`."""
+    """Layout of a tensor on disk that fills a region of the whole in its own order; like `Arrangement`."""
 
     is_reordered = True
 
     def __init__(self, region: Arrangement, sizes: Sizes, inner: Arrangement | JoinedArrangement) -> None:
         """
         Args:
-            region: Place of the region, in the order of the whole.
-            sizes: Shape of the region where it is a tensor of its own.
+            region: Position of the region, in the order of the whole.
+            sizes: Shape of the region as a tensor of its own.
             inner: Layout of the tensor in the region.
         """
         self._region, self._sizes, self._inner = region, sizes, inner
         self.shape: Sizes = inner.shape
-        """Shape on disk."""
         self.arranged_shape: Sizes = region.arranged_shape
-        """Shape of the region with the dimensions of the whole."""
 
     def arranged(self, on_disk: Tensor) -> Tensor:
-        """Returns the region with the dimensions and the order of the whole."""
         return self._inner.arranged(on_disk).reshape(self.arranged_shape)
 
     def on_disk(self, arranged: Tensor) -> Tensor:
-        """Returns the tensor as it lies on disk: the inverse of `arranged`."""
         return self._inner.on_disk(arranged.reshape(self._sizes))
 
     def blocks(self) -> Iterator[Block]:
-        """Yields the slices of the region, in order."""
         return self._region.blocks()
 
 
@@ -217,28 +208,27 @@ def _run(axes: list[tuple[range, int]]) -> _Run:
 
 
 Condition: TypeAlias = Callable[[ModelSection, int], bool]
-"""Function of model and layer (-1 outside of layers) that says whether the tensor exists."""
+"""Says whether a tensor exists, by model and layer (-1 outside layers)."""
 
 
 def always(model: ModelSection, layer: int) -> bool:
-    """Says that the tensor exists in every model."""
     return True
 
 
 @dataclass(frozen=True)
 class TensorPattern:
-    """A tensor of Hugging Face, for every layer and expert if its name has a place for the number."""
+    """A tensor of Hugging Face; placeholders in its name stand for layer and expert."""
 
     name: str
     axes: str
     """Axes of the tensor on disk."""
     at: Places = field(default_factory=dict)
-    """Place of the tensor in the fused tensor."""
+    """Position of the tensor in the fused tensor."""
     region: str = ""
-    """Axes of that place where the tensor fills it in another order, which `axes` and `pieces` then refer to; empty
-    where they refer to those of the fused tensor."""
+    """Axes of that position if the tensor fills it in another order; `axes` and `pieces` then refer to these, else to
+    the fused tensor."""
     pieces: tuple[TensorPattern, ...] = ()
-    """Tensors whose rows it holds one after the other, if it is no single one; only their axes and places count."""
+    """Tensors whose rows it joins, if several; only their axes and positions count."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +236,7 @@ class Rule:
     """A tensor of a checkpoint and its parts on disk."""
 
     key: str
-    """Key of the tensor; in layers with `.*.` for the layer's number."""
+    """Key of the tensor, with `.*.` for a layer's number."""
     axes: str
     """Axes of the tensor, without the axis of layers."""
     parts: tuple[TensorPattern, ...]
@@ -254,7 +244,7 @@ class Rule:
     keeps_dtype: bool = False
     """Whether the tensor keeps its dtype when weights are cast."""
     others: tuple[tuple[TensorPattern, ...], ...] = ()
-    """Parts under the names in other files of the family, which hold the same; `Family.as_stored` chooses."""
+    """Equivalent parts under other names in files of the family; `Family.as_stored` chooses."""
 
     def only(self, condition: Condition) -> Rule:
         """Returns the same rule with an additional condition."""
@@ -264,20 +254,19 @@ class Rule:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor on disk and its place in a global tensor."""
+    """A tensor on disk and its position in a global tensor."""
 
     name: str
     arrangement: AnyArrangement
 
     @property
     def shape(self) -> Sizes:
-        """Returns the shape on disk."""
         return self.arrangement.shape
 
 
 @dataclass(frozen=True)
 class FilledSlice:
-    """A slice of a global tensor and the tensors that fill it; no tensor lies inside another."""
+    """A slice of a global tensor and the tensors that fill it, none inside another."""
 
     key: str
     at: TensorSlice
@@ -290,14 +279,14 @@ class Table:
     """All tensors of one model."""
 
     shapes: dict[str, Sizes]
-    """Checkpoint key -> shape of the global tensor, vocabulary without padding."""
+    """Checkpoint key -> shape of the global tensor, without vocabulary padding."""
     slices: tuple[FilledSlice, ...]
     """Slices in the order of the model."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Name of a tensor that some folders hold a second time -> name of the tensor that it must equal."""
+    """Name of a tensor that some folders hold twice -> name of the tensor that it must equal."""
 
     def without(self, key: str) -> Table:
-        """Returns the same table without one tensor of a checkpoint."""
+        """Returns the table without one tensor of a checkpoint."""
         shapes = {name: shape for name, shape in self.shapes.items() if name != key}
         return replace(self, shapes=shapes, slices=tuple(filled for filled in self.slices if filled.key != key))
 
@@ -337,20 +326,19 @@ def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str
 
 @dataclass(frozen=True)
 class _Scope:
-    """One layer, or the model outside of layers."""
+    """One layer, or the model outside layers."""
 
     prefix: str
     infix: str
     number: int
-    """Number of the layer in Hugging Face's names."""
+    """Layer number in Hugging Face's names."""
     like: int
-    """Number of the layer whose kind it has."""
+    """Layer whose kind it has."""
     fixed: Fixed
 
 
 def _scopes(model: ModelSection, stacked: bool) -> Iterator[_Scope]:
-    """Yields all scopes. Depths of multi-token prediction follow the layers in Hugging Face's numbers, and are like the
-    last one."""
+    """Yields all scopes; MTP depths follow the layers in Hugging Face's numbers and are like the last one."""
     yield _Scope("", "", -1, -1, {})
     for layer in range(model.num_layers):
         yield _Scope(_LAYERS, "." if stacked else f".{layer}.", layer, layer, {"L": layer} if stacked else {})
@@ -363,7 +351,7 @@ def _prefix(key: str) -> str:
 
 
 def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, int]) -> Iterator[FilledSlice]:
-    """Yields one slice for each expert where experts have tensors of their own, else one slice."""
+    """Yields one slice, or one per expert if experts have their own tensors."""
     # GPT-OSS has all experts of a layer in one tensor: then the axis of experts is like any other
     by_expert = all("{E}" in part.name for part in rule.parts)
     for experts in product(*([range(sizes["E"])] if by_expert else [])):
@@ -395,7 +383,7 @@ def _arrangement(
 
 
 def order_in_region(part: TensorPattern, sizes: Mapping[str, int]) -> Arrangement | JoinedArrangement | None:
-    """Returns the layout of a part in its region; None where its order is that of the fused tensor."""
+    """Returns the layout of a part in its region; None if its order is that of the fused tensor."""
     if not part.region:
         return None
     whole = TensorSlice.whole(shape(part.region, sizes))
@@ -405,7 +393,6 @@ def order_in_region(part: TensorPattern, sizes: Mapping[str, int]) -> Arrangemen
 def _in_region(
     part: TensorPattern, whole: TensorSlice, axes: str, place: Fixed, sizes: Mapping[str, int]
 ) -> Arrangement | JoinedArrangement:
-    """Builds the layout of a part with these axes."""
     if part.pieces:
         pieces = [Arrangement(axes, each.axes, {**place, **_places(each, sizes)}, sizes) for each in part.pieces]
         return JoinedArrangement(whole, pieces)
@@ -421,19 +408,19 @@ def _names(axes: str) -> list[str]:
 
 
 Read: TypeAlias = "Callable[[str], Tensor]"
-"""Function that returns a tensor of Hugging Face by name, as a view where possible."""
+"""Returns a tensor of Hugging Face by name, as a view if possible."""
 
 
 def read_slice(filled: FilledSlice, wanted: TensorSlice, read: Read) -> Tensor:
-    """Reads a slice of a global tensor from tensors on disk; only numbers inside the slice are copied.
+    """Reads a slice of a global tensor from tensors on disk; copies only numbers inside the slice.
 
     Args:
         filled: A part of the global tensor.
-        wanted: Slice of the global tensor; it must lie inside `filled`.
-        read: Function that returns the tensors on disk.
+        wanted: Slice of the global tensor, inside `filled`.
+        read: Returns the tensors on disk.
 
     Returns:
-        Tensor of the wanted shape, contiguous; where it is a whole tensor on disk, that tensor itself.
+        Contiguous tensor of the wanted shape; if it is a whole tensor on disk, that tensor itself.
     """
     result: Tensor | None = None
     for tensor in filled.tensors:
@@ -456,15 +443,13 @@ def read_slice(filled: FilledSlice, wanted: TensorSlice, read: Read) -> Tensor:
 
 
 def slices_to_write(filled: FilledSlice) -> list[TensorSlice]:
-    """Returns the slices in which a part is best written: single tensors on disk where each is a slice, else the whole
-    part."""
+    """Returns the best slices for writing a part: single tensors on disk if each is a slice, else the whole part."""
     blocks = [block for tensor in filled.tensors for block in tensor.arrangement.blocks()]
     # gate and up each as one slice: written from the page cache without being joined first
     return [block.whole for block in blocks] if len(blocks) == len(filled.tensors) else [filled.at]
 
 
 def _joined(blocks: Sequence[Block], found: Sequence[Tensor]) -> Tensor:
-    """Returns the tensor of which these are the slices."""
     if len(blocks) == 1:
         return found[0]
     ends = [tuple(map(sum, zip(*block.part, strict=True))) for block in blocks]
@@ -475,7 +460,7 @@ def _joined(blocks: Sequence[Block], found: Sequence[Tensor]) -> Tensor:
 
 
 ReadGlobal: TypeAlias = "Callable[[str, TensorSlice], Tensor]"
-"""Function that returns a slice of a global tensor by key, as a view where possible."""
+"""Returns a slice of a global tensor by key, as a view if possible."""
 
 
 def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tensor]:
@@ -484,10 +469,10 @@ def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tens
     Args:
         tensor: Entry of the table.
         key: Key of the global tensor.
-        read: Function that returns slices of global tensors.
+        read: Returns slices of global tensors.
 
-    Returns:
-        Parts of [elements] each; views where `read` gives views. A reordered tensor comes as a whole.
+    Yields:
+        Parts of [elements] each; views if `read` gives views. A reordered tensor comes as a whole.
     """
     arrangement = tensor.arrangement
     blocks = list(arrangement.blocks())

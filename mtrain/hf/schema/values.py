@@ -13,17 +13,17 @@ T = TypeVar("T", int, float, bool, str)
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 _FOUND = {str: "a text", bool: "true or false", int: "an integer", float: "a number", list: "a list", dict: "an object"}
 _LONGEST = 60
-"""Largest number of characters of a value that are shown."""
+"""Most characters of a value in a message."""
 
 
 def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | None) -> T | None:
-    """Reads a field; None where it is null.
+    """Reads a field; None if it is null.
 
     Args:
         config: Content of the file, or an object in it.
         name: Name of the field.
-        kind: Required type. An integer is a number too, where it is finite; nothing else is converted.
-        default: Value where the file has none.
+        kind: Required type. A finite integer is a number as well; nothing else is converted.
+        default: Value if the file has none.
 
     Raises:
         DataError: The field has another type.
@@ -41,7 +41,7 @@ def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | N
 
 
 def needed_value(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
-    """Reads a field that has no meaning where it is null.
+    """Reads a field that must not be null.
 
     Raises:
         DataError: The field is null, missing without a default, or of another type.
@@ -61,11 +61,11 @@ def wrong_type(name: str, value: object, needed: str) -> DataError:
 
 
 def shown(value: object) -> str:
-    """Writes a value for a message, on one line and of limited length."""
+    """Formats a value for a message, on one line of limited length."""
     text = repr(value)  # repr escapes line breaks: a message is one line, whatever a damaged file holds
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def shown_name(name: str) -> str:
-    """Writes the name of a field, which may be any text in a damaged file; an ordinary name stays as it is."""
+    """Formats a field's name, which may be any text in a damaged file; ordinary names stay."""
     return name if name.isidentifier() and len(name) <= _LONGEST else shown(name)

@@ -1,1 +1,1 @@
-"""Tokenizers of Hugging Face as transformers 5 builds them from a folder, without transformers."""
+"""Hugging Face tokenizers as transformers 5 builds them from a folder, without transformers."""

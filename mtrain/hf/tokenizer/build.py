@@ -1,4 +1,4 @@
-"""The tokenizer that AutoTokenizer.from_pretrained makes of a folder: parts, added and special tokens, post-processor.
+"""What AutoTokenizer.from_pretrained makes of a folder: parts, added and special tokens, post-processor.
 
 Source: transformers 5.24, tokenization_utils_base.py (_from_pretrained, __init__) and tokenization_utils_tokenizers.py.
 """
@@ -16,21 +16,21 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 _EXTRA, _ADDITIONAL, _SPECIFIC = "extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"
 _DECODER = "added_tokens_decoder"
 _MISTRAL_SIZE = 100_000
-"""Size of a vocabulary above which its pattern is replaced where the settings say fix_mistral_regex."""
+"""Vocabulary size above which fix_mistral_regex replaces the pattern."""
 
 ReadJson = Callable[[str], dict[str, Any]]
-"""Function that returns the object in a file by its name; empty where there is no such file."""
+"""Returns the object in a file by its name; empty if the file is missing."""
 
 
 class BuiltTokenizer(NamedTuple):
     """Tokenizer of a folder."""
 
     model: Any
-    """Object of the class `tokenizers.Tokenizer`."""
+    """A `tokenizers.Tokenizer`."""
     named: dict[str, str]
-    """Role, such as eos_token -> text; with the roles that a model defines itself."""
+    """Role, such as eos_token -> text, including roles that a model defines itself."""
     fresh: frozenset[str]
-    """Roles whose token is declared nowhere else, so that it is a new one at the end of the vocabulary."""
+    """Roles whose token is declared nowhere else, and so is new at the end of the vocabulary."""
 
 
 def build_tokenizer(folder: Path, read: ReadJson, load: Callable[[], Any], has_file: bool) -> BuiltTokenizer:
@@ -38,12 +38,12 @@ def build_tokenizer(folder: Path, read: ReadJson, load: Callable[[], Any], has_f
 
     Args:
         folder: Folder of the tokenizer.
-        read: Function that reads a file of the folder.
-        load: Function that makes the `tokenizers.Tokenizer` that tokenizer.json describes.
+        read: Reads a file of the folder.
+        load: Makes the `tokenizers.Tokenizer` of tokenizer.json.
         has_file: Whether there is a tokenizer.json.
 
     Raises:
-        NotReadError: transformers would not read the folder, or by code that is not known here.
+        NotReadError: transformers would not read the folder, or by unknown code.
     """
     settings, content = read("tokenizer_config.json"), read(TOKENIZER_NAME) if has_file else {}
     _refuse_settings(settings)
@@ -69,7 +69,7 @@ def build_tokenizer(folder: Path, read: ReadJson, load: Callable[[], Any], has_f
 
 
 def _mentions_bytes(content: Mapping[str, Any]) -> bool:
-    """Says whether a part is ByteLevel; the texts of tokens are searched as well, as in transformers."""
+    """Says whether a part is ByteLevel; like transformers, searches the texts of tokens as well."""
     import json
 
     return '"ByteLevel"' in json.dumps(content, ensure_ascii=False) if content else False
@@ -157,8 +157,7 @@ def _is_specific(key: str, value: object) -> bool:
 
 
 def _content_of(value: object) -> str:
-    """Returns the text of a token; for a token that is written as an object, its Python form, which transformers
-    compares."""
+    """Returns the text of a token; for an object its Python repr, which transformers compares."""
     return str(value)
 
 
@@ -181,7 +180,6 @@ def _take_special_map(given: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _as_tokens(value: Any) -> Any:
-    """Converts objects with `"__type": "AddedToken"` at any depth."""
     from tokenizers import AddedToken
 
     if isinstance(value, dict) and value.get("__type") == "AddedToken":

@@ -1,7 +1,7 @@
-"""The class that transformers chooses for a folder, and the tokenizer that the class builds from its vocabulary.
+"""The class that transformers chooses for a folder, and the tokenizer that it builds from its vocabulary.
 
-A generic class takes tokenizer.json as it is. Others build normalizer, pre-tokenizer and model in their code, and take
-only vocabulary, merges and post-processor from the file. Known ones are built in the same way here.
+A generic class takes tokenizer.json as it is. Others build normalizer, pre-tokenizer and model in code, and take only
+vocabulary, merges and post-processor from the file. Known ones are rebuilt here.
 
 Source: transformers 5.24, models/auto/tokenization_auto.py (AutoTokenizer.from_pretrained) and the classes' own files.
 """
@@ -167,7 +167,7 @@ Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer WordpieceTokenizer XGLMTokenizer XL
 XLMTokenizer XLNetTokenizer
 """
 CLASSES = frozenset(_NAMES.split())
-"""All classes with a name in these tables, without `Fast`; any other name means the generic one."""
+"""All classes in these tables, without `Fast`; any other name means the generic one."""
 
 
 GENERIC = "TokenizersBackend"
@@ -186,7 +186,7 @@ Merges = list[tuple[str, str]]
 
 
 class NotReadError(Exception):
-    """Error of a folder that transformers does not read, or by code that is not known here; says why."""
+    """transformers does not read the folder, or by unknown code; says why."""
 
 
 @dataclass(frozen=True)
@@ -194,24 +194,24 @@ class BuiltClass:
     """A class of transformers that builds the parts of a tokenizer itself."""
 
     build: Callable[[Vocabulary, Merges, Mapping[str, Any]], Any]
-    """Function that makes a `tokenizers.Tokenizer` of vocabulary, merges and settings."""
+    """Makes a `tokenizers.Tokenizer` of vocabulary, merges and settings."""
     named: Mapping[str, str | None]
-    """Special tokens by role where the settings name none."""
+    """Special tokens by role, if the settings name none."""
     adds_named: str | None = None
-    """Way in which its code adds the named tokens once more: as "special" ones, or ("posted") as written in the
-    settings; None: it does not."""
+    """How its code adds the named tokens again: as "special" ones, or ("posted") as the settings write them; None:
+    not."""
     drops_post_processor: bool = False
-    """Whether its code replaces the post-processor of tokenizer.json by one that adds the tokens of the settings."""
+    """Whether its code replaces tokenizer.json's post-processor by one that adds the settings' tokens."""
     reads_merges_file: bool = True
-    """Whether vocab.json and merges.txt are enough without a tokenizer.json."""
+    """Whether vocab.json and merges.txt suffice without a tokenizer.json."""
 
 
 def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_level: bool) -> str:
-    """Returns the name of the class that AutoTokenizer chooses, without `Fast`; `GENERIC` for the generic one.
+    """Returns the class that AutoTokenizer chooses, without `Fast`, or `GENERIC`.
 
     Args:
         settings: Content of tokenizer_config.json.
-        config: Content of config.json; empty where there is none.
+        config: Content of config.json; may be empty.
         is_byte_level: Whether tokenizer.json mentions ByteLevel.
 
     Raises:
@@ -237,10 +237,10 @@ def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_lev
 
 
 def built_class(name: str) -> BuiltClass | None:
-    """Returns the class that builds its parts itself; None where it takes tokenizer.json as it is.
+    """Returns the class that builds its parts itself; None if it takes tokenizer.json as it is.
 
     Raises:
-        NotReadError: The class is not known here.
+        NotReadError: The class is unknown.
     """
     if name in _AS_THE_FILE_SAYS:
         return None

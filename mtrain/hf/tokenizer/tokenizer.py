@@ -1,7 +1,6 @@
-"""Text to token ids and back, from files on this machine: sentencepiece models and Hugging Face `tokenizer.json`.
+"""Text to token ids and back, from local files: sentencepiece models and Hugging Face's `tokenizer.json`.
 
-Text stays text: nothing in a document ever becomes a control token such as the end of a document. The code that builds
-samples adds control tokens, by id.
+Text in a document never becomes a control token; the code that builds samples adds these by id.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Result = TypeVar("Result")
 
 HF_TOKENIZER_FILE = "tokenizer.json"
 PARALLELISM = "TOKENIZERS_PARALLELISM"
-"""Environment variable of the `tokenizers` library: false keeps it on one thread."""
+"""Environment variable of the `tokenizers` library; false keeps it on one thread."""
 _HF_SETTINGS = "tokenizer_config.json"
 _HF_CONFIG = "config.json"
 _LISTS = (VOCABULARY_NAME,)
@@ -38,25 +37,25 @@ _WAY_OUT = (
     "to PreTrainedTokenizerFast in the new tokenizer_config.json, and name the new folder"
 )
 _MOST_BYTES = 1 << 28
-"""Largest size of a file; the largest known have about forty million bytes."""
+"""Largest file; the largest known ones have about forty million bytes."""
 _PANIC = "PanicException"
-"""Name of an error of a Rust library; it is no Exception, and its module cannot be imported to name the class."""
+"""Name of a Rust library's error; it is not an Exception, and its class cannot be imported."""
 _HAS_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
 class EncodedText(NamedTuple):
-    """Token ids of a text, and the place of each one in it."""
+    """Token ids of a text and their positions in it."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
-    """Place of each id: first character, and the one after the last."""
+    """First character of each id, and the one after its last."""
 
 
 class AddedTokens(NamedTuple):
     """Tokens that a run adds to a tokenizer, after all others and in this order."""
 
     plain: tuple[str, ...] = ()
-    """Texts that are tokens wherever they stand."""
+    """Texts that are tokens everywhere."""
     special: tuple[str, ...] = ()
     """Control tokens."""
 
@@ -65,52 +64,47 @@ NO_TOKENS = AddedTokens()
 
 
 class Tokenizer(ABC):
-    """Tokenizer as the rest of the package uses it."""
-
     added: AddedTokens = NO_TOKENS
     """Tokens that its files do not hold."""
 
     path: Path
-    """File that the tokenizer was read from."""
     fingerprint: str
-    """SHA-256 of that file, in hex; of the tokenizer's content, where that file alone does not determine it."""
+    """SHA-256 in hex of that file, or of the tokenizer's content if the file alone does not determine it."""
     vocab_size: int
-    """Number that all ids are below."""
+    """Upper bound of all ids, exclusive."""
     bos_id: int | None
-    """Token that begins a sample; None where the tokenizer has none."""
+    """Token that begins a sample, if any."""
     eos_id: int
     """Token that ends a document or an answer."""
     begin_ids: tuple[int, ...]
-    """Tokens that the tokenizer puts before a text; empty where it adds none, though it may have a bos."""
+    """Tokens that the tokenizer puts before a text; may be empty even if there is a bos."""
     named: Mapping[str, str]
-    """Role, such as `eos_token` -> text of the special token; a chat template may read them."""
+    """Role, such as `eos_token` -> text of the special token, for chat templates."""
     pad_id: int
-    """Token that fills rows; where the tokenizer has none it is `eos_id`, which is safe because padding has weight
-    0."""
+    """Token that fills rows; `eos_id` if the tokenizer has none, which is safe because padding has weight 0."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Encodes the text alone: no bos, no eos."""
+        """Encodes the text without bos and eos."""
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        """Encodes many texts; the result equals `encode` of each, whatever the number of threads."""
+        """Encodes many texts like `encode`, with any number of threads."""
 
     @abstractmethod
     def special_tokens(self) -> frozenset[str]:
-        """Returns the texts of the control tokens, such as the end of a document."""
+        """Returns the texts of control tokens, such as the end of a document."""
 
     @abstractmethod
     def encode_with_offsets(self, text: str, *, special_tokens: bool) -> EncodedText:
-        """Encodes a text with the place of each id.
+        """Encodes a text with the position of each id.
 
         Args:
             text: Any text.
-            special_tokens: Whether the text of a control token becomes that token; for text whose author may write
-                them, such as a chat template.
+            special_tokens: Whether the text of a control token becomes that token, as authors of chat templates expect.
 
         Raises:
-            DataError: This kind of tokenizer cannot give places.
+            DataError: This kind of tokenizer has no positions.
         """
 
     def encodes_like(self, other: Tokenizer) -> bool:
@@ -119,11 +113,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids to text; control tokens are left out."""
+        """Decodes ids to text without control tokens."""
 
     @abstractmethod
     def name(self, id_: int) -> str:
-        """Returns the name of a token in the vocabulary, such as `</s>`; its id where it has no name."""
+        """Returns a token's name in the vocabulary, such as `</s>`, or its id."""
 
 
 @final
@@ -232,7 +226,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(f"tokenizer {path.parent} is not read: {fault}; {_WAY_OUT}") from None
 
     def _add(self, path: Path, added: AddedTokens) -> None:
-        """Adds tokens as transformers' add_tokens does, but for those that would be no new ones."""
+        """Adds tokens as transformers' add_tokens does, except existing ones."""
         first, texts = max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1, sum(added, ())
         for number, text in enumerate(texts):
             if not text or text in texts[:number]:
@@ -273,7 +267,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return list(self._of_text(lambda: self._model.encode(text, add_special_tokens=False)).ids)
 
     def encode_batch(self, texts: Sequence[str], num_threads: int) -> list[list[int]]:
-        """Encodes many texts; with more than one thread the library uses as many as RAYON_NUM_THREADS allows."""
+        """Encodes many texts; more than one thread means as many as RAYON_NUM_THREADS allows."""
         # a batch uses all threads unless this variable says otherwise, which the library reads at each call
         if num_threads == 1 and os.environ.get(PARALLELISM) != "false":
             return [self.encode(text) for text in texts]
@@ -305,13 +299,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.fingerprint == other.fingerprint or self._encoding_parts() == other._encoding_parts()
 
     def _encoding_parts(self) -> dict[str, Any]:
-        """Returns the parts of the tokenizer that ids depend on."""
+        """Returns the parts of the tokenizer that determine ids."""
         parts: dict[str, Any] = parsed_json(self.serialized().encode())
         return {key: part for key, part in parts.items() if key not in ("version", "decoder", "post_processor")}
 
     def serialized(self) -> str:
-        """Returns a tokenizer.json that encodes as here, without padding, truncation or tokens that begin and end a
-        text."""
+        """Returns an equivalent tokenizer.json without padding, truncation or tokens around a text."""
         return str(self._model.to_str())
 
     def _of_text(self, call: Callable[[], Any]) -> Any:
@@ -319,15 +312,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: str | Path, added: AddedTokens = NO_TOKENS) -> Tokenizer:
-    """Opens a tokenizer; nothing is downloaded and nothing from the files runs as code.
+    """Opens a tokenizer; downloads nothing and runs no code from the files.
 
     Args:
-        path: File of sentencepiece, `.model`, or of Hugging Face, `tokenizer.json`, or a directory that holds one of
-            them; a directory with both gives its `tokenizer.json`.
+        path: A sentencepiece `.model`, a `tokenizer.json`, or a directory with one of them; `tokenizer.json` is
+            preferred.
         added: Tokens to add.
 
     Raises:
-        DataError: Nothing is there, it is not a tokenizer, or it has no end-of-document token.
+        DataError: The tokenizer is missing, damaged, or has no end-of-document token.
     """
     file = tokenizer_file(path)
     if any(added) and file.name != HF_TOKENIZER_FILE:
@@ -340,7 +333,7 @@ def load_tokenizer(path: str | Path, added: AddedTokens = NO_TOKENS) -> Tokenize
 
 
 def tokenizer_of(config: Sections) -> Tokenizer:
-    """Opens the tokenizer of a run, `data.tokenizer`, with the tokens that the run adds.
+    """Opens `data.tokenizer` with the tokens that the run adds.
 
     Raises:
         DataError: The tokenizer is missing or damaged, or has a token that the run adds.
@@ -357,11 +350,11 @@ def added_by(model: ModelSection) -> AddedTokens:
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Compares a tokenizer with the vocabulary size of the model.
 
-    The tokenizer may have more tokens than the model has embeddings: some of Gemma 3 have one for images alone. An id
-    beyond the table is refused where a sample holds it.
+    The tokenizer may have more tokens than the model has embeddings: some of Gemma 3 have one only for images. An id
+    beyond the table is refused in samples that contain it.
 
     Raises:
-        DataError: A token that every sample holds is beyond the table.
+        DataError: A token that every sample contains is beyond the table.
     """
     # an id beyond the embedding would be an index error on a device, steps later
     highest = max(tokenizer.eos_id, *tokenizer.begin_ids, 0)
@@ -374,7 +367,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def _hugging_face_model(path: Path, content: bytes) -> Any:
-    """Loads a tokenizer.json as it is, but without padding and truncation."""
+    """Loads a tokenizer.json without padding and truncation."""
     from tokenizers import Tokenizer as Model
 
     model = _called(
@@ -394,10 +387,10 @@ def _no_post_processor() -> Any:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Finds the file that a tokenizer is read from.
+    """Finds the file of a tokenizer.
 
     Args:
-        path: Path of the file or of its directory, as in `load_tokenizer`.
+        path: The file or its directory, as in `load_tokenizer`.
 
     Raises:
         DataError: There is no such file, or more than one.
@@ -437,14 +430,10 @@ def _content(path: Path) -> bytes:
 
 
 def json_object(path: Path, content: bytes) -> dict[str, Any]:
-    """Parses a settings file of a tokenizer.
-
-    Args:
-        path: Path of the file, for messages.
-        content: Bytes of the file.
+    """Parses a settings file of a tokenizer; `path` is for messages.
 
     Raises:
-        DataError: The content is not JSON, or no object.
+        DataError: The content is not a JSON object.
     """
     try:
         settings = parsed_json(content)
@@ -458,7 +447,7 @@ def json_object(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _called(call: Callable[[], Result], what: str, change: str) -> Result:
-    """Returns the result of a call of the `tokenizers` library; turns any fault of it into one kind of error."""
+    """Returns the result of a call of the `tokenizers` library; turns any fault into one kind of error."""
     try:
         return call()
     except (DataError, NotReadError):
@@ -470,7 +459,7 @@ def _called(call: Callable[[], Result], what: str, change: str) -> Result:
 
 
 def _check_prefix(path: Path, content: bytes) -> None:
-    """Checks merges: the library silently cuts the prefix off each second part; without a prefix the process may end.
+    """Checks merges: the library silently cuts the prefix off each second part, and without one the process may end.
 
     Raises:
         DataError: The prefix is missing.
@@ -489,5 +478,5 @@ def _check_prefix(path: Path, content: bytes) -> None:
 
 
 def _one_line(fault: BaseException) -> str:
-    """Shortens a library's message so that it fits into ours."""
+    """Shortens a library's message to fit into ours."""
     return " ".join(str(fault).split())[:200]

@@ -1,4 +1,4 @@
-"""Parts that families share: rules of the usual transformer, and fields of config.json."""
+"""Rules and fields of config.json that families share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mtrain.hf.schema.values import needed_value, value_of
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 MAX_LISTED_LAYERS = 100_000
-"""Largest number of layers for which lists are made: a mistyped number would fill the memory."""
+"""Most layers for which lists are built; a mistyped number would fill the memory."""
 KEY, THEIRS = "decoder.layers.*.", "model.layers.{L}."
 
 
 def untied(model: ModelSection, layer: int) -> bool:
-    """Says whether the output layer has a table of its own."""
+    """Says whether the output layer has its own table."""
     return model.output.has_table
 
 
@@ -39,7 +39,7 @@ def has_linear_bias(model: ModelSection, layer: int) -> bool:
 
 
 def has_qk_norm(model: ModelSection, layer: int) -> bool:
-    """Says whether heads of queries and of keys are normalised."""
+    """Says whether heads of queries and keys are normalised."""
     return model.qk_norm and model.qk_norm_width == "head"
 
 
@@ -59,7 +59,7 @@ def has_experts(model: ModelSection, layer: int) -> bool:
 
 
 def has_shared_experts(model: ModelSection, layer: int) -> bool:
-    """Says whether the layer has experts that every token passes."""
+    """Says whether the layer has shared experts, which every token passes."""
     return model.has_experts(layer) and model.experts is not None and model.experts.shared_ffn_hidden_size > 0
 
 
@@ -69,8 +69,7 @@ def has_shared_gate(model: ModelSection, layer: int) -> bool:
 
 
 def by_group(kind: str, last: str) -> tuple[TensorPattern, ...]:
-    """Returns the tensors that are interleaved by query group: the rows of its queries, then of its key, then of its
-    value."""
+    """Returns tensors interleaved by query group: the rows of its queries, then of its key, then of its value."""
     return (
         # megatron-core's linear_qkv is ordered by group (SelfAttention.get_query_key_value_tensors), so that tp cuts
         # whole groups; Hugging Face has three tensors ordered by head.
@@ -81,7 +80,7 @@ def by_group(kind: str, last: str) -> tuple[TensorPattern, ...]:
 
 
 def gate_and_up(kind: str, last: str) -> tuple[TensorPattern, ...]:
-    """Returns the tensors of a gated projection: the gate's rows, then those of the other half."""
+    """Returns the tensors of a gated projection: the gate's rows, then the other half's."""
     return halves(f"{THEIRS}mlp.gate_proj.{kind}", f"{THEIRS}mlp.up_proj.{kind}", f"f{last}")
 
 
@@ -95,9 +94,9 @@ def experts(*modules: str, gate: str = "gate_proj", up: str = "up_proj", down: s
     """Builds the rules of experts; a checkpoint has one tensor with an axis of experts.
 
     Args:
-        modules: Names of the module that holds them in files of the family, the usual name first.
-        gate: Name of an expert's gate where each expert has tensors of its own.
-        up: Name of the projection that is multiplied by the gate.
+        modules: Names of their module in files of the family, the usual name first.
+        gate: Name of an expert's gate if experts have their own tensors.
+        up: Name of the projection that the gate multiplies.
         down: Name of the projection back to the hidden size.
     """
     first: list[tuple[TensorPattern, ...]] = []
@@ -118,11 +117,7 @@ def experts(*modules: str, gate: str = "gate_proj", up: str = "up_proj", down: s
 
 
 def shared_experts(module: str = "mlp.shared_experts") -> tuple[Rule, ...]:
-    """Builds the rules of the experts that every token passes.
-
-    Args:
-        module: Name of their module in files of the family.
-    """
+    """Builds the rules of shared experts in `module`."""
     first = halves(f"{THEIRS}{module}.gate_proj.weight", f"{THEIRS}{module}.up_proj.weight", "t h")
     ours = "mlp.shared_experts.linear"
     return (
@@ -132,18 +127,18 @@ def shared_experts(module: str = "mlp.shared_experts") -> tuple[Rule, ...]:
 
 
 def router(*names: str) -> Rule:
-    """Builds the rule of the router's weights; the usual name in files of the family comes first."""
+    """Builds the rule of the router's weights; the family's usual name comes first."""
     parts = [(TensorPattern(THEIRS + name, "E h"),) for name in names]
     return Rule(f"{KEY}mlp.router.weight", "E h", parts[0], has_experts, others=tuple(parts[1:]))
 
 
 def same(key: str, name: str, axes: str) -> Rule:
-    """Builds the rule of a tensor that is the same on both sides."""
+    """Builds the rule of a tensor that is identical on both sides."""
     return Rule(key, axes, (TensorPattern(name, axes),))
 
 
 def in_layer(key: str, name: str, axes: str) -> Rule:
-    """Builds the rule of a tensor in a layer that is the same on both sides."""
+    """Builds the rule of a layer's tensor that is identical on both sides."""
     return same(KEY + key, THEIRS + name, axes)
 
 
@@ -183,8 +178,8 @@ def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
     """Returns the fields of every family.
 
     Args:
-        norm_epsilon: Epsilon of norms where the file has none.
-        tied: Whether one table embeds tokens and predicts them where the file does not say.
+        norm_epsilon: Epsilon of norms if the file has none.
+        tied: Whether input and output share a table if the file does not say.
     """
     return (
         Field("num_hidden_layers", "num_layers"),
@@ -202,10 +197,10 @@ def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
 @final
 @dataclass(frozen=True)
 class LayerWindows(Entry):
-    """Layers with a sliding window: one word for each layer, or a number of layers at the beginning."""
+    """Layers with a sliding window: one word per layer, or a number of first layers."""
 
     alternates: bool = False
-    """Whether, of those at the beginning, every other one from the first on has a window, instead of all after them."""
+    """Whether every other one of the first layers has a window, instead of all layers after them."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -242,12 +237,12 @@ class LayerWindows(Entry):
 @final
 @dataclass(frozen=True)
 class ListedWindows(Entry):
-    """Layers with a sliding window: one word for each layer, or a pattern of the family."""
+    """Layers with a sliding window: one word per layer, or a pattern of the family."""
 
     every: int
-    """Distance of layers without a window where the file lists no layers."""
+    """Distance of layers without a window if the file lists no layers."""
     window: int
-    """Number of tokens in a window where the file has none."""
+    """Tokens in a window if the file does not say."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -279,10 +274,10 @@ def layer_kinds(config: dict[str, Any], is_wide: Callable[[int], bool]) -> list[
 
     Args:
         config: Content of the file.
-        is_wide: Function that says whether a layer, counted from 1, has no window; used where the file lists no layers.
+        is_wide: Says whether a layer, counted from 1, has no window; used if the file lists no layers.
 
     Raises:
-        DataError: The list has another length, or other words.
+        DataError: The list has a wrong length or unknown words.
     """
     num_layers = needed_value(config, "num_hidden_layers", int)
     kinds = config.get("layer_types")
@@ -304,8 +299,8 @@ def windows(kinds: list[str], window: int | None, why_none: str = "sliding_windo
 
     Args:
         kinds: Kind of each layer.
-        window: Number of tokens in a window; None without a window.
-        why_none: Reason, for the message, why there is no window.
+        window: Tokens in a window, if any.
+        why_none: Why there is no window, for the message.
 
     Raises:
         DataError: The layers without a window are not all, none, or every n-th one.

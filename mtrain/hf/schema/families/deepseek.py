@@ -1,4 +1,4 @@
-"""DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, shared and routed experts, predictions further ahead."""
+"""DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, shared and routed experts, MTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mtrain.hf.schema.tower import Tower
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
 _SCORED = 2
-"""Number of best experts whose sum ranks a group."""
+"""Best experts whose sum ranks a group."""
 _LATENT_EPSILON = 1e-6
 _TOP_K = "num_experts_per_tok"
 _ROTATED = ("mla.qk_rope_head_dim", 64)
@@ -60,7 +60,7 @@ _GLM: dict[str, Any] = {
     "topk_group": 1,
     "routed_scaling_factor": 1.8,
 }
-"""Values of fields that a file lacks; those of both families alike stand at the fields."""
+"""Values of absent fields that differ between the families."""
 
 
 def _has_low_rank_queries(model: ModelSection, layer: int) -> bool:
@@ -77,7 +77,7 @@ class SharedExperts(Entry):
     """Number of shared experts, each as large as a routed one; ours is their total size."""
 
     size: int
-    """Size of an expert where the file has none."""
+    """Size of an expert if the file does not say."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,11 +102,9 @@ class SharedExperts(Entry):
 @final
 @dataclass(frozen=True)
 class DenseLayers(Entry):
-    """Number of dense layers before those with experts; transformers also accepts one that leaves no layer with
-    experts."""
+    """Number of dense layers before those with experts; like transformers, accepts numbers that leave no experts."""
 
     default: int
-    """Number where the file has none."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,7 +134,7 @@ _DENSE, _SPARSE = "dense", "sparse"
 @final
 @dataclass(frozen=True)
 class _ListedExperts(Entry):
-    """Layers with experts: one word for each layer. Other programs read the number of dense layers before them."""
+    """Layers with experts: one word per layer. Other programs read the number of dense layers before them."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -166,7 +164,7 @@ def _mlp_kinds(num_dense: int, num_layers: int) -> list[str]:
 
 
 def _num_dense(kinds: object, num_layers: int) -> int:
-    """Counts the dense layers, which are the first ones: one where the file lists no layers."""
+    """Counts the dense layers, which come first: one if the file lists no layers."""
     number = kinds.count(_DENSE) if isinstance(kinds, list) else 1
     # made of the list's own length: that of a mistyped number would fill the memory
     is_listed = isinstance(kinds, list) and len(kinds) == num_layers and kinds == _mlp_kinds(number, len(kinds))
@@ -181,14 +179,13 @@ def _num_dense(kinds: object, num_layers: int) -> int:
 @final
 @dataclass(frozen=True)
 class DividedScores(Entry):
-    """Switch that says whether the scores of the chosen experts are divided by their sum.
+    """Switch that divides the scores of chosen experts by their sum.
 
-    Ours are divided where several are chosen. transformers uses only norm_topk_prob, so that the weight of a single one
-    is 1.
+    Ours are divided if several are chosen. transformers uses only norm_topk_prob, so a single one has weight 1.
     """
 
     top_k: int
-    """Number of chosen experts where the file has none."""
+    """Number of chosen experts if the file does not say."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -215,8 +212,7 @@ class DividedScores(Entry):
 @final
 @dataclass(frozen=True)
 class Depths(Entry):
-    """Predictions further ahead. A file may configure them without weights: transformers neither computes nor writes
-    them."""
+    """MTP depths. A file may configure them without weights; transformers neither computes nor writes them."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -238,13 +234,13 @@ class Depths(Entry):
 class Groups(Entry):
     """Groups of experts. The family ranks a group by its 2 best experts; our default is top_k / group_top_k.
 
-    `group_score_top_k` is left out where it changes nothing: where the default is 2, as in DeepSeek-V3 with 8 experts
-    of 4 groups, and where all groups are kept. So an import of version 0.1.0 agrees with its folder if and only if it
-    computed the family's function.
+    `group_score_top_k` is omitted if it changes nothing: if the default is 2, as in DeepSeek-V3 with 8 experts of 4
+    groups, and if all groups are kept. So an import of version 0.1.0 agrees with its folder exactly if it computed the
+    family's function.
     """
 
     defaults: Mapping[str, Any]
-    """Values of fields that a file lacks."""
+    """Values of absent fields."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -275,13 +271,13 @@ class Groups(Entry):
 @final
 @dataclass(frozen=True)
 class _LatentNorms(Entry):
-    """The epsilon of the norms of latents, which is 1e-6 whatever rms_norm_eps says.
+    """The epsilon of latent norms, 1e-6 whatever rms_norm_eps says.
 
-    Our field is left out where rms_norm_eps has the same value, as it is our default.
+    Our field is omitted if rms_norm_eps, its default, has the same value.
     """
 
     outer: float
-    """The other norms' where the file has none."""
+    """The other norms' epsilon if the file does not say."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -328,7 +324,7 @@ _DEPTH = "mtp.layers.*."
 
 
 def ahead(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Builds the rules of predictions further ahead, each with a whole layer, from those of layers."""
+    """Builds the rules of MTP depths, each with a whole layer, from those of layers."""
     return (  # transformers omits these tensors, so the names are those of DeepSeek's own files
         same(f"{_DEPTH}enorm.weight", f"{THEIRS}enorm.weight", "h"),
         same(f"{_DEPTH}hnorm.weight", f"{THEIRS}hnorm.weight", "h"),
@@ -342,7 +338,7 @@ def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, .
     """Returns the fields of config.json.
 
     Args:
-        defaults: Values of fields that a file lacks.
+        defaults: Values of absent fields.
         dense_layers: Entry of the layers without experts.
     """
 

@@ -27,10 +27,10 @@ _HEAD, _TOKENS = "ForSequenceClassification", "ForCausalLM"
 @final
 @dataclass(frozen=True)
 class Labels(Entry):
-    """`LlamaForSequenceClassification` and its like: `score.weight` on the last token, one row a label."""
+    """`LlamaForSequenceClassification` and others: `score.weight` on the last token, one row per label."""
 
     prefix: str
-    """Beginning of the name of the class in transformers."""
+    """Beginning of the class name in transformers."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ _RULES = (*VOCABULARY, *NORMS, *ATTENTION, *FEED_FORWARD)
 @final
 @dataclass(frozen=True)
 class LlamaBiases(Entry):
-    """Biases of Llama: in attention and in the feed-forward part, in both or in neither."""
+    """Llama's biases: in attention and the feed-forward part, both or neither."""
 
     @property
     def names(self) -> tuple[str, ...]:

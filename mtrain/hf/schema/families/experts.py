@@ -27,13 +27,13 @@ from mtrain.hf.schema.values import needed_value, value_of
 @final
 @dataclass(frozen=True)
 class Renormalised(Entry):
-    """Switch that says whether the weights of the chosen experts are divided by their sum.
+    """Switch that divides the weights of chosen experts by their sum.
 
-    A softmax over the chosen experts equals a softmax over all, divided by the sum of the chosen ones.
+    A softmax over the chosen experts equals one over all experts, divided by the sum of the chosen.
     """
 
     is_default: bool = False
-    """Value of the switch where the file has none."""
+    """Value of the switch if the file has none."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,10 +54,10 @@ class Renormalised(Entry):
 @final
 @dataclass(frozen=True)
 class GatedShare(Entry):
-    """Size of the experts that every token passes, which have a gate; with size 0 there is neither."""
+    """Size of the shared experts, which have a gate; with size 0 there are none."""
 
     default: int
-    """Size where the file has none."""
+    """Size if the file does not say."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class GatedShare(Entry):
 @final
 @dataclass(frozen=True)
 class _Window(Entry):
-    """A sliding window in all layers or in none; the family reads no list of layers."""
+    """A sliding window in all layers or none; the family reads no list of layers."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Gemma-3, text alone or with images: four zero-centred norms a layer, GELU gates, five windowed layers a wide one."""
+"""Gemma-3, with or without images: four zero-centred norms a layer, GELU gates, five windowed layers to a wide one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 @final
 @dataclass(frozen=True)
 class _GemmaWindows(Entry):
-    """Kinds of layers: one word for each layer, or the distance of wide layers."""
+    """Kinds of layers: one word per layer, or the distance of wide layers."""
 
     @property
     def names(self) -> tuple[str, ...]:

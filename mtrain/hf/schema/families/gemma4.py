@@ -1,6 +1,5 @@
-"""Gemma 4, text alone or with images and sound: windowed layers, and wide ones with heads of their own, whose keys are
-the values, too; normed values, a number that multiplies each layer, bounded logits, and in some models experts next to
-the dense network of each layer."""
+"""Gemma 4, with or without images and sound: windowed layers, and wide ones with their own heads, whose keys are the
+values; normalised values, a scalar per layer, capped logits, and in some models experts next to each dense network."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from mtrain.hf.schema.values import needed_value, shown, value_of, wrong_type
 
 _WIDE, _WINDOWED = "full_attention", "sliding_attention"
 _EVERY = 6
-"""Distance of wide layers where the file lists no layers."""
+"""Distance of wide layers if the file lists no layers."""
 _BY_LAYER = "per_layer_config"
 _SIZES = ("head_dim", "num_key_value_heads")
 _EXPERT_SIZES = {"num_experts": "num_experts", "top_k_experts": "top_k", "moe_intermediate_size": "ffn_hidden_size"}
@@ -50,7 +49,7 @@ def _kinds(config: dict[str, Any]) -> list[str]:
 @final
 @dataclass(frozen=True)
 class _LastIsWide(Entry):
-    """Kinds of layers: one word for each; the last is wide."""
+    """Kinds of layers, one word each; the last is wide."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,7 +75,7 @@ class _LastIsWide(Entry):
 @final
 @dataclass(frozen=True)
 class _WideHeads(Entry):
-    """Heads of wide layers: two fields of published files, or those of each such layer, as transformers writes them."""
+    """Heads of wide layers: two fields of published files, or one per such layer, as transformers writes them."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -188,7 +187,6 @@ def _is_object(value: object) -> bool:
 
 
 def _check(parameters: dict[str, Any], kind: str, needed: str, others: tuple[str, ...]) -> None:
-    """Refuses another type, and fields that it does not read."""
     given = parameters.get("rope_type")
     if given != needed:
         either = "default" if kind == _WINDOWED else "default or proportional"
@@ -204,7 +202,7 @@ def _check(parameters: dict[str, Any], kind: str, needed: str, others: tuple[str
 @final
 @dataclass(frozen=True)
 class _Experts(Entry):
-    """Experts next to the dense network of every layer, which is shared experts to us."""
+    """Experts next to every layer's dense network, which we call shared experts."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: heads that rotate in part, with DeepSeek-V3's experts and predictions further ahead."""
+"""GLM-4.5, 4.6 and 4.7: partly rotated heads, with DeepSeek-V3's experts and MTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5, text alone or with images: gated delta nets, and attention with a gate every few layers."""
+"""Qwen3-Next and Qwen3.5, with or without images: gated delta nets, and gated attention every few layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MROPE = ("mrope_section", "mrope_interleaved")
 @final
 @dataclass(frozen=True)
 class _HybridLayers(Entry):
-    """Layers with attention among those with a delta net: one word for each layer, or their distance."""
+    """Layers with attention among delta nets: one word per layer, or their distance."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def _kinds(config: dict[str, Any]) -> list[str]:
     """Returns the kind of each layer.
 
     Raises:
-        DataError: The list has another length, or other words.
+        DataError: The list has a wrong length or unknown words.
     """
     num_layers = needed_value(config, "num_hidden_layers", int)
     kinds = config.get("layer_types")
@@ -95,7 +95,7 @@ def _kinds(config: dict[str, Any]) -> list[str]:
 @final
 @dataclass(frozen=True)
 class _TextRope(Entry):
-    """The rotary embedding: one of three axes for images, which for text are one."""
+    """The rotary embedding: three axes for images, which coincide for text."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ def _values(sizes: Mapping[str, int]) -> Fixed:
 
 
 def _by_kind(axes: str) -> tuple[TensorPattern, ...]:
-    """Returns the pieces of a tensor whose rows are ordered by key head here: queries, keys and values of all heads."""
+    """Returns the pieces of a tensor that we order by key head: queries, keys and values of all heads."""
     return tuple(TensorPattern("", axes, places) for places in (_queries, _keys, _values))
 
 
@@ -231,7 +231,6 @@ _ATTENTION = (
 
 
 def _layer(projections: Rule) -> tuple[Rule, ...]:
-    """Builds the rules of attention, delta nets and norms."""
     return (
         NORMS[0].only(_has_attention),
         in_layer("input_layernorm.weight", "input_layernorm.weight", "h").only(_has_delta_net),
@@ -260,11 +259,6 @@ _EXPERTS = (
 
 
 def _entries(groups: int) -> tuple[Entry, ...]:
-    """Returns the fields that all have.
-
-    Args:
-        groups: Number of key/value heads where the file has none.
-    """
     return (
         *common(),
         *ACTIVATION,
@@ -298,7 +292,7 @@ _DEPTH, _AHEAD = "mtp.layers.*.", "mtp."
 
 
 def _ahead(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Builds the rules of the prediction further ahead from those of layers: one layer, with attention.
+    """Builds the rules of the MTP layer, which has attention, from those of layers.
 
     Source: vLLM 0.11, models/qwen3_next_mtp.py; transformers leaves these tensors unread.
     """
@@ -324,7 +318,6 @@ def _ahead(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
 
 
 def _all(*layer: Rule) -> tuple[Rule, ...]:
-    """Builds the rules of a model from those of its layers."""
     return (*VOCABULARY, *layer, *_ahead(layer))
 
 

@@ -1,4 +1,4 @@
-"""MiniMax-M2: experts in every layer under a sigmoid, norms over whole queries and keys, heads that rotate in part."""
+"""MiniMax-M2: sigmoid-routed experts in every layer, norms over whole queries and keys, partly rotated heads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOP_K = "num_experts_per_tok"
 @final
 @dataclass(frozen=True)
 class _SeveralExperts(Entry):
-    """Number of chosen experts, whose scores are divided by their sum; ours are where there are several."""
+    """Number of chosen experts, whose scores are divided by their sum; ours are if there are several."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Ministral 3, text alone or with images: Mistral with yarn, and queries that grow with their position."""
+"""Ministral 3, with or without images: Mistral with yarn, and queries that grow with position."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _YARN = {
     "mscale_all_dim": 1.0,
     _COEFFICIENT: 0.1,
 }
-"""Rotary parameters of a file that has none."""
+"""Default rotary parameters."""
 _ROPE = Rope()  # parameters without a base; a file without parameters has that of _YARN
 _KINDS = ("rope_parameters", "rope_scaling")
 
@@ -35,7 +35,7 @@ _KINDS = ("rope_parameters", "rope_scaling")
 @final
 @dataclass(frozen=True)
 class _TemperedRope(Entry):
-    """The rotary embedding, and among its parameters the coefficient by which queries grow."""
+    """The rotary embedding, with the coefficient by which queries grow."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class _TemperedRope(Entry):
 
 
 def _rotary_alone(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the file without what stands among the rotary parameters and rotates nothing."""
+    """Returns the file without rotary parameters that rotate nothing."""
     others = {_COEFFICIENT, "max_position_embeddings"}
     given = {kind: config[kind] for kind in _KINDS if isinstance(config.get(kind), dict)}
     return {**config} | {

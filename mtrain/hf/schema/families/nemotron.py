@@ -26,7 +26,7 @@ _BASES = ("backbone.", "model.")
 @final
 @dataclass(frozen=True)
 class _Pattern(Entry):
-    """The sublayer of each layer: a word for each, or a letter; older files have both, and their number."""
+    """The sublayer of each layer: a word each, or a letter; older files have both, and their number."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def _pattern_of(config: Mapping[str, Any]) -> str:
     """Returns a letter for each layer.
 
     Raises:
-        DataError: There is no pattern, it has other words, or two say different things.
+        DataError: There is no pattern, it has unknown words, or two patterns differ.
     """
     found: dict[str, str] = {}
     for name in (_LISTED, _ALIAS):
@@ -84,7 +84,7 @@ def _pattern_of(config: Mapping[str, Any]) -> str:
 @final
 @dataclass(frozen=True)
 class _Where(Entry):
-    """A field of layers of one letter, which counts only where the model has such layers."""
+    """A field of layers of one letter, used only if the model has such layers."""
 
     letter: str
     entry: Entry
@@ -141,7 +141,7 @@ def _is(letter: str) -> Condition:
 
 
 def _rows(*sizes: Mapping[str, int]) -> dict[str, slice]:
-    """Returns the places of a group's rows: C, B and inputs, which are convolved; gates; steps."""
+    """Returns the positions of a group's rows: C, B and inputs, which are convolved; gates; steps."""
     (given,) = sizes
     size, width = given["x"], given["r"] * given["y"]
     ends = {"C": size, "B": size, "inputs": width, "gates": width, "steps": given["r"]}
@@ -153,7 +153,7 @@ def _rows(*sizes: Mapping[str, int]) -> dict[str, slice]:
 
 
 def _pieces(axis: str, axes: str, *names: str) -> tuple[TensorPattern, ...]:
-    """Returns the pieces of a tensor whose rows are ordered by group here, and there by what they are."""
+    """Returns the pieces of a tensor whose rows are ordered by group here, and by kind there."""
 
     def piece(name: str) -> TensorPattern:
         def place(sizes: Mapping[str, int]) -> Fixed:
@@ -165,7 +165,7 @@ def _pieces(axis: str, axes: str, *names: str) -> tuple[TensorPattern, ...]:
 
 
 def _named(rule: Rule) -> Rule:
-    """Gives tensors the names of published files, which begin with `backbone.`; others are those of memory."""
+    """Gives tensors their published names, which begin with `backbone.` instead of the name in memory."""
     there = (rule.parts, *rule.others)
     usual, *others = [
         tuple(replace(part, name=part.name.replace(_BASES[1], _BASES[0], 1)) for part in parts) for parts in there

@@ -28,10 +28,10 @@ _LISTED, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 
 
 def _rotates(config: dict[str, Any]) -> list[int]:
-    """Returns 1 for each layer with rotary positions and 0 for each without.
+    """Returns 1 for each layer with rotary positions, else 0.
 
     Raises:
-        DataError: The list has another length or other numbers.
+        DataError: The list has a wrong length or other numbers.
     """
     num_layers, every = needed_value(config, "num_hidden_layers", int), needed_value(config, _INTERVAL, int, 4)
     found = config.get(_LISTED)
@@ -53,7 +53,7 @@ def _rotates(config: dict[str, Any]) -> list[int]:
 @final
 @dataclass(frozen=True)
 class _Unrotated(Entry):
-    """Layers without rotary positions: one number for each layer, or the distance of these layers."""
+    """Layers without rotary positions: one number per layer, or their distance."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class _Unrotated(Entry):
 @final
 @dataclass(frozen=True)
 class _Windows(Entry):
-    """Layers with a sliding window: one word for each layer; else those without rotary positions."""
+    """Layers with a sliding window: one word per layer; else those without rotary positions."""
 
     @property
     def names(self) -> tuple[str, ...]:
