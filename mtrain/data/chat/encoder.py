@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import TokenizedSample
-from mtrain.data.chat.answers import Rendering, found_answers, marked_answers
 from mtrain.data.chat.answers import Answer, Rendering, found_answers, marked_answers
 from mtrain.data.chat.conversation import ANSWERS, RESERVED, Conversation, LossOn, conversation_of
 from mtrain.data.chat.ends import TOOLS, EndFinder, Weighed, up_to_stops

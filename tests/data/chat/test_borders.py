@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from mtrain.base.errors import DataError
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import chosen_templates
-from mtrain.tokenizer import load_tokenizer
+from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.data.chat.cases import assistant, user
 
 END, SPECIAL = "<|im_end|>", ["<|im_end|>", "<|role|>", "<s>"]

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from mtrain.config import Config
-from mtrain.mcore.distributed.cpu_collectives import in_the_place_of
-from mtrain.mcore.distributed.groups import Groups
+from mtrain.core.ranks.cpu_collectives import in_the_place_of
+from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import build, own_microbatches
 
