@@ -52,7 +52,8 @@ class _Recording(TorchDispatchMode):
 def reduced(groups: Groups, config: Config, batch: GlobalBatch) -> set[Reduced]:
     """Returns what one step adds up over ranks."""
     built = build(groups, config)
-    with _Recording() as recording:
+    recording = _Recording()
+    with recording:
         totals = built.training.forward_backward(own_microbatches(batch, groups, config))
         built.training.update(totals, config.optimizer.lr)
     return recording.found
