@@ -1,5 +1,6 @@
 """The documentation in a real browser: it needs no network, its search finds things, nothing is cut."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,15 @@ import pytest
 from tests.browser import Browser
 from tests.paths import ROOT
 
-SHOWN = ("index", "start/install", "start/finetune", "reference/configuration", "reference/cli", "faults", "lora")
+SHOWN = (
+    "index",
+    "start/install",
+    "start/finetune",
+    "reference/configuration",
+    "reference/cli",
+    "proof/faults",
+    "training/lora",
+)
 """Pages that are looked at: prose, code, wide tables."""
 SOUGHT = {
     "flash attention": "how-do-i",
@@ -66,3 +75,11 @@ def test_pages_open_from_files_on_a_desk_and_a_phone(site: Path, chromium: Brows
 @pytest.mark.parametrize("words", SOUGHT)
 def test_the_search_finds(site: Path, chromium: Browser, words: str) -> None:
     assert f"/{SOUGHT[words]}.html" in answers(chromium, site / "index.html", words)
+
+
+def test_how_tos_come_before_decisions(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    boosts = {each["location"].partition("#")[0]: each.get("boost", 1.0) for each in index["docs"]}
+    decisions = {name: boost for name, boost in boosts.items() if name.startswith("adr/")}
+    assert len(decisions) > 60
+    assert max(decisions.values()) < min(boost for name, boost in boosts.items() if name not in decisions)
