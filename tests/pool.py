@@ -20,7 +20,7 @@ from tests import warm
 __all__ = ["Pool", "RankFailed"]
 
 
-FUNCTIONS = ("tests.parity.ranks", "tests.mcore.state.checkpoint_ranks", "mtrain.verify.core.exact")
+FUNCTIONS = ("tests.parity.ranks", "tests.core.state.checkpoint_ranks", "mtrain.verify.core.exact")
 """Modules that most ranks call, and would otherwise import each: a hundred ranks, two to five seconds."""
 LAZY = ("numpy.ma", "rich._emoji_codes", "torch.utils.serialization.config")
 """Modules that libraries import during a run."""

@@ -16,8 +16,8 @@ from termios import TIOCSWINSZ
 import pytest
 
 from mtrain.runs.events import EventKind
-from tests.monitor.folders import beats, started
 from tests.pool import Pool
+from tests.report.monitor.folders import beats, started
 from tests.training.test_trainer import BASE
 from tests.warm import Command, completed, program_environment
 

@@ -143,7 +143,7 @@ def test_steps_are_those_of_a_model_that_transformers_resizes(pool: Pool, folder
     assert any(VOCABULARY in text.ids for step in texts for text in step), "<search> does not occur"
 
 
-# untied by day: the tables of an export in test_runs_on_all_layouts_..., what a run resumes in tests/mcore/state
+# untied by day: the tables of an export in test_runs_on_all_layouts_..., what a run resumes in tests/core/state
 @pytest.mark.parametrize("folder", [pytest.param(False, marks=pytest.mark.nightly), True], indirect=True, ids=IDS)
 def test_a_run_goes_on_and_its_export_is_whole(pool: Pool, folder: Path) -> None:
     config = config_of(folder, "long")
@@ -189,7 +189,7 @@ def test_an_adapter_trains_their_rows_and_is_merged(pool: Pool, folder: Path) ->
     assert not torch.equal(table[VOCABULARY], mean), "the row of <search> has learned"
 
 
-# untied by day: tables that learn whole go to PEFT and back in tests/mcore/adapters/test_peft.py
+# untied by day: tables that learn whole go to PEFT and back in tests/core/adapters/test_peft.py
 @pytest.mark.parametrize("folder", [pytest.param(False, marks=pytest.mark.nightly), True], indirect=True, ids=IDS)
 def test_tables_that_learn_whole_train_their_rows_beside_adapters(pool: Pool, folder: Path) -> None:
     """PEFT loads the export onto a frozen model that it has resized, tied or not."""

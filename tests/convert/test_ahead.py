@@ -17,8 +17,8 @@ from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import verify_hf
 from mtrain.hf.schema.description import described_model, with_architecture
 from tests.cli.command_line import call
+from tests.core.state import checkpoint_ranks
 from tests.hf.ahead import CONFIGS, FILE, save_ahead
-from tests.mcore.state import checkpoint_ranks
 from tests.messages import check_message, refuses
 from tests.pool import Pool
 

@@ -17,7 +17,7 @@ from mtrain.checkpoint.store.diff import contents_of, differences
 from mtrain.cli.inspect import inspect_app
 from mtrain.core.state.shard import Shard
 from tests.config.samples import config
-from tests.mcore.state.checkpoint_ranks import save
+from tests.core.state.checkpoint_ranks import save
 from tests.pool import Pool
 
 SMALL: dict[str, Any] = {"model__num_layers": 2, "model__vocab_size": 117, "model__vocab_multiple": 8}

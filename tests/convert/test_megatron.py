@@ -18,9 +18,9 @@ from mtrain.convert.verifying import verify_hf
 from mtrain.data.loader import StepLoader
 from tests.cli.command_line import call
 from tests.config.samples import config
+from tests.core.state.megatron_ranks import save_like_megatron_lm, tensors_by_megatron
+from tests.core.state.test_import_megatron import QWEN_MOE, SMALL, TIED_QWEN3
 from tests.hf.folders import save
-from tests.mcore.state.megatron_ranks import save_like_megatron_lm, tensors_by_megatron
-from tests.mcore.state.test_import_megatron import QWEN_MOE, SMALL, TIED_QWEN3
 from tests.messages import check_message, refuses
 from tests.parity.expert_models import MIXTRAL
 from tests.pool import Pool

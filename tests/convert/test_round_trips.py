@@ -23,9 +23,9 @@ from mtrain.hf.configuration import load_config
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.training import transformers_logits
 from mtrain.runs.folder import RunFolder
+from tests.core.state import checkpoint_ranks
 from tests.hf import hf_ranks
 from tests.hf.folders import CONFIGS, TOWERS, class_of, save
-from tests.mcore.state import checkpoint_ranks
 from tests.pool import Pool
 
 

@@ -26,10 +26,10 @@ from mtrain.hf.schema import peft
 from mtrain.hf.schema.description import described_model, read_model
 from mtrain.hf.schema.files import as_declared, declared_ends
 from mtrain.hf.schema.registry import family_of
+from tests.core.state import checkpoint_ranks
 from tests.hf import hf_ranks
 from tests.hf.folders import TOWERS, class_of, content_of, run_of_folder, save
 from tests.hf.stored import store
-from tests.mcore.state import checkpoint_ranks
 from tests.messages import refuses
 from tests.pool import Pool
 

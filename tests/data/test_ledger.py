@@ -27,7 +27,7 @@ from mtrain.data.ledger import (
 from mtrain.training.recording.sinks import LedgerSink
 from tests.fault_table import Notice
 from tests.messages import refuses
-from tests.metrics.records import step_record, valid_record
+from tests.report.metrics.records import step_record, valid_record
 
 START = StartEntry(0, "fp", ("a",), (4,))
 

@@ -121,7 +121,7 @@ from mtrain.config import Config
 from mtrain.report.metrics.trackers.open import refuse_missing, tracked_run, tracker_sink
 from mtrain.launch.local import free_port
 from tests.config.samples import content
-from tests.metrics.records import step_record
+from tests.report.metrics.records import step_record
 config = Config.model_validate(content(metrics__trackers=["sqlite3"]))
 refuse_missing(config.metrics.trackers)
 for steps in (range(1, 4), range(3, 6)):

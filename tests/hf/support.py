@@ -41,9 +41,9 @@ from mtrain.hf.schema.registry import FAMILIES, family_of_run
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.verify.hf import verify_hf
 from mtrain.verify.parity import Request, verify_parity
+from tests.core.adapters import peft_ranks
 from tests.hf import hf_ranks
 from tests.hf.folders import save
-from tests.mcore.adapters import peft_ranks
 from tests.paths import DOCS, ROOT
 from tests.pool import Pool
 from tests.training.sampling import sampling_ranks

@@ -20,8 +20,8 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import build_run
-from tests.mcore.state.checkpoint_ranks import Parts, build
-from tests.mcore.state.whole_states import whole_states
+from tests.core.state.checkpoint_ranks import Parts, build
+from tests.core.state.whole_states import whole_states
 
 
 def save_by_megatron(groups: Groups, folder: Path) -> str:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mtrain.arch.layout import Layout
+from tests.core.state import expert_ranks as state_ranks
+from tests.core.state.test_save_and_load import FP16, configured
 from tests.known_issues import expert_ranks
-from tests.mcore.state import expert_ranks as state_ranks
-from tests.mcore.state.test_save_and_load import FP16, configured
 from tests.pool import Pool
 
 

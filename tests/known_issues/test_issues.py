@@ -295,7 +295,7 @@ def test_states_are_loaded_before_the_first_update(pool: Pool) -> None:
 
 
 def test_loading_does_not_ask_for_adams_step(pool: Pool) -> None:
-    """Shows their loading; every resumed run of tests/mcore/state/test_save_and_load.py shows ours."""
+    """Shows their loading; every resumed run of tests/core/state/test_save_and_load.py shows ours."""
     assert pool.run(state_ranks.set_one_state, REPLICAS, small()) == ["'step'"] * 2
 
 

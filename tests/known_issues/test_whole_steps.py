@@ -175,7 +175,7 @@ def test_the_default_is_a_mean_of_means(pool: Pool, one: Case) -> None:
 
 @OF_THEIRS
 def test_initial_weights_depend_on_the_pipeline(pool: Pool) -> None:
-    """Shows a fault whose absence here is in tests/mcore/model/test_init_weights.py."""
+    """Shows a fault whose absence here is in tests/core/model/test_init_weights.py."""
     model = case(4).config(**WHOLE_TABLE).model
     whole, *_ = pool.run(plain_initial_weights, case(4).resolved(case(4).config()), model)
     two = case(4, pp=2)

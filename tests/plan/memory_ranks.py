@@ -13,7 +13,7 @@ from mtrain.config import Config
 from mtrain.core.engine import optimizer_state
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
-from tests.mcore.offload.copies import Copies
+from tests.core.offload.copies import Copies
 from tests.parity.ranks import Built, build
 from tests.plan.allocations import Allocations
 

@@ -10,8 +10,8 @@ import pytest
 from mtrain.arch.layout import Layout
 from mtrain.preflight.disk import checkpoint_bytes, disk_need
 from tests.config.samples import config
-from tests.mcore.adapters import adapter_ranks
-from tests.mcore.state import checkpoint_ranks
+from tests.core.adapters import adapter_ranks
+from tests.core.state import checkpoint_ranks
 from tests.pool import Pool
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 96}

@@ -197,7 +197,7 @@ CASES = {
     "a teacher that nobody asks": _loss(2, "loss.teacher", teacher={"checkpoint": "anywhere"}),
     "extras that records lack": _loss(2, "lacks advantages", function="ppo"),
     "logits in chunks": _loss(
-        2, "mark it if", function="tests.loss.bad_losses:scaled", options={"factor": 1.0}, chunk_tokens=8
+        2, "mark it if", function="tests.core.loss.bad_losses:scaled", options={"factor": 1.0}, chunk_tokens=8
     ),
     "a head without records": Case(2, "which predicts no tokens", lambda place: {"model": {**SMALL, "num_labels": 2}}),
     "a preference without pairs": _loss(2, "compares answers", function="dpo"),

@@ -10,7 +10,7 @@ import torch
 from mtrain.core.loss.pair import Extras
 from mtrain.serve.losses import Batch
 from mtrain.serve.protocol import SentDatum
-from tests.loss.microbatches import VOCAB, term_inputs
+from tests.core.loss.microbatches import VOCAB, term_inputs
 from tests.parity.cases import case
 from tests.parity.compare import relative
 from tests.pool import Pool

@@ -21,7 +21,7 @@ import pytest
 from mtrain.arch.layout import Layout
 from tests.parity.cases import Case
 
-ALWAYS = "tests/mcore/distributed/"
+ALWAYS = "tests/core/distributed/"
 PAIRS = "tests/parity/layouts/test_layouts.py"
 FEW_RANKS = 4
 

@@ -18,8 +18,8 @@ from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.data.loader import StepLoader
 from mtrain.training.changed import change_of_data
+from tests.core.state.test_save_and_load import configured
 from tests.fault_table import Notice
-from tests.mcore.state.test_save_and_load import configured
 from tests.messages import refuses
 from tests.pool import Pool
 from tests.training import one_process

@@ -47,7 +47,7 @@ def command(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 LAYOUTS = [
     ("llama-tied", {"num_hidden_layers": 4}, "{pp: 2, vpp: 2}", 2),
-    # the day covers tp, ep and pp by the others, families in tests/hf and tests/mcore/state
+    # the day covers tp, ep and pp by the others, families in tests/hf and tests/core/state
     ("mistral", {}, "{tp: 2, sp: true, pp: 2, stage_layers: [1, 2]}", 4),
     ("deepseek", {}, "{ep: 2, pp: 2, stage_layers: [2, 1]}", 4),
     ("gpt-oss", {"num_local_experts": 4, "num_key_value_heads": 2}, "{tp: 2, sp: true, etp: 1, ep: 2}", 2),

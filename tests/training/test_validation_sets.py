@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.conftest import word_tokenizer
-from tests.monitor.test_status import text as status_text
+from tests.report.monitor.test_status import text as status_text
 from tests.training.test_trainer import command, finished, records, start
 
 __all__ = ["command", "start", "word_tokenizer"]

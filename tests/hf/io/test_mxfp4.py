@@ -30,9 +30,9 @@ from mtrain.hf.io.mxfp4 import Mxfp4, packed, rounding_error, unpacked
 from mtrain.hf.io.source import FolderTensors, open_source
 from mtrain.hf.io.training import transformers_logits
 from tests.cli.command_line import call
+from tests.core.state import checkpoint_ranks
 from tests.hf import hf_ranks
 from tests.hf.folders import run_of_folder, save
-from tests.mcore.state import checkpoint_ranks
 from tests.messages import check_message, refuses
 from tests.pool import Pool
 

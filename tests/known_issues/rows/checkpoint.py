@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.known_issues.rows.row import KnownIssue, Place, always, issue_test
 
 _WRITER = "dist_checkpointing/strategies/filesystem_async.py"
-_CHECKPOINT_TESTS = "tests/mcore/state/test_save_and_load.py"
+_CHECKPOINT_TESTS = "tests/core/state/test_save_and_load.py"
 
 ROWS = (
     KnownIssue(

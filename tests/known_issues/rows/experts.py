@@ -182,7 +182,7 @@ ROWS = (
         ("mtrain/core/layers/layer_spec.py",),
         (
             f"{_TESTS}their_checkpoint_keys_of_expert_layers_are_dense_ones",
-            "tests/mcore/state/test_expert_state.py::test_checkpoint_keys_are_megatrons",
+            "tests/core/state/test_expert_state.py::test_checkpoint_keys_are_megatrons",
         ),
     ),
 )

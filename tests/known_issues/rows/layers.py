@@ -94,7 +94,7 @@ ROWS = (
         ("mtrain/core/layers/transformer_config.py", "mtrain/config/megatron_fields.py"),
         (
             spec_test("activations_are_freed_while_they_are_being_sent"),
-            "tests/mcore/model/test_transformer_config.py::test_outputs_are_kept_while_gloo_may_be_sending_them",
+            "tests/core/model/test_transformer_config.py::test_outputs_are_kept_while_gloo_may_be_sending_them",
         ),
         gone_in="0.19.2",
     ),
@@ -182,9 +182,8 @@ ROWS = (
             "mtrain/core/layers/layer_spec.py",
         ),
         (
-            "tests/mcore/transformer_engine/test_spec.py::"
-            "test_layers_of_transformer_engine_have_the_parameters_of_ours",
-            "tests/mcore/transformer_engine/test_backend.py::test_documents_are_taken_by_name_with_a_certificate_alone",
+            "tests/core/transformer_engine/test_spec.py::test_layers_of_transformer_engine_have_the_parameters_of_ours",
+            "tests/core/transformer_engine/test_backend.py::test_documents_are_taken_by_name_with_a_certificate_alone",
             "tests/config/test_known_issues.py::"
             "test_transformer_engine_is_refused_for_documents_under_context_parallelism",
         ),

@@ -161,7 +161,7 @@ ROWS = (
         ("mtrain/core/loss/vocab_parallel/logits.py",),
         (
             spec_test("label_smoothing_is_wrong_under_tensor_parallelism"),
-            "tests/loss/vocab_parallel/test_vocab_parallel.py::test_losses_and_gradients_are_those_of_the_whole_vocabulary",
+            "tests/core/loss/vocab_parallel/test_vocab_parallel.py::test_losses_and_gradients_are_those_of_the_whole_vocabulary",
         ),
         findings=(1,),
     ),

@@ -213,7 +213,7 @@ ROWS = (
         ("mtrain/core/layers/language_model.py",),
         (
             f"{_FAULTS}::test_tied_embeddings_cannot_be_described",
-            "tests/mcore/state/test_save_and_load.py::test_depths_of_multi_token_prediction_travel_between_layouts",
+            "tests/core/state/test_save_and_load.py::test_depths_of_multi_token_prediction_travel_between_layouts",
         ),
     ),
 )

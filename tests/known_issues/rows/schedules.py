@@ -99,7 +99,7 @@ ROWS = (
         ("mtrain/core/layers/build.py", "mtrain/core/layers/layer_spec.py"),
         (
             "tests/known_issues/test_table.py::test_megatron_fsdp_is_not_used",
-            "tests/mcore/state/test_save_and_load.py::test_another_layout_gets_the_same_bits_and_trains_alike",
+            "tests/core/state/test_save_and_load.py::test_another_layout_gets_the_same_bits_and_trains_alike",
         ),
         findings=(12,),
     ),

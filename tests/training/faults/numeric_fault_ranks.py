@@ -22,7 +22,7 @@ from mtrain.core.engine.training_state import local_shards
 from mtrain.core.ranks.groups import Groups
 from mtrain.training.build import build_run
 from mtrain.training.trainer import Build, train_on
-from tests.mcore.state.checkpoint_ranks import build
+from tests.core.state.checkpoint_ranks import build
 
 
 class Ending(NamedTuple):

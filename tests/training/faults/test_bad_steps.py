@@ -19,8 +19,8 @@ from mtrain.report.metrics.jsonl import read_records
 from mtrain.report.metrics.record import StepRecord
 from mtrain.runs.events import EventKind, read_events
 from mtrain.runs.goodput import goodput_of_run
+from tests.core.state.test_save_and_load import configured
 from tests.fault_table import Notice
-from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool
 from tests.reference import StepResult, exact_steps
 from tests.training.faults import bad_step_ranks as ranks
@@ -155,7 +155,7 @@ def test_a_skipped_step_leaves_the_run_without_its_batch(
     "layout",
     [
         Layout(dp=2),
-        # the test above shows that ranks agree, tests/mcore/state that they load; saves in the background below
+        # the test above shows that ranks agree, tests/core/state that they load; saves in the background below
         pytest.param(Layout(tp=2), marks=pytest.mark.nightly),
         pytest.param(Layout(pp=2), marks=pytest.mark.nightly),
         pytest.param(Layout(cp=2), marks=pytest.mark.nightly),

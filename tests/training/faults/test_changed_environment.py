@@ -10,9 +10,9 @@ import pytest
 
 from mtrain.arch.layout import Layout
 from mtrain.runs.goodput import goodput_of_run
+from tests.core.state.test_save_and_load import configured
 from tests.data.conftest import word_tokenizer
 from tests.fault_table import Notice
-from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool
 from tests.training.faults import environment_ranks, numeric_fault_ranks
 from tests.training.faults.test_bad_steps import steps_of

@@ -12,8 +12,8 @@ from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
+from tests.core.state.test_save_and_load import configured
 from tests.fault_table import Notice
-from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool
 from tests.training.faults import numeric_fault_ranks as ranks
 from tests.training.test_trainer import records

@@ -9,8 +9,8 @@ import pytest
 
 from mtrain.arch.layout import Layout
 from mtrain.checkpoint.store.steps import published_steps
+from tests.core.state.test_save_and_load import configured
 from tests.fault_table import Notice
-from tests.mcore.state.test_save_and_load import configured
 from tests.pool import Pool
 from tests.training.faults import environment_ranks as ranks
 from tests.training.test_trainer import numbers

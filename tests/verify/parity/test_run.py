@@ -333,7 +333,7 @@ def test_fractional_weights_that_add_up_to_a_whole_number_round_like_others(
 
 def test_a_loss_function_that_is_not_there_is_a_config_error(pool: Pool) -> None:
     with refuses(ConfigError, "'next_tokens'"):
-        check(pool, config(loss__function="tests.loss.bad_losses:next_tokens"), "mbs2")
+        check(pool, config(loss__function="tests.core.loss.bad_losses:next_tokens"), "mbs2")
 
 
 def mtrain(*arguments: object) -> subprocess.CompletedProcess[str]:

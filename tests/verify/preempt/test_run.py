@@ -32,8 +32,8 @@ from mtrain.verify.preempt.start import (
     run_until_stopped,
 )
 from tests.messages import refuses
-from tests.metrics.records import step_record
 from tests.paths import ROOT
+from tests.report.metrics.records import step_record
 from tests.warm import Command, program_environment
 
 CONFIG = """
