@@ -38,6 +38,18 @@ from mtrain.core.step.results import EvalResult, ForwardResult, StepResult
 from mtrain.hf.io.broadcast import BUCKET_BYTES
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import build_step
+from mtrain.loss.functions.sources import source_fingerprints
+from mtrain.loss.objective import AnyLoss, Objective
+from mtrain.mcore.distributed.deterministic import deterministic
+from mtrain.mcore.distributed.groups import opened_groups
+from mtrain.mcore.distributed.init import joined_distributed, on_first_rank
+from mtrain.mcore.distributed.party import purpose_of
+from mtrain.mcore.engine.optimizer import AdamOptions
+from mtrain.plan import num_parameters
+from mtrain.plan.layout import Layout
+from mtrain.plan.lr import learning_rate
+from mtrain.training.batches import GlobalBatches, checked_config
+from mtrain.training.build import agreed, build_step, of_teacher
 from mtrain.training.export import exported_through_checkpoint
 from mtrain.training.resume import initialize
 from mtrain.training.run_folder import Position, load_from, save_at
@@ -85,6 +97,7 @@ class Engine(Turns):
             groups = held.enter_context(opened_groups(layout, device, train.seed, train.process_group_timeout_s))
             self._groups, self.config = groups, config
             self._objective = Objective.from_config(config.loss, config.model)
+            self._sources = agreed(groups, lambda: source_fingerprints(config.loss))
             self._built_step = build_step(config, groups, self._objective, weights_follow=True)
             initialize(self._built_step.model)
             if config.adapter is not None:
@@ -287,12 +300,14 @@ class Engine(Turns):
             Path of the checkpoint, such as `run_dir/checkpoints/step_00000010`.
 
         Raises:
+            DataError: The newest checkpoint of the folder was trained with another teacher, or another source of the
+                user's loss, without the consent of `checkpoint.allow_changed`.
             RunFolderError: The folder holds this step already or a run of another configuration, or is in use.
             MachineError: The disk refuses.
             NumericError: A weight is not finite; nothing was saved.
         """
         folder = RunFolder(Path(self.config.run.dir if run_dir is None else run_dir))
-        return save_at(folder, Position(self.step, self._total_tokens), self._built().model)
+        return save_at(folder, Position(self.step, self._total_tokens), self._built().model, self._inputs())
 
     def load(self, path: Path | str) -> None:
         """Loads weights, optimizer and step of a checkpoint saved under any layout. Gradients are dropped.
@@ -301,13 +316,19 @@ class Engine(Turns):
             path: Checkpoint, or run folder, whose newest good checkpoint is loaded.
 
         Raises:
-            DataError: The checkpoint is damaged, of another model, or holds nan or inf; the engine must not be used
-                then.
+            DataError: The checkpoint was trained with another teacher, or another source of the user's loss, without
+                the consent of `checkpoint.allow_changed`; or it is damaged, of another model, or holds nan or inf, and
+                the engine must not be used then.
         """
-        model = self._built().model
+        model, inputs = self._built().model, self._inputs()
         # accumulated gradients belong to the old weights
         self._open, self._tokens = None, 0
-        self.step, self._total_tokens = load_from(Path(path), model)
+        self.step, self._total_tokens = load_from(Path(path), model, inputs)
+
+    def _inputs(self) -> dict[str, str]:
+        """Returns the fingerprints of what determines numbers besides samples and weights, by key of the
+        configuration."""
+        return {**self._sources, **of_teacher(self._built().teacher)}
 
     def export_hf(self, folder: Path | str) -> None:
         """Writes a folder that Hugging Face's libraries can load, and verifies that it holds exactly these weights.

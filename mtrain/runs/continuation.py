@@ -51,6 +51,8 @@ _TEMPLATE = "data.chat_template"
 """Key whose file may move as well, where it names one."""
 TEACHER = "loss.teacher.checkpoint"
 """Key of weights that may move: a checkpoint has their fingerprint."""
+REFERENCE = "loss.reference"
+"""Key of weights that may move: the run folder has their fingerprint, and the data's covers the scores by them."""
 _SOURCES = ("data.train", "data.curriculum")
 """Keys of sources whose paths may change: the fingerprint identifies the sources."""
 _SOURCE_DEFAULTS = {
@@ -151,7 +153,8 @@ def _is_other_run(change: Change, teacher_is_known: bool) -> bool:
     meaning."""
     if change.is_neutral or change.key in _SEEN_IN_FINGERPRINT or _is_only_elsewhere(change):
         return False
-    if change.key == TEACHER and teacher_is_known and None not in (change.old, change.new):
+    may_move = change.key == REFERENCE or (change.key == TEACHER and teacher_is_known)
+    if may_move and None not in (change.old, change.new):
         return False
     meant = KEPT[change.key].before if change.key in KEPT else _default(change.key)
     return change.old is not None or change.new != json.dumps(meant, ensure_ascii=False, default=str)

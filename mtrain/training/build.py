@@ -152,8 +152,7 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     built = build_step(config, groups, objective, teacher_of, weights_follow=True)
     # before the run's own weights are loaded, since this overwrites the model's weights
     references.use(built.model)
-    of_teacher = {} if built.teacher is None else {TEACHER: teacher_fingerprint(built.teacher)}
-    inputs = {**sources, **held_out, **of_teacher}
+    inputs = {**sources, **held_out, **of_teacher(built.teacher)}
     resumed = resume_or_initialize(built.model, folder, loader, inputs)
     return Run(
         built.model,
@@ -180,6 +179,11 @@ def _notes_on_packages() -> list[str]:
 def _notes_on_layers(config: Sections, groups: Groups) -> list[str]:
     note = choose(config, groups.device).note
     return [note] if note else []
+
+
+def of_teacher(teacher: Teacher | None) -> dict[str, str]:
+    """Returns the fingerprint of a teacher by the key that names it. Collective over the world."""
+    return {} if teacher is None else {TEACHER: teacher.fingerprint()}
 
 
 def agreed(groups: Groups, found: Callable[[], dict[str, str]]) -> dict[str, str]:

@@ -23,6 +23,9 @@ from mtrain.data.sources import REFERENCES
 from mtrain.data.steps import Windows, known_until, windows_in
 from mtrain.report.metrics.record import ChangeRecord
 from mtrain.runs.continuation import TEACHER, allowed_changes, continued
+from mtrain.metrics.record import ChangeRecord
+from mtrain.runs.changes import Change
+from mtrain.runs.continuation import REFERENCE, TEACHER, allowed_changes, continued
 from mtrain.runs.folder import RunFolder
 from mtrain.training.inputs import VALID, changed_inputs
 
@@ -131,11 +134,14 @@ def change_of_data(
         return None  # data.packing may change without consent, and all samples so far were the same
     if has_phases(saved) or has_phases(data.fingerprint):
         return _change_of_curriculum(entry, saved, known, checkpoint, found)
+    has_other_scores = _without_references(saved) == _without_references(data.fingerprint)
+    if has_other_scores and is_permitted(REFERENCE, checkpoint.allow_changed):
+        return Change(REFERENCE, f"fingerprint {saved}", f"fingerprint {data.fingerprint}", is_neutral=False)
     is_explained = any(each.key.startswith("data.") for each in found)
     if is_explained or is_permitted(DATA, checkpoint.allow_changed):
         return Change(DATA, f"fingerprint {saved}", f"fingerprint {data.fingerprint}", is_neutral=False)
     _refuse_other_windows(saved, data.fingerprint, entry)
-    if _without_references(saved) == _without_references(data.fingerprint):
+    if has_other_scores:
         raise DataError(
             f"the scores of the reference model are not those that {entry.path} was trained with (fingerprint "
             f"{data.fingerprint}, not {saved}), because they were removed and the weights that they came from have "

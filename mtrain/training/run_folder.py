@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from mtrain.base.errors import DataError
 from mtrain.checkpoint.state.load import load_checkpoint, save_checkpoint
 from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers
+from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers, newest_good
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
@@ -24,6 +26,7 @@ from mtrain.runs.folder import RunFolder
 from mtrain.runs.lock import RunLock
 from mtrain.training.changed import going_on
 from mtrain.training.export import clean_staging
+from mtrain.training.inputs import changed_inputs
 from mtrain.training.resume import announced
 
 _log = logging.getLogger(__name__)
@@ -70,10 +73,17 @@ class Position(NamedTuple):
     """Number of tokens that these updates have read."""
 
 
-def save_at(folder: RunFolder, at: Position, model: RankModel) -> Path:
+def save_at(folder: RunFolder, at: Position, model: RankModel, inputs: Mapping[str, str]) -> Path:
     """Saves a checkpoint, and returns its path when it is published. Collective over the world.
 
+    Args:
+        folder: Run folder.
+        at: Progress of the program.
+        model: Model to save.
+        inputs: Fingerprints of what determines its numbers besides the data, by key.
+
     Raises:
+        DataError: The newest checkpoint of the folder had other inputs.
         RunFolderError: The folder holds this step already or a run of another configuration, or is in use.
         MachineError: The disk refuses.
         NumericError: A weight is not finite; nothing was saved.
@@ -81,19 +91,37 @@ def save_at(folder: RunFolder, at: Position, model: RankModel) -> Path:
     with contextlib.ExitStack() as held:
         # the lock is held during the save only: a program may save into several folders
         on_first_rank(lambda: claim(folder, model.config, held).config)
-        save_checkpoint(folder.checkpoints, model, at.step, at.tokens)
+        on_first_rank(lambda: _check_newest(folder, inputs, model.config.checkpoint.allow_changed))
+        save_checkpoint(folder.checkpoints, model, at.step, at.tokens, inputs)
     return folder.checkpoints / step_name(at.step)
 
 
-def load_from(path: Path, model: RankModel) -> Position:
+def _check_newest(folder: RunFolder, inputs: Mapping[str, str], allow_changed: Sequence[str]) -> None:
+    """Refuses to go on with a run by other inputs than those of its newest checkpoint."""
+    try:
+        newest = newest_good(folder.checkpoints).entry
+    except DataError:
+        return  # none of them is whole, and the save must come about all the same
+    if newest is not None:
+        changed_inputs(newest, inputs, allow_changed)
+
+
+def load_from(path: Path, model: RankModel, inputs: Mapping[str, str]) -> Position:
     """Loads weights and optimizer of a checkpoint, or of the newest good one of a run. Collective over the world.
 
+    Args:
+        path: Checkpoint or run folder.
+        model: Model that is filled.
+        inputs: Fingerprints of what determines its numbers besides the data, by key.
+
     Raises:
-        DataError: The checkpoint is damaged, of another model, or holds nan or inf; the model must not be used then.
+        DataError: The checkpoint had other inputs, and nothing was loaded; or it is damaged, of another model, or holds
+            nan or inf; the model must not be used then.
     """
     with opened_checkpoint(lambda unusable: checkpoint_at(path, unusable), _log.info) as newest:
         entry = announced(newest)
         assert entry is not None, "checkpoint_at raises where there is none"
+        on_first_rank(lambda: changed_inputs(entry, inputs, model.config.checkpoint.allow_changed))
         state = load_checkpoint(entry, model)
         found = Position(state.step, on_first_rank(lambda: entry.manifest.tokens))
     if (fault := non_finite_state(model)) is not None:

@@ -6,8 +6,9 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,6 +188,38 @@ def save_and_go_on(
             _step(engine, batches[0])
             assert engine.save(folder) == Path(folder, "checkpoints", "step_00000001")
             return [_step(engine, batch) for batch in batches[1:]]
+
+
+def with_other_inputs(
+    groups: Groups, first: Config, others: Sequence[Config], batch: Batch, folder: Path, sources: Mapping[str, str]
+) -> list[list[str]]:
+    """Saves by the first configuration, then puts `sources` next to the folder and loads and saves by each of the
+    others; returns what was refused."""
+    sys.path.insert(0, str(folder.parent))
+    found = []
+    with free(groups):
+        with Engine(first) as engine:
+            _step(engine, batch)
+            engine.save(folder)
+        for name, text in sources.items():
+            Path(folder.parent, name).write_text(text)
+        for config in others:
+            with Engine(config) as engine:
+                refusals = [_refusal(lambda: engine.load(folder))]
+                if engine.step == 0:
+                    _step(engine, batch)
+                _step(engine, batch)
+                refusals.append(_refusal(lambda: engine.save(folder)))
+                found.append(refusals)
+    return found
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def _step(engine: Engine, batch: Batch) -> StepResult:

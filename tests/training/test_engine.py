@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,6 +260,47 @@ def test_a_new_engine_goes_on_from_a_save(pool: Pool, tmp_path: Path, other: dic
         assert ours.step == theirs.step
         assert relative(ours.loss, theirs.loss) < 1e-5
         assert replace(ours, loss=0, objective=0, grad_norm=0) == replace(theirs, loss=0, objective=0, grad_norm=0)
+
+
+OWN_TERM = """
+from mtrain import weigh
+
+
+def own(inputs):
+    return weigh({} * inputs.logits.cross_entropy(inputs.labels), inputs)
+"""
+
+
+def test_an_engine_goes_on_by_the_loss_and_the_teacher_of_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """Compares what a start compares; a moved teacher is the same one, and consent lets another one in."""
+    batch, layout = data_of(three_steps())[0][:4], Layout(dp=2)
+    for name, seed in (("teacher", 1), ("other", 2)):
+        config = small(train__seed=seed)
+        pool.run(engine_ranks.train, layout, config, [batch], 4, str(tmp_path / name))
+    shutil.copytree(tmp_path / "teacher", tmp_path / "moved")
+    (tmp_path / "my_engine_term.py").write_text(OWN_TERM.format(2.0))
+
+    def config_of(function: str, teacher: str, allowed: str | None = None) -> Config:
+        term = {"kl": {"function": "distillation", "coefficient": 0.5}}
+        consent = {} if allowed is None else {"checkpoint__allow_changed": [allowed]}
+        named = {"checkpoint": str(tmp_path / teacher)}
+        return small(loss__function=function, loss__side_terms=term, loss__teacher=named, **consent)
+
+    def found(
+        run: str, function: str, teachers: Sequence[str], allowed: str, sources: dict[str, str]
+    ) -> list[list[str]]:
+        others = [config_of(function, each) for each in teachers] + [config_of(function, teachers[-1], allowed)]
+        given = (config_of(function, "teacher"), others, batch, tmp_path / run, sources)
+        refusals: list[list[str]] = pool.run(engine_ranks.with_other_inputs, layout, *given)[0]
+        return refusals
+
+    moved, *refused, consented = found("a", "next_token", ["moved", "other"], "loss.teacher.checkpoint", {})
+    assert moved == consented == ["", ""]
+    changed = {"my_engine_term.py": OWN_TERM.format(3.0)}
+    again, permitted = found("b", "my_engine_term:own", ["teacher"], "loss.function", changed)
+    assert permitted == ["", ""]
+    for refusals, key in ((refused[0], "loss.teacher.checkpoint"), (again, "loss.function")):
+        assert all(f"checkpoint.allow_changed=[{key}]" in each for each in refusals), "neither loaded nor saved"
 
 
 def test_without_its_adapters_a_model_is_the_one_that_never_had_any(pool: Pool) -> None:

@@ -9,8 +9,9 @@ mtrain.checkpoint's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,9 @@ from mtrain.core.layers.sharded_parameters import (
 from mtrain.core.ranks import rng
 from mtrain.core.ranks.groups import Groups, seed_generators
 from mtrain.core.ranks.init import on_all_ranks, on_first_rank
+from mtrain.mcore.state.base import base_of, check_base, refused_as_model
+from mtrain.mcore.state.reader import GlobalTensors, Wanted, load_parameters, load_shards, memory_for
+from mtrain.mcore.state.save import Provenance, Saver
 
 OUTPUT = "output_layer.weight"
 """Key of the output layer, or of the head that replaces it."""
@@ -62,7 +66,13 @@ class LoadedState(NamedTuple):
     """Recent updates, by which train.on_spike judges the next step."""
 
 
-def save_checkpoint(folder: Path, model: RankModel, step: int, tokens: int = 0) -> None:
+def save_checkpoint(
+    folder: Path,
+    model: RankModel,
+    step: int,
+    tokens: int = 0,
+    inputs: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Makes one save, published when this returns. Collective over the world.
 
     Args:
@@ -70,12 +80,13 @@ def save_checkpoint(folder: Path, model: RankModel, step: int, tokens: int = 0) 
         model: Model to save.
         step: Number of optimizer updates completed.
         tokens: Number of text tokens consumed.
+        inputs: Fingerprints of what determines its numbers besides the data, by key.
 
     Raises:
         RunFolderError: The step is published already.
         MachineError: A rank could not write; nothing was published. On all ranks.
     """
-    saver = Saver(folder, model.groups, model.config)
+    saver = Saver(folder, model.groups, model.config, Provenance(inputs=inputs))
     saver.save(model, step, tokens=tokens)
     saver.finish()
 

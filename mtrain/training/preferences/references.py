@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
-from mtrain.checkpoint.store.steps import published_steps
+from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
+from mtrain.config.consent import is_permitted
 from mtrain.config.schema.data import SftSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.rank_model import RankModel
@@ -39,6 +40,14 @@ from mtrain.data.loader import HeldOutBatches, RowsOfRank, StepLoader
 from mtrain.data.sources import HeldOut
 from mtrain.hf.schema.description import ADDED_TOKENS
 from mtrain.runs.folder import RunFolder
+from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
+from mtrain.mcore.engine.rank_model import RankModel
+from mtrain.runs.changes import flat_keys
+from mtrain.runs.continuation import REFERENCE
+from mtrain.training.changed import checkpoint_config
+from mtrain.training.forward import num_microbatches
 from mtrain.training.preferences.reference_model import Reference
 
 _log = logging.getLogger(__name__)
@@ -63,6 +72,8 @@ class _Kept(NamedTuple):
     """Whether there is a checkpoint, so that existing scores are those that the run began with."""
     paths: tuple[Path | None, ...]
     """Path of each source's scores; None if they have to be computed."""
+    scored_by: str | None = None
+    """Place that loss.reference named when they were computed, if it names another one now."""
 
 
 class References:
@@ -92,7 +103,7 @@ class References:
             self._sources = on_first_rank(lambda: _sources(loader))
             self._kept = on_first_rank(self._find_kept)
             # a run without a checkpoint checks the weights too: existing scores may be those of other weights
-            if not self._kept.goes_on or None in self._kept.paths:
+            if not self._kept.goes_on or None in self._kept.paths or self._kept.scored_by is not None:
                 self._reference = Reference.of(config)
 
     def score_apart(self) -> None:
@@ -166,14 +177,18 @@ class References:
 
     def _find_kept(self) -> _Kept:
         """Finds the scores of a run with a checkpoint, those of earlier versions included. On the first rank."""
-        if not published_steps(self._folder.checkpoints):
+        steps, named = published_steps(self._folder.checkpoints), self._config.loss.reference
+        if not steps:
             return _Kept(False, (None,) * len(self._sources))
-        return _Kept(True, tuple(self._kept_path(source) for source in self._sources))
+        saved = None if named is None else checkpoint_config(self._folder.checkpoints / step_name(steps[-1]))
+        before = named if saved is None else flat_keys(saved).get(REFERENCE, named)
+        paths = tuple(self._kept_path(source, before) for source in self._sources)
+        return _Kept(True, paths, before if before != named else None)
 
-    def _kept_path(self, source: _Source) -> Path | None:
+    def _kept_path(self, source: _Source, named: str | None) -> Path | None:
         folder = self._folder.references
-        there = sorted(folder.glob(f"{self._stem(source)}-*.npy"))
-        earlier = folder / f"{self._earlier_stem(source)}.npy"
+        there = sorted(folder.glob(f"{self._stem(source, named)}-*.npy"))
+        earlier = folder / f"{self._earlier_stem(source, named)}.npy"
         return next((path for path in (*there, earlier) if path.exists()), None)
 
     def _of_identity(self, identity: str) -> _Kept:
@@ -187,6 +202,8 @@ class References:
             paths = (self._path(source, identity) for source in self._sources)
             return kept._replace(paths=tuple(path if path.exists() else None for path in paths))
         others = [path for path in kept.paths if path is not None and path.stem.partition("-")[2] not in ("", identity)]
+        if kept.scored_by is not None:
+            return self._of_moved(identity, kept.scored_by, bool(others))
         if others:
             raise DataError(
                 f"{others[0]} holds scores of another reference model than the one that is there now, by which "
@@ -195,6 +212,21 @@ class References:
             )
         return kept
 
+    def _of_moved(self, identity: str, before: str, is_another: bool) -> _Kept:
+        """Takes over the scores by the same model in another place; none by another model, with consent."""
+        if is_another and not is_permitted(REFERENCE, self._config.checkpoint.allow_changed):
+            raise DataError(
+                f"loss.reference={self._config.loss.reference} holds another model than {before}, by which this run "
+                "has scored its sequences, so the steps to come would be those of another run; name the model of "
+                f"before, or go on with the new one by checkpoint.allow_changed=[{REFERENCE}]"
+            )
+        paths: list[Path | None] = []
+        for source, path in zip(self._sources, self._kept.paths):
+            paths.append(None if path is None or is_another else self._path(source, identity))
+            if path is not None and not is_another:
+                _write(self._path(source, identity), path.read_bytes())
+        return self._kept._replace(paths=tuple(paths))
+
     def _path(self, source: _Source, identity: str) -> Path:
         """Returns the path of scores, named after the sequences and the model.
 
@@ -202,19 +234,18 @@ class References:
             source: Source of the sequences.
             identity: Hash that identifies the reference, from `Reference.loaded`.
         """
-        return self._folder.references / f"{self._stem(source)}-{identity}.npy"
+        return self._folder.references / f"{self._stem(source, self._config.loss.reference)}-{identity}.npy"
 
-    def _stem(self, source: _Source) -> str:
+    def _stem(self, source: _Source, named: str | None) -> str:
         """Hashes what stays the same when the run resumes; the path of its initial weights may have changed by then."""
-        loss = self._config.loss
-        return _hashed([_FORMAT, source.fingerprint, loss.aggregation, loss.reference])
+        return _hashed([_FORMAT, source.fingerprint, self._config.loss.aggregation, named])
 
-    def _earlier_stem(self, source: _Source) -> str:
+    def _earlier_stem(self, source: _Source, named: str | None) -> str:
         """Returns the name that earlier versions used, which hashed the paths of the weights."""
         config = self._config
         model = config.model.model_dump_json(exclude={"num_labels", *ADDED_TOKENS})
         start = [model, config.checkpoint.initialize_from, config.train.seed]
-        start += [] if config.loss.reference is None else [config.loss.reference]
+        start += [] if named is None else [named]
         return _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, *start])
 
     def _shared_path(self, source: _Source, identity: str) -> Path:

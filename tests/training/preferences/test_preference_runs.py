@@ -217,6 +217,38 @@ def test_a_folder_of_hugging_face_is_compared_with_and_named(pool: Pool, folder:
         pool.run(train_fresh, Layout(), named("hf-empty", folder / "hf-empty"))
 
 
+@pytest.mark.fault(
+    "input",
+    "loss.reference names a copy of the reference model, and then another model",
+    happens="a copy changes nothing; another model is refused until checkpoint.allow_changed names loss.reference",
+    exit_code=3,
+)
+def test_a_reference_may_move_and_another_one_needs_consent(pool: Pool, folder: Path, notice: Notice) -> None:
+    for number, name in enumerate(("policy", "here", "another")):
+        pool.run(train_fresh, Layout(), config(folder, name, "orpo", train__seed=number, **ONE_STEP))
+
+    def go_on(named: str, num_steps: int, layout: Layout, **more: Any) -> dict[str, Any]:
+        keys: dict[str, Any] = {"loss__reference": str(folder / named), "train__num_steps": num_steps, **more}
+        keys |= {"checkpoint__initialize_from": str(folder / "policy"), "optimizer__schedule": "constant"}
+        pool.run(train_fresh, layout, config(folder, "moving", "dpo", valid__at_end=False, **keys))
+        shutil.rmtree(folder / "cache" / "references", ignore_errors=True)  # other layouts would find the same bits
+        changes = read_manifest(folder / "moving" / "checkpoints" / f"step_{num_steps:08d}").changes
+        scores = {path.read_bytes() for path in (folder / "moving" / "references").iterdir()}
+        return {"changes": [each.key for each in changes], "scores": scores}
+
+    begun = go_on("here", 1, Layout())
+    (folder / "here").rename(folder / "there")
+    assert begun == go_on("there", 2, Layout(dp=2)) == go_on("there", 3, Layout())
+    assert begun["changes"] == []
+    with notice, refuses(DataError, "checkpoint.allow_changed=[loss.reference]"):
+        go_on("another", 4, Layout())
+    assert DataError.exit_code == notice.exit_code
+    changed = go_on("another", 4, Layout(), checkpoint__allow_changed=["loss.reference"])
+    assert changed["changes"] == ["loss.reference"]
+    assert changed["scores"] > begun["scores"]
+    assert go_on("another", 5, Layout())["changes"] == ["loss.reference"]
+
+
 @torch.no_grad()
 def _log_prob(model: Any, datum: Datum) -> torch.Tensor:
     """Returns the log-probability of the answer, by the definition."""
