@@ -16,9 +16,16 @@ from mtrain.arch.memory import memory_per_rank, trained_parameters
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.core.ranks.init import any_rank
+from mtrain.mcore.distributed.init import any_rank
+from mtrain.plan.activations import FP32_BYTES, element_bytes
+from mtrain.plan.features import LAYER_PARTS
+from mtrain.plan.layout import Layout
+from mtrain.plan.memory import memory_per_rank, trained_parameters
 
 _PEAK = 1.5
 """Memory that is needed while something is made, as a share of what stays."""
+MOST_SEQUENCES = 64
+"""Number of sequences that a rank continues at a time, where its memory holds them."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -43,6 +50,28 @@ class Sizes:
         numbers = max(trained_parameters(self.config, layout, pp_rank).total for pp_rank in range(layout.pp))
         return numbers * element_bytes(self.config.train)
 
+    def sequence_bytes(self, length: int) -> int:
+        """Returns what generation keeps of a sequence, with the scores of its next token.
+
+        Args:
+            length: Number of tokens of prompt and answer.
+        """
+        layout, model = self._layout, self.config.model
+        scores = 2 * FP32_BYTES * length * model.num_attention_heads // layout.tp  # and their softmax
+        return scores + max(
+            sum(
+                self._remembered_bytes(layer, length)
+                for vpp_rank in range(layout.vpp)
+                for layer in layout.layers(model.num_layers, pp_rank, vpp_rank)
+            )
+            for pp_rank in range(layout.pp)
+        )
+
+    def _remembered_bytes(self, layer: int, length: int) -> int:
+        model, layout = self.config.model, self._layout
+        kept = [part.remembered(model, layout, length) for part in LAYER_PARTS if part.is_in(model, layer)]
+        return sum(some * element_bytes(self.config.train) + wide * FP32_BYTES for some, wide in kept)
+
     @property
     def _layout(self) -> Layout:
         return Layout.from_config(self.config, dist.get_world_size())
@@ -60,18 +89,52 @@ def check_room(device: torch.device, on_device: int, on_host: int, asked: str) -
     Raises:
         ConfigError: A rank has less; on all ranks.
     """
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        is_short = on_device * _PEAK > torch.cuda.mem_get_info(device)[0] + unused
+        is_short = on_device * _PEAK > _free_on_device(device)
     else:
         is_short, on_host = False, on_host + on_device
-    if any_rank(is_short or on_host * _PEAK * num_local > _free_on_host(), device):
+    if any_rank(is_short or on_host * _PEAK > _free_on_host() / _num_local(), device):
         gigabytes = (on_device + on_host) / 1e9
         raise ConfigError(
             f"{asked} needs {gigabytes:.3g} GB of a rank, and there is not enough memory; take a smaller rank, or "
             "close sessions that are not used any more"
         )
+
+
+def sequences_at_once(sizes: Sizes, device: torch.device, length: int) -> int:
+    """Returns how many sequences each rank can continue at a time by the memory that is left; the same on all ranks.
+
+    One small all-reduce over the world.
+
+    Args:
+        sizes: Sizes of the model.
+        device: Device of this rank.
+        length: Number of tokens of the longest sequence, prompt and answer.
+
+    Raises:
+        ConfigError: There is no memory for one; on all ranks.
+    """
+    each = sizes.sequence_bytes(length)
+    free = _free_on_device(device) if device.type == "cuda" else _free_on_host() / _num_local()
+    # one more is for tokens that only pad a row
+    count = torch.tensor([min(free / (each * _PEAK) - 1, MOST_SEQUENCES)], dtype=torch.float64, device=device)
+    dist.all_reduce(count, dist.ReduceOp.MIN)
+    if count.item() < 1:
+        raise ConfigError(
+            f"an answer of up to {length} tokens, the prompt among them, needs {2 * each / 1e9:.3g} GB of a rank for "
+            "keys and values, and there is not enough memory; ask for fewer tokens, or close sessions that are not "
+            "used any more"
+        )
+    return int(count.item())
+
+
+def _num_local() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def _free_on_device(device: torch.device) -> int:
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def _free_on_host() -> int:

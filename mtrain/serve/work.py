@@ -41,7 +41,7 @@ from mtrain.serve.operations import (
     Unload,
 )
 from mtrain.serve.protocol import SentBatch, written_answers, written_outputs
-from mtrain.serve.room import Sizes, check_room
+from mtrain.serve.room import Sizes, check_room, sequences_at_once
 from mtrain.serve.store import Described, Kind, Lora, Place, Store
 from mtrain.training.export import export_whole, exported_through_checkpoint
 
@@ -400,10 +400,12 @@ class Worker:
         with engine.adapters_off() if is_bare else nullcontext():
             ends = partial(ends_with, asked.stop_texts, self._tokenizer) if asked.stop_texts else None
             sampling = replace(asked.sampling, is_complete=ends, num_likeliest=asked.num_likeliest)
-            found = engine.generate([asked.prompt] * asked.num_samples, sampling)
+            length = len(asked.prompt) + sampling.max_new_tokens
+            most = sequences_at_once(Sizes(engine.config), engine.device, length)
+            found = engine.generate([asked.prompt] * asked.num_samples, sampling, most)
             likely = log_probs_of_prompt(engine, asked.prompt, asked.last_n) if asked.with_prompt_log_probs else None
-            most = min(asked.num_likeliest_of_prompt, self._served.config.model.vocab_size)
-            likeliest = likeliest_of_prompt(engine, asked.prompt, most, asked.last_n) if most else None
+            count = min(asked.num_likeliest_of_prompt, self._served.config.model.vocab_size)
+            likeliest = likeliest_of_prompt(engine, asked.prompt, count, asked.last_n) if count else None
         return Done(written_answers(found, likely, likeliest))
 
     def _unload(self, asked: Unload) -> Done:

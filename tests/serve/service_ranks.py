@@ -22,13 +22,18 @@ from mtrain import Engine
 from mtrain.base.errors import MachineError
 from mtrain.config import Config
 from mtrain.core.ranks.groups import Groups
+from mtrain.mcore.distributed.groups import Groups
+from mtrain.mcore.engine.generation import PassTokens, cached_model
+from mtrain.mcore.model.build import build_model
 from mtrain.serve.link import Link, framed
 from mtrain.serve.losses import Batch
-from mtrain.serve.operations import CreateModel, Done, Failed, KeepSampler, OptimStep, Unload
+from mtrain.serve.operations import CreateModel, Done, Failed, KeepSampler, OptimStep, Sample, Unload
 from mtrain.serve.protocol import SentBatch, SentDatum
+from mtrain.serve.room import Sizes
 from mtrain.serve.run import _work, serve
 from mtrain.serve.store import Lora, Store
 from mtrain.serve.work import Served, Worker
+from mtrain.training.sampling.params import SamplingParams
 from tests.training.engine_ranks import free
 
 
@@ -158,6 +163,52 @@ def short_of_memory(groups: Groups, config: Config, folder: str) -> list[str]:
                 with mock.patch("mtrain.serve.room._free_on_host", lambda left=free_bytes: left):
                     result = worker.run(operation)
                 found.append(result.message if isinstance(result, Failed) else "")
+    return found
+
+
+class Remembered(NamedTuple):
+    """Bytes that this rank keeps of a sequence while it generates: as the service counts them, and as they are."""
+
+    counted: int
+    found: int
+
+
+def remembered(groups: Groups, configs: Sequence[Config], length: int) -> list[Remembered]:
+    """Measures the caches of each model after a pass over three prompts."""
+    found, num_sequences = [], 3
+    for config in configs:
+        chunks = build_model(config, groups)
+        with cached_model(config, groups, chunks, num_sequences, length) as cached:
+            cached.next_logits([PassTokens(place, 0, [1, 2, 3]) for place in range(num_sequences)], of_prompts=True)
+            held = [vars(module).get(name) for chunk in chunks for module in chunk.modules() for name in _CACHES]
+            kept = [each for cache in held if cache is not None for each in vars(cache).values()]
+            size = sum(each.nbytes for each in kept if isinstance(each, torch.Tensor))
+        scores = 2 * 4 * length * config.model.num_attention_heads // groups.layout.tp
+        counted = Sizes(config).sequence_bytes(length) - scores
+        found.append(Remembered(counted, size // (num_sequences + 1)))
+    return found
+
+
+_CACHES = ("cache", "memory")
+
+
+def sampled(
+    groups: Groups, config: Config, folder: str, free_bytes: Sequence[int]
+) -> list[tuple[Done | Failed, list[int]]]:
+    """Returns the answers to one request while rank 1 has so much memory left, with the number of sequences whose keys
+    and values were held at a time."""
+    asked = Sample("base", [1, 2, 3], 9, SamplingParams(5, seed=4, log_probs_of_draw=True))
+    with free(groups):
+        worker, found = Worker(Served(config), Store(Path(folder))), []
+        with closing(worker):
+            assert isinstance(worker.run(KeepSampler("base")), Done)
+            for each in free_bytes:
+                left = each if groups.rank == 1 else 10**12
+                with (
+                    mock.patch("mtrain.serve.room._free_on_host", lambda left=left: left),
+                    mock.patch("mtrain.training.sampling.sampler.cached_model", wraps=cached_model) as seen,
+                ):
+                    found.append((worker.run(asked), [call.args[3] for call in seen.call_args_list]))
     return found
 
 

@@ -17,11 +17,13 @@ from mtrain.serve.app import App
 from mtrain.serve.asked import BaseModel
 from mtrain.serve.desk import Desk, Sessions
 from mtrain.serve.http_process import _allow_files
+from mtrain.serve.operations import Done
 from mtrain.serve.store import Described, Lora, Place, Store
 from mtrain.serve.work import Served
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.parity.cases import case
+from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA4, HYBRID, MAMBA
 from tests.pool import Pool
 from tests.serve import service_ranks
 from tests.serve.hostile import HOSTILE_HEADS
@@ -193,3 +195,38 @@ def test_what_memory_does_not_hold_is_refused(pool: Pool, tmp_path: Path, notice
         found = pool.run(service_ranks.short_of_memory, one.resolved(one.config()), one.config(), str(tmp_path))
     for results in found:
         assert ["there is not enough memory" in each for each in results] == [False, True, True, True, False, False]
+
+
+@pytest.mark.fault(
+    "clients",
+    "samples whose keys and values memory does not hold together, or not even one of them",
+    happens="they are drawn a few at a time, and are the same; or the call fails with the size of one",
+    exit_code=None,
+)
+def test_samples_are_drawn_as_many_at_a_time_as_memory_holds(pool: Pool, tmp_path: Path, notice: Notice) -> None:
+    one = LAYOUTS[1]
+    with notice:
+        given = (one.config(), str(tmp_path), [10**12, 10_000, 4_000, 0])
+        everyone = pool.run(service_ranks.sampled, one.resolved(one.config()), *given)
+    assert everyone[0] == everyone[1]
+    (plenty, at_once), (few, few_at_once), *none = everyone[0]
+    assert isinstance(plenty, Done)
+    assert plenty == few
+    assert (at_once, few_at_once) == ([9], [3])
+    assert all("ask for fewer tokens" in failed.message and not drawn for failed, drawn in none)
+
+
+MODELS = {
+    "grouped": {},
+    "latents": DEEPSEEK_ATTENTION,
+    "two kinds of heads": GEMMA4,
+    "delta nets": HYBRID,
+    "mamba": MAMBA,
+}
+
+
+def test_the_size_of_a_sequence_is_what_its_caches_hold(pool: Pool) -> None:
+    one = case(8, tp=2)
+    configs = [one.config(**changes) for changes in MODELS.values()]
+    for found in pool.run(service_ranks.remembered, one.resolved(configs[0]), configs, 40):
+        assert [each.found for each in found] == [each.counted for each in found], list(MODELS)

@@ -99,6 +99,9 @@ class GroupedQueryAttention(LayerPart):
             return queries, queries, keys, queries + 2 * keys
         return queries, queries, queries // 2, queries // 2
 
+    def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
+        return 2 * length * model.query_groups * model.head_size // layout.tp, 0
+
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
         """Counts, under context parallelism, keys and values of whole rows, and the output a second time in pieces.
 

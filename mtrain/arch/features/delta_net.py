@@ -83,6 +83,11 @@ class GatedDeltaNet(LayerPart):
         net = _section(model)
         return (_KEPT_OF_OUTPUT * net.value_width + _KEPT_OF_RATES * net.num_value_heads) // layout.tp
 
+    def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
+        net = _section(model)
+        inputs = (net.conv_kernel - 1) * (2 * net.key_width + net.value_width)
+        return inputs // layout.tp, net.value_width * net.key_head_dim // layout.tp
+
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
         """Counts inputs of the convolution, with and without those before the row, and its output before silu."""
         net = _section(model)

@@ -273,6 +273,11 @@ class LayerPart(Feature, ABC):
         recomputed."""
         return 0
 
+    def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
+        """Counts the elements that a rank keeps of a sequence of `length` tokens while it generates: in the precision
+        of the run, and in float32."""
+        return 0, 0
+
     def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts, like `core_elements`, those that are float32 in any precision."""
         return 0

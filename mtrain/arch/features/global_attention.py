@@ -74,6 +74,9 @@ class GlobalAttention(LayerPart):
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
         return _GROUPED.narrow_tensors(_wide(model), layout)
 
+    def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
+        return _GROUPED.remembered(_wide(model), layout, length)
+
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
         return _GROUPED.core_elements(_wide(model), layout, on_gpu)
 

@@ -70,6 +70,10 @@ class Mamba(LayerPart):
         mamba = _section(model)
         return (_KEPT_OF_OUTPUT * mamba.width + _KEPT_OF_STEPS * mamba.num_heads) // layout.tp
 
+    def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
+        mixer = _section(model)
+        return (mixer.conv_kernel - 1) * mixer.channels // layout.tp, mixer.width * mixer.state_dim // layout.tp
+
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
         """Counts inputs of the convolution, with and without those before the row, and its output before silu."""
         return 3 * _section(model).channels // layout.tp

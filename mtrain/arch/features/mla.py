@@ -83,6 +83,10 @@ class MultiHeadLatentAttention(LayerPart):
     def pair_products(self, model: ModelSection) -> int:
         return model.num_attention_heads * (_section(model).query_head_dim + _section(model).v_head_dim)
 
+    def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
+        mla = _section(model)
+        return length * (mla.kv_lora_rank + mla.qk_rope_head_dim), 0  # latents, whole on every rank
+
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts the latents, whole on every rank of TP, and what grouped-query attention keeps."""
         mla = _section(model)
