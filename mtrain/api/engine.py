@@ -28,6 +28,7 @@ from mtrain.arch.lr import learning_rate
 from mtrain.config import Config
 from mtrain.core.batch.datum import Datum
 from mtrain.core.engine.optimizer import AdamOptions
+from mtrain.core.loss.functions.sources import source_fingerprints
 from mtrain.core.loss.objective import AnyLoss, Objective
 from mtrain.core.ranks.deterministic import deterministic
 from mtrain.core.ranks.groups import opened_groups
@@ -36,19 +37,8 @@ from mtrain.core.ranks.party import purpose_of
 from mtrain.core.step.forward import forward_totals
 from mtrain.core.step.results import EvalResult, ForwardResult, StepResult
 from mtrain.hf.io.broadcast import BUCKET_BYTES
-from mtrain.runs.folder import RunFolder
-from mtrain.training.build import build_step
-from mtrain.loss.functions.sources import source_fingerprints
-from mtrain.loss.objective import AnyLoss, Objective
-from mtrain.mcore.distributed.deterministic import deterministic
-from mtrain.mcore.distributed.groups import opened_groups
-from mtrain.mcore.distributed.init import joined_distributed, on_first_rank
-from mtrain.mcore.distributed.party import purpose_of
-from mtrain.mcore.engine.optimizer import AdamOptions
 from mtrain.plan import num_parameters
-from mtrain.plan.layout import Layout
-from mtrain.plan.lr import learning_rate
-from mtrain.training.batches import GlobalBatches, checked_config
+from mtrain.runs.folder import RunFolder
 from mtrain.training.build import agreed, build_step, of_teacher
 from mtrain.training.export import exported_through_checkpoint
 from mtrain.training.resume import initialize

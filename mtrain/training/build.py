@@ -183,7 +183,7 @@ def _notes_on_layers(config: Sections, groups: Groups) -> list[str]:
 
 def of_teacher(teacher: Teacher | None) -> dict[str, str]:
     """Returns the fingerprint of a teacher by the key that names it. Collective over the world."""
-    return {} if teacher is None else {TEACHER: teacher.fingerprint()}
+    return {} if teacher is None else {TEACHER: teacher_fingerprint(teacher)}
 
 
 def agreed(groups: Groups, found: Callable[[], dict[str, str]]) -> dict[str, str]:

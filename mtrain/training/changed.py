@@ -22,9 +22,6 @@ from mtrain.data.formats.megatron_indexed import same_fingerprint
 from mtrain.data.sources import REFERENCES
 from mtrain.data.steps import Windows, known_until, windows_in
 from mtrain.report.metrics.record import ChangeRecord
-from mtrain.runs.continuation import TEACHER, allowed_changes, continued
-from mtrain.metrics.record import ChangeRecord
-from mtrain.runs.changes import Change
 from mtrain.runs.continuation import REFERENCE, TEACHER, allowed_changes, continued
 from mtrain.runs.folder import RunFolder
 from mtrain.training.inputs import VALID, changed_inputs

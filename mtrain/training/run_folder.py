@@ -11,7 +11,6 @@ from typing import NamedTuple
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.state.load import load_checkpoint, save_checkpoint
 from mtrain.checkpoint.state.verified import opened_checkpoint
-from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers
 from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers, newest_good
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config

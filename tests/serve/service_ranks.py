@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from mtrain import Engine
 from mtrain.base.errors import MachineError
 from mtrain.config import Config
+from mtrain.core.engine.generation import PassTokens, cached_model
+from mtrain.core.layers.build import build_model
 from mtrain.core.ranks.groups import Groups
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.engine.generation import PassTokens, cached_model
-from mtrain.mcore.model.build import build_model
 from mtrain.serve.link import Link, framed
 from mtrain.serve.losses import Batch
 from mtrain.serve.operations import CreateModel, Done, Failed, KeepSampler, OptimStep, Sample, Unload

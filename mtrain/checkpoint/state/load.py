@@ -23,7 +23,7 @@ from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.training_state import STATE_NAME, RecentUpdates, TrainingState, read_state
 from mtrain.checkpoint.state.base import base_of, check_base, refused_as_model
 from mtrain.checkpoint.state.reader import GlobalTensors, Wanted, load_parameters, load_shards, memory_for
-from mtrain.checkpoint.state.save import Saver
+from mtrain.checkpoint.state.save import Provenance, Saver
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import BaseInfo
 from mtrain.config import Config
@@ -44,9 +44,6 @@ from mtrain.core.layers.sharded_parameters import (
 from mtrain.core.ranks import rng
 from mtrain.core.ranks.groups import Groups, seed_generators
 from mtrain.core.ranks.init import on_all_ranks, on_first_rank
-from mtrain.mcore.state.base import base_of, check_base, refused_as_model
-from mtrain.mcore.state.reader import GlobalTensors, Wanted, load_parameters, load_shards, memory_for
-from mtrain.mcore.state.save import Provenance, Saver
 
 OUTPUT = "output_layer.weight"
 """Key of the output layer, or of the head that replaces it."""

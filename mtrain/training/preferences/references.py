@@ -26,6 +26,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
+from mtrain.config.changes import flat_keys
 from mtrain.config.consent import is_permitted
 from mtrain.config.schema.data import SftSection
 from mtrain.core.batch.batch import Microbatch
@@ -39,15 +40,9 @@ from mtrain.data.cache.opening import default_folder
 from mtrain.data.loader import HeldOutBatches, RowsOfRank, StepLoader
 from mtrain.data.sources import HeldOut
 from mtrain.hf.schema.description import ADDED_TOKENS
-from mtrain.runs.folder import RunFolder
-from mtrain.loss.preference.scores import PreferenceLoss, preference_marks
-from mtrain.mcore.distributed.groups import Groups
-from mtrain.mcore.distributed.init import on_all_ranks, on_first_rank
-from mtrain.mcore.engine.rank_model import RankModel
-from mtrain.runs.changes import flat_keys
 from mtrain.runs.continuation import REFERENCE
+from mtrain.runs.folder import RunFolder
 from mtrain.training.changed import checkpoint_config
-from mtrain.training.forward import num_microbatches
 from mtrain.training.preferences.reference_model import Reference
 
 _log = logging.getLogger(__name__)
