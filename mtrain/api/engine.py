@@ -37,7 +37,6 @@ from mtrain.core.ranks.party import purpose_of
 from mtrain.core.step.forward import forward_totals
 from mtrain.core.step.results import EvalResult, ForwardResult, StepResult
 from mtrain.hf.io.broadcast import BUCKET_BYTES
-from mtrain.plan import num_parameters
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import agreed, build_step, of_teacher
 from mtrain.training.export import exported_through_checkpoint

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from mtrain.arch.activations import FP32_BYTES, element_bytes
+from mtrain.arch.features import LAYER_PARTS
 from mtrain.arch.layout import Layout
 from mtrain.arch.memory import memory_per_rank, trained_parameters
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.core.ranks.init import any_rank
-from mtrain.plan.features import LAYER_PARTS
 
 _PEAK = 1.5
 """Memory that is needed while something is made, as a share of what stays."""
