@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.loss import bad_losses
 from torch.nn import functional
 
 from mtrain.base.errors import ConfigError
@@ -17,6 +16,7 @@ from mtrain.core.loss.functions.likelihood import next_token_loss
 from mtrain.core.loss.objective import Objective, power_of_two_near, side_term_factors
 from mtrain.core.loss.pair import LossPair, TermInputs, TokenInputs
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
+from tests.core.loss import bad_losses
 from tests.core.loss.microbatches import term_inputs
 from tests.messages import refuses
 
