@@ -1,8 +1,7 @@
-"""Blends that replace each other at given steps (`data.curriculum`): their samples and their fingerprints.
+"""Blends that replace each other at given steps (`data.curriculum`): their samples and fingerprints.
 
-A step holds equally many samples, so the step from which a blend holds is a sample of the run's order, and which
-sample comes when stays arithmetic. The fingerprint of such data names the steps, so that two of them can be compared
-up to a step: what follows later may change under a run, what was trained may not.
+All steps hold equally many samples, so a blend begins at a fixed sample of the run's order. The fingerprint names these
+steps, so that two can be compared up to a step: later phases may change under a run, trained ones may not.
 """
 
 import re
@@ -18,10 +17,10 @@ _EDGE = re.compile(r" from step (\d+): ")
 
 @dataclass(frozen=True)
 class BlendFrom:
-    """A blend and the step at which it begins."""
+    """A blend and its first step."""
 
     step: int
-    """Number of updates completed before the blend begins."""
+    """Updates completed before the blend begins."""
     phase: BlendPhase
 
 
@@ -39,15 +38,9 @@ def _phase(first: int, sources: Sequence[SourceSection], numbers: dict[str, int]
 
 
 def with_later(fingerprint: str, later: Sequence[BlendFrom], of_sources: Sequence[str]) -> str:
-    """Builds the fingerprint of all data of a run.
-
-    Args:
-        fingerprint: Fingerprint of the first blend.
-        later: Blends that follow it.
-        of_sources: Fingerprints of the sources, by number.
-    """
+    """Builds the fingerprint of all data of a run."""
     for blend in later:
-        # numbers too: two sources may have the same content and lie at different places of their epochs
+        # numbers too: two sources with the same content may be at different places of their epochs
         shares = zip(blend.phase.weights, blend.phase.sources)
         parts = "+".join(f"{weight:g}*{number}:{of_sources[number]}" for weight, number in shares)
         fingerprint += _FROM.format(blend.step) + parts
@@ -55,11 +48,11 @@ def with_later(fingerprint: str, later: Sequence[BlendFrom], of_sources: Sequenc
 
 
 def has_phases(fingerprint: str) -> bool:
-    """Says whether a fingerprint is of data with more than one blend."""
+    """Says whether a fingerprint has more than one blend."""
     return _EDGE.search(fingerprint) is not None
 
 
 def fingerprint_until(fingerprint: str, step: int) -> str:
-    """Cuts a fingerprint down to the part that decides which samples the first `step` steps hold."""
+    """Cuts a fingerprint down to what decides the samples of the first `step` steps."""
     edge = next((edge for edge in _EDGE.finditer(fingerprint) if int(edge[1]) >= step), None)
     return fingerprint if edge is None else fingerprint[: edge.start()]

@@ -17,20 +17,18 @@ class Epochs:
     """Passes through the only source of a run."""
 
     config: Config
-    """Configuration of the run, whose data are files."""
     stream: SampleStream
 
     @property
     def num_sequences(self) -> int:
-        """Counts the sequences of an epoch."""
         ((_, size),) = self.stream.named_sizes
         assert size is not None, "files have an end"
         return size
 
     @property
     def packing(self) -> PackingSection | None:
-        """Returns the packing with a window of at most an epoch, which is recorded: runs of earlier programs go on with
-        it."""
+        """Returns the packing with a window of at most an epoch. It is recorded, so that runs of earlier versions
+        continue with theirs."""
         packing = self.config.data.packing
         if packing is None or not self.config.steps_count_rows:
             return packing
@@ -45,12 +43,7 @@ class Epochs:
 def with_num_steps(config: Config) -> Config:
     """Returns the configuration with `train.num_steps` in place of `train.num_epochs`; opens the training data.
 
-    These are the fewest steps that hold as many samples as so many epochs, which are all samples of those that are
-    whole. `optimizer.warmup_ratio` becomes a number of steps, too.
-
-    Raises:
-        ConfigError: The data have no epochs.
-        DataError: The data cannot be read.
+    These are the fewest steps that hold all samples of so many epochs. `optimizer.warmup_ratio` becomes steps as well.
     """
     if config.train.num_epochs is None:
         return config

@@ -1,8 +1,8 @@
-"""Record of what was trained, step by step: the samples that each data-parallel rank read, and what they held.
+"""Records what was trained, step by step: the samples that each data-parallel rank read, and what they held.
 
-Each rank that reads for a replica writes a file of its own, so a step needs no further communication; a reader merges
-them. Nothing in an entry depends on who read a sample or where it lay: identities follow from the order of samples,
-and digests of single samples are added up.
+Each rank that reads for a replica writes its own file, so a step needs no further communication; a reader merges them.
+An entry does not depend on who read a sample or where it lay: identities follow from the order of samples, and digests
+of samples are summed.
 """
 
 from __future__ import annotations
@@ -29,31 +29,28 @@ _DIGESTS = 1 << 64
 
 
 class ReadSlots(Protocol):
-    """The samples of a step by slot."""
-
     def sample(self, slot: int) -> Sample | None:
         """Returns the sample in a slot; None beyond the end of a set."""
 
     def width(self, slot: int) -> int:
         """Returns the positions that the sample takes in a row."""
 
-    def place(self, slot: int) -> SamplePosition:
-        """Says where the sample comes from."""
+    def place(self, slot: int) -> SamplePosition: ...
 
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """Samples that one rank read of one source's epoch in a step."""
+    """Samples of one source's epoch that one rank read in a step."""
 
     source: int
     """Number of the source in data.train."""
     epoch: int
     ids: tuple[int, ...]
-    """Numbers of the samples in the source, ascending; twice where one was read twice."""
+    """Numbers of the samples in the source, ascending; a sample read twice appears twice."""
     tokens: int
     """Positions with text."""
     loss_tokens: int
-    """Positions with text that the main term counts."""
+    """Positions with text in the loss of the main term."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +58,15 @@ class StepEntry:
     """Samples that one rank, or all ranks together, read in a step."""
 
     step: int
-    """Number of updates completed with this step, as in metrics.jsonl."""
+    """Updates completed with this step, as in metrics.jsonl."""
     num_samples: int
     """Samples of the global batch, over all ranks."""
     digest: int
-    """Sum of the samples' digests modulo 2^64, each of tokens, labels, mask, weight and routed experts; independent of
-    who read them and in what order."""
+    """Sum of the samples' digests modulo 2^64, each over tokens, labels, mask, weight and routed experts; independent
+    of who read them and in what order."""
     sources: tuple[SourceEntry, ...]
     skipped: bool = False
-    """Whether the step was read, but no update came of it."""
+    """Whether the step was read without an update."""
 
 
 @dataclass(frozen=True)
@@ -77,43 +74,36 @@ class StartEntry:
     """Facts that all entries up to the next start share."""
 
     start: int
-    """Number of updates completed before the start."""
+    """Updates completed before the start."""
     fingerprint: str
-    """Fingerprint of the training data."""
     sources: tuple[str, ...]
-    """Names of the sources, as data.train gives them."""
+    """Names of the sources, as in data.train."""
     sizes: tuple[int | None, ...]
-    """Number of samples in an epoch of each source; None where the source has no end."""
+    """Samples in an epoch of each source; None for an endless source."""
     phases: tuple[DataPhase, ...] = ()
-    """Phases of a curriculum, each with the step at which it begins; empty without a curriculum."""
+    """Phases of a curriculum, each with its first step."""
 
 
 class NotedSlots:
-    """The samples of a step, each noted when it is read."""
+    """The samples of a step, each recorded when it is read."""
 
     def __init__(self, samples: ReadSlots) -> None:
         self._samples = samples
         self._read: dict[int, Sample] = {}
 
     def sample(self, slot: int) -> Sample | None:
-        """Reads and notes the sample in a slot; None beyond the end of a set."""
+        """Reads and records the sample in a slot; None beyond the end of a set."""
         found = self._samples.sample(slot)
         if found is not None:
             self._read[slot] = found
         return found
 
     def width(self, slot: int) -> int:
-        """Returns the positions that the sample takes in a row; not noted, since every rank asks for the widths of
-        all."""
+        """Returns the positions that the sample takes in a row; not recorded, since every rank asks for all widths."""
         return self._samples.width(slot)
 
     def entry(self, step: int, num_samples: int) -> StepEntry:
-        """Builds the entry of the samples that were read.
-
-        Args:
-            step: Number of updates completed with the step.
-            num_samples: Samples of the global batch.
-        """
+        """Builds the entry of the samples that were read."""
         places: dict[tuple[int, int], list[tuple[int, Sample]]] = {}
         for slot, sample in self._read.items():
             place = self._samples.place(slot)
@@ -144,10 +134,10 @@ def _digest(sample: Sample) -> int:
 
 
 def rewind_ledger(folder: Path, resume_step: int) -> None:
-    """Takes the files of all ranks back to their content at `resume_step`; called before a rank opens its own.
+    """Takes the files of all ranks back to `resume_step`; called before a rank opens its own.
 
     Raises:
-        DataError: A line other than the last of a file is damaged.
+        DataError: A line before the last one of a file is damaged.
         MachineError: The disk refuses.
     """
     with disk_faults(f"rewind {folder} to step {resume_step}"):
@@ -165,11 +155,7 @@ def _lies_before(entry: StartEntry | StepEntry, resume_step: int) -> bool:
 
 
 def read_file(path: Path) -> Iterator[StartEntry | StepEntry]:
-    """Yields the entries of one rank, in order; text after the last newline is still being written and is left out.
-
-    Raises:
-        DataError: A line is damaged.
-    """
+    """Yields the entries of one rank, in order; an unfinished last line is ignored."""
     with disk_faults(f"read {path}"):
         lines = path.read_bytes().split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):
@@ -182,7 +168,7 @@ def read_file(path: Path) -> Iterator[StartEntry | StepEntry]:
 
 
 def from_line(line: bytes) -> StartEntry | StepEntry:
-    """Parses a line that `to_line` has written; raises ValueError, TypeError or KeyError for any other line."""
+    """Parses a line of `to_line`; raises ValueError, TypeError or KeyError for any other line."""
     content: Any = json.loads(line)
     if "start" in content:
         phases = tuple(DataPhase(**each) for each in content.get("phases", ()))
@@ -205,7 +191,7 @@ def to_line(entry: StartEntry | StepEntry) -> bytes:
 
 
 def ranges(ids: tuple[int, ...]) -> str:
-    """Writes ascending numbers as text, such as `3,5-7`; a number that occurs twice stands there twice."""
+    """Writes ascending numbers as text, such as `3,5-7`; repeated numbers are repeated."""
     runs: list[list[int]] = []
     for each in ids:
         if runs and each == runs[-1][1] + 1:
@@ -230,16 +216,15 @@ class EpochTotals:
     source: str
     epoch: int
     samples: int
-    """Number of samples read, repeated ones counted again."""
+    """Samples read, repeated ones counted again."""
     size: int | None
-    """Number of samples in the epoch; None where the source has no end."""
+    """Samples in the epoch; None for an endless source."""
     tokens: int
     loss_tokens: int
     repeated: tuple[int, ...]
     """Samples that were read more than once."""
     lost: int
-    """Number of samples that were not read although the next epoch has begun, beyond those that an unfinished window
-    still holds."""
+    """Samples that were not read although the next epoch has begun, beyond those in an unfinished window."""
 
 
 @dataclass(frozen=True)
@@ -248,24 +233,20 @@ class PhaseTotals:
 
     phase: DataPhase
     last_step: int
-    """Last step of the phase so far."""
+    """Last step so far."""
     samples: dict[str, int]
-    """Number of samples read, by name of the source."""
+    """Samples read, by name of the source."""
 
 
 class Ledger:
     """The entries of all ranks of a run."""
 
     def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            DataError: There is no ledger, or it is damaged.
-        """
         paths = sorted(folder.glob("dp_*.jsonl"))
         if not paths:
             raise DataError(f"{folder} holds no data ledger; give the run.dir of a run with metrics.data_ledger=true")
         self.starts: dict[int, StartEntry] = {}
-        """Number of updates completed before a start -> its entry."""
+        """Updates completed before a start -> its entry."""
         self.steps: dict[int, list[StepEntry]] = {}
         """Step -> the entries of all ranks."""
         for entry in (entry for path in paths for entry in read_file(path)):
@@ -277,15 +258,10 @@ class Ledger:
             raise DataError(f"{folder} holds no step yet; wait for the first one")
 
     def start_of(self, step: int) -> StartEntry:
-        """Returns the start entry that holds for a step."""
         return self.starts[max(start for start in self.starts if start < step)]
 
     def step(self, step: int) -> StepEntry:
-        """Merges all ranks' entries of a step into one.
-
-        Raises:
-            DataError: It has not been trained.
-        """
+        """Merges all ranks' entries of a step."""
         if step not in self.steps:
             raise DataError(f"step {step} is not in the ledger, which has {min(self.steps)} to {max(self.steps)}")
         merged: dict[tuple[int, int], list[SourceEntry]] = {}
@@ -305,7 +281,7 @@ class Ledger:
         return StepEntry(step, first.num_samples, digest, sources, first.skipped)
 
     def incomplete_steps(self) -> dict[int, str]:
-        """Finds the steps from 1 to the last that lack samples or have too many; step -> what is wrong with it."""
+        """Returns step -> fault, for the steps up to the last that lack samples or have too many."""
         found = {}
         for step in range(1, max(self.steps) + 1):
             if step not in self.steps:
@@ -317,12 +293,12 @@ class Ledger:
         return found
 
     def skipped_steps(self) -> list[int]:
-        """Returns the steps that were read but gave no update, ascending."""
+        """Returns the steps that were read without an update, ascending."""
         return sorted(step for step, entries in self.steps.items() if entries[0].skipped)
 
     def epochs(self) -> list[EpochTotals]:
-        """Sums up every epoch of every source, in the order in which they began. Where a start brought other data, its
-        sources are counted as other ones."""
+        """Sums up every epoch of every source, in order of their beginnings; after a change of data, sources are
+        counted anew."""
         parts: dict[tuple[int, int, int], list[SourceEntry]] = {}
         starts: dict[int, StartEntry] = {}
         began = self._began()
@@ -335,8 +311,8 @@ class Ledger:
         return [self._totals(starts[key[0]], key, found, parts.keys(), unread) for key, found in parts.items()]
 
     def _began(self) -> dict[int, int]:
-        """Returns start -> the first start with the same data. Two may differ in blends or windows that neither has
-        reached."""
+        """Returns start -> the first start with the same data; blends or windows that neither has reached may
+        differ."""
         found: dict[int, int] = {}
 
         def until(start: int, one: int) -> str:
@@ -349,8 +325,7 @@ class Ledger:
         return found
 
     def unread_of_window(self) -> int:
-        """Counts the samples that the last window still holds, where windows reach over the ends of epochs: they may be
-        of epochs that the next one follows already. 0 in every other run."""
+        """Counts the samples that the last window still holds if windows cross the ends of epochs, else 0."""
         windows = windows_in(self.start_of(max(self.steps)).fingerprint)
         if windows is None or not windows.across_epochs:
             return 0
@@ -363,7 +338,7 @@ class Ledger:
         return end - total
 
     def phase_totals(self) -> list[PhaseTotals]:
-        """Sums up the phases of a curriculum that the run has reached; empty without a curriculum."""
+        """Sums up the phases of a curriculum that the run has reached."""
         last = max(self.steps)
         phases = [phase for phase in self.start_of(last).phases if phase.from_step < last]
         ends = [*(phase.from_step for phase in phases[1:]), last]
@@ -387,7 +362,7 @@ class Ledger:
         began, source, epoch = key
         counts = Counter(index for part in parts for index in part.ids)
         size = start.sizes[source]
-        # data that came later begin at their place in the order, so samples before that place are not lost
+        # data that came later begin at their place in the order, so samples before it are not lost
         is_whole = began == min(self.starts)
         has_ended = (began, source, epoch + 1) in known
         return EpochTotals(

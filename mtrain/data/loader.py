@@ -51,7 +51,7 @@ class RowPlan(Protocol):
         """Number of forward passes, the same on every rank."""
 
     def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the slots of each row of one forward pass; a row that fills the microbatch up has none."""
+        """Returns the slots of each row of one forward pass; a row that fills up the microbatch has none."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class OneSampleEach:
     dp_size: int
 
     def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the slots of each row of one forward pass, at most one; none beyond the end of a set."""
         # slots are dealt out by (microbatch, rank), so a step holds the same samples whatever dp is
         own = slots(microbatch, dp_rank, self.dp_size, self.micro_batch_size)
         return tuple((slot,) if slot < self.num_slots else () for slot in own)
@@ -77,16 +76,13 @@ class Given:
     samples: Sequence[Sample]
 
     def sample(self, slot: int) -> Sample | None:
-        """Returns the sample in a slot; None beyond the end of a set."""
         return self.samples[slot] if slot < len(self.samples) else None
 
     def width(self, slot: int) -> int:
-        """Returns the positions that the sample takes in a row; 0 beyond the end of a set."""
         return self.samples[slot].width if slot < len(self.samples) else 0
 
     def places(self, plan: RowPlan, dp_size: int) -> dict[int, tuple[int, int]]:
-        """Finds the place of each slot: number of its row, counted by microbatch and data-parallel rank, and first
-        position in it."""
+        """Returns slot -> (row, counted by microbatch and data-parallel rank; first position in the row)."""
         turns = [(microbatch, rank) for microbatch in range(plan.num_microbatches) for rank in range(dp_size)]
         found: dict[int, tuple[int, int]] = {}
         for number, row in enumerate(row for turn in turns for row in plan.rows(*turn)):
@@ -98,14 +94,13 @@ class Given:
 class HeldOutBatches:
     """A validation or test set as this rank sees it: every sample once over all ranks, in the set's order.
 
-    All ranks make the same number of passes with the same number of microbatches; rows beyond the end of the set have
-    weights and shares 0.
+    All ranks make equally many passes and microbatches; rows beyond the end of the set have weights and shares 0.
     """
 
     def __init__(self, rows: "RowsOfRank", samples: HeldOut | MockHeldOut) -> None:
         self._rows, self._samples = rows, samples
         self.num_samples = len(samples)
-        """Number of samples in the set, over all ranks."""
+        """Samples in the set, over all ranks."""
         self.num_passes = -(-self.num_samples // rows.global_batch_size)
         """Number of calls of the pipeline schedule."""
 
@@ -152,7 +147,6 @@ class TrainingSlots:
         return self.stream.widths(self.numbers)
 
     def place(self, slot: int) -> SamplePosition:
-        """Says where the sample of a slot comes from."""
         return self.stream.locate(int(self.numbers[slot]))
 
 
@@ -164,16 +158,9 @@ class StepLoader:
     ) -> None:
         """Opens and checks everything that the configuration names.
 
-        Args:
-            config: Configuration of the run.
-            dp_rank: Data-parallel rank of this process.
-            dp_size: Number of ranks that share the data.
-            collate: Function that makes microbatches of rows.
-            extras: Names of the values that loss functions read in addition to the weights.
-
         Raises:
-            ConfigError: the global batch does not divide over the ranks.
-            DataError: a file is missing, damaged, too small, or does not fit the model.
+            ConfigError: The global batch does not divide over the ranks.
+            DataError: A file is missing, damaged, too small, or does not fit the model.
         """
         self._rows = RowsOfRank(config, dp_rank, dp_size, collate, extras)
         self.dp_size = dp_size
@@ -182,17 +169,17 @@ class StepLoader:
         self.tokenizer = self._data.tokenizer
         self._stream, self._steps = self._data.stream, self._data.steps
         self.preferences = self._data.preferences
-        """Sources of sequences that are compared, by fingerprint."""
+        """Sources of compared sequences, by fingerprint."""
         self._references = ""
         self.notes = self._data.notes
-        """Lines for the user on what of the files is not trained, or not as it stands there."""
+        """Lines for the user on parts of the files that are not trained, or not as they stand."""
         self._depth = config.data.prefetch_steps
         # steps read ahead, the one in the trainer's hands, and the one being made
         self._read: deque[StepEntry] = deque(maxlen=self._depth + 3)
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the training data and how they are cut; does not depend on rank, layout or step."""
+        """Identifies the training data and how they are cut, whatever the rank, layout and step."""
         return self._data.fingerprint + self._references
 
     @property
@@ -202,7 +189,7 @@ class StepLoader:
 
     @property
     def valid_fingerprints(self) -> dict[str, str]:
-        """Returns the fingerprints of the validation sets, by name and in the order of the configuration."""
+        """Returns the fingerprints of the validation sets, by name, in the order of the configuration."""
         return {name: samples.fingerprint for name, samples in self._data.held_out["valid"].items()}
 
     @property
@@ -211,28 +198,25 @@ class StepLoader:
         return self._rows.global_batch_size
 
     def name_references(self, digests: Sequence[str]) -> None:
-        """Adds the scores of a reference model, which `preferences` have received, to the fingerprint of the data."""
+        """Adds a reference model's scores, which `preferences` have received, to the fingerprint of the data."""
         self._references = f"{REFERENCES}{' '.join(digests)})"
 
     def batches(self, step: int) -> list[Microbatch]:
-        """Returns this rank's microbatches of the step after `step` completed updates."""
+        """Returns this rank's microbatches of the step after `step` updates."""
         return self._rows.microbatches(self.plan(step), self.samples(step), has_first=True)
 
     def next_entry(self, step: int) -> StepEntry:
-        """Returns the entry of the oldest step that `iterate` gave out and that was not asked about yet.
-
-        Args:
-            step: Number of updates completed with it: the trainer's count, whatever number it was read under.
-        """
+        """Returns the entry of the oldest step that `iterate` yielded and nobody asked about; `step` is the trainer's
+        count of updates, whatever number the step was read under."""
         return replace(self._read.popleft(), step=step)
 
     def start_entry(self, step: int) -> StartEntry:
-        """Returns what the ledger's entries after `step` updates have in common."""
+        """Returns what the ledger's entries after `step` updates share."""
         names, sizes = zip(*self._stream.named_sizes)
         return StartEntry(step, self.fingerprint, names, sizes, data_phases(self._config.data))
 
     def samples(self, step: int) -> Slots:
-        """Returns the samples of the step after `step` completed updates, by slot."""
+        """Returns the samples of the step after `step` updates, by slot."""
         return TrainingSlots(self._stream, self.numbers(step))
 
     def numbers(self, step: int) -> NDArray[np.int64]:
@@ -240,7 +224,6 @@ class StepLoader:
         return self._steps.samples(step).numbers
 
     def locate(self, number: int) -> SamplePosition:
-        """Says where a sample of the run's order lies in its source."""
         return self._stream.locate(number)
 
     def plan(self, step: int) -> RowPlan:
@@ -249,14 +232,13 @@ class StepLoader:
         return self._rows.plan(TrainingSlots(self._stream, held.numbers), len(held.numbers), held.rows)
 
     def shown(self, step: int, count: int) -> ShownStep:
-        """Returns the first `count` samples of a step, counted from 1, for people to read."""
+        """Returns the first `count` samples of a step, counted from 1, for people."""
         return shown_step(self._config, self._stream, self.tokenizer, step, count)
 
     def iterate(self, from_step: int, pinned: bool = False) -> Prefetch[list[Microbatch]]:
-        """Yields batches(from_step), batches(from_step + 1), ... without end, read ahead; to be used in a `with` block.
+        """Yields batches(from_step), batches(from_step + 1), ... without end, read ahead; use it in a `with` block.
 
         Args:
-            from_step: Number of the first step.
             pinned: Whether the batches lie in pinned memory, which a GPU copies while the host goes on.
         """
         self._read.clear()
@@ -274,7 +256,7 @@ class StepLoader:
         return batches
 
     def held_out(self, split: Literal["valid", "test"] = "valid") -> HeldOutBatches | None:
-        """Returns the only validation or test set, or the first one; None where the configuration has none."""
+        """Returns the only or first validation or test set; None if there is none."""
         return next(iter(self.held_out_sets(split).values()), None)
 
     def held_out_sets(self, split: Literal["valid", "test"]) -> dict[str, HeldOutBatches]:
@@ -283,22 +265,12 @@ class StepLoader:
 
 
 class RowsOfRank:
-    """Assignment of the samples of a global batch to the rows of this rank."""
+    """Assigns the samples of a global batch to the rows of this rank."""
 
     def __init__(
         self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate, extras: Sequence[str] = ()
     ) -> None:
-        """
-        Args:
-            config: Configuration of the run.
-            dp_rank: Data-parallel rank of this process.
-            dp_size: Number of ranks that share the data.
-            collate: Function that makes microbatches of rows.
-            extras: Names of the values that loss functions read in addition to the weights; every sample needs them.
-
-        Raises:
-            ConfigError: train.global_batch_size does not divide over the ranks.
-        """
+        """`extras` are values that loss functions read in addition to the weights; every sample needs them."""
         self.global_batch_size, self._micro_batch_size = config.sequences_per_step, config.train.micro_batch_size
         self._dp_rank, self._dp_size, self._collate = dp_rank, dp_size, collate
         self._form, self._shape = RowForm.of(config, extras), StepShape.of(config, dp_size)
@@ -309,25 +281,11 @@ class RowsOfRank:
             )
 
     def of_step(self, samples: Slots, has_first: bool) -> list[Microbatch]:
-        """Builds this rank's microbatches of a global batch.
-
-        Args:
-            samples: Samples of global_batch_size slots.
-            has_first: Whether slot 0 carries the 1 of the aggregations whose denominator is 1.
-        """
+        """Builds this rank's microbatches of a global batch; `has_first` is as for `microbatches`."""
         return self.microbatches(self.plan(samples, self.global_batch_size), samples, has_first)
 
     def plan(self, samples: Slots, num_slots: int, packed: PackedRows | None = None) -> RowPlan:
-        """Assigns slots to rows; the same on every rank.
-
-        Args:
-            samples: Samples by slot.
-            num_slots: Number of slots.
-            packed: Slots that share a row, where that is decided already; None packs them here.
-
-        Raises:
-            DataError: A sample is longer than a row.
-        """
+        """Assigns slots to rows, the same on every rank; `packed` are slots that already share a row."""
         if self._form.is_packed:
             widths = np.array([samples.width(slot) for slot in range(num_slots)], np.int64)
             return plan_step(widths, self._shape) if packed is None else plan_rows(widths, packed, self._shape)
@@ -340,8 +298,6 @@ class RowsOfRank:
         """Builds this rank's part of a plan.
 
         Args:
-            plan: Row plan of these samples.
-            samples: Samples by slot.
             has_first: Whether slot 0 carries the 1 of the aggregations whose denominator is 1.
         """
         return [
@@ -351,7 +307,7 @@ class RowsOfRank:
 
     def _microbatch(self, rows: tuple[tuple[int, ...], ...], samples: Slots, has_first: bool) -> Microbatch:
         found = [[samples.sample(slot) for slot in row] for row in rows]
-        # slot 0 lies on one data-parallel rank alone, so the constant denominators have one owner
+        # slot 0 lies on one data-parallel rank only, so the constant denominators have one owner
         places = [Place(number, row.index(0)) for number, row in enumerate(rows) if has_first and 0 in row]
         present = [[sample for sample in row if sample is not None] for row in found]
         batch = self._collate(present, self._form, places[0] if places else None)
@@ -359,7 +315,7 @@ class RowsOfRank:
 
 
 def _members(rows: Sequence[Sequence[int]], found: Sequence[Sequence[Sample | None]]) -> Iterator[PlacedMember | None]:
-    """Yields the identity of each sequence, counted as `collate` does: a row without a sample is one, too."""
+    """Yields the identity of each sequence, counted as `collate` does: a row without a sample is one as well."""
     for slots_of_row, samples in zip(rows, found):
         present = [(slot, sample) for slot, sample in zip(slots_of_row, samples) if sample is not None]
         for slot, sample in present:

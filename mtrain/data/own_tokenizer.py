@@ -1,4 +1,4 @@
-"""Check that a run uses the tokenizer that came with the weights from which it starts."""
+"""Checks that a run uses the tokenizer that came with its initial weights."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ from mtrain.hf.tokenizer.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     """Refuses a tokenizer that gives other ids than the one stored with the weights: the model would read other words.
 
-    Nothing is compared where no tokenizer, or none that can be read, lies with the weights, where
-    `data.allow_other_tokenizer` is set, and in a run that goes on from a checkpoint of its own.
-
-    Args:
-        config: Configuration of the run.
-        tokenizer: Tokenizer that `data.tokenizer` names.
-
-    Raises:
-        DataError: The tokenizer with the weights is another one.
+    Nothing is compared if no readable tokenizer lies with the weights, if `data.allow_other_tokenizer` is set, or in a
+    run that resumes from its own checkpoint.
     """
     if config.data.allow_other_tokenizer or any(Path(config.run.dir, "checkpoints").glob("step_*")):
         return

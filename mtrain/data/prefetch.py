@@ -12,16 +12,14 @@ Item = TypeVar("Item")
 class Prefetch(Generic[Item], Iterator[Item]):
     """The items read(first), read(first + 1), ... without end, read up to `depth` ahead.
 
-    A fault in the thread is raised by the `next` that would have given its item, and by every one after it. `close`, or
+    A fault in the thread is raised by the `next` that would have returned its item, and by every later one. `close`, or
     the end of the `with` block, stops the thread and waits for it.
     """
 
     def __init__(self, read: Callable[[int], Item], first: int, depth: int) -> None:
-        """
-        Args:
-            read: Function that makes the item of a number; called from one thread at a time.
-            first: Number of the first item.
-            depth: Number of items that wait at most; 0 reads in the caller, without a thread.
+        """Args:
+        read: Makes the item of a number; called from one thread at a time.
+        depth: Most items that wait; 0 reads in the caller, without a thread.
         """
         self._read, self._next = read, first
         self._fault: Exception | None = None
@@ -32,7 +30,7 @@ class Prefetch(Generic[Item], Iterator[Item]):
             # `close`
             self._free = threading.Semaphore(depth)
             self._ready: queue.SimpleQueue[Item | _Fault] = queue.SimpleQueue()
-            # daemon: where nobody closes it, a read that hangs must not keep the process from ending
+            # daemon: if nobody closes it, a read that hangs must not keep the process from ending
             self._thread = threading.Thread(target=self._run, args=(first,), name="prefetch", daemon=True)
             self._thread.start()
 
@@ -47,7 +45,7 @@ class Prefetch(Generic[Item], Iterator[Item]):
             return item
         found = self._ready.get()
         if isinstance(found, _Fault):
-            # kept: a second `next` would else wait for ever for a thread that has ended
+            # kept: else a second `next` would wait for ever for a thread that has ended
             self._fault = found.error
             raise found.error
         self._free.release()

@@ -31,14 +31,13 @@ _NOT_OF_RECORDS = frozenset(
     {"train", "curriculum", "valid", "test", "split", "seq_length", "prefetch_steps", "tokenizer", "too_long"}
     | {"packing", "on_bad", "max_bad", "cache_dir", "cache_check", "allow_other_tokenizer"}
 )
-"""Keys that decide neither what the tokens of a record are nor whether it is one. Any other key makes an entry of its
-own, even if the encoder's fingerprint does not know it: a record that is refused under one value may be read under
-another."""
+"""Keys that decide neither the tokens of a record nor whether it is one. Any other key gets its own entry, even if the
+encoder's fingerprint does not know it: a record that is refused under one value may be read under another."""
 _MOST_SHOWN = 3
 
 
 class SftCaches:
-    """Token caches of the sources; each source is opened once, even where a split uses it for several parts."""
+    """Token caches of the sources; each source is opened once, even if a split uses it for several parts."""
 
     def __init__(
         self,
@@ -48,22 +47,13 @@ class SftCaches:
         compares: Literal["pairs", "answers"] | None = None,
         columns: Sequence[str] | None = None,
     ) -> None:
-        """
-        Args:
-            section: The section `data.*` of the configuration.
-            tokenizer: Tokenizer that `data.tokenizer` names.
-            model: Architecture of the model, with its vocabulary, its experts and its head.
-            compares: Form of the records where answers are compared; None where they are not.
-            columns: Names of the columns of extras where they are the labels of records; None takes those of `section`.
-
-        Raises:
-            DataError: The chat template cannot be read.
-            MachineError: No folder can hold the cache.
-        """
+        """Args:
+        compares: Form of records of compared answers; else None.
+        columns: Columns of extras if they are the labels of records; None takes those of `section`."""
         self._section, self._model, self._columns = section, model, columns or section.extra_columns
         self._added = tokenizer.added
         self._of_records = (compares, model.head, bool(columns))
-        # left out where they are empty, so that entries of versions without these keys are found
+        # left out if empty, so that entries of versions without these keys are found
         empty = {key for key in ("extras", "columns", "chat_template_kwargs") if not getattr(section, key)}
         records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *empty})
         self._fingerprint = f"{source_encoder(section, tokenizer, *self._of_records).fingerprint} {records}"
@@ -71,7 +61,7 @@ class SftCaches:
         self._opened: dict[str, TokenCache] = {}
 
     def open(self, path: str) -> TokenCache:
-        """Opens the tokens of one source, and makes them where they do not exist yet.
+        """Opens the tokens of one source, or builds them.
 
         Raises:
             DataError: The source is missing, damaged, or holds bad records that may not be left out.
@@ -125,7 +115,7 @@ def _new_encoder(
 
 
 def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
-    """Checks the bad records of an entry, which another run with another data.on_bad may have made."""
+    """Checks the bad records of an entry that a run with another data.on_bad may have made."""
     count, most = cache.bad.count, section.max_bad
     if count == 0:
         return
@@ -139,11 +129,7 @@ def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
 
 
 def _check_extras(cache: TokenCache, names: Sequence[str]) -> None:
-    """Refuses extras that are not finite.
-
-    Raises:
-        NumericError: A number is not finite.
-    """
+    """Refuses extras that are not finite."""
     is_bad = ~np.isfinite(cache.extras)
     if not is_bad.any():
         _check_temperatures(cache, names)
@@ -160,7 +146,7 @@ def _check_extras(cache: TokenCache, names: Sequence[str]) -> None:
 def _check_temperatures(cache: TokenCache, names: Sequence[str]) -> None:
     if TEMPERATURE not in names:
         return
-    # the first token of a sample is not predicted, so that a list of the others has 0 for it
+    # the first token of a sample is not predicted, so a list of the others has 0 for it
     is_bad = cache.extras[:, names.index(TEMPERATURE)] <= 0
     is_bad[cache.starts[:-1]] = False
     if is_bad.any():
@@ -173,11 +159,7 @@ def _check_temperatures(cache: TokenCache, names: Sequence[str]) -> None:
 
 
 def _check_top_k(cache: TokenCache, names: Sequence[str], vocab_size: int) -> None:
-    """Refuses cached log-probabilities that cannot be those of a teacher.
-
-    Raises:
-        DataError: The numbers of a token cannot be a teacher's.
-    """
+    """Refuses cached log-probabilities that cannot come from a teacher."""
     fault = top_k_fault(cache.extras, names, cache.is_counted, vocab_size) if names else None
     if fault is not None:
         place, number = _place_of_token(cache, fault.row)
@@ -185,11 +167,7 @@ def _check_top_k(cache: TokenCache, names: Sequence[str], vocab_size: int) -> No
 
 
 def _check_routes(cache: TokenCache, names: Sequence[str], model: ModelSection) -> None:
-    """Refuses experts that the model does not have.
-
-    Raises:
-        DataError: A number is no expert, or an expert stands twice.
-    """
+    """Refuses experts that the model does not have."""
     places, _ = route_columns(names)
     fault = route_fault(cache.extras, places, model) if places else None
     if fault is not None:
@@ -198,7 +176,7 @@ def _check_routes(cache: TokenCache, names: Sequence[str], model: ModelSection) 
 
 
 def _place_of_token(cache: TokenCache, token: int) -> tuple[str, int]:
-    """Finds the record that a token stands in, and the token's number there."""
+    """Finds the record of a token, and the token's number there."""
     index = int(np.searchsorted(cache.starts, token, side="right")) - 1
     return cache.place(index), int(token - cache.starts[index])
 

@@ -26,21 +26,18 @@ from mtrain.data.steps import steps_of
 from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 _WINDOW = 4
-"""Number of tokens before a token that decide how it is written: a space before it, the first bytes of its
-character."""
+"""Tokens before a token that decide how it is written: a space before it, the first bytes of its character."""
 _TRAINED, _END = "⟦", "⟧"
 _DOCUMENT = "┃"
 
 
 @dataclass(frozen=True)
 class ShownToken:
-    """One token of a sample."""
-
     id: int
     text: str
-    """Text that the token adds; the name of a control token, or of a token that is a part of a character."""
+    """Text that the token adds; the name of a control token, or of a token that is part of a character."""
     weight: float
-    """Weight of predicting the token; 0 where it is not trained."""
+    """Weight of predicting the token; 0 if it is not trained."""
     begins_document: bool
 
 
@@ -51,16 +48,15 @@ class ShownSample:
     slot: int
     """Position of the sample in the global batch."""
     place: str
-    """Source of the sample, for people: file and record, or number of the window."""
+    """Place for people: file and record, or number of the window."""
     weight: float
     """Weight of the whole sequence, as the data give it."""
     tokens: tuple[ShownToken, ...]
     num_routed: int | None = None
-    """Number of tokens whose experts the record names; None where the data name none."""
+    """Tokens whose experts the record names; None if the data name none."""
 
     @property
     def num_trained(self) -> int:
-        """Counts the tokens whose weight is not 0."""
         return sum(token.weight > 0 for token in self.tokens)
 
 
@@ -69,9 +65,9 @@ class ShownStep:
     """A global batch, or its first samples."""
 
     step: int
-    """Number of the step, counted from 1 as in metrics.jsonl."""
+    """Counted from 1, as in metrics.jsonl."""
     num_samples: int
-    """Number of samples in the whole batch."""
+    """Samples in the whole batch."""
     denominator: float
     """Denominator of the main term for the whole batch."""
     aggregation: str
@@ -81,7 +77,6 @@ class ShownStep:
 
     @property
     def headline(self) -> str:
-        """Describes the step on one line."""
         return (
             f"Step {self.step}{self.phase}: {len(self.samples)} of {self.num_samples} samples, {self.aggregation}, "
             f"denominator {self.denominator:g}"
@@ -92,14 +87,9 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
     """Reads the first samples of a step with the weights of their tokens.
 
     Args:
-        config: Configuration of the run.
-        stream: Training samples of the run.
-        tokenizer: Tokenizer that writes tokens as text; None shows ids.
+        tokenizer: Writes tokens as text; None shows ids.
         step: Number of the step, counted from 1.
         count: Number of samples to show; all samples of the step are read, for the denominator.
-
-    Raises:
-        DataError: A sample is damaged.
     """
     numbers = steps_of(config, stream).samples(step - 1).numbers.tolist()
     denominators, samples, compares = [], [], compared(config.loss, config.data)
@@ -184,7 +174,6 @@ def as_text(shown: ShownStep) -> str:
 
 
 def headline(sample: ShownSample) -> str:
-    """Describes a sample on one line."""
     weights = sorted({token.weight for token in sample.tokens if token.weight > 0})
     spread = f"{weights[0]:.6g}" if len(weights) == 1 else f"{weights[0]:.6g} to {weights[-1]:.6g}" if weights else "0"
     counts = f"{len(sample.tokens)} tokens, {sample.num_trained} trained, each weighs {spread}"

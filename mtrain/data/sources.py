@@ -37,7 +37,7 @@ class SampleStream(Protocol):
     """The endless sequence of training samples."""
 
     fingerprint: str
-    """Name of the data and their order; changes when either changes, for the same seed."""
+    """Changes when the data or their order change, for the same seed."""
 
     earlier_fingerprints: tuple[str, ...]
     """Fingerprints that earlier versions gave the same samples in the same order."""
@@ -48,16 +48,15 @@ class SampleStream(Protocol):
     def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns [n]: positions that each of [n] samples takes in a row."""
 
-    def locate(self, g: int) -> SamplePosition:
-        """Says where sample g lies in its source."""
+    def locate(self, g: int) -> SamplePosition: ...
 
     def next_epoch(self, g: int) -> int | None:
-        """Returns the number of the first sample after g whose source has used up, between the two, the epoch that it
-        was in; None where no source has an end."""
+        """Returns the first sample after g whose source has meanwhile used up the epoch that it was in; None for an
+        endless source."""
 
     @property
     def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
-        """Lists the name of each source with its samples in an epoch; None where the source has no end."""
+        """Lists (name, samples in an epoch) of each source; None for an endless source."""
 
 
 class Blended:
@@ -73,16 +72,12 @@ class Blended:
         later: Sequence[BlendFrom] = (),
         group_size: int = 1,
     ) -> None:
-        """
-        Args:
-            seed: Number that decides the order.
-            weights: Shares of the sources of the first blend.
-            sources: Sources of the first blend, one a weight, followed by those that only later blends have.
-            of_0_1_0: Fingerprint that version 0.1.0 gave each source; None where it could not read the source.
-            names: Names of the sources, for people; by default their numbers.
-            later: Blends that replace the first one at later steps.
-            group_size: Number of samples that stay together: those of a source whose numbers divided by it are the
-                same.
+        """Args:
+        sources: Sources of the first blend, one a weight, followed by those that only later blends have.
+        of_0_1_0: Fingerprint that version 0.1.0 gave each source; None if it could not read the source.
+        names: Names of the sources, for people; by default their numbers.
+        group_size: Number of samples that stay together: those of a source whose numbers divided by it are the
+            same.
         """
         first = BlendPhase(0, tuple(range(len(weights))), tuple(weights))
         phases = [first, *(blend.phase for blend in later)]
@@ -141,20 +136,20 @@ class HeldOut:
         total = sum(len(source) for source in sources)
         self._size = total if max_samples is None else min(total, max_samples)
         self.fingerprint = f"{self._size} of {' + '.join(source.fingerprint for source in sources)}"
-        """Name of the samples; changes when one of them does."""
+        """Changes when any of the samples changes."""
 
     def __len__(self) -> int:
         return self._size
 
     def sample(self, index: int) -> Sample:
-        """Returns the sample with number `index`, in the order of the sources."""
+        """Returns a sample, in the order of the sources."""
         source, own = self._locate(index)
         sample = source.sample(0, own)
         # numbered by the set, not by the source
         return sample if sample.member is None else sample.as_member(replace(sample.member, group=index // 2))
 
     def width(self, index: int) -> int:
-        """Returns the positions that the sample with number `index` takes in a row."""
+        """Returns the positions that a sample takes in a row."""
         source, own = self._locate(index)
         return int(source.widths(np.array([own]))[0])
 
@@ -184,13 +179,9 @@ class MockHeldOut:
 
 
 class Sources:
-    """Sources of a configuration; each file is opened once, even where data.split uses it for several splits."""
+    """Sources of a configuration; each file is opened once, even if data.split uses it for several splits."""
 
     def __init__(self, config: Config) -> None:
-        """
-        Raises:
-            DataError: The tokenizer is missing, damaged, or not that of the model.
-        """
         self._config, head = config, config.model.head
         self._is_judged = head is not None
         self.tokenizer: Tokenizer | None = None
@@ -243,11 +234,7 @@ class Sources:
                 assert_never(data)
 
     def held_out(self, split: Literal["valid", "test"]) -> dict[str, HeldOut | MockHeldOut]:
-        """Opens the validation or test sets, by name and in their order; a lone set has the name of its split.
-
-        Raises:
-            DataError: A source is missing, damaged, too small, or does not fit the model.
-        """
+        """Opens the validation or test sets, by name and in order; a lone set has the name of its split."""
         data, limit = self._config.data, self._config.valid.max_samples
         limit = None if limit is None else limit * self._config.sequences_per_sample
         match data:
@@ -265,11 +252,11 @@ class Sources:
                 assert_never(data)
 
     def notes(self) -> list[str]:
-        """Returns lines for the user on parts of the opened files that are not trained, or not as they stand there."""
+        """Returns lines for the user on parts of the opened files that are not trained, or not as they stand."""
         return [*(self._caches.notes() if self._caches is not None else ()), *self._notes]
 
     def _refuse_nothing(self, sources: Mapping[str, SampleSource]) -> None:
-        """Refuses a run of which no step could change the model; notes a source that changes nothing."""
+        """Refuses a run in which no step could change the model; notes a source that changes nothing."""
         reasons = {name: why for name, source in sources.items() if (why := source.why_nothing()) is not None}
         if len(reasons) < len(sources):
             self._notes += [f"{name}: nothing in it is learned: {why}" for name, why in reasons.items()]
@@ -342,13 +329,9 @@ class OpenedData:
     """The data of a configuration, as every rank that reads data opens them."""
 
     def __init__(self, config: Config) -> None:
-        """Opens and checks all that the configuration names.
+        """Opens and checks everything that the configuration names.
 
-        Held-out sets are opened with the training data: a file that is missing is reported before the first step, not
-        at the first validation.
-
-        Args:
-            config: Configuration of the run.
+        Held-out sets are opened with the training data, so that a missing file is reported before the first step.
 
         Raises:
             ConfigError: A share of a blend cannot be met, or the loss needs other data.
@@ -364,9 +347,9 @@ class OpenedData:
         }
         """Held-out sets by name, for each of "valid" and "test"."""
         self.preferences: Mapping[str, PreferenceDataset] = sources.preferences
-        """Sources of sequences that are compared, by fingerprint."""
+        """Sources of compared sequences, by fingerprint."""
         self.notes: list[str] = sources.notes()
-        """Lines for the user on what of the files is not trained, or not as it stands there."""
+        """Lines for the user on parts of the files that are not trained, or not as they stand."""
 
     @property
     def fingerprint(self) -> str:

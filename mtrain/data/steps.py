@@ -1,8 +1,8 @@
 """The samples of the run's order that each step holds.
 
-A step that counts sequences holds the next global_batch_size of them. One that counts packed rows
-(`data.packing.batch: rows`) holds the next global_batch_size rows of windows of the order. Either is a pure function of
-the configuration, the lengths of the samples and the step.
+A step that counts sequences holds the next global_batch_size of them. One that counts packed rows (`data.packing.batch:
+rows`) holds the next global_batch_size rows of windows of the order. Either is a pure function of the configuration,
+the lengths of the samples and the step.
 
 The order of samples is cut into windows of equally many samples; the number may change at given steps, and a window
 ends where a source begins a new epoch, so that epochs follow each other however long a window is. Each window is packed
@@ -29,7 +29,7 @@ from mtrain.data.packing.best_fit import PackedRows, packed
 Widths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """[n]: positions that each of [n] samples of the order takes, at least 1."""
 NextEpoch = Callable[[int], int | None]
-"""Number of a sample -> number of the first later one that no window may hold with it; None where there is none."""
+"""Number of a sample -> number of the first later one that no window may hold with it; None if there is none."""
 
 _ROW_ORDER = 2
 """Part of the key that separates the permutation of rows from those of samples and documents, which have the same
@@ -42,15 +42,14 @@ class WindowShape:
     """Sizes that decide which samples a step holds."""
 
     window: int
-    """Number of samples that are packed together."""
+    """Samples that are packed together."""
     row_width: int
     """Positions of a row."""
     num_rows: int
-    """Number of rows in a step, over all ranks."""
+    """Rows in a step, over all ranks."""
     seed: int
-    """Seed of the run."""
     later: tuple[tuple[int, int], ...] = ()
-    """(updates completed, window): windows that begin in this step or a later one have this size; ascending."""
+    """(updates completed, window): size of the windows that begin in this step or later; ascending."""
 
     def window_from(self, row: int) -> int:
         """Returns the number of samples in the window whose first row has this number in the run."""
@@ -62,25 +61,19 @@ class WindowedRows:
     """The endless sequence of rows, cut into steps."""
 
     def __init__(self, widths: Widths, shape: WindowShape, next_epoch: NextEpoch = lambda number: None) -> None:
-        """
-        Args:
-            widths: Function that gives the positions of samples, in their order.
-            shape: Sizes of windows and steps.
-            next_epoch: Function that says where windows end before they have their size.
-        """
         self._widths, self._shape, self._next_epoch = widths, shape, next_epoch
         self._ends: list[int] = []
-        """Total number of rows up to the end of each window."""
+        """Total rows up to the end of each window."""
         self._starts = [0]
-        """Number of the first sample of each window, and of the next window."""
+        """First sample of each window, and of the next window."""
         # the thread that reads ahead and a caller may both be the first to ask for a window
         self._growing = Lock()
         self._rows = lru_cache(_WINDOWS_KEPT)(self._packed)
 
     def step(self, step: int) -> PackedRows:
-        """Returns the rows of the step after `step` completed updates; `samples` are numbers of the order.
+        """Returns the rows of the step after `step` updates; `samples` are numbers of the order.
 
-        The first call packs all windows before the step, as their numbers of rows are not known otherwise.
+        The first call packs all windows before the step, whose numbers of rows are not known otherwise.
         """
         first, stop = step * self._shape.num_rows, (step + 1) * self._shape.num_rows
         self._count_rows(stop)
@@ -94,7 +87,7 @@ class WindowedRows:
         return PackedRows(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
 
     def holding(self, num_samples: int) -> int:
-        """Returns the smallest number of steps that hold so many samples."""
+        """Returns the fewest steps that hold so many samples."""
         with self._growing:
             while self._starts[-1] < num_samples:
                 self._add_window()
@@ -125,12 +118,10 @@ class WindowedRows:
 
 @dataclass(frozen=True, eq=False)
 class StepSamples:
-    """The samples of a step."""
-
     numbers: NDArray[np.int64]
     """[num_slots]: the sample in each slot, counted from 0 over the run."""
     rows: PackedRows | None = None
-    """Slots that share a row, where packing decided which samples the step holds; None where rows are free."""
+    """Slots that share a row, if packing decided which samples the step holds; None if rows are free."""
 
 
 class Steps(Protocol):
@@ -142,10 +133,10 @@ class Steps(Protocol):
         train.global_batch_size."""
 
     def samples(self, step: int) -> StepSamples:
-        """Returns the samples of the step after `step` completed updates."""
+        """Returns the samples of the step after `step` updates."""
 
     def holding(self, num_samples: int) -> int:
-        """Returns the smallest number of steps that hold so many samples."""
+        """Returns the fewest steps that hold so many samples."""
 
 
 class SizedOrder(Protocol):
@@ -155,16 +146,11 @@ class SizedOrder(Protocol):
         """Returns [n]: positions that each of [n] samples takes in a row."""
 
     def next_epoch(self, g: int) -> int | None:
-        """Returns the number of the first sample after g that no window may hold with it; None where there is none."""
+        """Returns the first sample after g that no window may hold with it; None if there is none."""
 
 
 def steps_of(config: Config, order: SizedOrder) -> Steps:
-    """Returns the steps as the configuration counts them: by sequences or by packed rows.
-
-    Args:
-        config: Configuration of the run.
-        order: Samples of the run.
-    """
+    """Returns the steps as the configuration counts them: by sequences or by packed rows."""
     packing, size = config.data.packing, config.sequences_per_step
     if packing is None or not config.steps_count_rows:
         return StepsOfSequences(size)
@@ -181,11 +167,9 @@ class StepsOfSequences:
     fingerprint: str = ""
 
     def samples(self, step: int) -> StepSamples:
-        """Returns the samples of the step after `step` completed updates."""
         return StepSamples(np.arange(step * self.size, (step + 1) * self.size))
 
     def holding(self, num_samples: int) -> int:
-        """Returns the smallest number of steps that hold so many samples."""
         return -(-num_samples // self.size)
 
 
@@ -193,10 +177,10 @@ class Windows(NamedTuple):
     """Sizes that decide the steps of packed rows, apart from the samples."""
 
     num_rows: int
-    """Number of rows in a step."""
+    """Rows in a step."""
     row_width: int
     window: int
-    """Number of samples that are packed together."""
+    """Samples that are packed together."""
     later: tuple[tuple[int, int], ...]
     """Pairs (updates completed, window) at which other windows begin."""
     across_epochs: bool = False
@@ -217,7 +201,7 @@ _LATER = re.compile(r"of (\d+) from (\d+) updates on", re.ASCII)
 
 
 def windows_in(fingerprint: str) -> Windows | None:
-    """Reads the windows out of the fingerprint of a run's data; None where its steps count sequences."""
+    """Reads the windows from the fingerprint of a run's data; None if its steps count sequences."""
     found = _WINDOWS.search(fingerprint)
     if found is None:
         return None
@@ -233,7 +217,7 @@ def known_until(fingerprint: str, step: int) -> str:
 
 
 def shown(windows: Windows) -> str:
-    """Writes the windows in words: fingerprints and messages contain them."""
+    """Writes the windows in words, for fingerprints and messages."""
     later = "".join(f", of {window} from {step} updates on" for step, window in windows.later)
     apart = "" if windows.across_epochs else _APART
     return f" ({windows.num_rows} rows of {windows.row_width} a step, from windows of {windows.window}{later}{apart})"
@@ -248,10 +232,8 @@ class StepsOfRows:
         self.fingerprint = shown(Windows(shape.num_rows, shape.row_width, shape.window, shape.later, across))
 
     def samples(self, step: int) -> StepSamples:
-        """Returns the samples of the step after `step` completed updates, with their rows."""
         rows = self._windows.step(step)
         return StepSamples(rows.samples, PackedRows(np.arange(len(rows.samples)), rows.ends))
 
     def holding(self, num_samples: int) -> int:
-        """Returns the smallest number of steps that hold so many samples."""
         return self._windows.holding(num_samples)

@@ -1,6 +1,6 @@
-"""The Tinker protocol over HTTP, as an ASGI application. On the first rank.
+"""The Tinker protocol over HTTP, as an ASGI application on the first rank.
 
-Calls that take time answer at once with the name of a future, which `retrieve_future` waits for.
+Calls that take time return the name of a future at once; `retrieve_future` waits for it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from mtrain.serve.protocol import read_batch
 from mtrain.serve.store import Lora, Place, Store
 
 _POLL_S = 25.0
-"""Time that a future is waited for in one request; the SDK gives up after 45 s."""
+"""Longest wait for a future in one request, in seconds; the SDK gives up after 45 s."""
 
 
 @dataclass
 class App:
-    """Handlers of the protocol, with the sessions and models that clients have made."""
+    """Handlers of the protocol, with the sessions and models of clients."""
 
     base: BaseModel
     desk: Desk
@@ -54,12 +54,10 @@ class App:
     token: str | None
     """Key that clients send; None: any."""
     _runs: dict[str, Run] = field(default_factory=dict)
-    """Models that are there."""
     _samplers: dict[str, str | None] = field(default_factory=dict)
-    """Path of each sampler's weights; None: of the base model, or of no path."""
+    """Path of each sampler's weights; None: the base model, or a sampler without a path."""
 
     def asgi(self) -> Starlette:
-        """Returns the application."""
         posts: dict[str, Handler] = {
             "client/config": self.client_config,
             "client/dynamic_config": self.dynamic_config,
@@ -88,7 +86,7 @@ class App:
         routes += [Route(f"/api/v1/{path}", self._guarded(each), methods=["GET"]) for path, each in gets.items()]
         checkpoints = Checkpoints(self.base, self.store, self._runs)
         routes += [Route(path, self._guarded(each), methods=[method]) for method, path, each in checkpoints.calls()]
-        # a signature in the address takes the place of the key
+        # a signature in the address replaces the key
         routes.append(Route(FILE, self._guarded(checkpoints.file, is_signed=True)))
         methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
         routes.append(Route("/{path:path}", self._guarded(self.unknown), methods=methods))
@@ -115,13 +113,7 @@ class App:
         return guarded
 
     def _in_line(self, handler: Handler, is_chunk: bool = False) -> Handler:
-        """Lets a refused call take its place among the calls of its model: the client has spent its number.
-
-        Args:
-            handler: Handler of the call.
-            is_chunk: Whether clients send several at once, and the first number last. Where one of the others is
-                refused at once, they do not send the first one any more, so its future fails in its turn.
-        """
+        """Gives a refused call its turn among the calls of its model: the client has spent its number."""
 
         async def placed(request: HttpRequest) -> Response:
             try:
@@ -129,7 +121,7 @@ class App:
             except (DataError, ValidationError, HTTPException) as error:
                 if (call := await call_of(request)) is not None:
                     refuse = Refuse(call.model_id, sentence_of(error), call.is_of_step)
-                    with contextlib.suppress(KeyError, DataError):  # of no model, or of no number that has a turn
+                    with contextlib.suppress(KeyError, DataError):  # no model, or no number that has a turn
                         made = self.desk.submit_in_order(refuse, call.model_id, call.number)
                         if is_chunk and isinstance(error, DataError):
                             return _future(made, call.model_id)
@@ -137,14 +129,13 @@ class App:
 
         return placed
 
-    # what the service is
+    # the service
 
     async def healthz(self, request: HttpRequest) -> Response:
-        """Says that the service is there."""
         return JSONResponse({"status": "ok"})
 
     async def telemetry(self, request: HttpRequest) -> Response:
-        """Accepts what a client reports, and forgets it."""
+        """Accepts a client's reports and drops them."""
         await read_with(request, len)
         return JSONResponse({"status": "accepted"})
 
@@ -154,7 +145,6 @@ class App:
         return JSONResponse({"proto_compress_fwdbwd": True, "parallel_fwdbwd_chunks": True})
 
     async def dynamic_config(self, request: HttpRequest) -> Response:
-        """Tells a client nothing more."""
         await read_body(request, bodies.ClientBody)
         return JSONResponse({})
 
@@ -171,14 +161,12 @@ class App:
     # sessions
 
     async def create_session(self, request: HttpRequest) -> Response:
-        """Opens a session."""
         await read_body(request, bodies.SessionBody)
         session_id = secrets.token_hex(16)
         self.sessions.see(session_id)
         return JSONResponse({"type": "create_session", "session_id": session_id})
 
     async def heartbeat(self, request: HttpRequest) -> Response:
-        """Notes that a session's client is there."""
         body = await read_body(request, bodies.HeartbeatBody)
         self._check_session(body.session_id)
         return JSONResponse({"type": "session_heartbeat"})
@@ -206,7 +194,6 @@ class App:
     # training
 
     async def create_model(self, request: HttpRequest) -> Response:
-        """Makes a model at its beginning."""
         body = await read_body(request, bodies.CreateModelBody)
         self._check_session(body.session_id)
         self.base.check_name(body.base_model)
@@ -219,7 +206,7 @@ class App:
         return self._began(model_id, CreateModel(model_id, lora), body.user_metadata)
 
     async def load_weights(self, request: HttpRequest) -> Response:
-        """Goes on from a checkpoint, with a new model or with one that is there."""
+        """Continues from a checkpoint, with a new or an existing model."""
         body = await read_body(request, bodies.LoadBody)
         source = _loadable(body.path)
         if body.base_model is not None:
@@ -244,12 +231,11 @@ class App:
         return _future(request, model_id)
 
     async def forward_backward(self, request: HttpRequest) -> Response:
-        """Adds the gradient of a batch, or computes its outputs alone."""
+        """Adds the gradient of a batch, or only computes its outputs."""
         sent = await read_with(request, read_batch)
         return self._ordered(sent, sent.model_id, sent.seq_id)
 
     async def optim_step(self, request: HttpRequest) -> Response:
-        """Updates the weights."""
         body = await read_body(request, bodies.OptimStepBody)
         if body.adam_params is None or body.optimizer_params is not None:
             raise DataError("optim_step needs adam_params; the optimizer of this service is AdamW")
@@ -265,7 +251,7 @@ class App:
         return self._saved(Place.of(body.model_id, "weights", name), body, body.overwrite, body.user_metadata)
 
     async def save_weights_external(self, request: HttpRequest) -> Response:
-        """Saves weights as other programs read them: adapters as PEFT does, a whole model as transformers does."""
+        """Saves weights for other programs: adapters as PEFT does, a whole model as transformers does."""
         body = await read_body(request, bodies.SaveExternalBody)
         if body.path is None:
             raise DataError("save_weights_external needs path; give a name")
@@ -283,7 +269,7 @@ class App:
         return _future(request, body.model_id)
 
     async def save_weights_for_sampler(self, request: HttpRequest) -> Response:
-        """Saves weights to sample from: under a name, or for this session alone."""
+        """Saves weights to sample from, under a name or for this session only."""
         body = await read_body(request, bodies.SaveSamplerBody)
         if body.kind == "inflight":
             raise DataError("kind=inflight is not offered here; take snapshot, of which a client makes one per step")
@@ -300,7 +286,6 @@ class App:
         return answer
 
     async def get_info(self, request: HttpRequest) -> Response:
-        """Describes a model."""
         body = await read_body(request, bodies.InfoBody)
         if body.model_id not in self._runs:
             raise HTTPException(404, f"there is no model {body.model_id}; create one")
@@ -344,7 +329,6 @@ class App:
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def get_sampler(self, request: HttpRequest) -> Response:
-        """Describes a sampling session."""
         sampler_id = request.path_params["sampler_id"]
         if sampler_id not in self._samplers:
             raise HTTPException(404, f"there is no sampling session {sampler_id[:200]}; create one")
@@ -364,7 +348,7 @@ class App:
     # futures
 
     async def retrieve_future(self, request: HttpRequest) -> Response:
-        """Waits for a result for a while."""
+        """Waits up to _POLL_S for a result."""
         body = await read_body(request, bodies.RetrieveBody)
         found = self.desk.find(body.request_id)
         if found is None:

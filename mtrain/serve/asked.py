@@ -1,4 +1,4 @@
-"""What a client asks of a sampler, checked against the model that the service offers."""
+"""What a client wants from a sampler, checked against the served model."""
 
 from __future__ import annotations
 
@@ -11,42 +11,34 @@ from mtrain.serve.operations import Sample
 from mtrain.training.sampling.params import SamplingParams
 
 _MOST_NUMBERS = 2**26
-"""Largest number of tokens and log-probabilities of an answer: a few gigabytes, while they are collected."""
+"""Most tokens and log-probabilities of an answer: a few gigabytes while they are collected."""
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that the service offers."""
+    """The served model."""
 
     name: str
     seq_length: int
     stop_token_ids: frozenset[int]
-    """Tokens that end an answer where a client does not say."""
+    """Tokens that end an answer by default."""
     has_tokenizer: bool = False
     """Whether texts can end an answer."""
     has_tied_output: bool = False
-    """Whether the output layer has no table of its own, for which `train_unembed`, the SDK's default, is nothing."""
+    """Whether the output layer shares the embedding table, so that `train_unembed`, the SDK's default, trains
+    nothing."""
 
     def is_called(self, name: str) -> bool:
-        """Says whether a client means this model: by its name, or as the hub names it, with an owner before it."""
+        """Says whether a client means this model: by its name, or with an owner before it, as on the hub."""
         return name.count("/") <= 1 and name.rpartition("/")[2] == self.name
 
     def check_name(self, name: str) -> None:
-        """Refuses another model than this one.
-
-        Raises:
-            DataError: It is not served here.
-        """
         if not self.is_called(name):
             raise DataError(f"base_model={name[:200]!r} is not served here; take {self.name}")
 
 
 def asked_of(body: SampleBody, base: BaseModel) -> Sample:
-    """Returns the operation that answers a request.
-
-    Raises:
-        DataError: The request asks for what the model or the service does not have.
-    """
+    """Returns the operation for a request; refuses what the model or the service lacks."""
     return Sample(
         body.sampling_session_id,
         [token for chunk in body.prompt.chunks for token in chunk.tokens],
@@ -75,7 +67,7 @@ def _sampling(body: SampleBody, base: BaseModel) -> SamplingParams:
     if room < 1 or length < 1:
         raise DataError(f"the prompt has {length} tokens; send 1 to {base.seq_length - 1}")
     ids = frozenset(each for each in given.stop or [] if isinstance(each, int))
-    # as for other engines: a text that ends an answer leaves the tokens that do so as they are
+    # as in other engines, a text that ends an answer leaves the end tokens unchanged
     stops = ids if isinstance(given.stop, list) and len(ids) == len(set(given.stop)) else base.stop_token_ids
     most = room if given.max_tokens is None else min(given.max_tokens, room)
     seed = secrets.randbits(48) if given.seed is None else given.seed
@@ -85,8 +77,8 @@ def _sampling(body: SampleBody, base: BaseModel) -> SamplingParams:
             f"num_samples={body.num_samples} of {most} tokens with topk_sample_logprobs={body.topk_sample_logprobs} "
             f"are {numbers} numbers; ask for less in one call, at most {_MOST_NUMBERS}"
         )
-    top_k = max(0, given.top_k)  # -1, too, is all
-    # a client takes them for those of the policy that it has drawn from
+    top_k = max(0, given.top_k)  # -1 means all as well
+    # a client takes them for those of the policy that it sampled from
     return SamplingParams(most, given.temperature, given.top_p, top_k, seed, stops, log_probs_of_draw=True)
 
 

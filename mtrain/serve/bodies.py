@@ -1,4 +1,4 @@
-"""What clients send as JSON: every key of the protocol is acted upon, refused, or marked `Unread` with the reason."""
+"""JSON bodies of clients: every key of the protocol is acted upon, refused, or marked `Unread` with the reason."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Id = Annotated[str, Field(min_length=1, max_length=200)]
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Ttl = Annotated[int, Field(ge=3600, le=10 * 365 * 24 * 3600)]
-"""Lifetime of a checkpoint, in seconds: an hour to ten years, as the SDK has it."""
+"""Lifetime of a checkpoint, in seconds: an hour to ten years, as in the SDK."""
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 SMALLEST_EPS = 2.0**-126
-"""Smallest epsilon of AdamW that float32 holds in full; with one that it takes for 0, zero gradients give nan."""
+"""Smallest normal float32; an epsilon of AdamW that float32 flushes to 0 turns zero gradients into nan."""
 _MOST_TOKENS = 10_000_000
 _MOST_METADATA = 2**16
-"""Most characters of what a client keeps with a run or a checkpoint."""
+"""Most characters of metadata that a client keeps with a run or a checkpoint."""
 
 
 def _bounded(given: dict[str, Any]) -> dict[str, Any]:
@@ -39,16 +39,16 @@ def _adamw(given: dict[str, Any] | None) -> None:
         raise DataError(f"optimizer {str(given.get('type', given))[:80]!r} is not offered here; take adamw")
 
 
-# texts alone, as the SDK declares it: it could not list a run with anything else
+# texts only, as the SDK declares it: it could not list a run with anything else
 Metadata = Annotated[dict[str, str], AfterValidator(_bounded)]
 NotOffered = Annotated[Any, AfterValidator(_absent)]
-"""Asks for what the service does not have; absent, null, false and 0 ask for nothing."""
+"""Asks for what the service does not offer; absent, null, false and 0 ask for nothing."""
 Optimizer = Annotated[dict[str, Any] | None, AfterValidator(_adamw)]
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Marks a key that is accepted and not read, since it cannot change a number."""
+    """Marks a key that is accepted but not read, since it cannot change a number."""
 
     reason: str
 
@@ -58,13 +58,11 @@ Version = Annotated[Any, Unread("every version of the SDK is answered alike")]
 
 
 class Body(BaseModel):
-    """Body of a request."""
-
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False, strict=True)
 
 
 class Numbered(BaseModel):
-    """What all calls have that run in an order."""
+    """Calls that run in order."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), strict=True)
     model_id: Id
@@ -78,8 +76,6 @@ class ClientBody(Body):
 
 
 class SessionBody(Body):
-    """Body of create_session."""
-
     tags: OfPeople = None
     user_metadata: OfPeople = None
     display_name: OfPeople = None
@@ -96,7 +92,7 @@ class HeartbeatBody(Body):
 
 
 class LoraConfig(Body):
-    """Adapter; rank 0: the whole model is trained."""
+    """Adapter; rank 0 trains the whole model."""
 
     rank: int = Field(ge=0, le=65536)
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -112,8 +108,6 @@ class LoraConfig(Body):
 
 
 class CreateModelBody(Body):
-    """Body of create_model."""
-
     session_id: Id
     model_seq_id: Number
     base_model: str
@@ -135,8 +129,6 @@ class AdamParams(Body):
 
 
 class OptimStepBody(Body):
-    """Body of optim_step."""
-
     model_id: Id
     seq_id: Number
     adam_params: AdamParams | None = None
@@ -145,7 +137,7 @@ class OptimStepBody(Body):
 
 
 class NamedBody(Body):
-    """What the calls that save have in common."""
+    """Fields of the calls that save."""
 
     model_id: Id
     seq_id: Number
@@ -178,13 +170,13 @@ class SaveExternalBody(NamedBody):
 
 
 class TtlBody(Body):
-    """Body that gives a checkpoint a lifetime from now, or none."""
+    """Lifetime of a checkpoint from now; None: for ever."""
 
     ttl_seconds: Ttl | None
 
 
 class LoadBody(Body):
-    """Body of load_weights: onto a model, or as the beginning of one."""
+    """Body of load_weights: into a model, or as the start of one."""
 
     path: str
     optimizer: bool
@@ -200,21 +192,17 @@ class LoadBody(Body):
 
 
 class InfoBody(Body):
-    """Body of get_info."""
-
     model_id: Id
     type: Literal["get_info"] = "get_info"
 
 
 class OfPath(Body):
-    """Body that names a checkpoint."""
+    """Names a checkpoint."""
 
     tinker_path: str
 
 
 class SamplingSessionBody(Body):
-    """Body of create_sampling_session."""
-
     session_id: Id
     sampling_session_seq_id: Number
     base_model: str | None = None
@@ -237,14 +225,10 @@ class Chunk(Body):
 
 
 class Prompt(Body):
-    """Prompt in parts."""
-
     chunks: list[Chunk] = Field(max_length=100_000)
 
 
 class SamplingBody(Body):
-    """Rules for drawing."""
-
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] | list[TokenId] | None = None
@@ -274,7 +258,5 @@ class SampleBody(Body):
 
 
 class RetrieveBody(Body):
-    """Body of retrieve_future."""
-
     request_id: Id
     allow_metadata_only: Annotated[Any, Unread("allows what the service does not do: each result is sent whole")] = None

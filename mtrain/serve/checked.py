@@ -1,4 +1,4 @@
-"""Checks of a service before anything loads torch, on a login node too: its model, its key, its libraries."""
+"""Checks of a service before torch is loaded, also on a login node: its model, its key, its libraries."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _MOST_BYTES = 4096
 
 
 def check_served(model: ModelSection, adapter: AdapterSection | None) -> None:
-    """Refuses a model that no client could train, and adapters that could not share it.
-
-    Raises:
-        ConfigError: It is none that answers with text, or a part of it would be trained.
-    """
+    """Refuses a model that no client could train, and adapters that could not share it."""
     if model.output.head_rows or model.layers_ahead:
         raise ConfigError("mtrain serve serves a language model without a head and without model.mtp_depths")
     if adapter is not None and adapter.modules_to_save:
@@ -35,11 +31,6 @@ def check_served(model: ModelSection, adapter: AdapterSection | None) -> None:
 
 
 def check_libraries() -> None:
-    """Refuses an environment without the service's libraries.
-
-    Raises:
-        ConfigError: One is not installed.
-    """
     for name in _LIBRARIES:
         try:
             import_module(name)
@@ -50,11 +41,7 @@ def check_libraries() -> None:
 
 
 def check_token(host: str, token: str | None) -> None:
-    """Refuses a service that others could use without a key.
-
-    Raises:
-        ConfigError: There is no key, or no client could send it.
-    """
+    """Refuses a service that others could use without a key, or a key that no client could send."""
     if token is None and host not in _LOOPBACK:
         raise ConfigError(f"--host {host} can be reached by others, but there is no key; give --token-file FILE")
     if token is not None and not (token.startswith("tml-") and token.isascii() and len(token) >= 20):
@@ -62,11 +49,6 @@ def check_token(host: str, token: str | None) -> None:
 
 
 def read_token(path: Path) -> str:
-    """Reads the key of a service.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
     try:
         return read_plain_file(path, _MOST_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError) as fault:
@@ -74,10 +56,10 @@ def read_token(path: Path) -> str:
 
 
 def make_token(path: Path) -> None:
-    """Draws a key and writes it into a file that nobody else can read, unless the file is there.
+    """Writes a new key into a file that nobody else can read, unless the file exists.
 
     Raises:
-        ConfigError: The file is there, but others can read it.
+        ConfigError: The file exists, but others can read it.
         MachineError: The file cannot be written.
     """
     if path.exists():
@@ -86,6 +68,6 @@ def make_token(path: Path) -> None:
         return
     with disk_faults(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # never there with other permissions, nor in the place of a file that appeared meanwhile
+        # never with other permissions, nor in place of a file that appeared meanwhile
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"tml-{secrets.token_hex(24)}\n")

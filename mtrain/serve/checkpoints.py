@@ -1,4 +1,4 @@
-"""Calls on checkpoints: lists, lifetimes, removal and download. On the first rank."""
+"""Calls on checkpoints, on the first rank: lists, lifetimes, removal and download."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from mtrain.serve.http import Handler, fault, read_body
 from mtrain.serve.store import Described, Lora, Place, Store
 
 FILE = "/api/v1/files/{model_id}/{kind}/{name}/{file:path}"
-"""Address of a file of a checkpoint, with `expires` and `signature` in the query."""
+"""Address of a checkpoint's file, with `expires` and `signature` in the query."""
 _RUNS = "/api/v1/training_runs"
 _ONE = f"{_RUNS}/{{model_id}}/checkpoints/{{kind}}/{{name}}"
 _LINK_S = 3600
-"""Time that an address of a file is good for."""
+"""Lifetime of a file's address, in seconds."""
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
@@ -48,12 +48,12 @@ class Checkpoints:
     base: BaseModel
     store: Store
     live: Mapping[str, Run]
-    """Models that are there, by their names."""
+    """Current models by name."""
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    """Key of the addresses of files, which are good until the service ends at most."""
+    """Signs the addresses of files, which are valid until the service ends at most."""
 
     def calls(self) -> Iterator[tuple[str, str, Handler]]:
-        """Yields the method, the path and the handler of each call."""
+        """Yields method, path and handler of each call."""
         yield "POST", "/api/v1/weights_info", self.weights_info
         yield "GET", "/api/v1/checkpoints", self.checkpoints
         yield "GET", _RUNS, self.training_runs
@@ -66,7 +66,6 @@ class Checkpoints:
         yield "DELETE", f"{_ONE}/publish", self.publish
 
     async def weights_info(self, request: Request) -> Response:
-        """Describes a checkpoint."""
         body = await read_body(request, bodies.OfPath)
         described = await run_in_threadpool(self.store.described, Place.parsed(body.tinker_path))
         lora = described.adapter
@@ -75,25 +74,22 @@ class Checkpoints:
         return JSONResponse(answer | trained)
 
     async def checkpoints(self, request: Request) -> Response:
-        """Lists all checkpoints."""
         found = [_shown(each) for each in await run_in_threadpool(self.store.all)]
         page, cursor = _page(found, request)
         return JSONResponse({"checkpoints": page, "cursor": cursor})
 
     async def checkpoints_of(self, request: Request) -> Response:
-        """Lists the checkpoints of a training run."""
         found = await run_in_threadpool(self.store.all)
         model_id = request.path_params["model_id"]
         return JSONResponse({"checkpoints": [_shown(each) for each in found if each.model_id == model_id]})
 
     async def training_runs(self, request: Request) -> Response:
-        """Lists the training runs that have checkpoints or are going on."""
+        """Lists the training runs that have checkpoints or are in progress."""
         runs = self._runs(await run_in_threadpool(self.store.all))
         page, cursor = _page(list(runs.values()), request)
         return JSONResponse({"training_runs": page, "cursor": cursor})
 
     async def training_run(self, request: Request) -> Response:
-        """Describes one training run."""
         model_id = request.path_params["model_id"]
         found = self._runs(await run_in_threadpool(self.store.all)).get(model_id)
         if found is None:
@@ -123,7 +119,6 @@ class Checkpoints:
         return runs
 
     async def remove(self, request: Request) -> Response:
-        """Removes a checkpoint."""
         await run_in_threadpool(self.store.remove, _place(request))
         return Response(status_code=204)
 
@@ -134,11 +129,11 @@ class Checkpoints:
         return Response(status_code=204)
 
     async def publish(self, request: Request) -> Response:
-        """Refuses to show a checkpoint to others than those who have the key."""
+        """Refuses to publish a checkpoint: only those with the key may see it."""
         raise DataError("publish is not offered here; whoever has the key of this service sees its checkpoints")
 
     async def addresses(self, request: Request) -> Response:
-        """Gives each file of exported weights an address that needs no key for a while."""
+        """Gives each exported file an address that needs no key for a while."""
         place = _place(request)
         if place.kind != "external_weights":
             raise DataError(f"{place} is none of external_weights; call save_weights_external, and download that")
@@ -152,7 +147,7 @@ class Checkpoints:
         return JSONResponse({"urls": urls, "expires": _time(expires)})
 
     async def file(self, request: Request) -> Response:
-        """Sends a file of exported weights to whoever has its signed address."""
+        """Sends an exported file to whoever has its signed address."""
         place, file = _place(request), request.path_params["file"]
         expires, signature = (request.query_params.get(each, "") for each in ("expires", "signature"))
         is_ours = hmac.compare_digest(signature.encode(), self._signature(place, file, expires).encode())
@@ -167,7 +162,7 @@ class Checkpoints:
 
 
 def _texts(given: dict[str, Any] | None) -> dict[str, str] | None:
-    """Returns what is kept with a run as the SDK can list it; services up to 0.12 kept any JSON."""
+    """Returns a run's metadata as the SDK can list it; services up to 0.12 kept any JSON."""
     if given is None:
         return None
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}

@@ -1,7 +1,7 @@
-"""Requests of a service that take time: futures, their order, and their results. On the first rank.
+"""Requests that take time, on the first rank: futures, their order and their results.
 
-Calls of one model have numbers, and run in the order of these however they arrive. A call that is sent again, as
-clients do when they see no answer, is the same call.
+Calls of one model are numbered and run in that order however they arrive. A call that is sent again, as clients do when
+they see no answer, is the same call.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from mtrain.serve.operations import Done, Failed, Operation, Refuse
 from mtrain.serve.protocol import SentBatch
 
 _MOST_WAITING = 10_000
-"""Number of requests that may wait."""
+"""Most requests that wait."""
 _MOST_RESULTS = 2 * _MOST_WAITING
-"""Number of results that are kept, the oldest are forgotten first: a client that has sent all that may wait finds all
-of them, and asks again only for a short time."""
+"""Most results that are kept; the oldest are dropped first. A client that has sent the most that may wait finds all of
+its results."""
 _MOST_BYTES = 2**32
-"""Size of the results that are kept, and of the batches that wait."""
+"""Largest size of kept results, and of waiting batches."""
 _PATIENCE_S = 60.0
-"""Time without a call of a model after which a number that has not come is given up."""
+"""Seconds without a call of a model after which a missing number is given up."""
 
 
 class FullError(Exception):
-    """There are too many requests; the client shall come again later."""
+    """There are too many requests; the client should retry later."""
 
 
 @dataclass
 class Request:
-    """A request, from its arrival to its result."""
-
     id: str
     operation: Operation | None
     """None once there is a result: a batch is megabytes."""
@@ -54,24 +52,22 @@ class Request:
 
 
 class _Line:
-    """Calls of one model in the order of their numbers."""
+    """Calls of one model in order of their numbers."""
 
     def __init__(self, first: int) -> None:
         self.next = first
         self.waiting: list[tuple[int, Request]] = []
         self.latest = 0.0
-        """Time at which the latest call came."""
+        """Arrival of the latest call."""
 
 
 class Desk:
-    """Takes requests as they arrive, and begins each when it is its turn."""
+    """Takes requests as they arrive, and starts each in its turn."""
 
     def __init__(self, begin: Callable[[Request], object], clock: Callable[[], float] = time.monotonic) -> None:
-        """Opens the desk.
-
-        Args:
-            begin: Function that gives a request to the engine, which works on one after the other.
-            clock: Function that returns the time in seconds since some moment.
+        """Args:
+        begin: Passes a request to the engine, which works on one after the other.
+        clock: Returns seconds since some moment.
         """
         self._begin, self._clock = begin, clock
         self._lock = threading.Lock()
@@ -83,27 +79,26 @@ class Desk:
         self._numbers = itertools.count(1)
         self._num_open = 0
         self._open_bytes = 0
-        """Size of the operations that have no result yet."""
+        """Size of the operations without a result."""
 
     def open_line(self, model_id: str) -> None:
-        """Begins the numbers of a model's calls at 1."""
+        """Starts the numbers of a model's calls at 1."""
         with self._lock:
             self._lines.setdefault(model_id, _Line(1))
 
     def close_line(self, model_id: str) -> None:
-        """Ends a model's calls; those that wait for a number that never came fail."""
+        """Ends a model's calls; those that wait for a missing number fail."""
         with self._lock:
             line = self._lines.pop(model_id, None)
         for _, request in [] if line is None else line.waiting:
             self.finish(request, Failed("the session was closed before an earlier call arrived", "user"))
 
     def has_line(self, model_id: str) -> bool:
-        """Says whether the model exists here."""
         with self._lock:
             return model_id in self._lines
 
     def submit(self, operation: Operation, request_id: str | None = None) -> Request:
-        """Queues a request without an order. The same `request_id` is the same request."""
+        """Queues a request without an order; a repeated `request_id` is the same request."""
         with self._lock:
             request, is_new = self._made(operation, request_id or f"request:{next(self._numbers)}")
             if is_new:
@@ -111,10 +106,10 @@ class Desk:
             return request
 
     def submit_in_order(self, operation: Operation, model_id: str, number: int) -> Request:
-        """Queues a call of a model; it runs after those of smaller numbers.
+        """Queues a call of a model, which runs after those of smaller numbers.
 
         Raises:
-            KeyError: There is no such model, or the turn of this number is over and its result forgotten.
+            KeyError: There is no such model, or the turn of this number is over and its result dropped.
             DataError: The number is so far ahead that the calls before it could not wait.
             FullError: Too many wait.
         """
@@ -134,7 +129,7 @@ class Desk:
             return request
 
     def give_up(self) -> None:
-        """Refuses the calls after a number that has not come for a minute, as parts of a step that is not whole."""
+        """Refuses the calls after a number that has been missing for a minute, as parts of an incomplete step."""
         with self._lock:
             limit = self._clock() - _PATIENCE_S
             for model_id, line in self._lines.items():
@@ -149,7 +144,7 @@ class Desk:
                 line.waiting.clear()
 
     def finish(self, request: Request, result: Done | Failed) -> None:
-        """Sets a result, and tells those who wait for it."""
+        """Sets a result and calls its listeners."""
         with self._lock:
             self._num_open -= 1
             self._open_bytes -= request.num_bytes
@@ -165,7 +160,7 @@ class Desk:
             listener()
 
     def end(self) -> None:
-        """Fails what has no result, since the engine has ended."""
+        """Fails everything without a result, since the engine has ended."""
         with self._lock:
             waiting = [each for each in self._requests.values() if each.result is None]
         why = "the service was stopped before this call; start it again, and go on from a checkpoint"
@@ -173,12 +168,12 @@ class Desk:
             self.finish(each, Failed(why, "server"))
 
     def find(self, request_id: str) -> Request | None:
-        """Returns a request whose result is not forgotten."""
+        """Returns a request, unless its result was dropped."""
         with self._lock:
             return self._requests.get(request_id)
 
     def listen(self, request: Request, listener: Callable[[], object]) -> bool:
-        """Calls `listener` once there is a result; returns False where there is one already."""
+        """Calls `listener` once there is a result; returns False if there already is one."""
         with self._lock:
             if request.result is not None:
                 return False
@@ -190,7 +185,7 @@ class Desk:
         if known is not None:
             return known, False
         made = Request(request_id, operation)
-        # one batch alone may always wait: none is larger than a body
+        # one batch may always wait: none is larger than a body
         if self._num_open >= _MOST_WAITING or 0 < self._open_bytes > _MOST_BYTES - made.num_bytes:
             raise FullError
         self._requests[request_id] = made
@@ -200,7 +195,7 @@ class Desk:
 
 
 class Sessions:
-    """Clients that are there, by their heartbeats."""
+    """Connected clients, by their heartbeats."""
 
     def __init__(self, lifetime_s: float) -> None:
         self._lifetime_s = lifetime_s
@@ -208,17 +203,14 @@ class Sessions:
         self._last: dict[str, float] = {}
 
     def see(self, session_id: str) -> None:
-        """Notes that a client is there."""
         with self._lock:
             self._last[session_id] = time.monotonic()
 
     def has(self, session_id: str) -> bool:
-        """Says whether a session is open."""
         with self._lock:
             return session_id in self._last
 
     def end(self, session_id: str) -> None:
-        """Ends a session."""
         with self._lock:
             self._last.pop(session_id, None)
 

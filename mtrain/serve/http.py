@@ -1,4 +1,4 @@
-"""Who may call, bodies of requests, bounded, and answers that say what is wrong."""
+"""Access, bounded request bodies, and answers that say what is wrong."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from mtrain.serve.protocol import Call, call_of_batch
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 MOST_BYTES = 64 * 2**20
-"""Largest body of a request, also when it is decompressed: twelve times what the SDK sends in one chunk."""
+"""Largest body of a request, also decompressed: twelve times what the SDK sends in one chunk."""
 _MOST_JSON_BYTES = 16 * 2**20
-"""Largest JSON, of which a byte can take a hundred in memory: a prompt of two million tokens."""
+"""Largest JSON, whose bytes can take a hundred each in memory: a prompt of two million tokens."""
 _SMALL_BYTES = 2**18
-"""Size of a body, decompressed, that is read at once: a thread would take longer to start, and an idle engine wait."""
+"""Decompressed size up to which a body is read at once: a thread would take longer to start while an idle engine
+waits."""
 _BODY_TIMEOUT_S = 60.0
-"""Time that a body may take to arrive."""
+"""Seconds that a body may take to arrive."""
 
 _TYPES = ("application/json", "application/x-protobuf")
-"""Types of bodies. A page of another site cannot send them without asking the service first, which it denies."""
+"""Types of bodies. A page of another site cannot send them without asking the service first, which refuses."""
 _QUERY = {"offset", "limit", "access_scope", "expires", "signature"}
-"""Keys of queries. access_scope is not read: whoever may call sees all that there is."""
+"""Keys of queries. access_scope is not read: whoever may call sees everything."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(:[0-9]+)?")
 _NUMBER = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,200})"|"seq_id"\s*:\s*([0-9]{1,19})(?![0-9.eE])')
 
@@ -46,17 +47,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Guard:
-    """Lets those call who may."""
+    """Decides who may call."""
 
     token: str | None
-    """Key of the service; None: programs of this machine may call, but no page in one of its browsers."""
+    """Key of the service; None: programs of this machine may call, but not pages in its browsers."""
 
     def check(self, request: HttpRequest, is_signed: bool) -> None:
-        """Looks at the head of a request.
-
-        Args:
-            request: The request.
-            is_signed: Whether a signature in the address takes the place of the key.
+        """Checks the head of a request.
 
         Raises:
             HTTPException: The sender may not call, or a part of the head is not understood.
@@ -64,7 +61,7 @@ class Guard:
         headers = request.headers
         if self.token is None:
             _check_local(request)
-        # as bytes: of texts compare_digest takes ASCII alone
+        # as bytes: compare_digest takes only ASCII texts
         elif not is_signed and not hmac.compare_digest(headers.get("x-api-key", "").encode(), self.token.encode()):
             raise HTTPException(401, "the key is not that of this service; set TINKER_API_KEY to it")
         kind = headers.get("content-type", _TYPES[0]).partition(";")[0].strip().lower()
@@ -75,11 +72,7 @@ class Guard:
 
 
 def _check_local(request: HttpRequest) -> None:
-    """Refuses what a browser sends for a page: without a key, any page could call a service on loopback.
-
-    Raises:
-        HTTPException: A browser sends it, or it is meant for a name that leads here by an attack on DNS.
-    """
+    """Refuses what a browser sends for a page: without a key, any page could call a service on loopback."""
     found = _HOST.fullmatch(request.headers.get("host", ""))
     if found is None or not _is_loopback(found[1].strip("[]")):
         host = request.headers.get("host", "")[:200]
@@ -97,7 +90,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def sentence_of(error: DataError | ValidationError | HTTPException) -> str:
-    """Returns what is wrong with a request."""
+    """Says what is wrong with a request."""
     if isinstance(error, HTTPException):
         return error.detail
     if isinstance(error, DataError):
@@ -110,7 +103,7 @@ def sentence_of(error: DataError | ValidationError | HTTPException) -> str:
 
 
 def _readable_part(body: bytes) -> bytes:
-    """Returns the content, or its beginning where it is too large or damaged."""
+    """Returns the content, or its beginning if it is too large or damaged."""
     for most in (MOST_BYTES, 2**12):
         with contextlib.suppress(HTTPException):
             return _decompressed(body, most, MOST_BYTES)
@@ -118,7 +111,7 @@ def _readable_part(body: bytes) -> bytes:
 
 
 async def call_of(request: HttpRequest) -> Call | None:
-    """Returns the model and the number that a call has spent, also of one that is not understood; None: not known."""
+    """Returns the model and number that a call has spent, even if it is not understood; None: unknown."""
     arrived: tuple[bytes, str] | None = getattr(request.state, "arrived", None)
     return None if arrived is None else await run_in_threadpool(_call_of, request.url.path, *arrived)
 
@@ -131,13 +124,12 @@ def _call_of(path: str, body: bytes, encoding: str) -> Call | None:
     try:
         numbered = Numbered.model_validate_json(body)
         return Call(numbered.model_id, numbered.seq_id, is_of_step=False)
-    except ValidationError:  # too deep or not whole, say: a line that waits for the number would wait a minute
+    except ValidationError:  # too deep or incomplete, say: a line that waits for the number would wait a minute
         found = [next(filter(None, each), b"") for each in zip(*_NUMBER.findall(body), strict=True)]
     return Call(found[0].decode(errors="replace"), int(found[1]), is_of_step=False) if all(found) and found else None
 
 
 def fault(status: int, message: str) -> Response:
-    """Answers with a sentence."""
     return JSONResponse({"detail": message, "error": message}, status)
 
 
@@ -145,19 +137,15 @@ async def read_body(request: HttpRequest, kind: type[B]) -> B:
     """Reads a JSON body.
 
     Raises:
-        ValidationError: It is none of this kind.
-        HTTPException: It is too large, too slow, not whole, or compressed in a way that is not understood.
+        ValidationError: It is not of this kind.
+        HTTPException: It is too large, too slow, incomplete, or compressed in an unknown way.
     """
     return await read_with(request, kind.model_validate_json, _MOST_JSON_BYTES)
 
 
 async def read_with(request: HttpRequest, read: Callable[[bytes], T], most: int = MOST_BYTES) -> T:
-    """Reads a body of at most `most` bytes with `read`, decompressed; a large one in a thread, so that other clients do
-    not wait.
-
-    Raises:
-        HTTPException: It is too large, too slow, not whole, or compressed in a way that is not understood.
-    """
+    """Reads a body of at most `most` bytes, decompressed, with `read`; a large one in a thread, so that other clients
+    do not wait. Raises as `read_body` does."""
     body, encoding = await _arrived(request, most)
     start = body if encoding == "identity" else _decompressed(body, _SMALL_BYTES, most)
     if len(start) <= _SMALL_BYTES:
@@ -166,7 +154,7 @@ async def read_with(request: HttpRequest, read: Callable[[bytes], T], most: int 
 
 
 async def _arrived(request: HttpRequest, most: int) -> tuple[bytes, str]:
-    """Returns the body as it was sent, and how it is compressed."""
+    """Returns the body as sent, and its compression."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding not in ("identity", "zstd"):
         raise HTTPException(415, f"content-encoding={encoding[:40]!r} is not understood; send zstd or none")
@@ -192,14 +180,10 @@ def _too_large(most: int) -> HTTPException:
 
 
 def _decompressed(body: bytes, at_once: int, most: int) -> bytes:
-    """Returns the content; where it is larger than `at_once`, one byte more than that.
-
-    Raises:
-        HTTPException: It is none, or larger than `most`.
-    """
+    """Returns the content; if it is larger than `at_once`, one byte more than that."""
     try:
         with pa.CompressedInputStream(pa.BufferReader(body), "zstd") as stream:
-            # one byte more than allowed tells a bomb, which is never held whole
+            # one byte more than allowed reveals a bomb, which is never held whole
             whole: bytes = stream.read(at_once + 1)
     except (OSError, pa.ArrowException) as error:
         raise HTTPException(400, f"the body is no zstd stream ({error})") from None

@@ -1,6 +1,6 @@
-"""The process of a service that speaks HTTP: `python -m mtrain.serve.http_process`, which `mtrain.serve.link` starts.
+"""The HTTP process of a service: `python -m mtrain.serve.http_process`, started by `mtrain.serve.link`.
 
-It needs no torch. It ends when the engine does, whatever signals are sent to a whole job.
+It needs no torch, and ends when the engine does, whatever signals are sent to the job.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from mtrain.serve.store import Store
 _log = logging.getLogger(__name__)
 
 _SESSION_S = 600.0
-"""Time without a sign of a client after which its models are freed; the SDK sends one every 10 s."""
+"""Seconds without a sign of a client after which its models are freed; the SDK sends one every 10 s."""
 _TIDY_S = 5.0
-"""Time between two looks for sessions, calls and checkpoints whose time is over."""
+"""Seconds between two looks for expired sessions, calls and checkpoints."""
 _MOST_CONNECTIONS = 2**14
 _OTHER_FILES = 256
-"""Number of files that may be open in addition to connections."""
+"""Files that may be open in addition to connections."""
 
 
 class Server(uvicorn.Server):
@@ -41,21 +41,20 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Does nothing."""
         yield
 
 
 class Connection(H11Protocol):
     """A connection that gives way to a new one while it waits for its client.
 
-    The limit is that of open files: beyond it nobody could connect any more.
+    The limit is that of open files, beyond which nobody could connect.
     """
 
     latest = 0.0
-    """Time at which bytes came."""
+    """When bytes last arrived."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Closes the connection whose client has been silent for longest, where there are too many."""
+        """Closes the connection whose client has been silent for longest if there are too many."""
         super().connection_made(transport)
         self.latest = self.loop.time()
         if len(self.connections) > _most_connections():
@@ -65,13 +64,12 @@ class Connection(H11Protocol):
             longest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Takes bytes."""
         self.latest = self.loop.time()
         super().data_received(data)
 
     @property
     def waits_for_client(self) -> bool:
-        """Says whether the client has to go on: with a request, or with the rest of it."""
+        """Says whether the client has to continue: with a request, or with the rest of it."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
 
@@ -81,7 +79,6 @@ def _most_connections() -> int:
 
 
 def server_of(app: App) -> Server:
-    """Returns the server of an application."""
     return Server(
         uvicorn.Config(
             app.asgi(),
@@ -112,7 +109,7 @@ async def _serve(connection: socket.socket) -> None:
 
 
 async def _finish(reader: asyncio.StreamReader, desk: Desk, server: Server) -> None:
-    """Hands results over until the engine ends."""
+    """Passes on results until the engine ends."""
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             request_id, result = await received(reader)
@@ -136,7 +133,7 @@ async def _tidy(app: App) -> None:
 
 
 def _allow_files() -> None:
-    """Raises the number of files that may be open, of which each connection takes one."""
+    """Raises the number of files that may be open; each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * _MOST_CONNECTIONS
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -37,13 +37,8 @@ def ends_with(texts: Sequence[str], tokenizer: Tokenizer, ids: Sequence[int]) ->
 
 
 def log_probs_of_prompt(engine: Engine, prompt: Sequence[int], last_n: int | None) -> NDArray[np.float32]:
-    """Returns the log-probability of each token of a prompt, nan of the first and of those that were not asked for.
-
-    Args:
-        engine: Engine with the weights that are asked.
-        prompt: Token ids.
-        last_n: Number of the last tokens that are asked for; None: all.
-    """
+    """Returns the log-probability of each token of a prompt; nan for the first one and those outside the last `last_n`
+    (None: all)."""
     found = np.full(len(prompt), np.nan, np.float32)
     if len(prompt) > 1:
         found[1:] = engine.forward([Datum(prompt)]).log_probs[0].numpy()
@@ -52,15 +47,8 @@ def log_probs_of_prompt(engine: Engine, prompt: Sequence[int], last_n: int | Non
 
 
 def likeliest_of_prompt(engine: Engine, prompt: Sequence[int], count: int, last_n: int | None) -> Likeliest:
-    """Returns the likeliest tokens in the place of each token of a prompt, [tokens, count], and their log-probabilities
-    in nats; 0 and NO_LOG_PROB for the first and for those that were not asked for.
-
-    Args:
-        engine: Engine with the weights that are asked.
-        prompt: Token ids.
-        count: Number of likeliest tokens, at most the size of the vocabulary.
-        last_n: Number of the last tokens that are asked for; None: all.
-    """
+    """Returns the `count` likeliest tokens in the place of each token of a prompt, [tokens, count], and their
+    log-probabilities in nats; 0 and NO_LOG_PROB for the first one and those outside the last `last_n` (None: all)."""
     ids = np.zeros((len(prompt), count), np.int32)
     log_probs = np.full(ids.shape, NO_LOG_PROB, np.float32)
     if len(prompt) > 1:
@@ -77,7 +65,7 @@ def _unasked(prompt: Sequence[int], last_n: int | None) -> slice:
 def _likeliest(engine: Engine, prompt: Sequence[int], count: int) -> Likeliest:
     """Returns those of each token but the first. One all-reduce over the world, in addition to a forward pass."""
     length, tp = len(prompt) - 1, engine.config.layout.tp
-    # of each rank of TP those among its own columns
+    # each rank of TP has those among its own columns
     found = torch.zeros(2, tp, length, count, dtype=torch.float64, device=engine.device)
 
     @needs_extras("place")
@@ -89,7 +77,7 @@ def _likeliest(engine: Engine, prompt: Sequence[int], count: int) -> Likeliest:
         top = values.topk(min(count, values.shape[-1]), dim=-1)
         kept, at = inputs.weights != 0, slice(0, top.values.shape[-1])
         places, rank = inputs.extras["place"][kept].long() - 1, logits.first_index // logits.local.shape[-1]
-        found[1, rank, places] = -torch.inf  # where this rank has fewer columns
+        found[1, rank, places] = -torch.inf  # if this rank has fewer columns
         found[0, rank, places, at] = (top.indices[kept] + logits.first_index).double()
         found[1, rank, places, at] = top.values[kept] - logits.logsumexp().double()[kept].unsqueeze(-1)
         return weigh(torch.zeros_like(inputs.weights), inputs)

@@ -1,7 +1,7 @@
-"""Connection between a service's engine and its process that speaks HTTP.
+"""Connection between a service's engine and its HTTP process.
 
-Requests come as `(id, operation)`, and results go back as `(id, result)`. Both processes are ours: what they pickle is
-what the handlers have made of a client's body, never the body itself.
+Requests arrive as `(id, operation)`, and results return as `(id, result)`. Both processes are ours: they pickle what
+the handlers made of a client's body, never the body itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtrain.serve.operations import Done, Failed, Operation
 
 _SIZE = struct.Struct("!Q")
 _END_S = 10.0
-"""Time that the process has to end after the engine; it gives its clients 2 s."""
+"""Seconds that the process has to end after the engine; it gives its clients 2 s."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,11 @@ class Setup:
 
     base: BaseModel
     folder: Path
-    """Run folder."""
     token: str | None
     lock: int
     """Descriptor of the store's lock."""
     listener: int
-    """Descriptor of the socket that listens."""
+    """Descriptor of the listening socket."""
 
 
 def framed(content: object) -> bytes:
@@ -51,11 +50,7 @@ def framed(content: object) -> bytes:
 
 
 async def received(reader: asyncio.StreamReader) -> Any:
-    """Reads a message.
-
-    Raises:
-        asyncio.IncompleteReadError: The engine has ended.
-    """
+    """Reads a message; raises asyncio.IncompleteReadError once the engine has ended."""
     size = _SIZE.unpack(await reader.readexactly(_SIZE.size))[0]
     return pickle.loads(await reader.readexactly(size))
 
@@ -67,29 +62,21 @@ class Link:
         self._connection = connection
 
     def take(self, timeout_s: float) -> tuple[str, Operation] | None:
-        """Returns the next request with its id; None if there was none for so long.
-
-        Raises:
-            EOFError: The other process has ended.
-        """
+        """Returns the next request with its id; None after `timeout_s` without one. Raises EOFError once the other
+        process has ended."""
         found: tuple[str, Operation] | None = self.receive() if wait([self._connection], timeout_s) else None
         return found
 
     def finish(self, request_id: str, result: Done | Failed) -> None:
-        """Sends a result; where nobody reads it any more, the next `take` says so."""
+        """Sends a result; if nobody reads it any more, the next `take` says so."""
         with contextlib.suppress(OSError):
             self.send((request_id, result))
 
     def send(self, content: object) -> None:
-        """Writes a message."""
         self._connection.sendall(framed(content))
 
     def receive(self) -> Any:
-        """Reads a message.
-
-        Raises:
-            EOFError: The other process has ended.
-        """
+        """Reads a message; raises EOFError once the other process has ended."""
         return pickle.loads(self._read(_SIZE.unpack(self._read(_SIZE.size))[0]))
 
     def _read(self, size: int) -> bytearray:
@@ -108,18 +95,15 @@ class Link:
 
 @contextlib.contextmanager
 def linked(setup: Setup) -> Iterator[Link]:
-    """Runs a process that speaks HTTP; it ends with the `with` block, or with this process.
+    """Runs an HTTP process; it ends with the `with` block, or with this process.
 
-    Threads of this process would take turns with the engine in the interpreter, which costs each step milliseconds.
-
-    Raises:
-        MachineError: The process cannot be started.
+    Threads of this process would compete with the engine for the interpreter, which costs each step milliseconds.
     """
     own, other = socket.socketpair()
     with own, other:
         try:
             process = subprocess.Popen(
-                # -P: nor does `mtrain` import what lies in the folder that it is called in
+                # -P: `mtrain` does not import from the working directory either
                 [sys.executable, "-P", "-m", "mtrain.serve.http_process", str(other.fileno())],
                 pass_fds=[other.fileno(), setup.lock, setup.listener],
                 stdin=subprocess.DEVNULL,
@@ -128,7 +112,7 @@ def linked(setup: Setup) -> Iterator[Link]:
             )
         except OSError as fault:
             raise MachineError(f"the process that speaks HTTP cannot be started: {fault}; free memory") from None
-        other.close()  # else the end of the process could not be seen
+        other.close()  # else the end of the process would go unseen
         try:
             link = Link(own)
             try:

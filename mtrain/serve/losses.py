@@ -1,7 +1,7 @@
-"""Losses of the Tinker protocol: sums over tokens that are divided by nothing, and what each token of them was.
+"""Losses of the Tinker protocol: undivided sums over tokens, and the outputs of each token.
 
-All that a loss reads travels as extras, targets too, which need not be the next token. So a batch has dummy labels and
-weights of 1, and the sums are those of `loss.aggregation=sum`.
+Everything that a loss reads travels as extras, even targets, which need not be the next token. So a batch has dummy
+labels and weights of 1, and the sums are those of `loss.aggregation=sum`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from mtrain.core.loss.pair import LossFunction, LossPair, TermInputs, needs_extr
 from mtrain.serve.protocol import MOST_COLUMNS, SentDatum
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo")
-"""Losses that the service has."""
 _OPTIONS = {"ppo": (0.8, 1.2), "cispo": (0.8, 1.2), "gspo": (0.8, 1.2)}
 """Default thresholds of the ratio."""
 _POLICY = ("logprobs", "advantages")
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 _MASK = "sequence_ratio_mask"
-"""Tokens over which gspo takes the ratio of their sequence; without it those that have an advantage."""
+"""Tokens over which gspo takes the ratio of their sequence; by default those with an advantage."""
 _TARGETS, _WEIGHTS, _PLACE = "target_tokens", "weights", "place"
 _MOST_TOKENS = 2**24
-"""Number of tokens of a batch up to which a float32, as extras are, counts them: more than the largest body holds."""
+"""Tokens of a batch up to which float32, as used by extras, counts them: more than the largest body holds."""
 
 
 @dataclass
 class Batch:
-    """Data of one request as samples of the engine, with the outputs of their tokens after a pass."""
+    """Data of one request as samples of the engine, and the outputs of their tokens after a pass."""
 
     loss: str
     data: list[Datum]
     lengths: list[int]
-    """Number of tokens of each datum."""
+    """Tokens of each datum."""
     width: int | None
-    """Number of targets per token; None: targets have no axis for it."""
+    """Targets per token; None: targets have no such axis."""
     names: tuple[str, ...]
-    """Extras that the loss reads, as `needs_extras` takes them."""
+    """Extras that the loss reads, as for `needs_extras`."""
     _found: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
@@ -84,10 +83,10 @@ class Batch:
 
     @property
     def function(self) -> LossFunction:
-        """Returns the loss function; called with a microbatch, it keeps what its tokens were."""
+        """Returns the loss function, which also records the outputs of the tokens of each microbatch."""
         computed = _FUNCTIONS[self.loss]
 
-        # an option, by which extras of several numbers a token are declared
+        # the option that declares extras of several numbers a token
         def loss(inputs: TermInputs, width: int = self._num_targets) -> LossPair:
             log_probs = _log_probs(inputs, width)
             losses = computed(log_probs, inputs, width)
@@ -188,7 +187,7 @@ def _cross_entropy(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
 
 
 def _gap(log_probs: Tensor, inputs: TermInputs) -> Tensor:
-    # where: padding has no log-probability, and exp of what stands there could be inf
+    # where: padding has no log-probability, and exp of its value could be inf
     return torch.where(inputs.weights != 0, log_probs[..., 0] - inputs.extras["logprobs"], 0.0)
 
 
@@ -213,7 +212,7 @@ def _cispo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
 
 
 def _gspo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
-    """The ratio of a sequence is the geometric mean over its tokens of the mask."""
+    """Takes the geometric mean over the tokens of the mask as the ratio of a sequence."""
     gap = _gap(log_probs, inputs)
     counts = inputs.extras[_MASK].to(gap.dtype)
     total = inputs.sum_over_sequence((gap * counts).detach())

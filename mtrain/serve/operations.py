@@ -1,4 +1,4 @@
-"""What clients ask of the ranks, and what they are answered; between processes, and without torch."""
+"""What clients ask of the ranks, and the answers; sent between processes, without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain.training.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class CreateModel:
-    """A new model at its beginning, or from a checkpoint."""
+    """A new model, initial or from a checkpoint."""
 
     model_id: str
     lora: Lora
@@ -23,7 +23,7 @@ class CreateModel:
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """A model goes on from a checkpoint."""
+    """Loads a checkpoint into a model."""
 
     model_id: str
     source: Place
@@ -32,18 +32,14 @@ class LoadWeights:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """One update."""
-
     model_id: str
     lr: float
     options: Mapping[str, float]
-    """Options of AdamW, by their names."""
+    """Options of AdamW by name."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint by name."""
-
     place: Place
     overwrite: bool = False
     ttl_seconds: int | None = None
@@ -70,21 +66,21 @@ class Sample:
     sampling: SamplingParams
     stop_texts: tuple[str, ...] = ()
     num_likeliest: int = 0
-    """Number of likeliest tokens in the place of each token of an answer."""
+    """Likeliest tokens in the place of each token of an answer."""
     with_prompt_log_probs: bool = False
     num_likeliest_of_prompt: int = 0
     last_n: int | None = None
-    """Number of the prompt's last tokens that are asked for; None: all."""
+    """Last tokens of the prompt that are scored; None: all."""
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """A call that was refused, in its place among the calls of its model."""
+    """A refused call, in its place among the calls of its model."""
 
     model_id: str
     message: str
     is_of_step: bool
-    """Whether it may have been a part of a step, which is not whole without it."""
+    """Whether it may be part of a step, which is incomplete without it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ Operation = CreateModel | LoadWeights | OptimStep | Save | KeepSampler | Sample 
 
 @dataclass(frozen=True)
 class Done:
-    """Answer to an operation."""
+    """Result of an operation."""
 
     content: bytes | dict[str, Any]
     """Protobuf, or JSON."""

@@ -1,8 +1,8 @@
-"""Messages of the Tinker protocol that travel as protobuf: the batch of a forward_backward, its outputs, and answers.
+"""Protobuf messages of the Tinker protocol: the batch of a forward_backward, its outputs, and answers.
 
-Their numbers and types are facts of the protocol, as the SDK of tinker 0.38 sends and reads them. Of what clients send,
-every field is named; one that is not is refused. They live in a pool of their own, so that a
-process may load the SDK as well.
+Their numbers and types are facts of the protocol, as the SDK of tinker 0.38 sends and reads them. Every field that
+clients send is named here; any other is refused. The messages live in a pool of their own, so that a process may load
+the SDK as well.
 """
 
 from __future__ import annotations
@@ -86,11 +86,10 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     },
 }
 _FLOAT32, _INT64 = 1, 2
-"""Numbers of the data types."""
 _REASONS = {"stop": 0, "length": 1}
-"""Numbers of the reasons for the end of an answer."""
+"""Finish reasons of an answer."""
 NO_LOG_PROB = -99999.0
-"""Log-probability that stands, with token 0, where there are no likeliest tokens."""
+"""Log-probability that, with token 0, fills places without likeliest tokens."""
 _NO_TOKENS = np.empty(0, np.int32)
 _DTYPES: Mapping[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64}
 
@@ -137,7 +136,6 @@ class SentDatum:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the arrays."""
         return self.tokens.nbytes + sum(each.nbytes for each in self.inputs.values())
 
 
@@ -154,12 +152,11 @@ class SentBatch:
 
     @property
     def is_of_step(self) -> bool:
-        """Says whether a step is not whole without it."""
+        """Says whether a step is incomplete without it."""
         return not self.forward_only
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the arrays."""
         return sum(each.num_bytes for each in self.data)
 
 
@@ -170,7 +167,7 @@ class Call:
     model_id: str
     number: int
     is_of_step: bool
-    """Whether a step is not whole without it."""
+    """Whether a step is incomplete without it."""
 
 
 _HEAD = re.compile(rb"\n([\x01-\x7f])")
@@ -178,7 +175,7 @@ _VARINT = re.compile(rb"\x10[\x80-\xff]{0,9}[\x00-\x7f]")
 
 
 def call_of_batch(body: bytes) -> Call | None:
-    """Returns the call of a request for forward_backward that may be damaged or cut; None: it cannot be seen."""
+    """Returns the call of a forward_backward request that may be damaged or cut; None: unknown."""
     parts, message = [body], _CLASS["ForwardBackwardRequest"]()
     if head := _HEAD.match(body):  # the model's name comes first, then the number
         found = _VARINT.match(body, 2 + head[1][0])
@@ -194,11 +191,7 @@ def call_of_batch(body: bytes) -> Call | None:
 
 
 def read_batch(body: bytes) -> SentBatch:
-    """Reads a request for forward_backward.
-
-    Raises:
-        DataError: The bytes are no such message, or an array does not have the size that it claims.
-    """
+    """Reads a request for forward_backward; refuses damaged bytes and arrays of another size than they claim."""
     message = _CLASS["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
@@ -242,7 +235,7 @@ def _tensor(message: Any, name: str) -> NDArray[Any]:
     values = _array(message.dense, dtype, name)
     if not shape:
         return values
-    # of no numbers any shape could be claimed
+    # without numbers, any shape could be claimed
     is_matrix = len(shape) <= 2 and min(shape) >= 0 and max(shape) <= max(MOST_COLUMNS, len(values))
     if not is_matrix or math.prod(shape) != len(values):
         raise DataError(f"{name} has {len(values)} numbers, but the shape {list(shape)}; send as many as it holds")
@@ -250,7 +243,7 @@ def _tensor(message: Any, name: str) -> NDArray[Any]:
 
 
 def _written_out(message: Any) -> int:
-    """Returns how many numbers a sparse matrix may have: a thousand times as many as were sent, unlike a dense one."""
+    """Returns how many numbers a sparse matrix may have: a thousand times as many as were sent."""
     num_rows = len(message.sparse_csr.crow_indices) // np.dtype(np.int64).itemsize
     return num_rows * min(max(message.shape, default=0), MOST_COLUMNS)
 
@@ -258,7 +251,7 @@ def _written_out(message: Any) -> int:
 def _from_sparse(message: Any, dtype: type[np.generic], shape: tuple[int, ...], name: str) -> NDArray[Any]:
     values = _array(message.values, dtype, name)
     rows, columns = (_array(each, np.int64, name) for each in (message.crow_indices, message.col_indices))
-    # a few bytes may claim any shape: the rows are really there, and columns are bounded like those of a dense array
+    # a few bytes may claim any shape: the rows really exist, and columns are bounded as in dense arrays
     is_whole = len(shape) == 2 and len(rows) == shape[0] + 1 > 0 and 0 <= shape[1] <= MOST_COLUMNS
     is_whole = (
         is_whole and len(columns) == len(values) == rows[-1] and rows[0] == 0 and bool((np.diff(rows) >= 0).all())
@@ -271,12 +264,12 @@ def _from_sparse(message: Any, dtype: type[np.generic], shape: tuple[int, ...], 
 
 
 MOST_COLUMNS = 1024
-"""Largest number of numbers per token."""
+"""Most numbers per token."""
 _MOST_PARTS = 2**18
-"""Largest number of data, chunks and arrays of a request: of empty ones, a body holds millions."""
+"""Most data, chunks and arrays of a request: a body holds millions of empty ones."""
 _MOST_OPTIONS = 64
 _MOST_NUMBERS = 2**26
-"""Largest number of numbers of a request's sparse matrices, half a GiB."""
+"""Most numbers of a request's sparse matrices, half a GiB."""
 
 
 def _array(data: bytes, dtype: type[np.generic], name: str) -> NDArray[Any]:
@@ -312,9 +305,8 @@ def written_answers(
     """Returns a SampleResponse.
 
     Args:
-        answers: Answers, with the likeliest tokens in each token's place where they were asked for.
-        prompt_log_probs: Log-probabilities of the prompt's tokens, nan where there is none; None: not asked for.
-        of_prompt: Likeliest tokens in the place of each of the prompt's; None: not asked for.
+        prompt_log_probs: [prompt tokens], nan if unknown; None: not requested.
+        of_prompt: Likeliest tokens in the place of each prompt token; None: not requested.
     """
     message = _CLASS["SampleResponse"]()
     for each in answers:

@@ -1,4 +1,4 @@
-"""Memory that a service has left, before a client gets more of it: an allocation that fails would end the service."""
+"""Checks memory before a client gets more of it: a failed allocation would end the service."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sizes:
 
     @property
     def trained_bytes(self) -> int:
-        """Returns the size of what is trained, with gradients and moments."""
+        """Returns the bytes of trained weights, gradients and moments."""
         found = [memory_per_rank(self.config, self._layout, pp_rank) for pp_rank in range(self._layout.pp)]
         if self.config.adapter is not None:
             return max(each.adapter_bytes for each in found)
@@ -41,7 +41,6 @@ class Sizes:
 
     @property
     def weights_bytes(self) -> int:
-        """Returns the size of the weights that are trained."""
         layout = self._layout
         numbers = max(trained_parameters(self.config, layout, pp_rank).total for pp_rank in range(layout.pp))
         return numbers * element_bytes(self.config.train)
@@ -134,11 +133,11 @@ def _free_on_device(device: torch.device) -> int:
 
 
 def _free_on_host() -> int:
-    """Returns the bytes that this machine, or the group that confines this process, has left."""
+    """Returns the free bytes of this machine, or of the cgroup of this process."""
     free = int(psutil.virtual_memory().available)
     try:
         limit, used = (int((_CGROUP / each).read_text()) for each in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such group, or no limit ("max")
+    except (OSError, ValueError):  # no cgroup, or no limit ("max")
         return free
     return min(free, limit - used + int(stat["active_file"]) + int(stat["inactive_file"]))

@@ -32,14 +32,14 @@ from mtrain.serve.work import Served, Worker
 _log = logging.getLogger(__name__)
 
 _WILDCARDS = ("0.0.0.0", "::")
-"""Hosts that stand for every address of a machine, at none of which a client elsewhere finds it."""
+"""Hosts that stand for every address of a machine, useless to clients elsewhere."""
 _LOOK_S = 0.2
-"""Time between two looks for a signal while there is no request."""
+"""Seconds between two looks for a signal while there is no request."""
 
 
 @dataclass(frozen=True)
 class _Stop:
-    """Order that ends the work of every rank."""
+    """Ends the work of every rank."""
 
     received: signal.Signals
 
@@ -48,19 +48,18 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
     """Serves until a signal ends it. On every rank.
 
     Args:
-        served: The model, its layout and its precision; what is trained is the clients' affair.
-        host: Address that the first rank listens at.
+        served: The model, its layout and its precision; clients decide what is trained.
         port: Port; 0: any that is free.
-        token: Key that clients have to send; None: none, for addresses of this machine alone.
+        token: Key that clients must send; None: no key, for addresses of this machine only.
 
     Raises:
-        ConfigError: The configuration is none of a language model, or a key is missing.
+        ConfigError: The model is not a language model, or a key is missing.
         MachineError: The address cannot be used.
     """
     config = served.config
     check_served(config.model, config.adapter)
     check_token(host, token)
-    # sums that nothing divides: what a client divides by, it puts into its weights
+    # undivided sums: clients put divisors into their weights
     config = config.model_copy(update={"loss": LossSection(aggregation="sum", chunk_tokens=config.loss.chunk_tokens)})
     folder = RunFolder(Path(config.run.dir))
     served = Served(config)
@@ -113,7 +112,7 @@ def _work(worker: Worker, link: Link | None, timeout_s: float) -> signal.Signals
 
 
 def _taken(link: Link, stop: StopSignal, timeout_s: float) -> tuple[str, Operation] | None:
-    """Returns the next request with its id; None if there was none for so long, or a signal has come."""
+    """Returns the next request with its id; None after `timeout_s` without one, or after a signal."""
     end = time.monotonic() + timeout_s
     while not stop.received and (left_s := end - time.monotonic()) > 0:
         if (taken := link.take(min(left_s, _LOOK_S))) is not None:  # Python goes on waiting after a signal
@@ -131,11 +130,7 @@ def _lost() -> MachineError:
 
 
 def listener_at(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens; what is written to its connections leaves at once.
-
-    Raises:
-        MachineError: The address cannot be used.
-    """
+    """Returns a listening socket whose connections send small writes at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
@@ -149,7 +144,7 @@ def listener_at(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _listening(served: Served, store: Store, host: str, port: int, token: str | None) -> Iterator[Link]:
-    """Listens in a process of its own, and says where."""
+    """Listens in a separate process, and prints the address."""
     config, folder = served.config, Path(served.config.run.dir)
     has_tokenizer, has_tied_output = served.tokenizer is not None, config.model.tied_embeddings
     stops = _stops(config.model.hf) | (frozenset() if served.tokenizer is None else ends_next_to(served.tokenizer))
@@ -167,7 +162,7 @@ def _listening(served: Served, store: Store, host: str, port: int, token: str | 
 
 
 def _stops(hf: str | None) -> frozenset[int]:
-    """Returns the tokens that end a text, as the folder of Hugging Face names them."""
+    """Returns the tokens that end a text according to the Hugging Face folder."""
     if hf is None:
         return frozenset()
     for file in ("generation_config.json", "config.json"):

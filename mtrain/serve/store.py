@@ -1,7 +1,7 @@
-"""Checkpoints that clients have asked for, by name, below the folder of a service.
+"""Checkpoints that clients have saved, by name, below the folder of a service.
 
-A checkpoint is acknowledged when its description is on disk, which is written last; what has none is of a save that did
-not finish. Names of clients are checked before they become parts of a path.
+A checkpoint exists once its description, which is written last, is on disk. Names from clients are checked before they
+become parts of a path.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapter that a client asks for."""
+    """Adapter that a client wants."""
 
     rank: int
-    """Rank; 0: no adapter, the whole model is trained."""
+    """Rank; 0 trains the whole model without an adapter."""
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -49,7 +49,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Place:
-    """Name of a checkpoint, checked."""
+    """Checked name of a checkpoint."""
 
     model_id: str
     kind: Kind
@@ -57,11 +57,6 @@ class Place:
 
     @classmethod
     def of(cls, model_id: str, kind: Kind, name: str) -> Place:
-        """Checks the parts.
-
-        Raises:
-            DataError: A part cannot be a name.
-        """
         if not _MODEL.fullmatch(model_id):
             raise DataError(f"{model_id[:80]!r} is no training run of this service; take model_id from create_model")
         if not _NAME.fullmatch(name):
@@ -73,11 +68,6 @@ class Place:
 
     @classmethod
     def parsed(cls, path: str) -> Place:
-        """Reads the address of a checkpoint.
-
-        Raises:
-            DataError: It is none.
-        """
         found = _PATH.fullmatch(path)
         if found is None or found[2] not in KINDS:
             raise DataError(f"{path[:200]!r} is no tinker://RUN/KIND/NAME, where KIND is one of {', '.join(KINDS)}")
@@ -89,7 +79,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Described:
-    """What is known of a checkpoint."""
+    """Description of a checkpoint."""
 
     model_id: str
     kind: str
@@ -98,25 +88,23 @@ class Described:
     lora: dict[str, Any] | None
     """Options of the adapter; None: the whole model was trained."""
     time: float
-    """Time of the save, in seconds since 1970."""
+    """Unix time of the save."""
     user_metadata: dict[str, str] | None = None
     expires_at: float | None = None
-    """Time after which it is removed, in seconds since 1970; None: never."""
+    """Unix time after which it is removed; None: never."""
     run_metadata: dict[str, Any] | None = None
-    """What the client keeps with the training run."""
+    """The client's metadata of the training run."""
 
     @property
     def adapter(self) -> Lora:
-        """Returns the adapter that was trained."""
         return Lora(0) if self.lora is None else Lora(**self.lora)
 
     def is_over(self, now: float) -> bool:
-        """Says whether its time is over."""
         return self.expires_at is not None and self.expires_at <= now
 
     @property
     def address(self) -> str:
-        """Returns the address that clients name the checkpoint by."""
+        """Returns the address by which clients name the checkpoint."""
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
 
@@ -124,20 +112,15 @@ class Store:
     """Folder of a service; every rank may have one, but the first rank writes descriptions."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time, lock: int | None = None) -> None:
-        """Makes no folder yet.
-
-        Args:
-            path: Run folder.
-            clock: Function that returns the time in seconds since 1970.
-            lock: `lock` of the store of another process in this folder; None: there is no other yet.
-        """
+        """Creates no folder yet; `lock` is that of another process's store in this folder, None if there is none
+        yet."""
         self.clock = clock
         self.lock = os.memfd_create("mtrain-store") if lock is None else lock
-        """Descriptor of a file in memory, for another process of this machine. The file is locked while checkpoints
-        are read, together with others, or change, alone; clients and the engine do so in threads and processes."""
+        """Descriptor of a file in memory, for another process of this machine. It is locked, shared, while checkpoints
+        are read, and exclusively while they change; clients and the engine do so in threads and processes."""
         self._root = path / "served"
         self._next_expiry = 0.0
-        """Time before which no checkpoint expires; 0: not known yet."""
+        """No checkpoint expires before this Unix time; 0: unknown."""
 
     def folder(self, place: Place) -> Path:
         """Returns the run folder of a checkpoint, which exists if it was saved."""
@@ -152,7 +135,7 @@ class Store:
         return folder
 
     def publish(self, described: Described, place: Place) -> None:
-        """Puts what was saved into `fresh` into its place, in that of an older checkpoint of the name."""
+        """Moves what was saved into `fresh` to its place, replacing an older checkpoint of that name."""
         folder, new, old = self.folder(place), self._beside(place, "new"), self._beside(place, "old")
         with self._locked(), disk_faults(f"write {folder}"):
             self._describe(new, described)
@@ -163,7 +146,7 @@ class Store:
             shutil.rmtree(old, ignore_errors=True)
 
     def restore(self) -> None:
-        """Puts back what a service that was killed had moved away, and removes saves and removals that did not end."""
+        """Restores what a killed service had moved away; removes unfinished saves and removals."""
         with disk_faults(f"read {self._root}"):
             for old in self._root.glob("*/*/.old.*"):
                 place = old.with_name(old.name.removeprefix(".old."))
@@ -175,11 +158,6 @@ class Store:
                 shutil.rmtree(left)
 
     def described(self, place: Place) -> Described:
-        """Returns the description of a checkpoint.
-
-        Raises:
-            DataError: There is no such checkpoint.
-        """
         with self.reading(place) as found:
             return found
 
@@ -191,16 +169,12 @@ class Store:
 
     @contextmanager
     def reading(self, place: Place) -> Iterator[Described]:
-        """Keeps a checkpoint from being removed inside the `with` block; yields its description.
-
-        Raises:
-            DataError: There is no such checkpoint.
-        """
+        """Keeps a checkpoint from being removed inside the `with` block; yields its description."""
         with self._locked(fcntl.LOCK_SH):
             yield self._described(place)
 
     def is_free(self, place: Place) -> bool:
-        """Says whether a name can be given to a new checkpoint; removes one whose time is over."""
+        """Says whether a name is free for a new checkpoint; removes an expired one."""
         with self._locked():
             found = self._read(self.folder(place) / _DESCRIPTION)
             if found is not None and found.is_over(self.clock()):
@@ -215,21 +189,17 @@ class Store:
         return sorted((each for each in found if not each.is_over(now)), key=lambda each: -each.time)
 
     def set_lifetime(self, place: Place, ttl_seconds: int | None) -> None:
-        """Lets a checkpoint expire after some time from now, or never.
-
-        Raises:
-            DataError: There is no such checkpoint.
-        """
+        """Sets when a checkpoint expires, in seconds from now; None: never."""
         with self._locked(), disk_faults(f"write {self.folder(place)}"):
             ends = None if ttl_seconds is None else self.clock() + ttl_seconds
             self._describe(self.folder(place), replace(self._described(place), expires_at=ends))
 
     def expire(self) -> None:
-        """Removes the checkpoints whose time is over."""
+        """Removes expired checkpoints."""
         now = self.clock()
         if now < self._next_expiry:
             return
-        self._next_expiry = math.inf  # lifetimes that are given from here on lower it again
+        self._next_expiry = math.inf  # lifetimes set from here on lower it again
         for each in self._on_disk():
             if not each.is_over(now):
                 self._note(each.expires_at)
@@ -242,26 +212,17 @@ class Store:
                 _log.warning(f"the time of {place} is over, but it stays for now: {fault}")
 
     def look_again(self) -> None:
-        """Notes that a checkpoint has got a lifetime in another process."""
+        """Notes that another process has given a checkpoint a lifetime."""
         self._next_expiry = 0.0
 
     def files(self, place: Place) -> list[str]:
-        """Returns the files of a checkpoint, as paths in its folder.
-
-        Raises:
-            DataError: There is no such checkpoint.
-        """
+        """Returns the files of a checkpoint, relative to its folder."""
         folder = self.folder(place)
         with self.reading(place):
             found = [each.relative_to(folder) for each in folder.rglob("*") if each.is_file() and not each.is_symlink()]
         return sorted(str(each) for each in found if str(each) != _DESCRIPTION)
 
     def remove(self, place: Place) -> None:
-        """Removes a checkpoint.
-
-        Raises:
-            DataError: There is no such checkpoint.
-        """
         with self._locked():
             self._described(place)
             self._remove(place)

@@ -1,6 +1,6 @@
-"""What a service's ranks do together: each operation of a client, on one engine that all models take turns on.
+"""What a service's ranks do together: each operation of a client, on one engine that all models share in turns.
 
-Every rank is given the same operations in the same order, so each knows of every model; the first rank alone answers.
+Every rank gets the same operations in the same order, so each knows every model; only the first rank answers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mtrain.serve.store import Described, Kind, Lora, Place, Store
 from mtrain.training.export import export_whole, exported_through_checkpoint
 
 _ALPHA = 32.0
-"""Numerator of the scale of adapters where the configuration gives none, the same for every rank."""
+"""Numerator of the adapters' scale if the configuration gives none, the same for every rank."""
 _TYPES: Mapping[Kind, str] = {
     "weights": "save_weights",
     "sampler_weights": "save_weights_for_sampler",
@@ -81,16 +81,16 @@ class Served:
     """The model that a service offers."""
 
     config: Config
-    """Configuration; its adapter section gives the scale of adapters."""
+    """Configuration, whose adapter section gives the scale of adapters."""
 
     @property
     def name(self) -> str:
-        """Returns the name that clients call the model by."""
+        """Returns the name that clients use."""
         return Path(self.config.run.dir if self.config.model.hf is None else self.config.model.hf).name
 
     @property
     def tokenizer(self) -> Path | None:
-        """Returns the path of the tokenizer, for texts that end an answer; None where no key names one."""
+        """Returns the path of the tokenizer, for texts that end an answer; None if no key names one."""
         if self.config.data.tokenizer is not None:
             return Path(self.config.data.tokenizer)
         hf = self.config.model.hf
@@ -98,7 +98,7 @@ class Served:
         return Path(hf) if hf is not None and has_one else None
 
     def adapted(self, lora: Lora) -> Config:
-        """Returns the configuration with the adapter that a client asks for; with `adapter.path` that of the folder.
+        """Returns the configuration with a client's adapter; with `adapter.path` that of the folder.
 
         Raises:
             ConfigError: The model cannot have such an adapter, or models start from one of another shape.
@@ -146,11 +146,11 @@ class _Kept:
 class _Model:
     lora: Lora
     engine: Engine
-    """Engine of the adapters of its shape, which it takes turns on with others."""
+    """Engine for adapters of this shape, shared with others in turns."""
     held: Held | None = None
     """State while another model is on the engine."""
     fault: str | None = None
-    """Error since the last step: its gradient is not whole."""
+    """Error since the last step, whose gradient is incomplete."""
     has_gradients: bool = False
     """Whether there was a forward_backward since the last step."""
 
@@ -159,20 +159,14 @@ class Worker:
     """The models of a service on this rank."""
 
     def __init__(self, served: Served, store: Store) -> None:
-        """Builds the engine.
-
-        Args:
-            served: The model.
-            store: Folder of the checkpoints.
-        """
         self._served, self._store = served, store
         self._engine = Engine(served.config)
         self._shapes: dict[str, Engine] = {}
-        """Engines of adapters of other shapes on the same base, by their section as JSON."""
+        """Engines for adapters of other shapes on the same base, by their section as JSON."""
         self._models: dict[str, _Model] = {}
         self._samplers: dict[str, _Kept | None] = {}
         self._current: dict[int, str] = {}
-        """Model that is on an engine, by the engine's id."""
+        """Engine id -> the model on it."""
         self._base = self._held_base()
 
     @cached_property
@@ -181,11 +175,10 @@ class Worker:
         return load_tokenizer(self._served.tokenizer)
 
     def close(self) -> None:
-        """Closes the engine."""
         self._engine.close()
 
     def run(self, operation: Operation) -> Done | Failed:
-        """Does what a client asks for. Collective.
+        """Runs a client's operation. Collective.
 
         Raises:
             MtrainError: The ranks cannot go on.
@@ -251,11 +244,7 @@ class Worker:
         return Done({"path": str(asked.source), "model_id": asked.model_id, "type": "load_weights"})
 
     def _engine_of(self, lora: Lora) -> Engine:
-        """Returns an engine with adapters of this shape: one that is there, or a further one on the same base.
-
-        Raises:
-            ConfigError: The model can have no such adapter, or is trained whole by a client, so that there is no base.
-        """
+        """Returns an engine for adapters of this shape, existing or new, on the same base."""
         config = self._served.adapted(lora)
         there, wanted = self._engine.config.adapter, config.adapter
         if wanted == there:
@@ -269,7 +258,7 @@ class Worker:
         return self._shapes[shape]
 
     def _built_anew(self, lora: Lora) -> Engine:
-        """Closes all engines, and builds one for adapters where the model was trained whole, or the other way round."""
+        """Closes all engines, and builds one for adapters after a whole model was trained, or the reverse."""
         config = self._served.adapted(lora)
         there, wanted = self._engine.config.adapter, config.adapter
         if self._models:
@@ -282,7 +271,7 @@ class Worker:
         self._engine.close()
         self._shapes.clear()
         self._current.clear()
-        # what is held of adapters has another shape
+        # held adapters have another shape
         self._samplers = {each: kept for each, kept in self._samplers.items() if kept is None}
         self._engine = Engine(config)
         self._base = self._held_base()
@@ -331,7 +320,7 @@ class Worker:
         if not model.has_gradients:
             raise DataError("optim_step needs a forward_backward before it; send one")
         options = AdamOptions(**asked.options)
-        options.check_rate(asked.lr)  # gradients are kept, for a step of other options
+        options.check_rate(asked.lr)  # gradients stay, for a step with other options
         model.has_gradients = False
         done = model.engine.optim_step(asked.lr, options)
         return Done({"metrics": {"grad_norm": done.grad_norm, "step": float(done.step)}})
@@ -432,13 +421,13 @@ class Worker:
         return model
 
     def _leave(self, engine: Engine) -> None:
-        """Holds the model that is on an engine, so that others can use it."""
+        """Saves the state of the model on an engine, so that others can use it."""
         current = self._current.pop(id(engine), None)
         if current is not None:
             self._models[current].held = engine.hold()
 
     def _held_base(self) -> Held | None:
-        """Returns what the model has in addition to frozen weights where models start: all of it, or adapter.path."""
+        """Returns what models start from beyond frozen weights: the whole model, or adapter.path."""
         adapter = self._engine.config.adapter
         return self._engine.hold(weights_only=True) if adapter is None or adapter.path is not None else None
 

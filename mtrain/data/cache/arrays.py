@@ -28,44 +28,41 @@ DTYPES: dict[str, type[np.generic]] = {
     "records": np.int64,
     "checksums": np.uint32,
 }
-"""Array -> element. ids: of all samples. run_*: their loss weights. offsets, run_offsets: [samples + 1]. weights: what
-a sample counts, [samples]. records: number of the record in its source, counted from 0. checksums: of ids and runs of
-each sample, so that reading one notices a flipped bit without reading the others."""
+"""Element type of each array. [samples + 1]: offsets, run_offsets. [samples]: weights; records, the number of each
+sample's record in its source, counted from 0; checksums, CRC-32 of ids and runs, so that reading one sample notices a
+flipped bit."""
 
 EXTRAS = "extras"
 """Name of an array that only samples with extras have: float32, [tokens, extras]."""
 _ALL_DTYPES = DTYPES | {EXTRAS: np.float32}
 OF_SAMPLES = ("ids", "run_lengths", "run_weights")
-"""Names of the large arrays, which are verified sample by sample when they are read. The others are verified whole when
-the entry is opened."""
+"""Large arrays, verified sample by sample when they are read; the others are verified when the entry is opened."""
 
 _OF_TRAINING = ("ids", "offsets", "run_lengths", "run_weights", "run_offsets", "weights", EXTRAS)
-"""Names of the arrays that training reads; the fingerprint of the data is made of them."""
+"""Arrays that training reads; the fingerprint of the data covers them."""
 
 
 class EncodedChunk(NamedTuple):
-    """Samples of consecutive records, as a worker hands them over."""
+    """Samples of consecutive records, as a worker returns them."""
 
     file: int
     """Number of the file in the source."""
     first: int
     """Number of the first record in its file, counted from 1."""
     num_records: int
-    """Number of records, bad ones included."""
+    """Bad records are counted too."""
     ids: NDArray[np.int32]
     lengths: NDArray[np.int32]
-    """Number of tokens in each sample."""
     run_lengths: NDArray[np.int32]
     run_weights: NDArray[np.float32]
     run_counts: NDArray[np.int32]
-    """Number of runs in each sample."""
     weights: NDArray[np.float64]
     numbers: NDArray[np.int64]
     """Number of each sample's record in its file, counted from 1."""
     extras: NDArray[np.float32]
     """[tokens, extras]; nothing where data.extras names none."""
     bad: tuple[tuple[int, str], ...]
-    """Number of each bad record, and what is wrong with it."""
+    """Number and fault of each bad record."""
 
 
 class Runs(NamedTuple):
@@ -74,16 +71,10 @@ class Runs(NamedTuple):
     lengths: NDArray[np.int32]
     weights: NDArray[np.float32]
     counts: NDArray[np.int32]
-    """Number of runs in each sample."""
 
 
 def runs_of(loss_weights: NDArray[np.float32], lengths: NDArray[np.int32]) -> Runs:
-    """Finds the runs of equal weights of several samples.
-
-    Args:
-        loss_weights: Weights of the tokens of all samples, laid end to end.
-        lengths: Number of tokens in each sample, at least one.
-    """
+    """Finds the runs of equal weights of several samples laid end to end; `lengths` are at least 1."""
     if len(lengths) == 0:
         return Runs(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
@@ -115,7 +106,6 @@ def encoded(
     samples: Sequence[tuple[int, TokenizedSample]],
     bad: Sequence[tuple[int, str]],
 ) -> EncodedChunk:
-    """Puts samples and the numbers of their records into arrays."""
     lengths = np.array([len(sample.ids) for _, sample in samples], np.int32)
     runs = runs_of(_joined([sample.loss_weights for _, sample in samples], np.float32), lengths)
     return EncodedChunk(
@@ -139,7 +129,7 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[A
 
 
 class ArrayWriter:
-    """Writer of the arrays of a new entry, one after the other; to be used in a `with` block."""
+    """Writes the arrays of a new entry, one after the other; use it in a `with` block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -162,7 +152,7 @@ class ArrayWriter:
             file.close()
 
     def add(self, chunk: EncodedChunk, first_of_file: int) -> None:
-        """Appends the samples of a chunk; `first_of_file` is the number of records in the files before its own."""
+        """Appends the samples of a chunk; `first_of_file` records lie in the files before."""
         ends = np.cumsum(chunk.lengths, dtype=np.int64)
         run_ends = np.cumsum(chunk.run_counts, dtype=np.int64)
         checksums = [
@@ -193,7 +183,7 @@ class ArrayWriter:
         self._digests[name], self._sizes[name] = hashlib.sha256(), 0
 
     def flush(self) -> None:
-        """Hands everything written to the disk's cache; a full disk is noticed here at the latest."""
+        """Flushes to the operating system; a full disk is noticed here at the latest."""
         for file in self._files.values():
             file.flush()
 
@@ -211,5 +201,5 @@ class ArrayWriter:
 
 
 def fingerprint_of(facts: dict[str, dict[str, Any]]) -> str:
-    """Identifies everything that training reads; the form, the path and the numbering of the records do not count."""
+    """Identifies everything that training reads, whatever the form, path and numbering of the records."""
     return hashlib.sha256("".join(facts[name]["sha256"] for name in _OF_TRAINING if name in facts).encode()).hexdigest()

@@ -1,11 +1,9 @@
-"""Tokenising of records in several processes, always in the order of the records.
+"""Tokenises records in several processes, always in the order of the records.
 
 Each worker reads the files itself and encodes every n-th chunk: unpacking and splitting lines is cheap next to
-tokenising. The parent takes chunk k from worker k modulo n, so the order needs no sorting, and a worker that is ahead
-waits until its chunk is taken.
+tokenising. The parent takes chunk k from worker k modulo n, so nothing needs sorting, and a worker that is ahead waits.
 
-Workers are programs of their own, not children of `multiprocessing`: a child of `multiprocessing` imports the program
-that started it again, and a user's program need not be written for that.
+Workers are separate programs, not children of `multiprocessing`, which would import the user's main program again.
 """
 
 from __future__ import annotations
@@ -32,18 +30,14 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """Files and encoder of a source; can be sent to another process."""
+    """Files and encoder of a source; picklable."""
 
     files: tuple[RecordFile, ...]
     make_encoder: Callable[[], SampleEncoder]
 
 
 def encoded_chunks(job: EncodingJob, num_workers: int) -> Iterator[EncodedChunk]:
-    """Yields the samples of all records, in the order of the records, whatever the number of workers.
-
-    Args:
-        job: Files and encoder.
-        num_workers: Number of processes that tokenise; 1 works in this process.
+    """Yields the samples of all records in their order, whatever `num_workers` is; 1 works in this process.
 
     Raises:
         DataError: A file is damaged; a bad record is no error here.
@@ -79,7 +73,7 @@ def _encoded(chunk: Chunk, encoder: SampleEncoder) -> EncodedChunk:
 
 
 class _Worker:
-    """A process that encodes its share of the chunks; it ends with the `with` block."""
+    """One encoding process; it ends with the `with` block."""
 
     def __init__(self, job: EncodingJob, number: int, num_workers: int) -> None:
         self._connection, other = Pipe()
@@ -92,7 +86,7 @@ class _Worker:
             )
         except OSError as fault:
             raise MachineError(f"a process that tokenises cannot be started: {fault}; free memory") from fault
-        other.close()  # else this process would hold the worker's end, and never see that it died
+        other.close()  # else this process would hold the worker's end open and never see that it died
         self._connection.send((job, number, num_workers))
 
     def __enter__(self) -> _Worker:
@@ -104,7 +98,7 @@ class _Worker:
         self._process.wait()
 
     def next_chunk(self) -> EncodedChunk | None:
-        """Returns the next chunk of the worker's share; None after the last one."""
+        """Returns the worker's next chunk; None after the last one."""
         try:
             while not self._connection.poll(_POLL_S):  # a chunk takes long
                 leave_if_stopped(TOKENISING)
@@ -136,5 +130,5 @@ if __name__ == "__main__":
     ignore_stop_signals()  # sent to a whole job: the parent ends its workers, and tells the user once
     try:
         _work(Connection(int(sys.argv[1])))
-    except BrokenPipeError:  # the parent is gone, and nobody waits for the rest
+    except BrokenPipeError:  # the parent is gone
         sys.exit(1)

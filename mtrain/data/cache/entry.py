@@ -23,28 +23,21 @@ FORMAT = 1
 
 
 class DamagedEntryError(Exception):
-    """Error of an entry that cannot be used; it can be built again."""
+    """An entry cannot be used; it can be rebuilt."""
 
 
 @dataclass(frozen=True)
 class BadRecords:
-    """Records that are no samples."""
-
     count: int
     first: tuple[tuple[int, int, str], ...]
-    """File in the source, number in the file, and what is wrong, for each of the first few bad records."""
+    """(file, record in the file, fault) of the first few bad records."""
 
 
 class TokenCache:
-    """The samples of one source, in the order of its records; safe to use from several threads."""
+    """Samples of one source in the order of its records; thread-safe."""
 
     def __init__(self, folder: Path, files: tuple[RecordFile, ...], file_digests: tuple[str, ...]) -> None:
         """Maps the arrays and verifies all but the tokens, which are verified when they are read.
-
-        Args:
-            folder: Folder of the entry.
-            files: Files of the source, for messages.
-            file_digests: SHA-256 of each file.
 
         Raises:
             DamagedEntryError: A file is missing or differs from what was written.
@@ -52,7 +45,7 @@ class TokenCache:
         self.folder, self.files, self.file_digests = folder, files, file_digests
         facts = _read_facts(folder)
         self.num_records: int = facts["num_records"]
-        """Number of records, bad ones included."""
+        """Bad records are counted too."""
         self.file_starts: tuple[int, ...] = tuple(facts["file_starts"])
         """Number of records before each file."""
         self.highest_id: int = facts["highest_id"]
@@ -62,39 +55,34 @@ class TokenCache:
         self._offsets, self._run_offsets = arrays["offsets"], arrays["run_offsets"]
         self._records, self._checksums = arrays["records"], arrays["checksums"]
         self.weights: NDArray[np.float64] = arrays["weights"]
-        """[samples]: weight of each whole sample; negative for an answer that is not wanted."""
+        """[samples]: weight of each sample; negative for an unwanted answer."""
         fact = facts["arrays"].get(EXTRAS)
         extras = np.empty(0, np.float32) if fact is None else _mapped(folder, EXTRAS, fact)
         self.extras: NDArray[np.float32] = extras.reshape(self.num_tokens, -1)
-        """[tokens, extras] of all samples laid end to end; mapped from the disk."""
+        """[tokens, extras] of all samples laid end to end, mapped from disk."""
         self.fingerprint = fingerprint_of(facts["arrays"])
-        """Fingerprint of the samples: the same for the same records in any form, under any path."""
+        """Fingerprint of the samples, whatever the form and path of their files."""
 
     def __len__(self) -> int:
         return len(self.weights)
 
     @property
     def num_tokens(self) -> int:
-        """Counts the tokens of all samples."""
         return int(self._offsets[-1])
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Returns [samples]: number of tokens in each sample."""
+        """Returns [samples]: tokens in each sample."""
         return np.diff(self._offsets)
 
     @cached_property
     def prompt_lengths(self) -> NDArray[np.int64]:
-        """Returns [samples]: number of tokens in each sample before the first one that counts in the loss."""
+        """Returns [samples]: tokens of each sample before the first one in the loss."""
         first = self._run_offsets[:-1]
         return np.where(self._run_weights[first] > 0, 0, self._run_lengths[first]).astype(np.int64)
 
     def read(self, index: int) -> TokenizedSample:
-        """Reads a whole sample.
-
-        Raises:
-            DataError: The sample differs from what was written.
-        """
+        """Reads a sample; raises DataError where it differs from what was written."""
         start, end = self._offsets[index], self._offsets[index + 1]
         low, high = self._run_offsets[index], self._run_offsets[index + 1]
         ids, lengths, weights = self._ids[start:end], self._run_lengths[low:high], self._run_weights[low:high]
@@ -108,17 +96,17 @@ class TokenCache:
         return TokenizedSample(np.array(ids), np.repeat(weights, lengths), weight, np.array(extras))
 
     def record(self, index: int) -> int:
-        """Returns the number of a sample's record in the whole source, counted from 0; bad records count, too."""
+        """Returns the number of a sample's record in the source, counted from 0, bad records included."""
         return int(self._records[index])
 
     def place(self, index: int) -> str:
-        """Returns the file and number of a sample's record, for messages."""
+        """Names file and record of a sample, for messages."""
         record = self.record(index)
         file = int(np.searchsorted(self.file_starts, record, side="right")) - 1
         return self.files[file].place(record - self.file_starts[file] + 1)
 
     def bad_places(self) -> list[str]:
-        """Describes the first few bad records: place and what is wrong."""
+        """Describes the first few bad records."""
         return [f"{self.files[file].place(number)}: {why}" for file, number, why in self.bad.first]
 
     def trained_before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -132,7 +120,7 @@ class TokenCache:
 
     @cached_property
     def is_counted(self) -> NDArray[np.bool_]:
-        """Returns [tokens]: whether predicting each token counts; the first token of a sample is not predicted."""
+        """Returns [tokens]: whether predicting each token counts; the first token of a sample is never predicted."""
         found: NDArray[np.bool_] = np.repeat(self._run_weights > 0, self._run_lengths)
         found[self._offsets[:-1]] = False
         return found
@@ -144,8 +132,7 @@ class TokenCache:
 
     @cached_property
     def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns three values a run: where it ends, number of trained tokens up to there, whether its own are trained.
-        They are read at the first use."""
+        """Returns for each run: its end, the trained tokens up to there, and whether it is trained."""
         is_trained = self._run_weights > 0
         trained = np.cumsum(np.where(is_trained, self._run_lengths, 0), dtype=np.int64)
         return np.cumsum(self._run_lengths, dtype=np.int64), trained, is_trained
@@ -153,7 +140,7 @@ class TokenCache:
 
 @dataclass(frozen=True)
 class EntryFacts:
-    """Facts of an entry that are known when its arrays are written."""
+    """Facts that are known once the arrays are written."""
 
     file_starts: tuple[int, ...]
     num_records: int
@@ -162,7 +149,6 @@ class EntryFacts:
 
 
 def write_facts(folder: Path, writer: ArrayWriter, facts: EntryFacts) -> None:
-    """Completes an entry by writing its facts."""
     content = {
         "format": FORMAT,
         "arrays": writer.facts(),

@@ -1,13 +1,12 @@
-"""Opens the token cache of a source, or makes it: one process builds, the others wait for it.
+"""Opens the token cache of a source, or builds it while other processes wait.
 
-The folder of the cache holds `entries/KEY/`, one for each source and way of tokenising, and `files/`, where the digests
-of files are remembered. KEY is made of the content of the files, not of their paths. An entry appears in one move when
-it is complete, and is never written to again; any of them may be removed while no run starts.
+The cache holds `entries/KEY/`, one for each source and way of tokenising, and `files/`, where digests of files are
+remembered. KEY depends on the content of the files, not on their paths. An entry appears in one move when it is
+complete and is never written again; any of them may be removed while no run starts.
 
-The SHA-256 of a file is remembered with its size, inode, mtime and ctime. ctime is what makes that safe: programs set
-mtime back (cp -p, rsync -t, tar), but nobody sets ctime. A file that was changed within _SETTLED_NS before it was
-hashed is not remembered, since clocks of file systems are coarse: a second change in the same tick would leave no
-trace.
+The SHA-256 of a file is remembered with its size, inode, mtime and ctime. Programs set mtime back (cp -p, rsync -t,
+tar), but not ctime. A file that changed within _SETTLED_NS before it was hashed is not remembered: file systems have
+coarse clocks, and a second change in the same tick would leave no trace.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from mtrain.data.cache.entry import FORMAT, BadRecords, DamagedEntryError, Entry
 from mtrain.data.formats.record_files import RecordFile
 
 _SETTLED_NS = 10 * 10**9
-"""Time that is longer than the ticks of file systems in use (2 s at most), and than the clocks of nodes differ by."""
+"""More than a tick of any file system in use (2 s at most) and than the clocks of nodes differ by."""
 _BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class FileState:
-    """Properties of a file that change with every write."""
+    """Properties that change with every write to a file."""
 
     bytes: int
     inode: int
@@ -52,11 +51,6 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Reads the state of a file.
-
-        Raises:
-            DataError: The file cannot be looked at.
-        """
         try:
             found = os.stat(path)
         except OSError as fault:
@@ -73,26 +67,14 @@ class FileContent:
     sha256: str
 
     def check_unchanged(self) -> None:
-        """Refuses a file that has been written to since.
-
-        Raises:
-            DataError: The file has been written to since.
-        """
+        """Refuses a file that has been written to since."""
         if FileState.of(self.path) != self.state:
             raise DataError(f"{self.path} was changed while it was read; start again when nothing writes to it")
 
 
 def content_of(path: Path, memory: Path, reads_all: bool) -> FileContent:
-    """Finds the content of a file, from memory where that is safe.
-
-    Args:
-        path: Path of the file.
-        memory: Folder in which digests are remembered; where it cannot be written, nothing is remembered.
-        reads_all: Whether the file is hashed in any case.
-
-    Raises:
-        DataError: The file cannot be read, or changes meanwhile.
-    """
+    """Returns a file's digest, remembered in `memory` where that is safe; if `memory` cannot be written, nothing is
+    remembered."""
     state = FileState.of(path)
     note = memory / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()}.json"
     if not reads_all and (known := _remembered(note, state)) is not None:
@@ -131,32 +113,25 @@ def _hashed(path: Path) -> str:
 
 
 _MOST_NAMED = 10
-"""Number of bad records that are kept with what is wrong."""
+"""Number of bad records that are kept with their faults."""
 _LINE_S = 10.0
 
 
 class Progress:
-    """Line for the user that is printed every few seconds."""
+    """Progress line, printed every few seconds."""
 
     def __init__(self, num_bytes: int, first_file: Path, say: Callable[[str], None]) -> None:
-        """
-        Args:
-            num_bytes: Total size of all files of the source.
-            first_file: First file of the source, which names it in the line.
-            say: Function that takes a line.
-        """
         self._what, self._say = f"{first_file} ({num_bytes / 1e6:,.0f} MB)", say
         self._began = self._said = time.monotonic()
 
     def update(self, num_records: int, num_tokens: int) -> None:
-        """Prints a line with what is done so far, unless the last one is recent."""
+        """Prints the progress, unless the last line is recent."""
         now = time.monotonic()
         if now - self._said >= _LINE_S:
             self._said = now
             self._line("tokenising", num_records, num_tokens, now)
 
     def finish(self, num_records: int, num_tokens: int) -> None:
-        """Prints a line with what was done in all."""
         self._line("tokenised", num_records, num_tokens, time.monotonic())
 
     def _line(self, verb: str, num_records: int, num_tokens: int, now: float) -> None:
@@ -167,13 +142,6 @@ class Progress:
 
 def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad: bool, progress: Progress) -> None:
     """Fills an empty folder with an entry; the same records give the same bytes whatever the number of workers.
-
-    Args:
-        staging: Empty folder that becomes the entry.
-        job: Files and encoder.
-        num_workers: Number of processes that tokenise.
-        stops_at_bad: Whether a bad record is an error.
-        progress: Progress line, updated after every chunk.
 
     Raises:
         DataError: A file is damaged, a record is bad, or there is no sample.
@@ -201,13 +169,13 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
         writer.flush()
     for name in (*OF_SAMPLES, EXTRAS):
         if (staging / name).exists():
-            sync_file(staging / name)  # after a crash, opening the entry would notice that another array is not whole
+            sync_file(staging / name)  # after a crash, opening the entry notices an array that is not whole
     write_facts(staging, writer, facts.of_entry(len(job.files)))
     progress.finish(facts.num_records, writer.num_tokens)
 
 
 class _Facts:
-    """Facts of an entry that are counted while it is written."""
+    """Facts that are counted while an entry is written."""
 
     def __init__(self) -> None:
         self.num_records = self.num_bad = 0
@@ -216,7 +184,7 @@ class _Facts:
         self._highest_id = 0
 
     def first_of_file(self, chunk: EncodedChunk) -> int:
-        """Returns the number of records before the chunk's file; files without records begin where the next one
+        """Returns the number of records before the chunk's file; a file without records begins where the next one
         does."""
         while len(self._file_starts) <= chunk.file:
             self._file_starts.append(self.num_records)
@@ -242,40 +210,31 @@ _BUILDING = ".building-"
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Place of the cache and the way in which it is made."""
+    """How an entry is made, and where."""
 
     folder: Path
     reads_all: bool = False
     """Whether every file is hashed at every start."""
     num_workers: int | None = None
-    """Number of processes that tokenise. None: as many as the data are worth, up to the processors of this process."""
+    """Number of tokenising processes; None: as many as the data are worth, up to the processors of this process."""
     stops_at_bad: bool = True
-    """Whether a bad record ends the build."""
     say: Callable[[str], None] = lambda line: None
-    """Function that takes a line for the user from time to time."""
+    """Receives progress lines."""
 
 
 def default_folder() -> Path:
-    """Returns the folder of caches where data.cache_dir names none: `$XDG_CACHE_HOME/mtrain`, by default
-    `~/.cache/mtrain`.
-
-    Raises:
-        MachineError: The user has no home folder.
-    """
+    """Returns the default of `data.cache_dir`: `$XDG_CACHE_HOME/mtrain`, else `~/.cache/mtrain`."""
     return cache_folder("the token cache; set data.cache_dir")
 
 
 def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> TokenCache:
-    """Opens the tokens of a source, and builds them where there is no usable entry.
+    """Opens the tokens of a source; builds them if there is no usable entry.
 
     Args:
-        job: Files and encoder.
-        fingerprint: Text that changes with everything, apart from the files, that decides the tokens or which records
-            are bad.
-        options: Place of the cache and the way in which it is made.
+        fingerprint: Text that changes with everything but the files that decides the tokens or which records are bad.
 
     Raises:
-        DataError: A file is missing or damaged, a record is bad where that ends the build, or there is no sample.
+        DataError: A file is missing or damaged, a record is bad and ends the build, or there is no sample.
         MachineError: The disk is full or cannot be written, or a worker died.
     """
     contents = [content_of(file.path, options.folder / "files", options.reads_all) for file in job.files]
@@ -305,7 +264,7 @@ def _key(contents: Sequence[str], fingerprint: str) -> str:
 def _opened(
     entry: Path, files: tuple[RecordFile, ...], digests: tuple[str, ...], say: Callable[[str], None]
 ) -> TokenCache | None:
-    """Opens an entry; returns None where there is none, or none that can be used."""
+    """Opens an entry; None if it does not exist or cannot be used."""
     if not entry.is_dir():
         return None
     try:
@@ -324,7 +283,7 @@ def _build(
     try:
         build_entry(staging, job, _num_workers(contents, options), options.stops_at_bad, progress)
         for content in contents:
-            content.check_unchanged()  # else the key would be that of other content
+            content.check_unchanged()  # else the key would belong to other content
         _publish(staging, entry, lambda: _opened(entry, job.files, digests, options.say) is not None)
     finally:
         with suppress(FileNotFoundError):
@@ -332,10 +291,9 @@ def _build(
 
 
 def _publish(staging: Path, entry: Path, is_usable: Callable[[], bool]) -> None:
-    """Moves a finished folder to its place, unless a usable entry lies there.
+    """Moves a finished folder to its place, unless a usable entry is there.
 
-    A usable one comes from another node where the file system has no locks. It stays: its builder may be opening it,
-    and must not find its files gone.
+    A usable one comes from another node on a file system without locks; it stays, since its builder may be opening it.
     """
     if entry.exists() and not is_usable():
         replaced = entry.with_name(f"{_BUILDING}{entry.name}-{secrets.token_hex(4)}")
@@ -350,7 +308,7 @@ def _publish(staging: Path, entry: Path, is_usable: Callable[[], bool]) -> None:
 
 
 _BYTES_A_WORKER = 4 << 20
-"""Amount of data that takes about as long to tokenise as a process takes to start."""
+"""Data that take about as long to tokenise as a process takes to start."""
 
 
 def _num_workers(contents: Sequence[FileContent], options: CacheOptions) -> int:
@@ -362,9 +320,9 @@ def _num_workers(contents: Sequence[FileContent], options: CacheOptions) -> int:
 
 @contextmanager
 def _locked(entry: Path, say: Callable[[str], None]) -> Iterator[LockOutcome]:
-    """Holds the lock of an entry, so that no other process builds it, where the file system has locks.
+    """Holds the lock of an entry while it is built.
 
-    Without locks two processes may build it at once: each in a folder of its own, and the first one to finish is taken.
+    Without file locks two processes may build it at once, each in its own folder; the first one to finish wins.
     """
     descriptor = os.open(_lock_file(entry), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -386,7 +344,7 @@ def _lock_file(entry: Path) -> Path:
 
 
 def _clean(entries: Path) -> None:
-    """Removes what killed builders left; running builders hold their locks."""
+    """Removes what killed builders left; running ones hold their locks."""
     for left in entries.glob(f"{_BUILDING}*"):
         key = left.name.removeprefix(_BUILDING).partition("-")[0]
         descriptor = os.open(_lock_file(entries / key), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -12,20 +12,18 @@ from mtrain.data.chat.spans import AnswerFinder, Compare, SpecialTexts
 
 
 class Answer(NamedTuple):
-    """An answer in the loss, with what the template writes after it."""
+    """An answer in the loss, and what the template writes after it."""
 
     message: int
-    """Number of the message."""
     spans: tuple[tuple[int, int], ...]
-    """First characters and ends of its pieces, in ascending order."""
+    """First character and end of each piece, ascending."""
     after: int
-    """End of the special token that follows at once; that of the last piece where none does."""
+    """End of the special token that follows at once; else that of the last piece."""
     weight: float
-    """Weight of each of its tokens in the loss."""
+    """Weight of each token in the loss."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """Returns its first character and its end."""
         return self.spans[0][0], self.spans[-1][1]
 
 
@@ -34,15 +32,11 @@ class Rendering(NamedTuple):
 
     text: str
     answers: list[Answer]
-    """Answers in the loss, in ascending order."""
+    """Answers in the loss, ascending."""
 
 
 def found_answers(conversation: Conversation, compare: Compare, special: SpecialTexts) -> Rendering:
-    """Renders a conversation under a template that does not mark answers.
-
-    Raises:
-        DataError: An answer cannot be found, or the template refuses the conversation.
-    """
+    """Renders a conversation under a template that does not mark answers."""
     messages, weights = conversation.messages, conversation.answer_weights
     finder = AnswerFinder(len(messages), compare, special)
     spans = finder.find({number: list(_own_words(messages[number])) for number in weights})
@@ -76,7 +70,7 @@ def marked_answers(
 
 
 def _own_words(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the texts of an answer that are no markup of the template."""
+    """Yields the texts of an answer that are not markup."""
     yield from texts_of(message.get("reasoning_content", ""))
     yield from texts_of(message.get("content", ""))
     for call in message.get("tool_calls", ()):

@@ -1,4 +1,4 @@
-"""A conversation as a record holds it: the parts that the template reads, and the weight of each answer in the loss."""
+"""A conversation as a record holds it: what the template reads, and the weight of each answer in the loss."""
 
 from __future__ import annotations
 
@@ -25,35 +25,29 @@ _FUNCTION_KEYS = frozenset({"name", "arguments"})
 _SHOWN_KEYS = frozenset({"tools", "chat_template_kwargs", "tool_calls", "tool_call_id", "name", *_REASONING_KEYS})
 """Keys without which the model would read another conversation."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Variables of a template that are no switches."""
+"""Variables of a template that are not switches."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A record of messages that was checked."""
+    """A checked record of messages."""
 
     messages: list[dict[str, Any]]
-    """Messages as the template reads them: no key whose value is null, and no weights. A content is a text or a list
-    of parts of text."""
+    """Messages as the template reads them, without null values and weights. A content is a text or a list of text
+    parts."""
     tools: list[Any] | None
     variables: dict[str, Any]
     """Switches of the template, such as enable_thinking."""
     answer_weights: dict[int, float]
-    """Number of a message -> weight of each of its tokens in the loss; weights above 0 only. A question has none."""
+    """Message number -> weight of each of its tokens, where above 0; questions have none."""
     weight: float
-    """Weight of the whole conversation."""
 
 
 def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn | None) -> Conversation:
-    """Checks a record with `messages`.
+    """Checks a record with `messages`; errors say what is wrong, not where.
 
     Args:
-        record: Record as it was read.
-        ignored: Unknown keys that are dropped on purpose.
         loss_on: Answers that count; None for a question, which needs none.
-
-    Raises:
-        DataError: The record is no conversation, or has nothing to learn; says what is wrong, not where it lies.
     """
     check_keys(record, _RECORD_KEYS, ignored)
     _refuse_dropped(record, ignored, "")
@@ -79,14 +73,12 @@ def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn |
 
 
 def _present(message: dict[str, Any]) -> dict[str, Any]:
-    """Keeps the known keys that say something: in a column of parquet, null and an empty list of calls mean an absent
-    key."""
+    """Drops keys without a value: in a parquet column, null and an empty list of calls mean an absent key."""
     known = {key: value for key, value in message.items() if key in _MESSAGE_KEYS and value is not None}
     return {key: value for key, value in known.items() if (key, value) != ("tool_calls", [])}
 
 
 def _message(present: dict[str, Any], place: str) -> dict[str, Any]:
-    """Builds the message as the template reads it."""
     if present.get("role") not in ROLES:
         raise DataError(
             f"{place} has the role {present.get('role')!r}, but must be one of {', '.join(ROLES)}; change it"
@@ -120,7 +112,7 @@ def _refuse_dropped(found: dict[str, Any], ignored: Set[str], place: str) -> Non
 
 
 def _content(content: object, place: str) -> str | list[dict[str, str]]:
-    """Returns a text, or a list of parts of text."""
+    """Returns a text or a list of text parts."""
     if not isinstance(content, list):
         return check_text(content, f"{place}.content")
     parts = []
@@ -137,7 +129,7 @@ def _content(content: object, place: str) -> str | list[dict[str, str]]:
 
 
 def texts_of(content: str | list[dict[str, str]]) -> list[str]:
-    """Returns the texts of a content, which is one text or a list of parts."""
+    """Returns the texts of a content."""
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
@@ -170,7 +162,7 @@ def _tool_calls(given: object, place: str) -> list[dict[str, Any]]:
 
 
 def _tools(tools: object) -> list[Any] | None:
-    """Returns a list of descriptions; a column of parquet, where each row has the same keys, holds it as JSON text."""
+    """Returns the tools; parquet, whose rows share their keys, holds them as JSON text."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
@@ -195,13 +187,13 @@ def _variables(variables: object) -> dict[str, Any]:
 
 
 def untrained(message: object) -> object:
-    """Takes a message of a prompt out of the loss where it is an assistant's."""
+    """Takes an assistant's message in a prompt out of the loss."""
     is_answer = isinstance(message, dict) and message.get("role") == ANSWERS
     return {**message, "train": False} if isinstance(message, dict) and is_answer else message
 
 
 def _answer_weight(present: dict[str, Any], place: str) -> float:
-    """Returns the weight of each token of a message; 0 for a message that is no answer."""
+    """Returns the weight of each token of a message; 0 unless it is an answer."""
     weight = check_weight(present.get("weight", 1.0), f"{place}.weight")
     train = present.get("train", True)
     if not isinstance(train, bool):
@@ -216,15 +208,8 @@ def _answer_weight(present: dict[str, Any], place: str) -> float:
 
 
 def answers_in_loss(messages: Sequence[dict[str, Any]], loss_on: LossOn) -> dict[int, float]:
-    """Returns number -> weight of each token, for the messages that count in the loss.
-
-    Args:
-        messages: Messages, each with a role; `weight` and `train` where they are given.
-        loss_on: Answers that count.
-
-    Raises:
-        DataError: No answer with any content counts.
-    """
+    """Returns message number -> weight of each token, for the answers in the loss; `weight` and `train` of a message
+    override `loss_on`."""
     weights = [_answer_weight(message, f"messages[{number}]") for number, message in enumerate(messages)]
     answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
     match loss_on:

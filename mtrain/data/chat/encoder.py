@@ -1,7 +1,7 @@
-"""Conversations under a chat template -> token ids and what each of them counts.
+"""Encodes conversations under a chat template: token ids and their weights.
 
-Special tokens in the texts of a conversation are text, and only what the template writes is a token: private characters
-mark them before the conversation is rendered, so the rendering says where they come from.
+Special tokens in the texts of a conversation stay text; only those that the template writes become tokens. Private
+characters mark the texts before rendering, so the rendering shows where a token comes from.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options of the configuration that concern conversations."""
+    """Options of conversations."""
 
     ignored: frozenset[str] = frozenset()
     """Unknown keys that are dropped on purpose."""
@@ -47,9 +47,9 @@ class ChatOptions:
     special_tokens_in_text: bool = False
     """Whether the text of a special token in a message becomes the token."""
     date: str | None = None
-    """Date as YYYY-MM-DD, for a template that writes today's date; None refuses such a template."""
+    """YYYY-MM-DD for templates that write today's date; None refuses them."""
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Switches of the template, such as enable_thinking; those of a record take precedence."""
+    """Switches of the template, such as enable_thinking; a record's own take precedence."""
     limits: RenderLimits = field(default_factory=RenderLimits)
 
 
@@ -63,18 +63,9 @@ class Ends(NamedTuple):
 
 
 class ChatEncoder:
-    """A `SampleEncoder` for records with `messages`; may be used in forked processes and from several threads."""
+    """A `SampleEncoder` for records with `messages`; safe in forked processes and threads."""
 
     def __init__(self, templates: ChatTemplates, tokenizer: Tokenizer, options: ChatOptions) -> None:
-        """
-        Args:
-            templates: Templates for conversations without and with tools.
-            tokenizer: Tokenizer of the model.
-            options: Options of the configuration.
-
-        Raises:
-            DataError: The tokenizer's settings are damaged.
-        """
         self._tokenizer, self._options = tokenizer, options
         self._variables = {**options.variables, **tokenizer.named}
         if holds(dict(options.variables), PRIVATE):
@@ -82,7 +73,7 @@ class ChatEncoder:
         special, bos = tokenizer.special_tokens(), self._variables.get("bos_token")
         self._stop_ids: frozenset[int] | None = None
         self._special = special_texts(special, bos)
-        # in some tokenizers the end of an answer is a token, but not a special one
+        # in some tokenizers the token that ends an answer is not special
         self._stops = special_texts(special | {self._variables.get("eos_token", "")} - {""}, bos)
         self._default = _Format(templates.default, options)
         is_one = templates.with_tools == templates.default
@@ -94,7 +85,6 @@ class ChatEncoder:
         self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a conversation with the weight of each token."""
         conversation = conversation_of(record, self._options.ignored, self._options.loss_on)
         form, conversation = self._read(conversation)
         try:
@@ -118,7 +108,7 @@ class ChatEncoder:
         return TokenizedSample(np.array(ids, np.int32), weights, conversation.weight)
 
     def _way_on(self, form: _Format, conversation: Conversation, fault: UntrainableError) -> str:
-        """Returns what can be changed; a key is named only where the conversation was taken with it."""
+        """Says what the user can change; names a key only if the conversation depends on it."""
 
         def is_taken(other: Conversation) -> bool:
             try:
@@ -145,15 +135,7 @@ class ChatEncoder:
         return f"set {' or '.join(taken)}, with which it is taken, or {fault.way_on}" if taken else fault.way_on
 
     def prompt(self, record: dict[str, Any]) -> list[int]:
-        """Returns the ids of messages and of the beginning of an answer, as a model is asked; encoded as `encode` does
-        it.
-
-        Args:
-            record: Record as `encode` takes it: messages, tools, chat_template_kwargs.
-
-        Raises:
-            DataError: The record is no conversation, or the template refuses it.
-        """
+        """Returns the ids of messages and the beginning of an answer, encoded as in training, for sampling."""
         conversation = conversation_of(record, self._options.ignored, None)
         form, conversation = self._read(conversation)
         variables, whole = {**self._variables, **conversation.variables}, Cut(len(conversation.messages), True)
@@ -163,11 +145,7 @@ class ChatEncoder:
         return self._encoded(form, conversation, whole, text, []).ids
 
     def stop_ids(self) -> frozenset[int]:
-        """Returns the tokens at which an answer ends: the tokenizer's, and those that the templates write.
-
-        Raises:
-            DataError: A template exceeds a limit.
-        """
+        """Returns the tokens that end an answer: the tokenizer's and those that the templates write."""
         if self._stop_ids is None:
             try:
                 self._stop_ids = frozenset({self._tokenizer.eos_id, *self.ends().ids})
@@ -236,11 +214,7 @@ class ChatEncoder:
         return found_answers(conversation, compare, self._stops)
 
     def _read(self, conversation: Conversation) -> tuple[_Format, Conversation]:
-        """Returns the template of a conversation, and the conversation as that reads it.
-
-        Raises:
-            DataError: A text holds a character that marks places.
-        """
+        """Chooses the template of a conversation, and adapts the conversation to it."""
         if holds(_texts_of(conversation), PRIVATE):
             raise DataError(_HOLDS_PRIVATE)
         form = self._default if conversation.tools is None else self._with_tools
@@ -254,16 +228,8 @@ class ChatEncoder:
     def _encoded(
         self, form: _Format, conversation: Conversation, cut: Cut, text: str, ends: Sequence[int]
     ) -> EncodedText:
-        """Encodes a rendering; special tokens in the conversation's own texts stay text, unless the options say
-        otherwise.
-
-        Args:
-            form: Template that rendered the text.
-            conversation: Conversation that was rendered.
-            cut: Part of the conversation that was rendered.
-            text: Rendering of the conversation.
-            ends: Places in the rendering at which answers end.
-        """
+        """Encodes a rendering; special tokens in the conversation's texts stay text, unless the options say
+        otherwise."""
         given = _texts_of(conversation)
         if self._options.special_tokens_in_text or not holds(given, self._special.pattern):
             return self._tokenizer.encode_with_offsets(text, special_tokens=True)
@@ -300,7 +266,7 @@ class ChatEncoder:
             )
 
     def _literals(self, form: _Format, given: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> frozenset[int]:
-        """Returns the places in the rendering at which special tokens from the conversation's own texts begin."""
+        """Returns where special tokens from the conversation's texts begin in the rendering."""
         messages, tools, own = with_marks(given, self._special.pattern)
         marked = form.sandbox.render(messages, tools, {**self._variables, **own}, cut)
         if isinstance(marked, NotRendered):
@@ -316,8 +282,8 @@ class ChatEncoder:
     def _with_literals(self, text: str, literals: frozenset[int]) -> EncodedText:
         """Encodes a rendering in which some special tokens are text.
 
-        The text is cut at the real ones. Not every tokenizer gives the same ids for a text and for its pieces, so this
-        is compared first with all of them taken as tokens.
+        The text is cut at the real ones. Some tokenizers give other ids for pieces than for the whole text, so both are
+        compared first with all of them taken as tokens.
         """
         places = [(match.start(), match.end()) for match in self._special.pattern.finditer(text)]
         real = [place for place in places if place[0] not in literals]
@@ -350,7 +316,6 @@ _HOLDS_PRIVATE = "holds a character between U+F0000 and U+F000F, which marks pla
 
 
 def _texts_of(conversation: Conversation) -> list[Any]:
-    """Returns messages, tools and variables."""
     return [conversation.messages, conversation.tools, conversation.variables]
 
 
@@ -359,7 +324,7 @@ def _last_answer(conversation: Conversation) -> int:
 
 
 def _ends_of(rendering: Rendering, special: SpecialTexts) -> list[int]:
-    """Returns the ends of special tokens after which an answer has nothing but white space."""
+    """Returns the ends of special tokens after which an answer has only white space."""
     places = (answer.place for answer in rendering.answers)
     return [
         match.end()
@@ -370,7 +335,7 @@ def _ends_of(rendering: Rendering, special: SpecialTexts) -> list[int]:
 
 
 class _Format:
-    """One template and the sandbox that renders it."""
+    """A template and the sandbox that renders it."""
 
     def __init__(self, template: ChatTemplate, options: ChatOptions) -> None:
         self.template = template
@@ -379,11 +344,10 @@ class _Format:
 
 
 def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[np.float32]:
-    """Returns [n]: weight of each token, that of the span in which any of its characters lies.
+    """Returns [n]: the weight of the span in which any character of the token lies; the larger of two.
 
-    A token may hold the end of a header and the beginning of an answer (" yes" after "Answer:"). Such a token is in the
-    loss, as otherwise the answer would begin with a token that is never trained. In two spans, the larger weight
-    counts.
+    A token that straddles the beginning of an answer (" yes" after "Answer:") is trained; else the answer would begin
+    with an untrained token.
     """
     places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
     starts, ends = places[:, 0], places[:, 1]
@@ -400,12 +364,12 @@ def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[n
 
 
 PRIVATE = re.compile("[\U000f0000-\U000f000f]")
-"""Pattern of the characters that mark places in renderings; no text of a conversation may hold them."""
+"""Characters that mark places in renderings; conversations may not hold them."""
 _LITERAL = "\U000f0001"
 
 
 def holds(value: object, pattern: re.Pattern[str]) -> bool:
-    """Says whether any text or key in the value has a match."""
+    """Says whether any text or key in the value matches."""
     if isinstance(value, str):
         return pattern.search(value) is not None
     if isinstance(value, dict):
@@ -414,11 +378,7 @@ def holds(value: object, pattern: re.Pattern[str]) -> bool:
 
 
 def with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Puts a mark into each match of a value, after its first character.
-
-    Raises:
-        DataError: A key has a match.
-    """
+    """Inserts a mark after the first character of each match; raises DataError where a key matches."""
     if isinstance(value, str):
         return pattern.sub(lambda match: match.group()[0] + _LITERAL + match.group()[1:], value)
     if isinstance(value, dict):
@@ -429,15 +389,7 @@ def with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
 
 
 def literal_places(full: str, marked: str) -> frozenset[int]:
-    """Returns the places in the rendering at which special tokens from the conversation's texts begin.
-
-    Args:
-        full: Rendering of the conversation.
-        marked: Rendering of the conversation `with_marks`.
-
-    Raises:
-        DataError: The template does more with these texts than to print them.
-    """
+    """Returns where special tokens from the conversation's texts begin; `marked` is the rendering of `with_marks`."""
     pieces = marked.split(_LITERAL)
     if "".join(pieces) != full:
         raise DataError(

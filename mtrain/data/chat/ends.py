@@ -1,12 +1,11 @@
-"""Tokens at which answers stop: the same ones where a sample is built, where a model answers and in an export.
+"""Finds the tokens at which answers stop: the same for training samples, sampling and exports.
 
-Which token ends an answer depends on what the answer is (a text, a call of a tool, a thought) and, where a template
-opens each message by a token instead of closing it, on what follows. So the template is asked with answers of every
-kind, alone and followed by messages of every role. A token that also stands inside an answer is no end: a model that
-stopped there would not give that answer.
+Which token ends an answer depends on what the answer is (a text, a tool call, a thought) and, if a template opens
+messages by a token instead of closing them, on what follows. So the template renders answers of every kind, alone and
+followed by messages of every role. A token that also occurs inside an answer does not end it: a model that stopped
+there would not give that answer.
 
-A sample then holds an answer up to the first of these tokens, and an answer without one is refused. So whatever is
-learned ends at one of them, whatever the conversation was.
+A sample holds an answer up to the first of these tokens, and an answer without one is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mtrain.data.chat.spans import SpecialTexts, UntrainableError
 
 
 class Weighed(NamedTuple):
-    """Characters that count in the loss."""
+    """Characters in the loss."""
 
     start: int
     end: int
@@ -35,17 +34,14 @@ class Weighed(NamedTuple):
 def up_to_stops(
     rendering: Rendering, stops: Sequence[tuple[int, int]], num_messages: int, special: SpecialTexts
 ) -> tuple[list[Weighed], float | None]:
-    """Returns the characters in the loss: each answer up to the token at which it stops, and nothing after that.
+    """Returns the characters in the loss: each answer up to the token that ends it.
 
     Args:
-        rendering: Rendering with its answers.
-        stops: First character and end of every token in it at which an answer may stop, in ascending order.
-        num_messages: Number of messages of the conversation.
-        special: Texts of special tokens.
+        stops: First character and end of every token at which an answer may stop, ascending.
 
     Returns:
-        Characters in ascending order, and the weight of an end token that has to follow, as the last answer has none;
-        None where no token has to follow.
+        The characters, ascending, and the weight of the end token that must be appended because the last answer has
+        none; None if nothing must be appended.
 
     Raises:
         UntrainableError: An answer has no stop, or continues after it.
@@ -64,7 +60,7 @@ def up_to_stops(
 def _end(
     text: str, answer: Answer, stops: Sequence[tuple[int, int]], num_messages: int, special: SpecialTexts
 ) -> tuple[int, bool]:
-    """Returns where the tokens of an answer end, and whether the last of them is a stop."""
+    """Returns where the tokens of an answer end, and whether the last one is a stop."""
     first, last = answer.place
     found = bisect_left(stops, (first, first))
     if found < len(stops) and stops[found][1] <= last:
@@ -92,7 +88,7 @@ def _end(
 
 
 Find = Callable[[Conversation], Rendering]
-"""Function that finds the answers of a conversation in what a template writes."""
+"""Finds the answers of a conversation."""
 _TOOL_ROLES = ("tool", "function", "ipython")
 _QUESTION, _ANSWER, _THOUGHT, _FUNCTION = "ques7tion", "ans7wer", "tho7ught", "func7tion"
 """Texts that no template holds."""
@@ -103,46 +99,40 @@ _TEXTS: tuple[dict[str, Any], ...] = (
     {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"},
     {"content": ""},
 )
-"""Answers that call no tool, without their role."""
+"""Answers without tool calls, without their role."""
 _CALLS: tuple[tuple[dict[str, Any], int], ...] = (
     *(({"content": ""}, 1), ({"content": ""}, 2), ({}, 1), ({"content": _ANSWER}, 1)),
     *((_REASONING, 1), ({"content": "", **_REASONING}, 1)),
 )
-"""Answers that call tools, without their role and their calls, and the number of these."""
+"""Answers with tool calls, without role and calls, and the number of calls."""
 _SWITCHED_TO: tuple[object, ...] = (False, True, [])
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
 TOOLS = [{"type": "function", "function": {"name": _FUNCTION, "description": "d", "parameters": _PARAMETERS}}]
-"""Tools of the conversations that a template is asked with."""
+"""Tools of the probing conversations."""
 
 
 class _Shown(NamedTuple):
     """What the template writes at the end of an answer."""
 
     inside: frozenset[str]
-    """Special tokens before the last of its other characters."""
+    """Special tokens inside the answer."""
     closing: list[str]
-    """Special tokens after that, in their order."""
+    """Special tokens after it, in order."""
     following: str | None
-    """Special token that follows the answer at once; None where none does."""
+    """Special token that follows the answer at once; None if there is none."""
 
 
 class _Kind(NamedTuple):
-    """What is written for one kind of answers."""
+    """What is written for one kind of answer."""
 
     followed: list[_Shown]
     alone: _Shown | None
 
 
 class EndFinder:
-    """Search for the tokens at which the answers of one template stop."""
+    """Finds the tokens at which the answers of one template stop."""
 
     def __init__(self, find: Find, special: SpecialTexts, eos: str) -> None:
-        """
-        Args:
-            find: Function that finds the answers of a conversation.
-            special: Texts of special tokens.
-            eos: Text of the token that ends a document.
-        """
         self._find, self._special, self._eos = find, special, eos
         self._fault: DataError | None = None
         self._change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list
@@ -150,16 +140,7 @@ class EndFinder:
         """Special tokens that stand inside answers, once `find` has returned."""
 
     def find(self, tools: list[Any] | None, tools_of_calls: list[Any] | None, switches: Sequence[str]) -> list[str]:
-        """Finds the ends, that of a plain text first; eos stands for an end that the template leaves out.
-
-        Args:
-            tools: Tools of conversations in which no tool is called.
-            tools_of_calls: Tools of the others.
-            switches: Names of the template's switches.
-
-        Raises:
-            DataError: The template takes no question and answer; or it exceeds a limit.
-        """
+        """Finds the ends, that of a plain text first; eos stands for an end that the template leaves out."""
         for self._change in (*_CHANGES, list):
             if self._shown([_message("user"), {"role": ANSWERS, **_TEXTS[0]}], 1, tools) is not None:
                 break
@@ -173,7 +154,7 @@ class EndFinder:
         inside = self.inside = frozenset[str]().union(*(each.inside for each in shown))
         found: dict[str, None] = {}
         for kind in kinds:
-            # a plain text ends somewhere, so what closes it goes before what other answers hold
+            # a plain text ends somewhere, so what closes it comes before what other answers hold
             is_held = not found and kind.alone is not None and {*kind.alone.closing} <= inside
             found |= dict.fromkeys(self._ends(kind, inside, frozenset() if is_held else inside))
         return list(found)
@@ -289,4 +270,4 @@ def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 _CHANGES: tuple[Callable[[list[dict[str, Any]]], list[dict[str, Any]]], ...] = (list, _after_system, _in_parts)
-"""Forms of a conversation, as some templates need a system message, and some lists of parts."""
+"""Variants of a conversation: some templates need a system message, others lists of parts."""

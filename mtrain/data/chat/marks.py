@@ -1,9 +1,8 @@
-"""Answers of a template that marks them by `{% generation %}`: one marked rendering says which mark belongs to which
-answer.
+"""Finds answers that a template marks by `{% generation %}`, from one marked rendering.
 
-For that rendering, each message carries its number in its own texts, so a mark belongs to the answer whose number is in
-it, or to the one answer that lies between the numbers around it. Where a template does more with the texts than to
-print them, its marks are counted in the renderings of all beginnings instead.
+Each message carries its number in its texts, so a mark belongs to the answer whose number it contains, or to the one
+answer between the numbers around it. If a template does more with the texts than print them, its marks are counted in
+the renderings of all beginnings instead.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered
 from mtrain.data.chat.spans import Compare, refused
 
 RenderOther = Callable[[Sequence[Mapping[str, Any]], Cut], str | NotRendered]
-"""Function that renders other messages with the tools and variables of the conversation."""
+"""Renders other messages with the tools and variables of the conversation."""
 _FIRST, _LAST = "\U000f0006", "\U000f0007"
 _MARK = re.compile(f"[{OPEN}{CLOSE}]|{_FIRST}([0-9]+){_LAST}")
 _TAG_OR_CHAR = re.compile(r"<[^<>]*>|(\S)")
@@ -31,23 +30,13 @@ class Marked(NamedTuple):
 
     full: str
     spans: Mapping[int, list[tuple[int, int]]]
-    """Number of an answer -> the characters that the template marks of it, without empty marks."""
+    """Answer number -> the characters that the template marks, without empty marks."""
 
 
 def marks_of(
     messages: Sequence[Mapping[str, Any]], answers: Sequence[int], compare: Compare, render_other: RenderOther
 ) -> Marked:
-    """Finds the characters that a template marks of each answer.
-
-    Args:
-        messages: Messages of the whole conversation.
-        answers: Numbers of the messages that are answers, ascending.
-        compare: Function that renders beginnings of the conversation.
-        render_other: Function that renders other messages.
-
-    Raises:
-        DataError: The template refuses the conversation, or it is not clear which answer a mark belongs to.
-    """
+    """Finds the characters that a template marks in each answer; `answers` are ascending message numbers."""
     size = len(messages)
     (found,) = compare([Cut(size, False)])
     if isinstance(found, NotRendered):
@@ -63,7 +52,7 @@ def marks_of(
 
 
 def _with_numbers(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Puts the numbers of the messages into their texts, at places that templates are unlikely to change."""
+    """Puts the number of each message into its texts, at places that templates are unlikely to change."""
     numbered: list[dict[str, Any]] = copy.deepcopy([dict(message) for message in messages])
     for number, message in enumerate(numbered):
         calls = [call.get("function", call) for call in message.get("tool_calls", ())]
@@ -78,8 +67,8 @@ def _with_numbers(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def with_mark(text: str, mark: str) -> str:
-    """Inserts a mark before the last character that is neither white space nor part of a tag, both of which templates
-    cut away."""
+    """Inserts a mark before the last character that is neither white space nor part of a tag, since templates cut those
+    away."""
     end = len(text.rstrip())
     if end and text[end - 1] == ">":
         end = max((match.end() for match in _TAG_OR_CHAR.finditer(text) if match[1]), default=0)
@@ -87,11 +76,7 @@ def with_mark(text: str, mark: str) -> str:
 
 
 def _check_marks(marked: str) -> None:
-    """Refuses marks that are nested or cut.
-
-    Raises:
-        DataError: The marks do not lie one after the other.
-    """
+    """Refuses nested or cut marks."""
     marks = re.findall(f"[{OPEN}{CLOSE}]", marked)
     if marks != [OPEN, CLOSE] * (len(marks) // 2):
         raise _unclear()
@@ -108,7 +93,7 @@ class _Span(NamedTuple):
     start: int
     end: int
     numbers: tuple[int, ...]
-    """Numbers of the messages whose texts stand in the span."""
+    """Numbers of the messages whose texts lie in the span."""
 
 
 def _spans(marked: str) -> Iterator[_Span]:
@@ -127,7 +112,7 @@ def _spans(marked: str) -> Iterator[_Span]:
 
 
 def _owned(numbered: str, answers: Sequence[int], size: int) -> dict[int, list[tuple[int, int]]] | None:
-    """Assigns marks to answers by the numbers around them; returns None where these do not decide it."""
+    """Assigns marks to answers by the numbers around them; None if these do not decide."""
     found: dict[int, list[tuple[int, int]]] = {answer: [] for answer in answers}
     spans = list(_spans(numbered))
     before = [-1, *accumulate((max(span.numbers, default=-1) for span in spans), max)]
@@ -145,11 +130,7 @@ def _owned(numbered: str, answers: Sequence[int], size: int) -> dict[int, list[t
 
 
 def _counted(full: str, size: int, answers: Sequence[int], compare: Compare) -> dict[int, list[tuple[int, int]]]:
-    """Assigns marks to answers by their number in the rendering of each beginning.
-
-    Raises:
-        DataError: The template refuses a beginning, or it is not clear which answer a mark belongs to.
-    """
+    """Assigns marks to answers by counting them in the rendering of each beginning."""
     cuts = [Cut(size, False, True), *(Cut(answer + 1, False, True) for answer in answers[:-1])]
     rendered = []
     for each in compare(cuts):

@@ -1,4 +1,4 @@
-"""Contents that are lists of parts: handed on to a template that reads lists, and joined for one that reads texts."""
+"""Contents that are lists of parts: passed to templates that read lists, joined for those that read texts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from mtrain.data.chat.sandbox import NotRendered
 _MARK, _KEY = "\U000f0008", "no_key_of_a_part"
 
 Render = Callable[[Sequence[dict[str, Any]]], str | NotRendered]
-"""Function that renders other messages with the tools and variables of the conversation."""
+"""Renders other messages with the tools and variables of the conversation."""
 
 
 def as_read(conversation: Conversation, render: Render) -> Conversation:
     """Joins the parts of each content that the template would not read as a list.
 
-    A template may read lists in the messages of some roles alone. One that prints a list as it is, with the keys of its
-    parts, does not read it.
-
-    Args:
-        conversation: Conversation in which contents may be lists.
-        render: Function that renders other messages.
+    A template may read lists for some roles only. One that prints a list as it is, with the keys of its parts, does not
+    read it.
     """
     roles = {each["role"] for each in conversation.messages if isinstance(each.get("content"), list)}
     read = {role for role in roles if _is_read(render(_with_lists(conversation.messages, {role}, _marked)))}
@@ -34,7 +30,7 @@ def as_read(conversation: Conversation, render: Render) -> Conversation:
 def _with_lists(
     messages: Sequence[dict[str, Any]], roles: Set[str], change: Callable[[list[dict[str, str]]], object]
 ) -> list[dict[str, Any]]:
-    """Returns messages in which contents are lists for these roles alone."""
+    """Keeps lists for these roles only."""
 
     def content(message: dict[str, Any]) -> object:
         return change(message["content"]) if message["role"] in roles else "".join(texts_of(message["content"]))

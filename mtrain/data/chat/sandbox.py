@@ -1,4 +1,4 @@
-"""Rendering of a chat template in a separate process, within limits of time and memory that hold for any template."""
+"""Renders a chat template in a separate process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -21,77 +21,69 @@ from typing import Any, NamedTuple
 from mtrain.base.errors import DataError, MachineError
 
 OPEN, CLOSE = "\U000f0002", "\U000f0003"
-"""Private characters around the text that a template marks with `{% generation %}`."""
+"""Private characters around the text in `{% generation %}`."""
 _PROGRAM = Path(__file__).with_name("worker.py")
 _CHUNK_BYTES = 1 << 20
 _BYTES_PER_CHAR = 12
-"""Largest number of bytes of a character in JSON, which escapes it as a surrogate pair."""
+"""Most bytes of a character in JSON, a surrogate pair."""
 _KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TZ")
-"""Names of the environment variables that the process keeps; the others may hold secrets, which a template must not
-see."""
+"""Environment variables that the process keeps; others may hold secrets."""
 
 
 @dataclass(frozen=True)
 class RenderLimits:
-    """Limits for the renderings of one conversation."""
+    """Limits of the renderings of one conversation."""
 
     cpu_s: float = 10.0
-    """Processor time of each rendering, so that a busy machine refuses nothing."""
+    """Processor time of each rendering, in seconds, so that a busy machine refuses nothing."""
     wall_s: float = 600.0
-    """Wall time of all renderings together, which also ends a process that does not run at all."""
+    """Wall time of all renderings together; also ends a process that hangs."""
     memory_bytes: int = 1 << 30
     """Address space of the process."""
     max_chars: int = 1 << 26
-    """Number of characters of all renderings together, each without the beginning that it shares with the first one."""
+    """Characters of all renderings, each without the beginning that it shares with the first one."""
 
 
 class Cut(NamedTuple):
     """Part of a conversation to render."""
 
     num_messages: int
-    """Number of messages, counted from the first."""
+    """Counted from the first message."""
     prompt: bool
     """Whether the beginning of an answer follows (add_generation_prompt)."""
     marked: bool = False
-    """Whether `OPEN` and `CLOSE` surround the text that the template marks by `{% generation %}`."""
+    """Whether `OPEN` and `CLOSE` surround the text in `{% generation %}`."""
 
 
 class Rendered(NamedTuple):
-    """A text, given by its difference from the first text of its request."""
+    """A text, as its difference from the first text of the request."""
 
     common: int
-    """Number of characters at its beginning that it shares with the first text; 0 for the first text itself."""
+    """Characters that it shares with the beginning of the first text; 0 for the first text itself."""
     rest: str
-    """Text after these characters."""
 
 
 class NotRendered(NamedTuple):
-    """Result in the place of a text: the template does not render these messages."""
+    """The template refuses these messages."""
 
     why: str
 
 
 class LimitError(DataError):
-    """A template exceeds a limit, or is damaged: no conversation can be rendered by it."""
+    """A template exceeds a limit or is damaged, so no conversation can be rendered."""
 
 
 class Sandbox:
-    """One template and the process that renders it, which starts at the first request, and again after it was ended.
+    """A template and the process that renders it, started at the first request and restarted after it ended.
 
-    May be pickled, and used in forked processes and from several threads.
+    Can be pickled and used in forked processes and threads.
     """
 
     def __init__(self, template: str, name: str, date: str | None, limits: RenderLimits) -> None:
-        """
-        Args:
-            template: Text of the template; compiled at the first request.
-            name: Name of the template in messages.
-            date: Date as YYYY-MM-DD for `strftime_now`; None refuses a template that asks for it.
-            limits: Limits of each request.
-        """
+        """`date` is YYYY-MM-DD for `strftime_now`; None refuses a template that asks for it."""
         self._template, self._name, self._date = template, name, date
         self.limits = limits
-        """Limits of a request; a change of wall_s takes effect at once, a change of the others in the next process."""
+        """Limits of a request; wall_s may change at any time, others take effect in the next process."""
         self._reset()
 
     def _reset(self) -> None:
@@ -102,11 +94,11 @@ class Sandbox:
 
     @property
     def process_id(self) -> int | None:
-        """Returns the id of the process that renders; None before the first request and after the process was ended."""
+        """Returns the id of the rendering process; None if there is none."""
         return None if self._process is None or self._owner != os.getpid() else self._process.id
 
     def variables(self) -> list[str]:
-        """Returns the names that the template reads and does not set, in the order of the alphabet.
+        """Returns the names that the template reads and does not set, in alphabetical order.
 
         Raises:
             LimitError: The template is damaged.
@@ -141,14 +133,8 @@ class Sandbox:
         variables: Mapping[str, object],
         cuts: Sequence[Cut],
     ) -> list[Rendered | NotRendered]:
-        """Renders one text for each cut, given by its difference from the first: the size of the result grows with the
-        conversation, and not with its square.
-
-        Args:
-            messages: Messages of the whole conversation, plain JSON values.
-            tools: Descriptions of tools.
-            variables: Other values that the template may read, such as bos_token.
-            cuts: Parts of the conversation to render.
+        """Renders one text for each cut, as its difference from the first, so that results grow with the conversation
+        and not with its square.
 
         Raises:
             LimitError: The template is damaged, or exceeds a limit.
@@ -185,7 +171,7 @@ class Sandbox:
         except _EndedError as fault:
             raise LimitError(f"{self._name} {fault}; take the template from its source again") from None
         finally:
-            if answer is None:  # the state of the process is not known any more
+            if answer is None:  # the state of the process is unknown now
                 process.end()
                 self._process = None
         if damaged is not None and "error" in answer:
@@ -199,14 +185,14 @@ class Sandbox:
 
 
 class _EndedError(Exception):
-    """Error of a request that was ended; says why."""
+    """Says why a request was ended."""
 
 
 class _Process:
-    """The running program, which ends when nothing uses it any more."""
+    """The running program; it ends when nothing uses it any more."""
 
     def __init__(self) -> None:
-        # -I -S: nothing of the user's is imported, and starting takes a third of the time
+        # -I -S: imports nothing of the user's, and starts in a third less time
         command = [sys.executable, "-I", "-S", "-B", str(_PROGRAM), *_paths()]
         environment = {key: os.environ[key] for key in _KEPT_VARIABLES if key in os.environ}
         try:
@@ -231,11 +217,7 @@ class _Process:
         self.end = weakref.finalize(self, _end, self._program, os.getpid())
 
     def ask(self, line: bytes, limits: RenderLimits) -> dict[str, Any]:
-        """Sends one line and returns the answer to it.
-
-        Raises:
-            _EndedError: No answer came within the limits.
-        """
+        """Sends one line and returns the answer."""
         rest, received = memoryview(line + b"\n"), bytearray()
         until = time.monotonic() + limits.wall_s
         waiting = select.poll()  # and not select, which takes no file descriptor above 1023
@@ -280,6 +262,6 @@ def _end(program: subprocess.Popen[bytes], owner: int) -> None:
 
 
 def _paths() -> list[str]:
-    """Returns the folders in which the program finds the packages that it imports."""
+    """Returns the folders of the packages that the program imports."""
     origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := importlib.util.find_spec(name)) is not None]
     return sorted({str(Path(origin).resolve().parent.parent) for origin in origins if origin is not None})

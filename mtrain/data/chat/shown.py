@@ -1,7 +1,7 @@
-"""Check that a template shows everything that a conversation holds: what it leaves out would be dropped silently.
+"""Checks that a template shows everything in a conversation: what it leaves out would be dropped silently.
 
-Most texts stand in the rendering as they are. Where one does not, the conversation is rendered once more with a mark in
-that text: a mark that does not appear stands in a part that the template leaves out.
+Most texts appear in the rendering unchanged. For one that does not, the conversation is rendered again with a mark in
+it: a mark that does not appear lies in a part that the template leaves out.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _END_OF_REASONING = re.compile(r"</?think>")
 
 
 class _Part(NamedTuple):
-    """A text that the template has to show."""
+    """A text that the template must show."""
 
     name: str
-    """Name of the text in messages."""
+    """Name in messages."""
     text: str
     within: tuple[int, int]
-    """First character and end of the part of the rendering in which the text has to stand."""
+    """Part of the rendering in which the text must appear."""
     path: tuple[str | int, ...]
     """Path of the text in {"messages": ..., "tools": ...}."""
     position: int
-    """Position in the text at `path` at which this part of it ends."""
+    """Where this part of the text at `path` ends."""
     key: str | None = None
-    """Key that a template has to read for it, where the text alone proves little; None where the text is enough."""
+    """Key that the template must read, if the text alone proves little."""
 
 
 def check_shown(
@@ -43,14 +43,10 @@ def check_shown(
     template: str,
     render: Callable[[dict[str, Any]], str | NotRendered],
 ) -> None:
-    """Refuses a conversation of which the template leaves something out.
+    """Refuses a conversation if the template leaves something out.
 
     Args:
-        conversation: Conversation that was rendered.
-        full: Rendering of the conversation.
-        answers: Number of each message in the loss -> first character and end of its place in the rendering.
-        template: Text of the template.
-        render: Function that renders other {"messages": ..., "tools": ...}.
+        answers: Message number -> first character and end in the rendering, for messages in the loss.
 
     Raises:
         UntrainableError: A part is left out; names it.
@@ -60,7 +56,7 @@ def check_shown(
     missing = [
         part
         for part in _parts(conversation, answers, len(full))
-        # the name of a tool may stand in any text, so the template has to mention tools at least
+        # the name of a tool may occur in any text, so the template has to mention tools at least
         if not (_stands(part.text, full, part.within) and (part.key is None or part.key in template))
     ]
     if not missing:
@@ -86,7 +82,7 @@ def _parts(conversation: Conversation, answers: Mapping[int, tuple[int, int]], l
     for number, message in enumerate(conversation.messages):
         is_answer, place = number in answers, f"messages[{number}]"
         within = answers.get(number, (0, length))
-        # reasoning before an answer that is not in the loss is what templates leave out on purpose
+        # templates leave out reasoning of answers outside the loss on purpose
         for name, text, key in _contents(message.get("content", ""), ("messages", number, "content")):
             yield from _pieces(text, f"{place}.{name}", within, key, is_answer)
         if is_answer and "reasoning_content" in message:
@@ -111,7 +107,7 @@ def _contents(
 def _pieces(
     content: str, name: str, within: tuple[int, int], path: tuple[str | int, ...], whole: bool
 ) -> Iterator[_Part]:
-    """Yields reasoning and answer separately, where a text holds both."""
+    """Yields reasoning and answer separately if a text holds both."""
     position = 0
     pieces = []
     for match in _END_OF_REASONING.finditer(content):
@@ -124,7 +120,7 @@ def _pieces(
 def _named(
     found: dict[str, Any], name: str, within: tuple[int, int], path: tuple[str | int, ...], key: str
 ) -> Iterator[_Part]:
-    """Yields the name of a function; a description of another kind has none to look for."""
+    """Yields the name of a function; other kinds of descriptions have none."""
     inner = found.get("function", found)
     text = inner.get("name") if isinstance(inner, dict) else None
     if isinstance(text, str):
@@ -133,7 +129,7 @@ def _named(
 
 
 def _stands(text: str, full: str, within: tuple[int, int]) -> bool:
-    """Says whether the text stands in the rendering, as it is or inside JSON."""
+    """Says whether the text appears, as it is or inside JSON."""
     text = text.strip()
     if full.find(text, *within) >= 0:
         return True

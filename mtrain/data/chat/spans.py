@@ -34,8 +34,7 @@ from mtrain.data.chat.sandbox import Cut, NotRendered, Rendered
 
 _DELIMITER = r"[<\[◁]/?[|｜]?/?[^\s<>\[\]◁▷|｜/]+[|｜]?[>\]▷]"
 _OPENED = re.compile(rf"(?P<open>{_DELIMITER})(?P<label>\w*)\s*(?=(?P<close>{_DELIMITER}))")
-"""Pattern of two delimiters with nothing but a label between them. The second one is not consumed: it may be the first
-one of the next pair."""
+"""Two delimiters with at most a label between them; the second is not consumed, as it may begin the next pair."""
 _THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
 _BEGIN = re.compile(r"^(begin|start|open)|(begin|start|open)$")
 _END = re.compile(r"^(end|stop|close)|(end|stop|close)$")
@@ -43,7 +42,7 @@ _FILLING = re.compile(r"(?:^|[\W_])of(?=[\W_]|$)|[\W_]|\d+$", re.IGNORECASE)
 _SPACE = re.compile(r"\s*")
 _BRACKETS = "<[◁|｜>]▷"
 _LONGEST = 256
-"""Number of characters of an empty pair with the white space around it, at most."""
+"""Most characters of an empty pair with the white space around it."""
 
 
 class Gap(NamedTuple):
@@ -52,28 +51,27 @@ class Gap(NamedTuple):
     start: int
     end: int
     first: int
-    """Place at which the first pair begins."""
+    """Where the first pair begins."""
     last: int
-    """Place at which the last pair ends."""
+    """Where the last pair ends."""
     opened: str
     """Text that opens the last pair."""
 
     def moved(self, by: int) -> Gap:
-        """Returns the same gap in a text with `by` more characters before it."""
         return Gap(self.start + by, self.end + by, self.first + by, self.last + by, self.opened)
 
 
 class Aligned(NamedTuple):
-    """Extent to which a text agrees with the whole conversation."""
+    """How far a text agrees with the whole conversation."""
 
     left: str
     """Rest of the text from the first difference on."""
     end: int
-    """Place in the whole conversation at which they part."""
+    """Where they part in the whole conversation."""
 
 
 def gaps(text: str) -> list[Gap]:
-    """Finds the empty pairs of a text, in ascending order.
+    """Finds the empty pairs of a text, ascending.
 
     A pair is two tags of one name (`<x></x>`, `<|x></x|>`, `<|x><x|>`), with or without a label that speaks of thoughts
     (`<|channel>thought\\n<channel|>`), or a beginning and an end of thoughts (`[BEGIN_THINK][END_THINK]`).
@@ -117,22 +115,17 @@ def _after_space(text: str, position: int) -> int:
 
 
 class Whole:
-    """Rendering of a whole conversation, with which those of its beginnings are compared."""
+    """Rendering of a whole conversation, to compare its beginnings with."""
 
     def __init__(self, text: str, special: re.Pattern[str]) -> None:
-        """
-        Args:
-            text: Rendering of the conversation.
-            special: Pattern of a special token.
-        """
         self.text, self._special = text, special
         self._gaps = gaps(text)
 
     def align(self, rendered: Rendered) -> Aligned:
         """Finds how far the text of a beginning agrees with the whole.
 
-        A special token agrees as a whole, or not at all. Where the text ends with an empty pair that the whole lacks,
-        but the whole opens one that holds something, the text does not agree to its end.
+        A special token agrees as a whole or not at all. If the text ends with an empty pair where the whole opens one
+        that holds something, the text does not agree to its end.
         """
         if not rendered.rest:
             return Aligned("", rendered.common)
@@ -144,13 +137,7 @@ class Whole:
         return self._aligned(text, start, self._gaps[around:])
 
     def _aligned(self, text: str, position: int, later: Sequence[Gap]) -> Aligned:
-        """Compares from one gap to the next.
-
-        Args:
-            text: Text that is compared.
-            position: Place in the whole at which the text begins.
-            later: Gaps of the whole from there on.
-        """
+        """Compares from one gap to the next."""
         here, ours, theirs = 0, [*gaps(text)], [*later]
         while True:
             own = ours[0] if ours else None
@@ -174,14 +161,7 @@ class Whole:
             here, position = after, other.end if other is not None else _after_space(self.text, position)
 
     def _at_end(self, text: str, own: Gap | None, position: int, other: Gap | None) -> Aligned:
-        """Ends the comparison where one gap, or only white space, is left of the text.
-
-        Args:
-            text: Rest of the text.
-            own: Gap that the rest is; None where it is only white space.
-            position: Place in the whole at which the rest begins.
-            other: Gap of the whole that begins there; None where there is none.
-        """
+        """Ends the comparison when only a gap or white space is left of the text."""
         if own is None:
             return Aligned("", position + _num_common(text, self.text[position : position + len(text)]))
         if other is not None:
@@ -193,7 +173,7 @@ class Whole:
         return Aligned(text[own.first :] if goes_on else "", end)
 
     def _num_common(self, text: str, here: int, position: int, length: int) -> int:
-        """Returns the length of the common beginning of two pieces; special tokens count as a whole or not at all."""
+        """Returns the length of the common beginning; special tokens count as a whole or not at all."""
         common = _num_common(text[here : here + length], self.text[position : position + length])
         for piece, start in ((text, here), (self.text, position)):
             for match in self._special.finditer(piece, max(start, start + common - _LONGEST)):
@@ -209,30 +189,22 @@ def _num_common(one: str, other: str) -> int:
 
 
 Compare = Callable[[Sequence[Cut]], Sequence[Rendered | NotRendered]]
-"""Function that renders the cuts of one conversation, each compared with the first."""
+"""Renders the cuts of one conversation, each compared with the first."""
 _ROLE = re.compile("assistant|model", re.IGNORECASE)
 _OTHER_TEMPLATE = "give data.chat_template a template that keeps earlier messages as they are"
 
 
 class UntrainableError(DataError):
-    """A conversation that the template does not write as the model will be asked for its answers."""
+    """The template does not write a conversation as the model will see it when it is asked."""
 
     def __init__(self, why: str, way_on: str, message: int | None = None) -> None:
-        """
-        Args:
-            why: What the template does.
-            way_on: What can be changed, whatever the conversation is.
-            message: Number of the answer that is concerned; None where there is no such one.
-        """
+        """`message` is the number of the answer; None if no single one is concerned."""
         super().__init__(f"{why}; {way_on}")
         self.why, self.way_on, self.message = why, way_on, message
 
 
 class AnswerSpan(NamedTuple):
-    """Characters of one answer in the rendering."""
-
     message: int
-    """Number of the message."""
     start: int
     end: int
 
@@ -241,34 +213,32 @@ class SpecialTexts(NamedTuple):
     """Texts that are single tokens."""
 
     pattern: re.Pattern[str]
-    """Pattern that matches one of them."""
     bos: str | None
-    """Text of bos, which never ends an answer; None where there is no bos."""
+    """Text of bos, which never ends an answer."""
 
     def after(self, text: str, position: int) -> int:
-        """Returns the end of the token at a place that may end the answer before it; the place itself where there is
-        none."""
+        """Returns the end of the token here that may end the answer before it; `position` if there is none."""
         found = self.pattern.match(text, position)
         return position if found is None or found.group() == self.bos else found.end()
 
     def last(self, text: str) -> str | None:
-        """Returns the token with which a text ends but for white space; None where it ends otherwise."""
+        """Returns the token that ends a text but for white space; None if there is none."""
         found = list(self.pattern.finditer(text))
         return found[-1].group() if found and not text[found[-1].end() :].strip() else None
 
     def without(self, text: str) -> str:
-        """Returns what is no token of a text, without white space around it."""
+        """Returns the text without tokens and surrounding white space."""
         return self.pattern.sub("", text).strip()
 
 
 def special_texts(tokens: Iterable[str], bos: str | None) -> SpecialTexts:
-    """Builds the pattern of these tokens, which matches the longest one at a place."""
+    """Builds the pattern of these tokens, which matches the longest."""
     ordered = sorted(tokens, key=len, reverse=True)
     return SpecialTexts(re.compile("|".join(map(re.escape, ordered)) or r"(?!)"), bos)
 
 
 class AnswerFinder:
-    """Search for the answers of one conversation by renderings of its beginnings."""
+    """Finds the answers of one conversation by renderings of its beginnings."""
 
     def __init__(self, num_messages: int, compare: Compare, special: SpecialTexts) -> None:
         self._num_messages, self._compare, self._special = num_messages, compare, special
@@ -278,15 +248,12 @@ class AnswerFinder:
         """Rendering of the whole conversation, once `find` has returned."""
 
     def find(self, messages: Mapping[int, Iterable[str]]) -> list[AnswerSpan]:
-        """Finds the spans of these messages.
-
-        Args:
-            messages: Numbers of messages, ascending, each with the texts of the message itself.
+        """Finds the spans of these messages: ascending number -> texts of the message.
 
         Raises:
-            DataError: An answer cannot be found, or is not what the model would have to write.
+            DataError: An answer cannot be found, or differs from what the model would have to write.
         """
-        # one request for all renderings that are nearly always needed
+        # one request for the renderings that are nearly always needed
         self._fetch([cut for number in messages for cut in (Cut(number, True), Cut(number + 1, False))])
         full = self._found[Cut(self._num_messages, False)]
         if isinstance(full, NotRendered):
@@ -301,7 +268,7 @@ class AnswerFinder:
         return found
 
     def _check_header(self, span: AnswerSpan, texts: Iterable[str]) -> None:
-        """Refuses a header in the loss, where the template has no beginning of an answer that could tell it apart."""
+        """Refuses a header in the loss if the template has no beginning of an answer that tells it apart."""
         places = [self.full.find(text.strip(), span.start, span.end) for text in texts if text.strip()]
         before = self.full[span.start : min((place for place in places if place >= 0), default=span.end)]
         if not _ROLE.search(before):
@@ -367,7 +334,7 @@ class AnswerFinder:
 
 
 def refused(refusal: NotRendered) -> UntrainableError:
-    """Builds the error of a template that refuses the conversation."""
+    """Builds the error for a template that refuses the conversation."""
     return UntrainableError(f"the template refuses the conversation: {refusal.why}", "change the line, or leave it out")
 
 

@@ -21,36 +21,25 @@ _PROCESSOR_FILE = "chat_template.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _MOST_BYTES = 1 << 24
-"""Largest size of a template or a file of settings; the longest templates have about twenty thousand bytes."""
+"""Largest template or settings file; the longest templates have about twenty thousand bytes."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One template and its file."""
-
     text: str
     origin: Path
-    """File that holds the template."""
 
 
 @dataclass(frozen=True)
 class ChatTemplates:
-    """The template of a run, and that for conversations with tools, which some models have separately."""
+    """Template of a run, and the separate one for conversations with tools that some models have."""
 
     default: ChatTemplate
     with_tools: ChatTemplate
 
 
 def chosen_templates(choice: str, tokenizer: Path) -> ChatTemplates | None:
-    """Finds the templates that `data.chat_template` means; None where "auto" finds none.
-
-    Args:
-        choice: Value of the key: "auto", the name of one of several templates, or the path of a file.
-        tokenizer: Path of the tokenizer, as in `Tokenizer.path`.
-
-    Raises:
-        DataError: There is no such template, or a file is damaged.
-    """
+    """Finds the templates of `data.chat_template`: "auto" (None if there are none), a name, or the path of a file."""
     if is_path_of_template(choice):
         return _alone(ChatTemplate(_text(Path(choice)), Path(choice)))
     named = named_templates(tokenizer)
@@ -72,14 +61,11 @@ def chosen_templates(choice: str, tokenizer: Path) -> ChatTemplates | None:
 
 
 def named_templates(tokenizer: Path) -> dict[str, ChatTemplate]:
-    """Finds the templates in a tokenizer's folder by name; "default" is the template without a name.
+    """Finds the templates in a tokenizer's folder by name; the one without a name is "default".
 
     Files take precedence over settings, as in transformers.
 
-    Raises:
-        DataError: A file is damaged.
-
-    Source: transformers 5.23, tokenization_utils_base.py, _from_pretrained; chat_template.json is of its processors.
+    Source: transformers 5.23, tokenization_utils_base.py, _from_pretrained; processors write chat_template.json.
     """
     folder = tokenizer.parent
     found: dict[str, ChatTemplate] = {}
@@ -94,7 +80,7 @@ def named_templates(tokenizer: Path) -> dict[str, ChatTemplate]:
 
 
 def template_files(templates: ChatTemplates) -> dict[str, str]:
-    """Returns path inside a tokenizer's folder -> text, so that `auto` finds these templates there."""
+    """Returns path in a tokenizer's folder -> text, for `auto` to find."""
     files = {TEMPLATE_FILE: templates.default.text}
     if templates.with_tools != templates.default:
         files[f"{TEMPLATE_FOLDER}/{_WITH_TOOLS}.jinja"] = templates.with_tools.text
@@ -102,15 +88,7 @@ def template_files(templates: ChatTemplates) -> dict[str, str]:
 
 
 def put_templates(files: Mapping[str, str], folder: Path) -> None:
-    """Makes these the templates of a tokenizer's folder; nothing is touched where they already are.
-
-    Args:
-        files: Templates as `template_files` returns them.
-        folder: Folder of a tokenizer; may hold none.
-
-    Raises:
-        DataError: The settings of the tokenizer are damaged.
-    """
+    """Writes these templates into a tokenizer's folder, unless they are there already."""
     named = named_templates(folder / SETTINGS_FILE)
     held = {name: named[name].text for name in (_DEFAULT, _WITH_TOOLS) if name in named}
     wanted = {_DEFAULT if name == TEMPLATE_FILE else Path(name).stem: text for name, text in files.items()}
@@ -146,7 +124,7 @@ def _is_named(found: object) -> bool:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """Reads the settings; empty where there is no such file."""
+    """Reads the settings; empty without a file."""
     return json_object(file, _content(file)) if file.exists() else {}
 
 

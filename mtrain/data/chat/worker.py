@@ -77,7 +77,6 @@ class _Renderer:
         """Names that the template reads and does not set."""
 
     def answer(self, line: bytes) -> dict[str, Any]:
-        """Answers one request."""
         try:
             asked = json.loads(line)
             texts: list[Any] = []
@@ -113,7 +112,6 @@ class _Renderer:
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """Returns the length of the longest common beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # halves, as comparing two slices costs far less than a loop over characters
         middle = (low + high + 1) // 2
@@ -143,7 +141,7 @@ def _message(fault: Exception) -> str:
 
 
 class Generation(Extension):
-    """The block `{% generation %}` ... `{% endgeneration %}` around the text that the model is to write."""
+    """The block `{% generation %}` ... `{% endgeneration %}` around the text that the model writes."""
 
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
@@ -159,7 +157,7 @@ class Generation(Extension):
 
 
 class Variables(Namespace):
-    """A namespace that takes no name of Python's own."""
+    """A namespace without Python's own names."""
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *rest = args
@@ -198,7 +196,7 @@ def _tojson(
 
 
 def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
-    """Builds an environment in which a template finds everything that transformers gives it.
+    """Builds an environment with everything that transformers offers a template.
 
     Source: transformers 5.23, utils/chat_template_utils.py, _cached_compile_jinja_template.
     """

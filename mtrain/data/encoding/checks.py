@@ -1,4 +1,4 @@
-"""Checks that records of every form have in common: known keys, texts and weights."""
+"""Checks that records of every form share: known keys, texts and weights."""
 
 from __future__ import annotations
 
@@ -14,20 +14,15 @@ from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.core.batch.routes import MAKERS, shaped_routes
 
 _MEDIA = frozenset({"image", "images", "image_url", "video", "videos", "audio", "audios"})
-"""Keys of what is no text, in data for models that read it."""
+"""Keys of what is not text, in data for multimodal models."""
 
 
 def check_keys(found: dict[str, Any], known: Set[str], ignored: Set[str], place: str = "") -> None:
     """Refuses a key that is not read: a value that is dropped silently may be one that the model should have seen.
 
     Args:
-        found: Record, or an object inside one.
-        known: Keys that are read.
         ignored: Keys that are dropped on purpose; a known key is never dropped.
         place: Beginning of the message, such as "messages[0] "; empty for the record itself.
-
-    Raises:
-        DataError: A key is neither known nor ignored.
     """
     unknown = next((key for key in found if key not in known and key not in ignored), None)
     if unknown in _MEDIA:
@@ -43,11 +38,7 @@ def check_keys(found: dict[str, Any], known: Set[str], ignored: Set[str], place:
 
 
 def check_text(text: object, name: str) -> str:
-    """Returns the text itself.
-
-    Raises:
-        DataError: The value is no text; `name` stands in the message.
-    """
+    """Returns the text, or raises DataError with `name`."""
     if text is None:
         raise DataError(f"{name} is null, but must be a string; write it, or remove the line")
     if not isinstance(text, str):
@@ -60,11 +51,7 @@ def check_text(text: object, name: str) -> str:
 
 
 def check_weight(weight: object, name: str = "'weight'") -> float:
-    """Returns the weight as a number.
-
-    Raises:
-        DataError: The weight is not a finite number of at least 0.
-    """
+    """Returns the weight, which must be a finite number of at least 0."""
     # bool first: True is an int in Python
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
         raise DataError(f"{name} is {weight!r}, but must be a finite number of at least 0; change it")
@@ -72,17 +59,14 @@ def check_weight(weight: object, name: str = "'weight'") -> float:
 
 
 def token_extras(record: dict[str, Any], sizes: Mapping[str, tuple[int, ...]], num_tokens: int) -> NDArray[np.float32]:
-    """Returns [num_tokens, columns]: one number a token in each column; a number of the whole sample stands at each
-    token.
+    """Returns [num_tokens, columns]: one number a token in each column; a number of the whole sample is repeated.
 
-    Numbers that are not finite are not refused here but by a reader that knows their place.
+    Numbers that are not finite are refused later, by a reader that knows their place.
 
     Args:
-        record: Record that has the extras under their names.
-        sizes: Key -> sizes of what it has of each token, each number a column; () where a token has one number. At
-            least one key.
+        sizes: Key -> sizes of what it holds for each token, each number a column; () for one number a token. Not empty.
         num_tokens: Number of tokens in the sample. A list has as many numbers, or one less: without the first token,
-            which nothing predicts; of routed experts, without the last one, which is not read.
+            which nothing predicts; routed experts may lack the last one, which is not read.
 
     Raises:
         DataError: An extra is missing, is no number or list of numbers, or has another length.
@@ -103,7 +87,7 @@ def token_extras(record: dict[str, Any], sizes: Mapping[str, tuple[int, ...]], n
 
 
 def _routes(given: object, num_tokens: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns [columns, num_tokens]: the experts of each token; -1 for the last one, whose own are not used."""
+    """Returns [columns, num_tokens]: the experts of each token; -1 for the last one, whose experts are not used."""
     try:
         values = shaped_routes(given, num_tokens, shape, "the record")
     except ValueError as fault:

@@ -33,20 +33,12 @@ from mtrain.data.encoding.preferences import PreferenceEncoder
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_file
 
 PLAIN = "plain"
-"""Value of data.chat_template that uses no template."""
+"""Value of data.chat_template for no template."""
 _CONVERSATIONS = ("messages", "sharegpt", "alpaca")
 
 
 def encoder_of(section: SftSection, tokenizer: Tokenizer) -> RecordEncoder:
-    """Builds the encoder of single sequences; cheap, so that each worker process may build its own.
-
-    Args:
-        section: The section `data.*` of the configuration.
-        tokenizer: Tokenizer that `data.tokenizer` names.
-
-    Raises:
-        DataError: A chat template is missing or damaged.
-    """
+    """Builds the encoder of single sequences; cheap, so each worker process may build its own."""
     return RecordEncoder(section, tokenizer, chat_encoder(section, tokenizer))
 
 
@@ -60,14 +52,8 @@ def source_encoder(
     """Builds the encoder of a source's records; as cheap as `encoder_of`.
 
     Args:
-        section: The section `data.*` of the configuration.
-        tokenizer: Tokenizer that `data.tokenizer` names.
-        compares: Form of a record where answers are compared; None where a record is one sequence.
+        compares: Form of a record of compared answers; None if a record is one sequence.
         head: Head that judges sequences; None without one.
-        is_number: Whether labels are any numbers, and no classes.
-
-    Raises:
-        DataError: A chat template is missing or damaged.
     """
     encoder = encoder_of(section, tokenizer)
     ignored = frozenset(section.ignore_keys)
@@ -77,11 +63,7 @@ def source_encoder(
 
 
 def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | None:
-    """Builds the encoder of conversations; None where there is no template, or the plain form is wanted.
-
-    Raises:
-        DataError: A chat template is missing or damaged.
-    """
+    """Builds the encoder of conversations; None without a template, or for the plain form."""
     if section.chat_template == PLAIN:
         return None
     templates = chosen_templates(section.chat_template, tokenizer.path)
@@ -98,13 +80,9 @@ def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | Non
 
 
 def trained_templates(section: SftSection) -> dict[str, str]:
-    """Returns the chat templates that an export of the run has to carry: path inside a tokenizer's folder -> text.
+    """Returns the chat templates that an export has to carry: path in a tokenizer's folder -> text.
 
-    Empty where conversations have no template, and with the plain form where the configuration does not say that there
-    are conversations at all.
-
-    Raises:
-        DataError: A chat template is missing or damaged.
+    Empty without a template, and for the plain form unless the configuration says that there are conversations.
     """
     if section.chat_template == PLAIN:
         return {TEMPLATE_FILE: PLAIN_TEMPLATE} if section.format in _CONVERSATIONS else {}
@@ -114,11 +92,10 @@ def trained_templates(section: SftSection) -> dict[str, str]:
 
 
 _FORMS = {"conversations": "sharegpt", "instruction": "alpaca", "text": "text"}
-"""Key of a record -> the form that has it, which `auto` does not take for granted."""
+"""Key of a record -> its form, which has to be named because `auto` does not assume it."""
 
 
 def _refuse_known_form(record: dict[str, Any]) -> None:
-    """Refuses a record of a form that has to be named."""
     found = next((key for key in _FORMS if key in record), None)
     if found is not None:
         form = _FORMS[found]
@@ -133,12 +110,7 @@ class RecordEncoder:
     """A `SampleEncoder` for all forms of records."""
 
     def __init__(self, section: SftSection, tokenizer: Tokenizer, chat: ChatEncoder | None) -> None:
-        """
-        Args:
-            section: The section `data.*` of the configuration.
-            tokenizer: Tokenizer of the model.
-            chat: Encoder of conversations; None where they have no template.
-        """
+        """`chat` is None if conversations have no template."""
         self._section, self._tokenizer, self._chat = section, tokenizer, chat
         self._ignored = frozenset(section.ignore_keys)
         self.fingerprint = self._fingerprint()
@@ -147,17 +119,13 @@ class RecordEncoder:
         base = self._tokenizer.fingerprint if self._chat is None else self._chat.fingerprint
         options: list[object] = [self._section.loss_on, self._section.special_tokens_in_text]
         bos, begin = self._tokenizer.bos_id, list(self._tokenizer.begin_ids)
-        options += [] if begin == [bos] or (bos is None and not begin) else [begin]  # version 0.1.0 began with any bos
+        options += [] if begin == [bos] or (bos is None and not begin) else [begin]  # version 0.1.0 used any bos
         if self._chat is not None or options == ["all_answers", False]:
-            return base  # without a template, runs of version 0.1.0 know their data by the tokenizer's fingerprint
+            return base  # without a template, runs of version 0.1.0 know their data by the fingerprint of the tokenizer
         return hashlib.sha256(json.dumps([base, *options]).encode()).hexdigest()
 
     def renamed(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Gives columns the names that `data.columns` asks for.
-
-        Raises:
-            DataError: A column is missing, or has a name that is taken.
-        """
+        """Gives columns the names that `data.columns` asks for."""
         columns = self._section.columns
         if not columns:
             return record
@@ -173,7 +141,7 @@ class RecordEncoder:
         return dict(zip(names, record.values()))
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes one record as one sequence, with its extras."""
+        """Encodes a record as one sequence, with its extras."""
         record = self.renamed(record)
         sizes = dict(key_and_sizes(extra) for extra in self._section.extras)
         if not sizes:
@@ -214,11 +182,6 @@ class RecordEncoder:
         return self.pair(record)
 
     def conversation(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a record of messages.
-
-        Raises:
-            DataError: There are no messages, or they have no template.
-        """
         if self._chat is not None:
             return self._chat.encode(record)
         if self._section.chat_template != PLAIN:
@@ -232,11 +195,7 @@ class RecordEncoder:
         return self._plain(chat_parts(record, self._ignored, self._section.loss_on), record)
 
     def pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a prompt and a response: two texts, or two lists of messages of which only the second is learned.
-
-        Raises:
-            DataError: One is missing, or is neither.
-        """
+        """Encodes a prompt and a response: two texts, or two lists of messages of which only the second is trained."""
         pair = with_response(record)
         prompt, response = pair.get("prompt"), pair.get("response")
         if isinstance(prompt, list) and isinstance(response, list):
@@ -245,36 +204,19 @@ class RecordEncoder:
         return self._plain(pair_parts(pair, self._ignored), pair)
 
     def joined_pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a prompt and a response by the ids of their whole text.
-
-        Raises:
-            DataError: A text is missing, or is no text.
-        """
+        """Encodes a prompt and a response by the ids of their whole text."""
         prompt, response = pair_parts(record, self._ignored)
         return self.joined(prompt.text, [response.text], record.get("weight", 1.0))[0]
 
     def joined(self, prompt: str, answers: Sequence[str], weight: object) -> list[TokenizedSample]:
-        """Encodes a prompt with each of its answers by the ids of the whole texts, as `plain.joined` does.
-
-        Raises:
-            DataError: The weight is not a finite number of at least 0.
-        """
+        """Encodes a prompt with each of its answers as `plain.joined` does."""
         return joined(prompt, answers, self._tokenizer, weight, self._section.special_tokens_in_text)
 
     def text(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a whole text.
-
-        Raises:
-            DataError: There is no text.
-        """
         return self._plain(text_parts(record, self._ignored), record)
 
     def tokens(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a record of token ids and of what they count.
-
-        Raises:
-            DataError: The ids or their mask are missing, or are not valid.
-        """
+        """Encodes a record of token ids and their loss mask."""
         return tokens_sample(record, self._ignored, self._tokenizer.vocab_size)
 
     def _plain(self, parts: list[TextPart], record: dict[str, Any]) -> TokenizedSample:

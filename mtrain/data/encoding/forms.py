@@ -1,4 +1,4 @@
-"""Records of other forms: conversion to `messages`, and records that are tokens already."""
+"""Records of other forms: converted to `messages`, or tokens already."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ _TOKENS_KEYS = frozenset({"input_ids", "loss_mask", "weight"})
 
 
 def alpaca_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str, Any]:
-    """Converts instruction, input and output to a question and its answer, after system and history.
-
-    Raises:
-        DataError: The record is not of this form.
-    """
+    """Converts instruction, input and output to a question and its answer, after system and history."""
     check_keys(record, _ALPACA_KEYS, ignored)
     messages = []
     if record.get("system"):
@@ -56,11 +52,7 @@ def alpaca_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str, A
 
 
 def sharegpt_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str, Any]:
-    """Converts `conversations` of `from` and `value` to messages.
-
-    Raises:
-        DataError: The record is not of this form.
-    """
+    """Converts `conversations` of `from` and `value` to messages."""
     check_keys(record, _SHAREGPT_KEYS, ignored)
     turns = record.get("conversations")
     if not isinstance(turns, list) or not turns:
@@ -69,7 +61,7 @@ def sharegpt_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str,
     if record.get("system"):
         messages.append({"role": "system", "content": check_text(record["system"], "'system'")})
     messages += [_message_of_turn(turn, ignored, f"conversations[{number}]") for number, turn in enumerate(turns)]
-    # without tools, the text of their JSON is empty
+    # without tools, their JSON is an empty text
     known = {key: record[key] for key in ("tools", "weight") if record.get(key) not in (None, "")}
     return {"messages": messages, **known}
 
@@ -94,11 +86,7 @@ def _message_of_turn(turn: object, ignored: Set[str], place: str) -> dict[str, A
 
 
 def tokens_sample(record: dict[str, Any], ignored: Set[str], vocab_size: int) -> TokenizedSample:
-    """Takes `input_ids` and `loss_mask` as they are: neither bos nor eos is added.
-
-    Raises:
-        DataError: The record is not of this form, or has nothing to learn.
-    """
+    """Takes `input_ids` and `loss_mask` as they are: no bos or eos is added."""
     check_keys(record, _TOKENS_KEYS, ignored)
     for key in ("input_ids", "loss_mask"):
         if not isinstance(record.get(key), list):

@@ -1,7 +1,7 @@
 """Sequences that a head judges as a whole, by their last token.
 
-The label follows the last token, in the place of the token that it would predict: so whatever cuts, packs, pads and
-sends labels handles these, too. Only the label counts in the loss.
+The label follows the last token, in the place of the token that it would predict, so cutting, packing, padding and
+sending labels need nothing new. Only the label is in the loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mtrain.data.encoding.checks import check_keys
 
 _TOKENS_KEYS = frozenset({"input_ids", "weight"})
 _VERSION = 2
-"""Number of the version of this module's output; raised when the same record gives other tokens."""
+"""Raised when the same record gives other tokens."""
 
 
 class _SequenceEncoders(Protocol):
@@ -27,24 +27,19 @@ class _SequenceEncoders(Protocol):
 
     fingerprint: str
 
-    def conversation(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a record of messages."""
+    def conversation(self, record: dict[str, Any]) -> TokenizedSample: ...
 
-    def renamed(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Gives columns the names that `data.columns` asks for."""
+    def renamed(self, record: dict[str, Any]) -> dict[str, Any]: ...
 
-    def joined_pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a prompt and a response as one text."""
+    def joined_pair(self, record: dict[str, Any]) -> TokenizedSample: ...
 
-    def text(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a whole text."""
+    def text(self, record: dict[str, Any]) -> TokenizedSample: ...
 
-    def tokens(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a record of input_ids and loss_mask."""
+    def tokens(self, record: dict[str, Any]) -> TokenizedSample: ...
 
 
 def judged(sample: TokenizedSample, label: int = 0) -> TokenizedSample:
-    """Appends the label to the sequence; only the label counts in the loss."""
+    """Appends the label to the sequence; only the label is in the loss."""
     ids = np.append(sample.ids, np.int32(label))
     counts = np.zeros(len(ids), np.float32)
     counts[-1] = 1.0
@@ -55,20 +50,13 @@ class LabelEncoder:
     """Encoder of a sequence with its class or number: a record has `label`, next to any form of a single sequence."""
 
     def __init__(self, encoders: _SequenceEncoders, head: HeadOutput, ignored: Set[str], is_number: bool) -> None:
-        """
-        Args:
-            encoders: Encoder of single sequences.
-            head: Head of the model, with a row a class.
-            ignored: Unknown keys that are dropped on purpose.
-            is_number: Whether a label is any number, and no class: it then is the one extra of every token.
-        """
+        """Set `is_number` if a label is any number instead of a class; it is then the one extra of every token."""
         self._encoders, self._head, self._ignored = encoders, head, ignored
         self._is_number = is_number
         form = "a number" if is_number else f"{head.rows} labels"
         self.fingerprint = f"{encoders.fingerprint} {form} {_VERSION}"
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes one record as a sequence with its label."""
         record = self._encoders.renamed(record)
         label = record.get("label")
         rest = {name: value for name, value in record.items() if name != "label"}
@@ -105,11 +93,6 @@ class LabelEncoder:
 
 
 def _number(label: object) -> float:
-    """Checks a label that is a number.
-
-    Raises:
-        DataError: The label is no finite number that float32 can hold.
-    """
     # 1e400 in JSON is inf, and comparisons with nan are false
     if isinstance(label, int | float) and not isinstance(label, bool) and abs(label) <= np.finfo(np.float32).max:
         return float(label)

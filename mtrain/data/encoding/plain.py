@@ -30,7 +30,7 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '\\n\\n' if messages else '' }}### assistant\n{{ '' }}{% endif %}"
 )
 """Template that writes the text of plain messages. Tokens may differ: a tokenizer may join here what samples tokenise
-piece by piece."""
+separately."""
 ROLES = ("system", "user", "assistant", "tool")
 _PAIR_KEYS = frozenset({"prompt", "response", "weight"})
 _TEXT_KEYS = frozenset({"text", "weight"})
@@ -43,24 +43,19 @@ class TextPart(NamedTuple):
 
     text: str
     weight: float = 0.0
-    """Weight of each of its tokens in the loss."""
+    """Weight of each token in the loss."""
     ends: bool = False
     """Whether eos follows, with the weight of the text."""
 
 
 def with_response(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record whose answer has the name `response`; TRL calls it `completion`."""
+    """Renames TRL's `completion` to `response`."""
     if "completion" not in found or "response" in found:
         return found
     return {"response" if key == "completion" else key: value for key, value in found.items()}
 
 
 def pair_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
-    """Returns prompt and response.
-
-    Raises:
-        DataError: The record is not of this form.
-    """
     found = with_response(found)
     for key in ("prompt", "response"):
         if key not in found:
@@ -76,11 +71,6 @@ def pair_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
 
 
 def text_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
-    """Returns a whole text.
-
-    Raises:
-        DataError: The record is not of this form.
-    """
     check_keys(found, _TEXT_KEYS, ignored)
     if not check_text(found.get("text"), "'text'"):
         raise DataError("'text' is empty, so there is nothing to learn; remove the line")
@@ -88,11 +78,7 @@ def text_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
 
 
 def chat_parts(found: dict[str, Any], ignored: Set[str], loss_on: LossOn) -> list[TextPart]:
-    """Returns messages, each under its header.
-
-    Raises:
-        DataError: The record is not of this form.
-    """
+    """Returns messages, each under its header."""
     messages = _checked_messages(found["messages"])
     for number, message in enumerate(messages):
         check_keys(message, _MESSAGE_KEYS, ignored, f"messages[{number}] ")
@@ -111,13 +97,7 @@ def tokenized(
     """Tokenises the parts and joins them.
 
     Args:
-        parts: Parts of a whole sample.
-        tokenizer: Tokenizer of the model.
-        weight: Weight of the record.
-        special_tokens: Whether texts of special tokens become tokens; then bos and eos are not added a second time.
-
-    Raises:
-        DataError: The weight is not a finite number of at least 0.
+        special_tokens: Whether texts of special tokens become tokens; then bos and eos are not added again.
     """
     ids: list[int] = []
     counts: list[float] = []
@@ -131,8 +111,7 @@ def tokenized(
 
 
 def asked(text: str, tokenizer: Tokenizer, special_tokens: bool = False) -> list[int]:
-    """Returns the ids of a prompt, as they stand before its response in a sample; the arguments are those of
-    `tokenized`."""
+    """Returns the ids of a prompt as they precede its response in a sample; arguments as for `tokenized`."""
     ids = _ids(text, tokenizer, special_tokens, ends=False)
     return [*_missing_begin(ids, tokenizer, special_tokens), *ids]
 
@@ -140,20 +119,13 @@ def asked(text: str, tokenizer: Tokenizer, special_tokens: bool = False) -> list
 def joined(
     prompt: str, answers: Iterable[str], tokenizer: Tokenizer, weight: object, special_tokens: bool = False
 ) -> list[TokenizedSample]:
-    """Builds samples of a prompt and one answer each, every one with the ids of its whole text.
+    """Builds a sample of the prompt with each answer, with the ids of its whole text; eos is added.
 
-    The tokens in the loss begin at the first one at which any sample differs from the prompt alone, at the same place
-    in all samples: a token may hold the end of the prompt and the beginning of an answer.
+    The loss begins at the first token at which any sample differs from the prompt alone, the same in all samples: a
+    token may straddle prompt and answer.
 
     Args:
-        prompt: Prompt of all samples.
-        answers: Texts that follow the prompt; eos is added.
-        tokenizer: Tokenizer of the model.
-        weight: Weight of the record.
-        special_tokens: Whether texts of special tokens become tokens; then bos and eos are not added a second time.
-
-    Raises:
-        DataError: The weight is not a finite number of at least 0.
+        special_tokens: Whether texts of special tokens become tokens; then bos and eos are not added again.
 
     Source: trl 1.10, dpo_trainer.py and kto_trainer.py, tokenize_fn.
     """

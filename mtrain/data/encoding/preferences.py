@@ -1,11 +1,10 @@
 """Records of preferences: pairs of answers, or answers that are judged separately.
 
     pairs:    prompt, chosen, rejected; or chosen and rejected that begin alike, with the prompt inside
-    answers:  prompt, completion, label (true where the answer is wanted)
+    answers:  prompt, completion, label (true if the answer is wanted)
 
-Prompt and answers are texts, or lists of messages. These are the forms of TRL. Only answers are in the loss: in the
-prompt's own messages no answer counts. For a head, which judges answers by their last tokens, a pair may have a
-`margin`.
+These are TRL's forms; prompt and answers are texts or lists of messages. Only answers are in the loss, not the prompt's
+own messages. For a head, which judges answers by their last tokens, a pair may have a `margin`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _JUDGED_KEYS = _PAIR_KEYS | {"margin"}
 _ANSWER_KEYS = frozenset({"prompt", "completion", "label"}) | _SHARED_KEYS
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _VERSION = 3
-"""Number of the version of this module's output; raised when the same record gives other tokens, or another record is
-refused."""
+"""Raised when the same record gives other tokens, or another record is refused."""
 
 
 class _Encoders(Protocol):
@@ -38,19 +36,16 @@ class _Encoders(Protocol):
 
     fingerprint: str
 
-    def renamed(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Gives columns the names that `data.columns` asks for."""
+    def renamed(self, record: dict[str, Any]) -> dict[str, Any]: ...
 
-    def conversation(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a record of messages."""
+    def conversation(self, record: dict[str, Any]) -> TokenizedSample: ...
 
-    def joined(self, prompt: str, answers: Sequence[str], weight: object) -> list[TokenizedSample]:
-        """Encodes a prompt with each of its answers as whole texts."""
+    def joined(self, prompt: str, answers: Sequence[str], weight: object) -> list[TokenizedSample]: ...
 
 
 class PreferenceEncoder:
-    """Encoder of records of preferences. A record gives the chosen and the rejected sequence; or one answer, whose
-    weight is negative where it is not wanted."""
+    """A record gives the chosen and the rejected sequence; or one answer, whose weight is negative if it is
+    unwanted."""
 
     def __init__(
         self,
@@ -59,18 +54,10 @@ class PreferenceEncoder:
         ignored: Set[str],
         is_judged: bool = False,
     ) -> None:
-        """
-        Args:
-            encoders: Encoder of single sequences.
-            compares: Form of the records.
-            ignored: Unknown keys that are dropped on purpose.
-            is_judged: Whether a head judges the sequences of pairs.
-        """
         self._encoders, self._compares, self._ignored, self._is_judged = encoders, compares, ignored, is_judged
         self.fingerprint = f"{encoders.fingerprint} {compares} {_VERSION}{' judged' if is_judged else ''}"
 
     def encode(self, record: dict[str, Any]) -> tuple[TokenizedSample, ...]:
-        """Encodes one record as a pair, or as one answer."""
         record = self._encoders.renamed(record)
         match self._compares:
             case "pairs":
@@ -100,13 +87,13 @@ class PreferenceEncoder:
         if record.get("prompt") is None:
             raise DataError("has no 'prompt'; a line needs prompt, completion and label")
         (found,) = self._sequences(record, record["prompt"], {"completion": _answer(record, "completion")})
-        # the sign tells the label, even with a weight of 0: a cache holds nothing else next to the tokens
+        # the sign is the label, even with a weight of 0: a cache holds nothing else next to the tokens
         return replace(found, weight=math.copysign(found.weight, 1.0 if label else -1.0))
 
     def _sequences(
         self, record: dict[str, Any], prompt: object, given: Mapping[str, Any]
     ) -> tuple[TokenizedSample, ...]:
-        """Encodes a prompt with each of its answers by name, all texts or all lists of messages."""
+        """Encodes a prompt with each of its named answers, all texts or all lists of messages."""
         empty = next((name for name, answer in given.items() if not answer), None)
         if empty is not None:
             raise DataError(f"{empty!r} is empty after the prompt, so there is nothing to compare; remove the line")
@@ -147,13 +134,7 @@ def _answer(record: dict[str, Any], name: str) -> Any:
 def _common(chosen: Any, rejected: Any) -> Any:
     """Returns the common beginning of two answers that hold their prompt.
 
-    Where one answer continues where the other ends, the last piece (character, message) of the shorter one is its
-    answer.
-
-    Raises:
-        DataError: The two have no common beginning.
-
-    Source: trl 1.16, data_utils.py, extract_prompt.
+    If one answer continues where the other ends, the last piece (character, message) of the shorter one is its answer.
     """
     shorter = min(len(chosen), len(rejected))
     count = next((place for place, (one, other) in enumerate(zip(chosen, rejected)) if one != other), None)

@@ -1,1 +1,1 @@
-"""Where text and tokens come from: one file a format."""
+"""File formats of text and tokens, one file each."""

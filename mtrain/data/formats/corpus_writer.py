@@ -1,7 +1,6 @@
-"""Writer of Megatron's `.bin/.idx` pairs (`megatron_indexed` describes them), byte for byte as megatron-core writes
-them.
+"""Writes Megatron's `.bin/.idx` pairs (see `megatron_indexed`), byte for byte as megatron-core does.
 
-Own code, since megatron-core's builder needs torch, whose import takes four seconds: longer than ten megabytes of text.
+Own code, since megatron-core's builder imports torch, which takes four seconds: longer than ten megabytes of text.
 """
 
 import struct
@@ -23,7 +22,7 @@ _VERSION = 1
 
 
 class CorpusWriter:
-    """Writer of the documents of a new pair; see `writing_corpus`."""
+    """Writes the documents of a new pair; see `writing_corpus`."""
 
     def __init__(self, file: BinaryIO, element: type[np.uint16] | type[np.int32]) -> None:
         self._file, self._element = file, element
@@ -32,16 +31,11 @@ class CorpusWriter:
         self.num_tokens = 0
 
     def add(self, tokens: NDArray[np.generic]) -> None:
-        """Appends one document of one sequence; `tokens` are [length] integers."""
+        """Appends a document of one sequence; `tokens` are [length] integers."""
         self.add_all(tokens, [len(tokens)])
 
     def add_all(self, tokens: NDArray[np.generic], lengths: Sequence[int]) -> None:
-        """Appends documents of one sequence each.
-
-        Args:
-            tokens: [sum of the lengths] integers: the tokens of all documents one after the other.
-            lengths: Number of tokens in each document.
-        """
+        """Appends documents of one sequence each; `tokens` are [sum of the lengths] integers."""
         # no copy where the elements have the type of the file already
         self._file.write(np.ascontiguousarray(tokens, self._element).data)
         self._lengths.append(np.array(lengths, np.int32))
@@ -49,7 +43,6 @@ class CorpusWriter:
         self.num_tokens += len(tokens)
 
     def write_index(self, path: Path) -> None:
-        """Writes the `.idx` of the documents that were added."""
         lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
         ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(self._element).itemsize
         (code,) = (code for code, name in ELEMENTS.items() if name == np.dtype(self._element).name)
@@ -62,12 +55,9 @@ class CorpusWriter:
 
 @contextmanager
 def writing_corpus(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
-    """Writes a pair that appears under its name whole, when the block ends, or not at all.
+    """Writes a pair that appears whole when the block ends, or not at all.
 
-    Elements are uint16 where the vocabulary allows it, else int32. The `.idx` appears last.
-
-    Raises:
-        MachineError: The disk is full or the place cannot be written.
+    Elements are uint16 if the vocabulary allows it, else int32. The `.idx` appears last.
     """
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     with disk_faults(f"write the corpus {prefix}"):

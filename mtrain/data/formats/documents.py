@@ -12,23 +12,13 @@ PACKED_SUFFIXES = (".gz", ".zst")
 
 
 class Document(NamedTuple):
-    """One text, and where it comes from."""
-
     text: str
     place: str
-    """Place of the text for messages: file, and line where the file is JSONL."""
+    """File, and line of a JSONL file, for messages."""
 
 
 def find_files(inputs: Sequence[Path], pattern: str) -> list[Path]:
-    """Lists the named files, and the matching files of the named folders, sorted by path within each folder.
-
-    Args:
-        inputs: Paths of files and folders.
-        pattern: Pattern of the files of a folder, as in `Path.glob`: `**/*.txt`.
-
-    Raises:
-        DataError: An input does not exist, or a folder has no match.
-    """
+    """Lists the named files, and the matching files of the named folders, sorted within each folder."""
     files: list[Path] = []
     for given in inputs:
         if given.is_dir():
@@ -44,13 +34,7 @@ def find_files(inputs: Sequence[Path], pattern: str) -> list[Path]:
 
 
 def documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
-    """Yields a document for each line of a .jsonl file and one for every other file.
-
-    Files with the additional ending .gz or .zst are unpacked.
-
-    Args:
-        files: Paths in the order of reading.
-        text_key: Key of the text in the objects of JSONL.
+    """Yields a document for each line of a .jsonl file and one for every other file; .gz and .zst are unpacked.
 
     Raises:
         DataError: A file is not UTF-8, or a line is not an object with a text; names file and line.

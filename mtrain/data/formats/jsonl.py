@@ -17,29 +17,20 @@ from mtrain.data.formats.recognise import EmptyFileError, FileKind, check_text
 from mtrain.data.formats.rows import pyarrow
 
 MAX_LINE_BYTES = 16 * 2**20
-"""Longest allowed line. Longer lines are refused: they are nearly always a file of another kind, and would fill the
-memory."""
+"""Longest allowed line, in bytes: a longer one is nearly always a file of another kind, and would fill the memory."""
 _LARGEST_LIST_BYTES = 2 * 2**30
-"""Largest file that is one JSON list: unlike lines, it is read as a whole."""
+"""Largest file that is one JSON list; unlike lines, it is read as a whole."""
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 def objects(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number, object) of a JSONL file.
-
-    Args:
-        path: Path of the file.
-        kind: Form of the file; a form of tables is not allowed.
-
-    Raises:
-        DataError: A line is bad; names file and line.
-    """
+    """Yields (line number, object); errors name file and line. Tables are not allowed here."""
     for number, line in enumerate(raw_lines(path, kind), start=1):
         yield number, parsed(line, path, number)
 
 
 def check_at(path: Path, number: int, found: dict[str, Any], check: Callable[[dict[str, Any]], None]) -> None:
-    """Runs a check and puts the place in front of its message."""
+    """Runs a check and puts the place before its message."""
     try:
         check(found)
     except DataError as fault:
@@ -47,11 +38,7 @@ def check_at(path: Path, number: int, found: dict[str, Any], check: Callable[[di
 
 
 def parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parses one line as an object; errors name the file and the line.
-
-    Raises:
-        DataError: The line is not UTF-8, not JSON, or not an object.
-    """
+    """Parses one line as an object; errors name file and line."""
     try:
         return parsed_line(line)
     except DataError as fault:
@@ -59,11 +46,7 @@ def parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def parsed_line(line: bytes) -> dict[str, Any]:
-    """Parses one line as an object; errors do not say where it lies.
-
-    Raises:
-        DataError: The line is not UTF-8, not standard JSON, or not an object.
-    """
+    """Parses one line of UTF-8 and standard JSON as an object; errors do not say where it is."""
     if not line.strip():
         raise DataError("the line is empty, but a JSON object is needed; remove it")
     try:
@@ -80,12 +63,8 @@ def parsed_line(line: bytes) -> dict[str, Any]:
 
 
 def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
-    """Yields the lines of a file, unpacked where it is compressed, without empty ones at its end; or the elements of
-    a list.
-
-    Args:
-        path: Path of the file.
-        kind: Form of the file; a form of tables is not allowed.
+    """Yields the unpacked lines of a file without empty ones at its end, or the elements of a list. Tables are not
+    allowed here.
 
     Raises:
         DataError: The file cannot be read, is damaged, is no text, or has a line that is too long.
@@ -94,7 +73,7 @@ def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
         yield from _elements(path)
         return
     with _reading(path, kind) as file:
-        # a stream cannot be read twice, so the unpacked text is checked on the way
+        # a stream cannot be read twice, so the unpacked text is checked as it is read
         first = file.readline(MAX_LINE_BYTES + 1)
         if kind is not FileKind.LINES:
             check_text(first, path)
@@ -102,22 +81,14 @@ def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
 
 
 def content(path: Path, kind: FileKind) -> bytes:
-    """Reads a whole file, unpacked where it is compressed.
-
-    Args:
-        path: Path of the file.
-        kind: Form of the file; a form of tables is not allowed.
-
-    Raises:
-        DataError: The file cannot be read or is damaged.
-    """
+    """Reads a whole file, unpacked. Tables are not allowed here."""
     with _reading(path, kind) as file:
         return file.read()
 
 
 @contextmanager
 def _reading(path: Path, kind: FileKind) -> Iterator[BinaryIO]:
-    """Opens a file, unpacked; turns whatever goes wrong while it is read into a DataError."""
+    """Opens a file, unpacked; turns any fault of reading into a DataError."""
     try:
         with _opened(path, kind) as file:
             yield file
@@ -184,9 +155,9 @@ def _lines(file: BinaryIO, line: bytes, path: Path) -> Iterator[bytes]:
     number = 1
     empty: list[bytes] = []
     while line:
-        # one byte more than allowed was asked for, to see that a line is longer without reading all of it
+        # one byte more than allowed, to see that a line is longer without reading all of it
         _short_enough(line, f"{path} line {number}")
-        # empty lines count where others follow, which keeps the numbers of lines; many editors leave some at the end
+        # empty lines count if others follow, which keeps line numbers; many editors leave some at the end
         if line.strip() or number == 1:
             yield from empty
             yield line
@@ -214,7 +185,7 @@ def _opened(path: Path, kind: FileKind) -> BinaryIO:
 
 
 class _Unpacked(gzip.GzipFile):
-    """Unpacked view of a gzip file; closing it closes the file, too."""
+    """Unpacked view of a gzip file; closing it closes the file as well."""
 
     def __init__(self, path: Path) -> None:
         self._packed = steady(path)

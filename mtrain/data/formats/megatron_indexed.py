@@ -38,14 +38,8 @@ class Corpus:
     """The documents of one `.bin/.idx` pair."""
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
-        """
-        Args:
-            prefix: Path of the pair without its endings.
-            vocab_size: Size of the vocabulary; every token must be below it.
-
-        Raises:
-            DataError: A file is missing, damaged, or does not fit the other one.
-        """
+        """Args:
+        vocab_size: Every token must be below it."""
         self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         self._vocab_size = vocab_size
         # before megatron-core opens it: IndexedDataset trusts the header and maps as much as it promises
@@ -60,15 +54,12 @@ class Corpus:
         self.document_lengths = _document_lengths(lengths, edges)
         """[documents]: tokens of each document, in file order; a document may be empty."""
         self.fingerprint = retried(lambda: _fingerprint(self.idx_path, self.bin_path), prefix)
-        """Name of the data: changes when documents are added, removed or cut otherwise, or tokens change at one of the
-        sampled places; see `same_fingerprint`."""
+        """Changes when documents are added, removed or cut otherwise, or tokens change at one of the sampled places;
+        see `same_fingerprint`."""
 
     def read(self, document: int, offset: int, length: int) -> NDArray[np.int64]:
-        """Reads [length] tokens of a document, from its token `offset` on.
-
-        Raises:
-            DataError: A token is not in the vocabulary.
-        """
+        """Reads [length] tokens of a document, from its token `offset` on; refuses those that are not in the
+        vocabulary."""
         pieces: list[NDArray[np.int64]] = []
         for sequence in range(int(self._edges[document]), int(self._edges[document + 1])):
             size = int(self._lengths[sequence])
@@ -101,10 +92,6 @@ class Pair(NamedTuple):
 
 def check_pair(prefix: str, vocab_size: int) -> Pair:
     """Checks a pair as `Corpus` does, and tokens at a few places; loads neither megatron-core nor torch.
-
-    Args:
-        prefix: Path of the pair without its endings.
-        vocab_size: Size of the vocabulary; every token must be below it.
 
     Raises:
         DataError: A file is missing, damaged, or does not fit the other one or the vocabulary.
@@ -192,7 +179,7 @@ def _check_header(idx_path: Path, bin_path: Path) -> np.dtype[Any]:
 def _check_lengths(
     idx_path: Path, bin_path: Path, lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int
 ) -> None:
-    """Checks that the sequences lie one after the other and fill the .bin exactly."""
+    """Checks that the sequences follow each other and fill the .bin exactly."""
     # offsets are redundant, so they show damage that keeps the size
     if lengths.min() < 0 or pointers[0] != 0 or np.any(np.diff(pointers) != lengths[:-1].astype(np.int64) * itemsize):
         raise DataError(f"{idx_path}: its byte offsets do not follow from its lengths, so it is damaged; {_REBUILD}")
@@ -221,12 +208,12 @@ def _document_lengths(lengths: NDArray[np.int32], edges: NDArray[np.int64]) -> N
 
 
 def same_fingerprint(saved: str, now: str) -> bool:
-    """Says whether the fingerprint `now` is of the same data as `saved`, which 0.1.0 made without looking at tokens."""
+    """Compares fingerprints of data; 0.1.0 made `saved` without looking at tokens."""
     return saved == (now if _TOKENS in saved else re.sub(rf"{_TOKENS}[0-9a-f]+", "", now))
 
 
 def _fingerprint(idx_path: Path, bin_path: Path) -> str:
-    """Hashes the whole index, the size of the .bin, and its tokens at a few places spread over it.
+    """Hashes the index, the size of the .bin, and its tokens at a few places.
 
     Hashing terabytes of tokens at each start would take hours; corpora cut into equal documents have equal indices.
     """
@@ -242,7 +229,7 @@ def _fingerprint(idx_path: Path, bin_path: Path) -> str:
 
 
 def _sampled(bin_path: Path, itemsize: int) -> Iterator[tuple[int, bytes]]:
-    """Yields blocks at a few places spread over a file, each with its first byte, a multiple of `itemsize`."""
+    """Yields (first byte, block) at a few places spread over a file; the first byte is a multiple of `itemsize`."""
     last = max(0, bin_path.stat().st_size - _PLACE_BYTES)
     with bin_path.open("rb") as file:
         for place in range(_NUM_PLACES):
@@ -252,12 +239,8 @@ def _sampled(bin_path: Path, itemsize: int) -> Iterator[tuple[int, bytes]]:
 
 
 def document_ranges(num_documents: int, split: Sequence[float]) -> list[range]:
-    """Cuts documents in file order into consecutive parts.
-
-    Args:
-        num_documents: Number of documents in the corpus.
-        split: Shares that add up to 1; edges are rounded to whole documents.
-    """
-    # shares are summed first and rounded once each: every document falls into exactly one part
+    """Cuts documents in file order into consecutive parts; the shares in `split` sum to 1, edges are rounded to whole
+    documents."""
+    # shares are summed first and rounded once, so every document falls into exactly one part
     edges = [0, *(round(num_documents * share) for share in np.cumsum(split)[:-1]), num_documents]
     return [range(start, end) for start, end in itertools.pairwise(edges)]

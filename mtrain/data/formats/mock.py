@@ -10,23 +10,15 @@ _TRAIN, _HELD_OUT = 0, 1
 
 
 class MockSamples:
-    """An endless sequence of samples of uniformly random tokens: a pure function of (seed, g)."""
+    """Endless samples of uniformly random tokens below `vocab_size`: a pure function of (seed, g)."""
 
     def __init__(self, seed: int, seq_length: int, vocab_size: int, held_out: bool = False) -> None:
-        """
-        Args:
-            seed: Number that decides every token.
-            seq_length: Positions of a sample.
-            vocab_size: Size of the vocabulary; tokens are below it.
-            held_out: Whether this is another sequence of the same kind, for validation.
-        """
         self._seed, self._seq_length, self._vocab_size = seed, seq_length, vocab_size
         self._part = _HELD_OUT if held_out else _TRAIN
         self.earlier_fingerprints: tuple[str, ...] = ()
         self.fingerprint = f"mock-{key_of(seed, seq_length, vocab_size, self._part):016x}"
 
     def sample(self, g: int) -> Sample:
-        """Returns sample g, counted from 0."""
         # part of the key, so that validation never sees a training sample
         key = np.uint64(key_of(self._seed, self._part, g))
         words = mix(np.arange(self._seq_length + 1, dtype=np.uint64) ^ key)
@@ -41,10 +33,8 @@ class MockSamples:
         """Says where sample g lies; every sample is new."""
         return SamplePosition(source=0, epoch=0, index=g)
 
-    def next_epoch(self, g: int) -> None:
-        """Samples have no epochs."""
+    def next_epoch(self, g: int) -> None: ...
 
     @property
     def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
-        """Names the one source, which has no end."""
         return (("mock", None),)

@@ -1,4 +1,4 @@
-"""Kind of a file, by its first bytes and not by its name; for a file that cannot be read, what it is and what to do."""
+"""Recognises a file by its first bytes, not by its name; says what an unreadable file is and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrain.base.steady_files import retried
 
 
 class FileKind(enum.Enum):
-    """Form in which records lie on disk."""
+    """How records are stored."""
 
     LINES = "JSON lines"
     LIST = "a JSON list"
@@ -69,7 +69,7 @@ _PAGES = (b"<!doctype", b"<html", b"<?xml")
 
 
 class EmptyFileError(DataError):
-    """A file that would be whole, but holds no records."""
+    """A whole file without records."""
 
 
 def kind_of_file(path: Path) -> FileKind:
@@ -97,15 +97,7 @@ def _head(path: Path) -> bytes:
 
 
 def check_text(head: bytes, path: Path) -> None:
-    """Refuses a beginning that is no JSON lines.
-
-    Args:
-        head: First bytes of the text, unpacked where the file is compressed.
-        path: Path of the file for the message.
-
-    Raises:
-        DataError: The bytes are no JSON lines; says what they are and what to do.
-    """
+    """Refuses a beginning that is not JSON lines; says what it is and what to do."""
     if not head:
         raise EmptyFileError(f"{path} is empty, but at least one line is needed; give a file that holds samples")
     if found := _no_text(head):

@@ -16,40 +16,36 @@ from mtrain.data.formats.recognise import EmptyFileError, FileKind, kind_of_file
 from mtrain.data.formats.rows import tables
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
-"""Endings of the files that are read of a folder; the form of a file follows from its first bytes."""
+"""Endings of the files that are read in a folder; the form of a file follows from its first bytes."""
 _HF_STATE, _HF_SPLITS = "state.json", "dataset_dict.json"
 _MOST_BYTES = 1 << 24
-"""Largest size of either of the two files."""
+"""Largest size of either file."""
 
 
 @dataclass(frozen=True)
 class RecordFile:
-    """A file of records."""
-
     path: Path
     kind: FileKind
 
     def place(self, number: int) -> str:
-        """Returns the place of a record for messages; `number` is counted from 1."""
+        """Names a record for messages; `number` is counted from 1."""
         unit = "row" if self.kind.is_arrow else "record" if self.kind is FileKind.LIST else "line"
         return f"{self.path} {unit} {number}"
 
 
 _MOST_SHOWN = 3
-"""Largest number of files that a note names."""
+"""Most files that a note names."""
 
 
 class Source(NamedTuple):
-    """Files that a source names."""
-
     files: list[RecordFile]
-    """Files with records, in the order in which these are counted."""
+    """Files with records, in counting order."""
     empty: list[Path]
-    """Files of a pattern or a folder that hold no records, as a program leaves that cut its output into shards."""
+    """Files of a pattern or folder without records, as sharding programs leave them."""
 
 
 def record_files(given: str) -> list[RecordFile]:
-    """Lists the files of a source that hold records; those without are in `source_files`, whose arguments these are."""
+    """Lists the files of a source that hold records; see `source_files`."""
     return source_files(given).files
 
 
@@ -57,12 +53,12 @@ def source_files(given: str) -> Source:
     """Lists the files that a source names.
 
     Args:
-        given: Path of a file; a pattern with `*`, `**`, `?` or `[`; or a folder, of which every file with one of the
-            endings .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow is read, at any depth. Files of a pattern or a
-            folder are sorted by their path.
+        given: Path of a file; a pattern with `*`, `**`, `?` or `[`; or a folder, whose files with the endings .jsonl,
+            .jsonl.gz, .jsonl.zst, .parquet and .arrow are read at any depth. Files of a pattern or folder are sorted by
+            path.
 
     Raises:
-        DataError: Nothing is there, the one file that is named is empty, or all of several are.
+        DataError: Nothing is there, the only named file is empty, or all of several are.
     """
     path = Path(given)
     if path.is_dir():
@@ -90,7 +86,7 @@ def _of_several(paths: list[Path], given: str | Path) -> Source:
 
 
 def _with_records(path: Path) -> RecordFile | None:
-    """Returns a file; None where it is whole and holds no records."""
+    """Returns the file; None if it is whole but holds no records."""
     try:
         file = RecordFile(path, kind_of_file(path))
     except EmptyFileError:
@@ -99,7 +95,7 @@ def _with_records(path: Path) -> RecordFile | None:
         if file.kind.is_arrow:
             is_empty = next(tables(path, file.kind, 1), None) is None
         else:
-            # a first line that is blank counts, for its number, even where no other follows
+            # a blank first line has a number of its own, even if no other line follows
             is_empty = not b"".join(islice(raw_lines(path, file.kind), 2)).strip()
     except EmptyFileError:
         is_empty = True
@@ -138,8 +134,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _of_dataset(folder: Path) -> Source:
-    """Lists the files of a dataset that was saved to disk. Source: datasets 5.2, arrow_dataset.py,
-    Dataset.save_to_disk."""
+    """Lists the files of a dataset saved to disk. Source: datasets 5.2, arrow_dataset.py, Dataset.save_to_disk."""
     state = _json(folder / _HF_STATE)
     if state.get("_indices_data_files"):
         raise DataError(f"{folder} was saved by an old version of datasets with a choice of rows; save it again")

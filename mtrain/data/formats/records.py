@@ -1,10 +1,9 @@
 """Records of a source, one after the other, in chunks that can be read separately, whatever the form of its files.
 
-A null in a record counts as a key that is absent. In a table every object of a column has the same keys, and those that
-an object lacks are null in it; a JSON file that was written from such a table has these nulls, too. Nobody can tell
-them from nulls that the author wrote. So a key whose value is null is left out at any depth, also in tools and in
-arguments of their calls. Two nulls are kept: the content of a message, as an answer that is only a call has one, and
-elements of lists, which no table fills in.
+A null in a record counts as an absent key. In a table all objects of a column have the same keys, and null stands for
+those that an object lacks; JSON written from such a table has these nulls as well, and nobody can tell them from nulls
+that the author wrote. So null keys are dropped at any depth, also in tools and arguments of calls. Two nulls stay: the
+content of a message, since an answer that is only a call has one, and elements of lists, which no table fills in.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from mtrain.data.formats.record_files import RecordFile
 from mtrain.data.formats.rows import records_of, tables
 
 _CONVERSATIONS = frozenset({"messages", "prompt", "chosen", "rejected", "completion"})
-"""Keys of records under which messages may stand."""
+"""Keys of records that may hold messages."""
 
 
 def without_nulls(value: Any) -> Any:
-    """Removes keys that are null from a value, at any depth."""
+    """Drops null keys of a value at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def record_without_nulls(record: dict[str, Any]) -> dict[str, Any]:
-    """Removes keys that are null from a record; messages keep a content that is null."""
+    """Drops null keys of a record; messages keep a null content."""
     return {
         key: [_message(each) for each in value]
         if key in _CONVERSATIONS and isinstance(value, list)
@@ -51,13 +50,12 @@ def _message(given: Any) -> Any:
 
 _CHUNK_BYTES = 1 << 18
 _CHUNK_RECORDS = 256
-"""Number of records that is small enough to share the work of a short file, and large enough that handing a chunk over
-costs next to nothing."""
+"""Small enough to share the work of a short file, large enough that handing a chunk over costs next to nothing."""
 
 
 @dataclass(frozen=True)
 class Chunk(ABC):
-    """Consecutive records of one file, not parsed yet."""
+    """Consecutive records of one file, not yet parsed."""
 
     file: int
     """Number of the file in the source, counted from 0."""
@@ -65,22 +63,15 @@ class Chunk(ABC):
     """Number of the first record in its file, counted from 1."""
 
     @abstractmethod
-    def __len__(self) -> int:
-        """Counts the records."""
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def record(self, index: int) -> dict[str, Any]:
-        """Parses the record of this index, counted from 0.
-
-        Raises:
-            DataError: The line or row is no record; says what is wrong, not where it lies.
-        """
+        """Parses the record of this index, counted from 0; errors do not say where it is."""
 
 
 @dataclass(frozen=True)
 class LineChunk(Chunk):
-    """Lines of JSON."""
-
     lines: tuple[bytes, ...]
 
     def __len__(self) -> int:
@@ -94,8 +85,6 @@ class LineChunk(Chunk):
 
 @dataclass(frozen=True)
 class RowChunk(Chunk):
-    """Rows of a table."""
-
     batch: Any
     """Record batch of pyarrow."""
 
@@ -111,12 +100,7 @@ class RowChunk(Chunk):
 
 
 def chunks(files: Sequence[RecordFile]) -> Iterator[Chunk]:
-    """Yields all records; where a chunk ends depends on the files alone.
-
-    Raises:
-        DataError: A file is damaged.
-        MachineError: pyarrow, which reads one of them, is not installed.
-    """
+    """Yields all records; chunk boundaries depend on the files alone."""
     for number, file in enumerate(files):
         yield from _rows(number, file) if file.kind.is_arrow else _lines(number, file)
 

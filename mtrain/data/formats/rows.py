@@ -19,11 +19,6 @@ _JSON = "arrow.json"
 
 
 def pyarrow(path: Path, kind: FileKind) -> ModuleType:
-    """Imports pyarrow.
-
-    Raises:
-        MachineError: pyarrow is not installed.
-    """
     try:
         import pyarrow
     except ImportError as fault:
@@ -36,12 +31,7 @@ def pyarrow(path: Path, kind: FileKind) -> ModuleType:
 
 
 def tables(path: Path, kind: FileKind, most_rows: int) -> Iterator[Any]:
-    """Yields the rows of a file in their order, as record batches of at most `most_rows`.
-
-    Raises:
-        DataError: The file is damaged.
-        MachineError: pyarrow is not installed.
-    """
+    """Yields the rows of a file in order, as record batches of at most `most_rows`."""
     library = pyarrow(path, kind)
     with _damage(path, kind, library):
         for batch in _batches(library, path, kind, most_rows):
@@ -70,11 +60,7 @@ def _batches(library: ModuleType, path: Path, kind: FileKind, most_rows: int) ->
 
 
 def records_of(batch: Any) -> list[dict[str, Any]]:
-    """Converts the rows of a record batch to JSON objects; nulls are kept for `mtrain.data.formats.records`.
-
-    Raises:
-        DataError: A column of JSON holds something else.
-    """
+    """Converts the rows of a record batch to JSON objects; nulls are kept for `mtrain.data.formats.records`."""
     rows: list[dict[str, Any]] = batch.to_pylist()
     decoders = {field.name: decoder for field in batch.schema if (decoder := _decoder(field)) is not None}
     for name, decode in decoders.items():
@@ -87,7 +73,7 @@ Decoder = Callable[[Any], Any]
 
 
 def _decoder(field: Any) -> Decoder | None:
-    """Builds the function that turns a column's values into JSON objects; None where they are JSON objects already."""
+    """Builds the function that turns a column's values into JSON objects; None if they already are."""
     kind = field.type
     if _is_json(field):
         return partial(_decoded, field.name)

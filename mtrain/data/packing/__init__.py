@@ -1,1 +1,1 @@
-"""Assignment of samples to rows, and of rows to ranks: arithmetic on lengths, without torch."""
+"""Assigns samples to rows and rows to ranks: arithmetic on lengths, without torch."""

@@ -1,8 +1,8 @@
 """Best-fit-decreasing over groups of equal lengths.
 
-The longest sample comes first, and each goes into the fullest row that still takes it. Samples of equal length and rows
-of equal content are handled together, so the cost depends on the number of different lengths, not on the number of
-samples. The rows are those of the rule applied sample by sample, where the last changed of equally full rows is taken.
+The longest sample comes first, and each goes into the fullest row with room for it. Samples of equal length and rows of
+equal content are handled together, so the cost depends on the number of different lengths, not of samples. The rows are
+those of the rule applied sample by sample, taking the last changed of equally full rows.
 """
 
 from typing import NamedTuple
@@ -15,33 +15,30 @@ _WORD_MASK = (1 << _WORD_BITS) - 1
 
 
 class PackedRows(NamedTuple):
-    """Samples in rows."""
-
     samples: NDArray[np.int64]
     """[num_samples]: row after row, each with its longest sample first."""
     ends: NDArray[np.int64]
     """[num_rows]: where each row ends in `samples`."""
 
     def of(self, row: int) -> NDArray[np.int64]:
-        """Returns the samples of one row."""
         return self.samples[int(self.ends[row - 1]) if row else 0 : int(self.ends[row])]
 
 
 _Group = tuple[tuple[int, ...], int]
-"""Rows of equal content: a length, the number of samples of it, the next smaller length, ..., and the number of rows.
-Plain tuples of numbers, as the garbage collector does not follow them: other types would take a third of the time."""
+"""Rows of equal content: (length, samples of it, next smaller length, ...) and the number of rows. Plain tuples of
+numbers are not followed by the garbage collector; other types would take a third of the time."""
 
 
 class _Numbers:
     """A set of numbers that finds its smallest element from a bound on.
 
-    Two levels of bits: one integer for all would be copied whole at every step, 16 KiB for rows of 128k positions.
+    Two levels of bits: a single integer would be copied whole at every step, 16 KiB for rows of 128k positions.
     """
 
     def __init__(self, largest: int) -> None:
         self._words = [0] * ((largest >> _WORD_BITS) + 1)
         self._used = 0
-        """Bits of the words that have a bit set."""
+        """Bits of the words that are not 0."""
 
     def add(self, number: int) -> None:
         self._words[number >> _WORD_BITS] |= 1 << (number & _WORD_MASK)
@@ -54,7 +51,7 @@ class _Numbers:
             self._used ^= 1 << word
 
     def smallest_from(self, bound: int) -> int | None:
-        """Returns the smallest number that is at least `bound`; None where all are below."""
+        """Returns the smallest number that is at least `bound`; None if there is none."""
         word = bound >> _WORD_BITS
         if rest := self._words[word] >> (bound & _WORD_MASK):
             return bound + (rest & -rest).bit_length() - 1
@@ -70,7 +67,6 @@ def packed(lengths: NDArray[np.int64], row_width: int) -> PackedRows:
 
     Args:
         lengths: [num_samples] positions that each takes, 1 to row_width.
-        row_width: Positions of a row.
     """
     assert lengths.max(initial=0) <= row_width, "a sample that is longer than a row is refused before"
     counts = np.bincount(lengths, minlength=row_width + 1)
@@ -78,12 +74,7 @@ def packed(lengths: NDArray[np.int64], row_width: int) -> PackedRows:
 
 
 def _groups(counts: NDArray[np.int64], row_width: int) -> list[_Group]:
-    """Finds which lengths share a row.
-
-    Args:
-        counts: [row_width + 1] number of samples of each length.
-        row_width: Positions of a row.
-    """
+    """Finds which lengths share a row; `counts` is [row_width + 1] samples of each length."""
     # for each number of free positions, the rows that have as many; `spaces` holds the numbers that occur
     waiting: dict[int, list[_Group]] = {}
     spaces = _Numbers(row_width)
@@ -119,7 +110,7 @@ def _groups(counts: NDArray[np.int64], row_width: int) -> list[_Group]:
 
 
 def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns [num_samples]: samples by decreasing length, samples of equal length in their order."""
+    """Returns [num_samples]: samples by decreasing length, equally long ones in order."""
     # numpy sorts 16-bit numbers by radix, in linear time
     descending = (lengths.max(initial=0) - lengths).astype(np.uint32)
     order = np.argsort((descending & 0xFFFF).astype(np.uint16), kind="stable")

@@ -1,14 +1,14 @@
-"""Assignment of the samples of a step to rows and of rows to ranks.
+"""Assigns the samples of a step to rows and the rows to ranks.
 
-Packing is layout: a step holds the same samples with and without packing. They are first put into rows, which depends
-on their lengths and the width of a row alone, then rows are dealt to microbatches and data-parallel ranks. All ranks
-compute the same plan from the lengths of all samples of the step, so nothing is sent.
+Packing is layout: a step holds the same samples with and without it. Samples are first put into rows, which depends
+only on their lengths and the width of a row; then rows are dealt to microbatches and data-parallel ranks. All ranks
+compute the same plan, so nothing is sent.
 
-Ranks should do equal work. A rank computes one row in each turn. Ranks wait for each other at the end of a step, so the
-sum of a rank's rows decides, whether its microbatches pass through a pipeline or not. Where ranks exchange tokens
-between experts they wait in every turn, and the sum over turns of the most expensive row decides. Rows sorted by cost
-and cut into turns make that as small as possible; within turns they are then dealt so that the sums are equal. Ranks
-that wait only at the end may also exchange rows of different turns, which makes their sums more equal.
+Ranks should do equal work; a rank computes one row in each turn. Ranks wait for each other at the end of a step, so the
+sum of a rank's rows decides, with or without a pipeline. If ranks exchange tokens between experts, they wait in every
+turn, and the sum over turns of the most expensive row decides. Rows sorted by cost and cut into turns minimise that
+sum; within turns they are then dealt so that the sums are equal. Ranks that wait only at the end may also exchange rows
+of different turns, which makes their sums more equal.
 """
 
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ class StepPlan:
     """Rows of one step, the same on every rank."""
 
     num_microbatches: int
-    """Number of forward passes, the same on every rank."""
+    """Number of forward passes of every rank."""
     fill: float
     """Share of positions with text in the rows that hold any; 1 for a step without samples."""
     imbalance: float
-    """Work of the rank with the most over the mean of all ranks; 1 where they are equal. Where ranks wait for each
-    other in every microbatch, the sum over microbatches of the most work over the mean."""
+    """Largest work of a rank over the mean; if ranks wait for each other in every microbatch, the sum over microbatches
+    of the largest work over the mean."""
     _slots: PackedRows
     _places: NDArray[np.int64]
     """[num_microbatches, dp_size, micro_batch_size]: number of the row; -1 for a filler."""
@@ -46,8 +46,8 @@ class StepPlan:
         return len(self._slots.ends)
 
     def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the rows of one forward pass, micro_batch_size of them: each the slots of its samples, in their order
-        in the row; FILLER where a rank has fewer rows than others."""
+        """Returns the micro_batch_size rows of one forward pass, each the slots of its samples in order; FILLER if a
+        rank has fewer rows than others."""
         return tuple(
             FILLER if row < 0 else tuple(self._slots.of(row).tolist())
             for row in self._places[microbatch, dp_rank].tolist()
@@ -56,25 +56,23 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of the run that a plan depends on."""
+    """Sizes that a plan depends on."""
 
     row_width: int
     """Positions of a row."""
     micro_batch_size: int
-    """Number of rows in one forward pass of one rank."""
+    """Rows in one forward pass of a rank."""
     dp_size: int
-    """Number of data-parallel ranks."""
     hidden_size: int
-    """Hidden size of the model, which decides how much attention costs relative to the rest."""
+    """Decides the cost of attention relative to the rest."""
     multiple_of: int = 1
-    """Number that the number of microbatches is a multiple of: pp for an interleaved pipeline, else 1."""
+    """Divisor of the number of microbatches: pp for an interleaved pipeline, else 1."""
     wait_in_microbatches: bool = False
-    """Whether data-parallel ranks wait for each other in every microbatch, as where they exchange tokens between
+    """Whether data-parallel ranks wait for each other in every microbatch, as when they exchange tokens between
     experts; else only at the end of a step."""
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> "StepShape":
-        """Returns the shape that a configuration asks for."""
         return cls(
             row_width=config.row_width,
             micro_batch_size=config.train.micro_batch_size,
@@ -86,17 +84,12 @@ class StepShape:
 
 
 def plan_step(lengths: NDArray[np.int64], shape: StepShape) -> StepPlan:
-    """Packs the samples of one step and deals the rows.
-
-    Rows do not depend on dp_size, micro_batch_size, hidden_size or multiple_of.
+    """Packs the samples of one step and deals the rows, which do not depend on dp_size, micro_batch_size, hidden_size
+    or multiple_of.
 
     Args:
-        lengths: [num_slots] positions that the sample in each slot takes, at least 1; 0 for an empty slot, as beyond
-            the end of a validation set.
-        shape: Sizes of rows, ranks and microbatches.
-
-    Raises:
-        DataError: A sample is longer than a row.
+        lengths: [num_slots] positions of the sample in each slot, at least 1; 0 for an empty slot, as beyond the end of
+            a validation set.
     """
     _refuse_longer(lengths, shape.row_width)
     present = np.flatnonzero(lengths)
@@ -105,13 +98,7 @@ def plan_step(lengths: NDArray[np.int64], shape: StepShape) -> StepPlan:
 
 
 def plan_rows(lengths: NDArray[np.int64], slots: PackedRows, shape: StepShape) -> StepPlan:
-    """Deals rows that are packed already to microbatches and ranks.
-
-    Args:
-        lengths: [num_slots] positions that the sample in each slot takes.
-        slots: Slots that share each row.
-        shape: Sizes of rows, ranks and microbatches.
-    """
+    """Deals packed rows to microbatches and ranks; `lengths` are [num_slots] positions of the sample in each slot."""
     row_costs = _sums(costs(lengths, shape.hidden_size)[slots.samples], slots.ends)
     num_microbatches = num_microbatches_of(len(slots.ends), shape)
     num_turns = num_microbatches * shape.micro_batch_size
@@ -128,8 +115,8 @@ def plan_rows(lengths: NDArray[np.int64], slots: PackedRows, shape: StepShape) -
 
 
 def num_microbatches_of(num_rows: int, shape: StepShape) -> int:
-    """Returns the number of microbatches of every rank for `num_rows` rows over all ranks; at least 1, as a step
-    without samples is a step too."""
+    """Returns the microbatches of every rank for `num_rows` rows over all ranks; at least 1, even for a step without
+    samples."""
     a_round = shape.dp_size * shape.micro_batch_size * shape.multiple_of
     return max(1, -(-num_rows // a_round)) * shape.multiple_of
 
@@ -168,9 +155,9 @@ _EQUAL_ENOUGH = 1.001
 def costs(lengths: NDArray[np.int64], hidden_size: int) -> NDArray[np.int64]:
     """Estimates the cost of samples: 6 * hidden_size * length + length^2.
 
-    The first part is for the products with weights, the second for attention, which sees its own sample alone: 24
-    hidden size^2 and 4 hidden_size x length multiplications and additions a token and layer, with an FFN of four times
-    the hidden size. Whole numbers, so that all machines deal alike.
+    The first term is for products with weights, the second for attention within the sample: 24 hidden_size^2 and 4
+    hidden_size x length multiply-adds a token and layer, for an FFN of four times the hidden size. Whole numbers, so
+    that all machines deal alike.
     """
     wide = lengths.astype(np.int64)
     return wide * (6 * hidden_size + wide)
@@ -181,8 +168,6 @@ def dealt(row_costs: NDArray[np.int64], num_turns: int, dp_size: int, wait_in_tu
 
     Args:
         row_costs: [num_rows] cost of each row; num_rows <= num_turns x dp_size.
-        num_turns: Number of rows of every rank.
-        dp_size: Number of data-parallel ranks.
         wait_in_turns: Whether ranks wait for each other in every turn, or only at the end.
 
     Returns:
@@ -201,7 +186,7 @@ def dealt(row_costs: NDArray[np.int64], num_turns: int, dp_size: int, wait_in_tu
 
 
 def _ranks_of_equal_load(turn_costs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Deals the rows of each turn to the ranks so that loads are equal.
+    """Deals the rows of each turn so that loads are equal.
 
     Args:
         turn_costs: [num_turns, dp_size] costs, decreasing within a turn.
@@ -225,19 +210,15 @@ def _ranks_of_equal_load(turn_costs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _deal(loads: NDArray[np.int64], descending: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Gives the most expensive row to the rank with the least load, and so on; adds to `loads`."""
+    """Gives the most expensive row to the least loaded rank, and so on; adds to `loads`."""
     ranks = np.argsort(loads, kind="stable")
     loads[ranks] += descending
     return ranks
 
 
 def _exchange(turns: NDArray[np.int64], row_costs: NDArray[np.int64]) -> None:
-    """Exchanges rows between the ranks with the most and the least work as long as that brings them closer.
-
-    Args:
-        turns: [num_turns, dp_size] rows; changed in place.
-        row_costs: Cost of each row, with 0 at the end for -1.
-    """
+    """Exchanges rows between the most and least loaded ranks while that brings them closer; changes `turns`,
+    [num_turns, dp_size], in place."""
     loads = row_costs[turns].sum(axis=0)
     # every exchange brings two loads closer, so it ends; the bound is for very many ranks
     for _ in range(4 * turns.shape[1]):
@@ -259,8 +240,8 @@ def _exchange(turns: NDArray[np.int64], row_costs: NDArray[np.int64]) -> None:
 def _cheap_at_both_ends(num_turns: int) -> NDArray[np.int64]:
     """Orders turns, which are sorted from the most expensive: ..., 3, 1, 0, 2, 4, ...
 
-    A pipeline fills with its first microbatch and drains with its last one, and other stages wait for both; in between
-    a stage waits for the difference between one microbatch and the next.
+    A pipeline fills with its first microbatch and drains with its last one while other stages wait; in between a stage
+    waits for the difference between consecutive microbatches.
     """
     dearest_first = np.arange(num_turns)
     return np.concatenate([dearest_first[1::2][::-1], dearest_first[0::2]])

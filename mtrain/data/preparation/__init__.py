@@ -1,1 +1,1 @@
-"""Making tokenizers and tokenised corpora, before any run."""
+"""Makes tokenizers and tokenised corpora, before any run."""

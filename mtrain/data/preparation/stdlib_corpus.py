@@ -1,8 +1,8 @@
 """A small real corpus that every Python has: the sources of its standard library.
 
-`text`: each module's source is a document. `qa`: for each documented function, method and class, the signature is the
-question and the first paragraph of the docstring the answer. `chat`: the same as conversations, about a class and
-its methods in turn, or about a function. Sources are parsed, never imported.
+`text`: each module's source is a document. `qa`: the signature of each documented function, method and class is the
+question, the first paragraph of its docstring the answer. `chat`: the same as conversations, about a class and its
+methods in turn, or about a function. Sources are parsed, never imported.
 """
 
 import ast
@@ -23,21 +23,19 @@ _LEFT_OUT = {
     *("test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_data", "encodings"),
     *("site-packages", "dist-packages", "_bundled", "lib-dynload", "__pycache__"),
 }
-"""Names of folders of tests, applications, tables and third-party packages."""
+"""Folders of tests, applications, tables and third-party packages."""
 _PUBLIC_NAMES = {"posixpath": "os.path"}
-"""Public names of modules that are known by another name."""
+"""Modules that are known by another name."""
 _HOLD_OUT_EVERY = 20
 
 _MOST_TURNS = 4
-"""Largest number of questions in a conversation."""
+"""Most questions in a conversation."""
 
 Kind = Literal["text", "qa", "chat"]
 
 
 @dataclass(frozen=True)
 class WrittenCorpus:
-    """One file of the corpus."""
-
     path: Path
     num_documents: int
 
@@ -46,16 +44,10 @@ def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -
     """Writes `<kind>-train.jsonl` and, with every twentieth document, `<kind>-valid.jsonl`, in a fixed order.
 
     `text` has lines {"text", "path"}, `qa` lines {"prompt", "response", "path"}, `chat` lines {"messages", "path"}. No
-    answer of what is held out occurs among the others.
+    held-out answer occurs among the others.
 
     Args:
-        kind: Form of the lines that are made of the sources.
-        output: Folder of the two files.
         library: Folder of the sources; by default this Python's own library.
-
-    Raises:
-        DataError: There are no sources.
-        MachineError: The output cannot be written.
     """
     root = Path(sysconfig.get_path("stdlib")) if library is None else library
     found = list(_found(kind, root))
@@ -100,7 +92,7 @@ def _conversations(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _topic(signature: str) -> str:
-    """Returns the class that is documented, or whose method is; for a function, the function itself."""
+    """Returns the class, or the class of the method; for a function, the function itself."""
     name = signature.partition("(")[0].split()[-1]
     scope = name.rpartition(".")[0]
     is_method = not signature.startswith("class ") and scope.rpartition(".")[2][:1].isupper()
@@ -146,7 +138,7 @@ def _pairs(root: Path) -> Iterator[dict[str, str]]:
 
 
 def _parsed(source: str) -> list[ast.stmt]:
-    """Returns the statements of a module; none where the source is of another version of Python."""
+    """Returns the statements of a module; none if another version of Python wrote it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about escapes in the strings of old modules
         try:
@@ -156,7 +148,7 @@ def _parsed(source: str) -> list[ast.stmt]:
 
 
 def _documented(body: Iterable[ast.stmt], scope: str) -> Iterator[tuple[str, str]]:
-    """Yields (signature, docstring) of each definition in a module or a class, in the order of the source."""
+    """Yields (signature, docstring) of each definition in a module or class, in source order."""
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue

@@ -1,8 +1,8 @@
-"""Tokenising of text into a `.bin/.idx` pair, by several processes, always to the same bytes.
+"""Tokenises text into a `.bin/.idx` pair, in several processes, always to the same bytes.
 
-With `--fast` the library gigatoken encodes, thirty times as fast as `tokenizers`. Nothing proves that two programs
-always agree, so they are compared on texts on which tokenizers tend to differ, before the first text, and on a piece of
-a text of every chunk. One difference ends the job.
+With `--fast` the library gigatoken encodes, thirty times as fast as `tokenizers`. Nothing proves that both always
+agree, so they are compared on texts on which tokenizers tend to differ, before the first text, and on a piece of a text
+of every chunk. One difference ends the job.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mtrain.data.formats.documents import Document, documents, find_files
 from mtrain.hf.tokenizer.tokenizer import PARALLELISM, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 _MOST_CHARACTERS = 4096
-"""Number of characters of each chunk that both libraries encode: a hundredth of the chunk, a quarter of the time."""
+"""Characters of each chunk that both libraries encode: a hundredth of the chunk, a quarter of the time."""
 _HARD_TEXTS = (
     "",
     " ",
@@ -48,20 +48,16 @@ _HARD_TEXTS = (
     "a" * 300 + " " * 300 + "\n" * 50 + "." * 100 + "7" * 100,
     "<s></s><|endoftext|>[CLS]<unk><pad>▁_Ġ",
 )
-"""Texts with white space, contractions, digits, marks, scripts, signs, long runs and the texts of control tokens."""
+"""White space, contractions, digits, marks, scripts, signs, long runs and texts of control tokens."""
 
 
 class CheckedEncoding:
-    """Encoder of texts by gigatoken, which is compared with the tokenizer."""
+    """Encodes texts by gigatoken, compared with the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """
-        Args:
-            tokenizer: Tokenizer that gigatoken has to agree with.
-
-        Raises:
-            DataError: gigatoken cannot read the tokenizer, or gives other tokens.
-            MachineError: gigatoken is not installed.
+        """Raises:
+        DataError: gigatoken cannot read the tokenizer, or gives other tokens.
+        MachineError: gigatoken is not installed.
         """
         try:
             from gigatoken import gigatoken_rs as library
@@ -85,11 +81,7 @@ class CheckedEncoding:
         self._compare([*_HARD_TEXTS, *(f"a {name}{name} b" for name in names)])
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text.
-
-        Raises:
-            DataError: gigatoken and the tokenizer differ.
-        """
+        """Returns the ids of each text; raises DataError if gigatoken and the tokenizer differ."""
         # another place in each chunk
         text = texts[self._num_chunks % len(texts)]
         start = max(0, len(text) - _MOST_CHARACTERS) * (self._num_chunks % 3) // 2
@@ -116,7 +108,7 @@ class CheckedEncoding:
         except BaseException as fault:
             if isinstance(fault, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
-            # a panic in Rust is no Exception
+            # a panic in Rust is not an Exception
             shown = " ".join(str(fault).split())[:200]
             raise DataError(
                 f"gigatoken cannot encode with {self._tokenizer.path} ({shown}); leave --fast out"
@@ -125,16 +117,14 @@ class CheckedEncoding:
 
 _CHUNK_CHARACTERS = 500_000
 _CHUNKS_AHEAD = 3
-"""Number of chunks for each worker that are read before their results are written."""
+"""Chunks for each worker that are read before their results are written."""
 
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """Counts of a corpus that was written."""
-
     num_documents: int
     num_empty: int
-    """Number of documents without a token, which were left out."""
+    """Documents without a token, which were left out."""
     num_tokens: int
     num_bytes: int
     """Size of the text in UTF-8."""
@@ -149,20 +139,18 @@ class _TextChunk(NamedTuple):
 class _Tokens(NamedTuple):
     ids: NDArray[np.generic]
     lengths: list[int]
-    """Number of tokens in each text that has any."""
+    """Tokens in each text that has any."""
     num_empty: int
-    """Number of texts without a token."""
 
 
 class _Work(NamedTuple):
-    """Task of a worker; can be sent to another process."""
+    """Task of a worker; picklable."""
 
     tokenizer_path: Path
     append_eos: bool
     is_fast: bool
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[list[str]], _Tokens]:
-        """Builds the function that a worker calls for each chunk."""
         encode = CheckedEncoding(tokenizer).encode if self.is_fast else functools.partial(_encode, tokenizer)
         return functools.partial(_tokens, tokenizer, encode, self.append_eos)
 
@@ -182,20 +170,12 @@ def tokenize_corpus(
 ) -> CorpusSummary:
     """Writes one document for each text, in the order of the inputs.
 
-    The pair appears under its name when it is whole. Its bytes depend on the texts, the tokenizer and `append_eos`, not
-    on the number of workers.
+    The pair appears when it is whole. Its bytes depend on the texts, the tokenizer and `append_eos`, not on the number
+    of workers.
 
     Args:
-        inputs: Paths of text files, JSONL files and folders.
-        tokenizer_path: Path of the tokenizer, as `load_tokenizer` takes it.
-        output_prefix: Path of the pair without .bin and .idx.
-        pattern: Pattern of the files that are read of a folder.
-        text_key: Key of the text in JSONL.
-        num_workers: Number of processes that tokenise; 1 works in this one.
-        append_eos: Whether each document ends with the end-of-document token.
-        overwrite: Whether an existing pair is replaced.
-        is_fast: Whether the library gigatoken encodes, compared with the tokenizer on the way.
-        progress: Function that takes the bytes of text that were finished since the last call.
+        num_workers: Number of tokenising processes; 1 works in this one.
+        progress: Receives the bytes of text that were finished since the last call.
 
     Raises:
         DataError: An input or the tokenizer is bad, there is no text, the pair exists, or gigatoken gives other tokens.
@@ -243,13 +223,13 @@ def _chunks(texts: Iterable[Document]) -> Iterator[_TextChunk]:
 def _tokenized(
     chunks: Iterator[_TextChunk], work: _Work, tokenizer: Tokenizer, num_workers: int
 ) -> Iterator[tuple[_TextChunk, _Tokens]]:
-    """Yields chunks in their order, each with its tokens."""
+    """Yields chunks in order, each with its tokens."""
     if num_workers == 1:
         encoder = work.encoder(tokenizer)
         for chunk in chunks:
             yield chunk, encoder(chunk.texts)
         return
-    # not fork: it would copy locks that threads of this process hold at that moment; not spawn: each worker would
+    # not fork, which would copy locks that threads of this process hold; not spawn, where each worker would
     # import everything anew, which a server imports once
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "sentencepiece", "tokenizers"])
@@ -280,7 +260,7 @@ def _finished(under_way: collections.deque[tuple[_TextChunk, Future[_Tokens]]]) 
 
 
 _of_worker: list[Callable[[list[str]], _Tokens]] = []
-"""Function that encodes texts, in a worker process; empty in other processes."""
+"""Encodes texts in a worker process; empty elsewhere."""
 
 
 def _start_worker(work: _Work) -> None:
@@ -290,7 +270,7 @@ def _start_worker(work: _Work) -> None:
 
 
 def _leave_with_parent() -> None:
-    """Ends a worker when its parent was killed: it would wait for work forever."""
+    """Ends a worker whose parent was killed; it would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

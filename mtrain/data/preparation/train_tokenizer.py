@@ -1,7 +1,7 @@
-"""Training of a tokenizer that can spell every text.
+"""Trains a tokenizer that can spell every text.
 
-It is a sentencepiece model, or a byte-level BPE in the form of Hugging Face: tokenizer.json, its settings and a chat
-template. Of the two kinds, only the latter has special tokens that a chat template can write.
+It is a sentencepiece model, or a byte-level BPE as Hugging Face stores it: tokenizer.json, its settings and a chat
+template. Only the latter has special tokens that a chat template can write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mtrain.base.files import disk_faults, replacing
 from mtrain.data.formats.documents import documents, find_files
 
 _MAX_LINE_BYTES = 65536
-"""Longest line that takes part in the training."""
+"""Longest line in the training."""
 
 _LOSSLESS: dict[str, Any] = {
     "byte_fallback": True,
@@ -44,20 +44,8 @@ def train_tokenizer(
 ) -> None:
     """Writes a `.model` whose decode(encode(text)) is the text.
 
-    What the vocabulary lacks is spelt in bytes, white space is kept as it is, and digits stand alone. The unknown token
-    has id 0. The same inputs give the same model.
-
-    Args:
-        inputs: Paths of text files, JSONL files and folders.
-        output: Path of the model.
-        vocab_size: Number of tokens, 256 bytes and the control tokens included.
-        kind: Algorithm of the tokenizer.
-        pattern: Pattern of the files that are read of a folder.
-        text_key: Key of the text in JSONL.
-        bos_id: Id of the token that begins a sample; -1 for none.
-        eos_id: Id of the token that ends a document.
-        pad_id: Id of the token that fills rows; -1 for none.
-        overwrite: Whether an existing file is replaced.
+    What the vocabulary lacks is spelt in bytes, white space is kept, and digits stand alone. The unknown token has id
+    0; -1 leaves a special token out. The same inputs give the same model.
 
     Raises:
         DataError: An input is bad, the text yields fewer tokens, or the output exists.
@@ -78,7 +66,7 @@ def train_tokenizer(
             eos_id=eos_id,
             pad_id=pad_id,
             max_sentence_length=_MAX_LINE_BYTES,
-            num_threads=1,  # the same inputs have to give the same model, on any number of processors
+            num_threads=1,  # the same inputs must give the same model, on any number of processors
             minloglevel=2,
             **_LOSSLESS,
         )
@@ -108,9 +96,8 @@ def _lines(files: Sequence[Path], text_key: str) -> Iterator[str]:
 
 
 END = "<|endoftext|>"
-"""Token that ends a document, and fills rows."""
+"""Token that ends a document and fills rows."""
 CHATML = "chatml"
-"""Name of the template that is provided."""
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 # Words with the space or sign before them, single digits, signs, line breaks, white space. Source: Qwen2's tokenizer.
 _PIECES = (
@@ -134,14 +121,7 @@ def train_hf_tokenizer(
     The end of a document has id 0; special tokens follow it. The same inputs give the same files.
 
     Args:
-        inputs: Paths of text files, JSONL files and folders.
-        output: Folder of the files: tokenizer.json, tokenizer_config.json and, with a template, chat_template.jinja.
-        vocab_size: Number of tokens, 256 bytes and special tokens included.
-        special_tokens: Texts that a chat template, and nothing else, writes as one token each.
         chat_template: Template `chatml`, which brings its special tokens, or the path of a .jinja file.
-        pattern: Pattern of the files that are read of a folder.
-        text_key: Key of the text in JSONL.
-        overwrite: Whether existing files are replaced.
 
     Raises:
         ConfigError: The vocabulary is too small for the bytes and the special tokens.

@@ -1,8 +1,8 @@
 """Samples of preferences: pairs of answers, or answers with the mismatched sequences of KTO; two sequences each.
 
-Sequences 2 i and 2 i + 1 belong together. In pairs these are the chosen and the rejected answer. With answers that are
-judged separately, 2 i is the answer, and 2 i + 1 is its prompt with the answer of another record, half a source away: a
-pure function of the file, whereas neighbours in a batch would depend on how it is dealt out.
+Sequences 2 i and 2 i + 1 belong together. In pairs these are the chosen and the rejected answer. For separately judged
+answers, 2 i is the answer, and 2 i + 1 is its prompt with the answer of another record, half a source away: a pure
+function of the file, whereas neighbours in a batch would depend on the layout.
 """
 
 from __future__ import annotations
@@ -31,14 +31,10 @@ class PreferenceDataset:
         compares: Literal["pairs", "answers"],
         is_judged: bool = False,
     ) -> None:
-        """
-        Args:
-            cache: Cache of the source: two sequences a pair, or one an answer.
+        """Args:
             numbers: Numbers of the groups that are used, counted from 0.
-            limit: Positions of a row, and treatment of a group with a sequence that does not fit.
-            compares: Form of the groups.
-            is_judged: Whether pairs are judged by a head: a label follows each sequence, which no cut takes away, and
-                the pair has a margin.
+            is_judged: Whether a head judges pairs: a label follows each sequence, which no cut removes, and the pair
+                has a margin.
 
         Raises:
             DataError: A sequence is too long and has to be refused, or no group is left.
@@ -69,15 +65,10 @@ class PreferenceDataset:
         """[sequences]: scores under the reference model, once they are known."""
 
     def __len__(self) -> int:
-        """Counts the sequences."""
         return 2 * len(self._groups)
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Returns the sequence with number `index`; the same in every epoch.
-
-        Raises:
-            DataError: The tokens of the sequence in the cache are damaged.
-        """
+        """Returns a sequence; the same in every epoch."""
         place, second = divmod(index, 2)
         group = int(self._groups[place])
         if self._is_judged:
@@ -101,14 +92,14 @@ class PreferenceDataset:
         return sample.as_member(GroupMember(place, role, margin=float(found.extras[-1, 0])))
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns [n]: positions that sequences take in rows, without reading them; at least 1."""
+        """Returns [n]: positions that sequences take in rows, at least 1, without reading them."""
         lengths = self._whole_lengths(self._groups[indices // 2], indices % 2)
         widths: NDArray[np.int64] = np.maximum(1, np.minimum(lengths, self._seq_length + 1) - 1)
         return widths
 
     def why_nothing(self) -> str | None:
-        """Explains why no answer of the records has anything to learn; returns None where one has. A mismatched
-        sequence of KTO has no gradient."""
+        """Explains why no answer has anything to learn; None if one has. KTO's mismatched sequences have no
+        gradient."""
         own = self._groups
         samples = np.stack([2 * own, 2 * own + 1], axis=1).ravel() if self._compares == "pairs" else own
         lengths = self.cache.lengths[samples]
@@ -117,7 +108,7 @@ class PreferenceDataset:
         return why_nothing(self.cache, Pieces(samples, starts, sizes), self._is_judged)
 
     def place(self, index: int) -> str:
-        """Returns the file and number of the record that a sequence comes from."""
+        """Names file and record of a sequence."""
         return self._place_of(int(self._groups[index // 2]))
 
     def notes(self) -> Iterator[str]:

@@ -1,12 +1,12 @@
 """Windows of running text from a tokenised corpus.
 
-Training: in each epoch the documents are put in a new order and laid end to end, and the stream is cut into windows
-that overlap by one token: window w holds tokens w*s ... w*s + s, of which the last s are predicted. The stream's first
-token is never predicted, and the rest after the last full window (less than s tokens) is not seen in that epoch; it is
-other text in every epoch. The windows are visited in the order that `order.py` gives.
+Training: in each epoch the documents are shuffled and laid end to end, and the stream is cut into windows that overlap
+by one token: window w holds tokens w*s ... w*s + s, of which the last s are predicted. The stream's first token is
+never predicted, and the rest after the last full window (less than s tokens, other text in every epoch) is not seen.
+`order.py` gives the order of the windows.
 
-Validation: documents in file order, every window once and in order, the last one partly filled if it has to be, so that
-every token of the set but the first is predicted exactly once.
+Validation: documents in file order, every window once and in order, the last one partly filled if necessary, so that
+every token but the first is predicted exactly once.
 """
 
 import functools
@@ -34,18 +34,10 @@ class PretrainDataset:
         isolate_documents: bool,
         shuffle_key: tuple[int, ...] | None,
     ) -> None:
-        """
-        Args:
-            corpus: Corpus that holds the tokens.
-            documents: Numbers of the documents that are used, in file order.
-            seq_length: Positions of a row.
-            isolate_documents: Whether attention and positions start again at each document, and no token is predicted
-                across an edge.
-            shuffle_key: Seed and number of the source, for training; None reads the set in order, for validation.
-
-        Raises:
-            DataError: The documents do not fill one window.
-        """
+        """Args:
+        isolate_documents: Whether attention and positions start again at each document, and no token is predicted
+            across an edge.
+        shuffle_key: Seed and number of the source, for training; None reads the set in order, for validation."""
         self._corpus, self._documents, self._seq_length = corpus, documents, seq_length
         self._isolate, self._shuffle_key = isolate_documents, shuffle_key
         self._lengths = corpus.document_lengths[documents.start : documents.stop]
@@ -84,7 +76,7 @@ class PretrainDataset:
         return shifted(ids, mask, document_starts=np.maximum.accumulate(document_starts))
 
     def why_nothing(self) -> str | None:
-        """Explains why no window has anything to learn; returns None where one has."""
+        """Explains why no window has anything to learn; None if one has."""
         if not self._isolate or self._lengths.max() > 1:
             return None
         return (
@@ -96,7 +88,7 @@ class PretrainDataset:
         return np.clip(self.num_tokens - 1 - indices * self._seq_length, 1, self._seq_length)
 
     def document_order(self, epoch: int) -> NDArray[np.int64]:
-        """Returns [n] int64: the documents in the order of an epoch, counted from the first one that is used."""
+        """Returns [n] int64: the documents in the order of an epoch, counted from the first one in use."""
         count = len(self._documents)
         if self._shuffle_key is None:
             return np.arange(count)
@@ -115,7 +107,7 @@ class PretrainDataset:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns tokens first ... last - 1 of the stream, and the positions in them at which new documents begin
         (never 0)."""
-        # right: of empty documents at this place the last one, which is the one that has tokens
+        # right: of empty documents here, the last one, which has tokens
         turn = int(np.searchsorted(starts, first, side="right")) - 1
         pieces: list[NDArray[np.int64]] = []
         edges: list[int] = []

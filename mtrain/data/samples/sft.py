@@ -1,13 +1,12 @@
 """Samples of conversations: one sequence for the loss each, read from the token cache.
 
 The encoder decides what a record is (`mtrain.data.encoding`); here its tokens are cut to the length of a row. A sample
-fits when it has at most seq_length + 1 tokens, as the last one is only predicted; `too_long` decides what happens to
-the others.
+fits if it has at most seq_length + 1 tokens, as the last one is only predicted; `too_long` decides about the others.
 
-The record counts as a sequence. Where `too_long` is split, each piece counts as one, with the weight of its record: it
-is a sample of the global batch like any other, its length is that of its own mask, and it meets the other pieces of its
+The record counts as a sequence. If `too_long` is split, each piece counts as one, with the weight of its record: it is
+a sample of the global batch like any other, its length is that of its own mask, and it meets the other pieces of its
 record in a step only by chance. Where a record is cut depends on data.seq_length alone, never on the layout or on
-packing. A sample in which nothing is left to learn is an empty sequence (loss.empty_sequences).
+packing. A sample without anything to learn is an empty sequence (loss.empty_sequences).
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refus
 
 
 def sample_of_record(found: TokenizedSample, start: int, end: int, extras: Sequence[str] = ()) -> Sample:
-    """Builds a sample from the tokens of a record from `start` to before `end`.
-
-    Args:
-        found: Tokens of the whole record.
-        start: Number of its first token that is read.
-        end: Number of the token after the last one that is predicted.
-        extras: Names of the columns of `found.extras`.
-    """
+    """Builds a sample from the tokens `start` to before `end` of a record."""
     columns: dict[str, NDArray[np.float32] | float] = {}
     routes: Routes | None = None
     if extras:
@@ -47,7 +39,7 @@ def sample_of_record(found: TokenizedSample, start: int, end: int, extras: Seque
         others = {*range(len(extras))} - {*places}
         columns = {extras[place]: found.extras[start + 1 : end, place] for place in sorted(others)}
         if places:
-            # experts are of the token that is read, other extras of the one that is predicted; one alone is padding
+            # experts belong to the token that is read, other extras to the predicted one; a single token is padding
             rows = found.extras[start : end - 1, places] if end - start > 1 else np.full((1, len(places)), -1)
             routes = rows.reshape(-1, *shape).astype(np.int32)
     sample = shifted(
@@ -71,13 +63,9 @@ class SftDataset:
         extras: Sequence[str] = (),
         is_judged: bool = False,
     ) -> None:
-        """
-        Args:
-            cache: Cache of the source.
+        """Args:
             numbers: Numbers of the samples that are used, counted from 0.
-            limit: Positions of a row, and treatment of a sample that does not fit.
-            extras: Names of the values that the cache has of each token, apart from its weight.
-            is_judged: Whether a label follows the last token, which no cut takes away.
+            extras: Values that the cache has of each token, apart from its weight.
 
         Raises:
             DataError: A sample is too long and has to be refused, or no sample is left.
@@ -98,11 +86,7 @@ class SftDataset:
         return len(self._pieces)
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Returns the sample with number `index`; the same in every epoch.
-
-        Raises:
-            DataError: The tokens of the sample in the cache are damaged.
-        """
+        """Returns a sample; the same in every epoch."""
         found = self.cache.read(int(self._pieces.samples[index]))
         start = int(self._pieces.starts[index])
         end = start + int(self._pieces.sizes[index])
@@ -111,23 +95,19 @@ class SftDataset:
         return sample_of_record(found, start, end, self._extras)
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns [n]: positions that samples take in rows, without reading them; at least 1."""
+        """Returns [n]: positions that samples take in rows, at least 1, without reading them."""
         return np.maximum(1, self._pieces.sizes[indices].astype(np.int64) - 1)
 
     def why_nothing(self) -> str | None:
-        """Explains, with counts, why no sample has anything to learn; returns None where one has."""
+        """Explains, with counts, why no sample has anything to learn; None if one has."""
         return why_nothing(self.cache, self._pieces, self._is_judged)
 
     def place(self, index: int) -> str:
-        """Returns the file and number of the record that a sample comes from."""
+        """Names file and record of a sample."""
         return self.cache.place(int(self._pieces.samples[index]))
 
     def fingerprint_of_0_1_0(self, tokenizer: str) -> str | None:
-        """Returns the fingerprint that version 0.1.0 gave these data; None where it could not read them.
-
-        Args:
-            tokenizer: SHA-256 of the tokenizer's file.
-        """
+        """Returns the fingerprint that version 0.1.0 gave these data; None if it could not read them."""
         (file, *others) = self.cache.files
         old = _NAMES_OF_0_1_0.get(self._too_long)
         if others or file.kind is not FileKind.LINES or old is None or self.cache.bad.count:

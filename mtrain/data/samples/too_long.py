@@ -1,4 +1,4 @@
-"""Treatment of conversations that are longer than a row, and counts of what is lost and of what can be learned."""
+"""Treats conversations that are longer than a row; counts what is lost and what can be learned."""
 
 from __future__ import annotations
 
@@ -30,46 +30,36 @@ class Pieces:
     samples: NDArray[np.int64]
     """Number of the sample in the cache."""
     starts: NDArray[np.int64]
-    """Number of the first token that is taken."""
+    """First token of the part."""
     sizes: NDArray[np.int64]
-    """Number of tokens that are taken, at most seq_length + 1: the last one is only predicted."""
+    """Number of tokens, at most seq_length + 1: the last one is only predicted."""
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def only(self, chosen: NDArray[np.bool_]) -> Pieces:
-        """Selects the pieces for which `chosen` is true."""
         return Pieces(self.samples[chosen], self.starts[chosen], self.sizes[chosen])
 
 
 @dataclass(frozen=True)
 class TooLongCounts:
-    """Counts of what was lost of samples that do not fit."""
+    """Counts what samples that do not fit have lost."""
 
     samples: int = 0
-    """Number of samples that are longer than a row."""
+    """Samples that are longer than a row."""
     lost_tokens: int = 0
-    """Number of their tokens that no row holds."""
+    """Their tokens that no row holds."""
     pieces: int = 0
-    """Number of pieces that they were split into."""
+    """Pieces that they were split into."""
     empty: int = 0
-    """Number of rows cut out of them in which nothing is left to learn; with split these are left out."""
+    """Rows cut out of them in which nothing is left to learn; split leaves them out."""
 
 
 def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong) -> tuple[Pieces, TooLongCounts]:
     """Cuts samples to the pieces that are trained.
 
-    A split sample becomes pieces that overlap by one token, so that each of its tokens but the first is predicted once.
-    Pieces in which nothing is trained are left out.
-
-    Args:
-        cache: Cache of the samples.
-        numbers: Numbers of the samples of the part, in the order of the source.
-        seq_length: Positions of a row.
-        too_long: Treatment of samples of more than seq_length + 1 tokens.
-
-    Raises:
-        DataError: A sample is too long, and has to be refused.
+    Pieces of a split sample overlap by one token, so that each of its tokens but the first is predicted once. Pieces
+    without a trained token are left out.
     """
     lengths = cache.lengths[numbers.start : numbers.stop]
     most = seq_length + 1
@@ -104,7 +94,7 @@ def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooL
 
 
 def num_trained(cache: TokenCache, pieces: Pieces) -> NDArray[np.int64]:
-    """Returns [n]: number of tokens of each piece that count in the loss; its first one is not predicted."""
+    """Returns [n]: tokens of each piece in the loss; its first one is not predicted."""
     first = cache.starts[pieces.samples] + pieces.starts
     return cache.trained_before(first + pieces.sizes) - cache.trained_before(first + 1)
 
@@ -123,15 +113,13 @@ def _num_empty(cache: TokenCache, pieces: Pieces) -> int:
 
 
 def why_nothing(cache: TokenCache, pieces: Pieces, is_judged: bool = False) -> str | None:
-    """Explains, with counts, why no piece has a token to learn; returns None where a piece has one.
+    """Explains, with counts, why no piece has a token to learn; None if one has.
 
-    A record without a token to learn is no sample, so a piece can lose all of them only to its record's weight or to a
+    A record without a token to learn is not a sample, so a piece loses all of them only to its record's weight or to a
     cut.
 
     Args:
-        cache: Cache of the samples.
-        pieces: Parts of the samples that are trained.
-        is_judged: Whether a label that counts follows the last token, which no cut takes away.
+        is_judged: Whether a label in the loss follows the last token, which no cut removes.
     """
     weighs: NDArray[np.bool_] = cache.weights[pieces.samples] != 0
     is_whole: NDArray[np.bool_] = pieces.sizes == cache.lengths[pieces.samples]
