@@ -1,1 +1,1 @@
-"""Conversion of checkpoints to and from Hugging Face: streaming, resumable, and each one ends with a proof."""
+"""Conversion of checkpoints to and from Hugging Face: streaming, resumable, and proven at the end."""

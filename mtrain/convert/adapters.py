@@ -1,4 +1,4 @@
-"""Export of an adapter checkpoint as a PEFT folder, for servers that hold the frozen model themselves."""
+"""Exports an adapter checkpoint as a PEFT folder, for servers that hold the frozen model themselves."""
 
 from __future__ import annotations
 
@@ -42,15 +42,13 @@ _STACKED_EXPERTS = ".mlp.experts.experts."
 
 
 class SavedAdapter(NamedTuple):
-    """Adapter checkpoint that was opened."""
-
     entry: CheckpointEntry
     config: Config
     """Configuration of the run that saved it."""
     adapter: AdapterSection
     tensors: CheckpointTensors
     main: bool
-    """Whether to use float32 main weights where the checkpoint has them."""
+    """Whether to use float32 main weights if the checkpoint has them."""
 
     def tensor(self, name: str) -> Tensor:
         """Reads a tensor by its global name, with layer and expert spelled out; `{E}` stands for all experts."""
@@ -75,15 +73,7 @@ class SavedAdapter(NamedTuple):
 
 
 def open_adapter(path: Path, dtype: torch.dtype | None) -> SavedAdapter:
-    """Opens an adapter checkpoint.
-
-    Args:
-        path: Folder of a checkpoint, or of a run.
-        dtype: Dtype of the exported tensors; float32 uses main weights where the checkpoint has them.
-
-    Raises:
-        DataError: The path is no checkpoint, or one of a whole model.
-    """
+    """Opens an adapter checkpoint; float32 as `dtype` uses main weights if there are any."""
     entry = checkpoint_at(path).entry
     assert entry is not None, "checkpoint_at raises where there is none"
     config = load_config([entry.path / CONFIG_NAME], [])
@@ -97,8 +87,6 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
     """Writes adapter_config.json and adapter_model.safetensors, and reads the tensors back.
 
     Args:
-        path: Folder of a checkpoint, or of a run.
-        out: Folder to write; must not exist.
         dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with.
 
     Raises:
@@ -163,12 +151,7 @@ def _outside(each: peft.PeftTensor, saved: SavedAdapter, dtype: torch.dtype | No
 
 
 def peft_tensor(each: peft.PeftTensor, own: Tensor) -> Tensor:
-    """Converts a tensor to its PEFT form.
-
-    Args:
-        each: Entry of the table of names.
-        own: The whole tensor here; with all experts stacked, and tables with rows that only pad the vocabulary.
-    """
+    """Converts a whole tensor of ours, with all experts stacked and padded vocabulary rows, to its PEFT form."""
     return to_peft(each, _without_padding(each, own)).contiguous()
 
 

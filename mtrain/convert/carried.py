@@ -1,4 +1,4 @@
-"""Tensors of a folder that take no part in a model, and that conversions carry along bit for bit: those of images.
+"""Tensors that take no part in a model and that conversions copy bit for bit: those of images.
 
 An import keeps them in one file next to config.json.
 """
@@ -22,11 +22,7 @@ Carried = Mapping[str, SafetensorsFile]
 
 
 def carried_in(path: Path | None, family: Family) -> Carried:
-    """Finds the tensors that are carried along from a folder of Hugging Face, or from `hf/` of an import.
-
-    Raises:
-        DataError: There are no weights, or they are damaged.
-    """
+    """Finds the copied tensors of a Hugging Face folder, or of `hf/` of an import."""
     if path is None or not family.carried:
         return {}
     kept = path / CARRIED_NAME
@@ -44,7 +40,6 @@ def _had_none(path: Path, family: Family) -> bool:
 
 
 def write_carried(path: Path, carried: Carried) -> None:
-    """Writes tensors to one file, one after the other."""
     facts = {name: file.entries[name] for name, file in carried.items()}
     with path.open("wb") as file, WriteBehind(file.fileno()) as behind:
         file.write(header_of({name: (each.dtype, each.shape) for name, each in facts.items()}, {}))

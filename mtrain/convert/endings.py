@@ -32,7 +32,7 @@ class Ending(NamedTuple):
     """Tokens that end an answer of an exported model."""
 
     ids: list[int]
-    """Ids of all these tokens; the end of a turn first."""
+    """The end of a turn first."""
     is_new: bool
     """Whether the original model did not name the end of a turn."""
 
@@ -40,20 +40,12 @@ class Ending(NamedTuple):
 def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending | None:
     """Writes into an export which tokens end an answer under its chat template; files that say it already stay.
 
-    generation_config.json gets the end of a turn before the ends that were there. Where the original did not name it,
-    it also becomes the tokenizer's eos_token, unless the template itself uses eos_token for something else.
-
-    Args:
-        folder: Folder with the tokenizer and the chat templates that the run wrote conversations by.
-        origin: Folder `ModelSource.origin`, whose generation_config.json is the basis of the new one.
-        model: Model of the export.
+    generation_config.json gets the end of a turn before its other ends. If the original did not name it, it also
+    becomes the tokenizer's eos_token, unless the template itself uses eos_token for something else.
 
     Returns:
-        Tokens that end an answer; None where the model writes none, the folder has no tokenizer, or its template shows
-        no end.
-
-    Raises:
-        DataError: A file is damaged.
+        Tokens that end an answer; None if the model writes none, the folder has no tokenizer, or its template shows no
+        end.
     """
     if model.output.head_rows or not (folder / HF_TOKENIZER_FILE).is_file():
         return None
@@ -82,12 +74,8 @@ def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending
 
 
 def ends_next_to(path: Path) -> frozenset[int]:
-    """Returns the tokens that end answers under the chat templates next to a tokenizer; empty, with a note, where
-    tokenizer or templates cannot be read, and where there are none.
-
-    Args:
-        path: Tokenizer, as `load_tokenizer` takes it.
-    """
+    """Returns the tokens that end answers under the chat templates next to a tokenizer; empty without templates, and,
+    with a note, if tokenizer or templates cannot be read."""
     try:
         tokenizer = load_tokenizer(path)
         templates = chosen_templates("auto", tokenizer.path)

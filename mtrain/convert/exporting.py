@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a folder that Hugging Face's libraries load."""
+"""Exports a checkpoint as a folder that Hugging Face's libraries load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 _SHARD_BYTES = 5_000_000_000
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
-"""Names of one field of config.json: in transformers 5, and in older versions."""
+"""One field of config.json: in transformers 5, and in older versions."""
 
 
 def export_hf(
@@ -55,14 +55,13 @@ def export_hf(
 
     Args:
         path: Folder of a checkpoint, of a run, or of checkpoints of Megatron-LM or Megatron-Bridge.
-        out: Folder to write; must not exist.
         like: Folder whose config.json and tokenizer are used, or a file with the section `model`, for a checkpoint of
             another program; None uses those that the weights came with.
         dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with, and so does mxfp4
-            but for weights that were published in it, which are rounded to it; the proof counts them.
+            except for weights that were published in it; these are rounded to it, and the proof counts them.
         num_workers: Number of threads that each write one file; 1 uses the caller's thread.
-        check: Function that is called between two pieces of work, in any of the threads. An error that it raises ends
-            the export; another call continues with the files that are complete.
+        check: Called between two pieces of work, in any thread. An error that it raises ends the export; another call
+            continues with the complete files.
 
     Raises:
         ConfigError: `out` exists, or a checkpoint of another program comes without a model.
@@ -105,29 +104,23 @@ def export_hf(
 
 
 class Outgoing(NamedTuple):
-    """Tensor to be written."""
-
     name: str
     source: tuple[HfTensor, str] | SafetensorsFile
-    """Tensor of the model, for a copy the original, and its key; or the file from which it is carried along."""
+    """Tensor of the model (for a copy the original) and its key; or the file from which it is copied."""
     dtype: torch.dtype
     shape: Sizes
-    """Shape of the tensor on disk."""
+    """Shape on disk."""
     scales: SafetensorsFile | None = None
-    """File with the scales that the tensor had, if this is a part of it in MXFP4: its blocks, or its scales."""
+    """File with the tensor's original scales, if this is a part of it in MXFP4: its blocks, or its scales."""
 
     @property
     def key(self) -> str | None:
-        """Key of the tensor that it is a part of; None where it is none of the model's."""
+        """Key of the tensor that it is a part of; None if it is not one of the model's."""
         return None if isinstance(self.source, SafetensorsFile) else self.source[1]
 
     def stream(self, target: ExportTarget, made: dict[str, Tensor]) -> Iterator[Tensor]:
-        """Yields the numbers in the order of the disk, a part at a time; a carried tensor is a view of its file.
-
-        Args:
-            target: Checkpoint that is exported.
-            made: Scales of the blocks that were written before this tensor into the same file, by name.
-        """
+        """Yields the numbers in disk order, a part at a time; a copied tensor is a view of its file. `made` are scales
+        of the blocks written before it into the same file, by name."""
         if isinstance(self.source, SafetensorsFile):
             yield self.source.tensor(self.name)
         elif self.name in made:
@@ -151,13 +144,10 @@ class Outgoing(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Size of the tensor on disk."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class OutgoingFile(NamedTuple):
-    """Safetensors file to be written."""
-
     tensors: list[Outgoing]
     """Tensors in the order of their bytes."""
     metadata: dict[str, str]
@@ -175,13 +165,11 @@ class OutgoingFile(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Size of all tensors, in bytes."""
         return sum(one.size_bytes for one in self.tensors)
 
 
 def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, OutgoingFile]:
-    """Distributes tensors over files: as in the folder that the weights came from, else in full files one after the
-    other."""
+    """Distributes tensors over files: as in the weights' original folder, else in full files one after the other."""
     wanted = {
         tensor.name: Outgoing(tensor.name, (tensor, filled.key), target.dtype(filled, dtype), tensor.shape)
         for tensor, filled in target.table.tensors()
@@ -222,7 +210,7 @@ def shards(target: ExportTarget, dtype: torch.dtype | None) -> dict[str, Outgoin
 
 
 def _conversion(target: ExportTarget, files: Mapping[str, OutgoingFile], dtype: object) -> dict[str, Any]:
-    """Returns the facts by which a later call is recognized as the same conversion."""
+    """Returns the facts by which a later call recognises the same conversion."""
     return {
         "program": __version__,
         "source": str(target.path.resolve()),
@@ -258,13 +246,6 @@ def _write_side_files(folder: Path, target: ExportTarget, files: Mapping[str, Ou
 
 
 def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Makes config.json of the export.
-
-    Args:
-        target: Checkpoint that is exported.
-        said: Content of the config.json that the weights came with; None without one.
-        dtype: The dtype of the embeddings.
-    """
     # what an import keeps says of itself what its weights are
     is_plain = target.published is None
     template = said if said is None or (target.is_import and is_plain) else plain_config(said)
@@ -293,7 +274,7 @@ def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtyp
 
 
 def _write_like(path: Path, content: dict[str, Any], source: Path | None) -> None:
-    """Writes JSON; where the source has the same content, as an exact copy of its bytes."""
+    """Writes JSON; as an exact copy of the source if the content is the same."""
     if source is not None and source.exists() and read_json(source) == content:
         shutil.copyfile(source, path)
     else:

@@ -1,4 +1,4 @@
-"""Import of a Hugging Face folder as a checkpoint that a run can start from."""
+"""Imports a Hugging Face folder as a checkpoint that a run can start from."""
 
 from __future__ import annotations
 
@@ -39,18 +39,15 @@ from mtrain.hf.schema.table import FilledSlice, Table, read_slice, slices_to_wri
 
 _FILE_BYTES = 1 << 29
 _SLICE_BYTES = 1 << 26
-"""Largest slice, in bytes; larger ones are cut into rows, so that partial reads and casts need little memory."""
+"""Larger slices are cut into rows, so that partial reads and casts need little memory."""
 
 
 def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int, depths: int = 0) -> Proof:
     """Converts a folder and proves the result.
 
     Args:
-        path: Folder with config.json and safetensors.
-        out: Folder of the checkpoint to write; must not exist.
         dtype: Dtype of the weights in the checkpoint; None keeps each tensor's own.
-        num_workers: Number of threads that each write one file.
-        depths: Number of predictions further ahead that are asked for; some families carry them along without.
+        depths: Number of MTP depths to import; some families contain them without needing them.
 
     Raises:
         ConfigError: `out` exists.
@@ -84,15 +81,12 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
 
 
 def import_for_megatron(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
-    """Converts a folder into a checkpoint that Megatron-LM loads, weights alone, and proves the result.
+    """Converts a folder into a checkpoint of weights that Megatron-LM loads, and proves the result.
 
-    The global tensors of Megatron-Core are ours; around them stand the folder `release` and the file that names it.
+    The global tensors of Megatron-Core are ours; around them are the folder `release` and the file that names it.
 
     Args:
-        path: Folder with config.json and safetensors.
-        out: Folder to write; must not exist.
         dtype: Dtype of the weights in the checkpoint; None keeps each tensor's own.
-        num_workers: Number of threads that each write one file.
 
     Raises:
         ConfigError: `out` exists.
@@ -118,7 +112,6 @@ def import_for_megatron(path: Path, out: Path, dtype: torch.dtype | None, num_wo
 def _write_tensors(
     folder: Path, source: HfSource, dtypes: Mapping[str, torch.dtype], num_workers: int
 ) -> dict[str, FileInfo]:
-    """Writes the data files and the metadata."""
     files = _files(source.table, dtypes)
 
     def write(unit: Unit, partial: Path, tell: Callable[[int], None]) -> dict[str, Any]:
@@ -162,11 +155,6 @@ class _SliceToWrite(NamedTuple):
 
 
 def _dtypes(source: HfSource, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Returns the dtype that each checkpoint key will have.
-
-    Raises:
-        DataError: Tensors that are joined in the checkpoint have several dtypes.
-    """
     found: dict[str, torch.dtype] = {}
     for tensor, filled in source.table.tensors():
         held = source.weights.facts(tensor.name)[0]
@@ -197,7 +185,7 @@ def _files(table: Table, dtypes: Mapping[str, torch.dtype]) -> dict[str, list[_S
 
 
 def _conversion(source: HfSource, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Returns the facts by which a later call is recognized as the same conversion."""
+    """Returns the facts by which a later call recognises the same conversion."""
     files = {name: file.path.stat() for name, file in source.folder.files.items()}
     return {
         "program": __version__,

@@ -1,4 +1,4 @@
-"""Listing of a folder's contents, from headers and lists alone."""
+"""Lists a folder's contents from headers and lists alone."""
 
 from __future__ import annotations
 
@@ -19,15 +19,8 @@ _PLAIN_WIDTH = 200
 
 
 def print_contents(path: Path, like: Path | None = None) -> None:
-    """Prints family, size, dtypes and every tensor of a Hugging Face folder or a checkpoint.
-
-    Args:
-        path: Folder or checkpoint.
-        like: Folder, or file with the section `model`, that describes a checkpoint of another program.
-
-    Raises:
-        DataError: The folder is neither, or it is damaged.
-    """
+    """Prints family, size, dtypes and every tensor of a Hugging Face folder or a checkpoint; `like` describes a
+    checkpoint of another program."""
     if (path / CONFIG_NAME).exists():
         source = open_source(path)
         family, model = source.family, source.model

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint of Megatron-LM or Megatron-Bridge under our names, for an export without ranks."""
+"""Tensors of a Megatron-LM or Megatron-Bridge checkpoint under our names, for an export without ranks."""
 
 from __future__ import annotations
 
@@ -37,34 +37,25 @@ _ANY_RUN: dict[str, Any] = {
     "optimizer": {"lr": 1.0},
     "data": {"kind": "mock", "seq_length": 2},
 }
-"""Sections next to the model, whose own rules are asked alone."""
+"""Sections next to the model, which are validated with it."""
 
 
 class _Piece(NamedTuple):
-    """Part of one of our tensors: a layer, or an expert of it."""
+    """A layer of one of our tensors, or an expert in it."""
 
     at: TensorSlice
     """Slice of our tensor."""
     key: str
     """Key in the checkpoint."""
     dropped: tuple[int, ...]
-    """Axes of our tensor that the checkpoint spells out in keys, and its tensors lack."""
+    """Axes of our tensor that the checkpoint spells out in keys instead."""
 
 
 class MegatronTensors:
     """Tensors by our global names, read slice by slice."""
 
     def __init__(self, folder: Path, model: ModelSection, table: Table) -> None:
-        """Opens a checkpoint and compares it with the model.
-
-        Args:
-            folder: Folder from `megatron_folder`.
-            model: Model that the checkpoint holds.
-            table: Table of the model's tensors.
-
-        Raises:
-            DataError: The checkpoint is damaged, would run code, or is of another model.
-        """
+        """Opens a checkpoint and compares it with the model."""
         check_run_config(folder, model)
         self.folder, self._saved = folder, CheckpointTensors(folder)
         theirs = keys_by_our_names(self._saved)
@@ -115,13 +106,7 @@ def model_of(folder: Path, described: Path | None) -> ModelSection:
     """Returns the model of another program's checkpoint, which does not say it in a form that could be read safely.
 
     Args:
-        folder: Folder of the checkpoint, for the message.
-        described: Folder of Hugging Face whose config.json describes the model, or a YAML file with the section
-            `model`.
-
-    Raises:
-        ConfigError: Neither is given, or the file holds no model.
-        DataError: The folder's config.json is of an unknown model.
+        described: Hugging Face folder whose config.json describes the model, or a YAML file with the section `model`.
     """
     if described is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Model that adapters and their frozen base form together: W + scale B A, computed matrix by matrix when it is read."""
+"""Merges adapters into their frozen base: W + scale B A, computed matrix by matrix when it is read."""
 
 from __future__ import annotations
 
@@ -30,22 +30,17 @@ from mtrain.hf.io.source import FolderTensors, GlobalTensorInfo, source_for
 from mtrain.hf.schema.table import Table
 
 TensorOf = Callable[[str], Tensor]
-"""Function that returns an adapter's whole parameter by its global name, with layers and experts spelled out."""
+"""Returns an adapter's whole parameter by its global name, with layers and experts spelled out."""
 
 
 @dataclass(frozen=True)
 class Merging:
-    """Rule by which a run's adapters change each matrix."""
+    """How a run's adapters change each matrix."""
 
     config: Config
-    """Configuration of the run."""
     adapter: AdapterSection
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            ConfigError: The merged model cannot be expressed.
-        """
         if not has_merged_form(self.config.model, self.adapter):
             raise ConfigError(
                 "adapter.targets=embedding cannot be merged: with model.tied_embeddings=true the output layer has the "
@@ -53,7 +48,7 @@ class Merging:
             )
 
     def sources(self, name: str) -> list[str]:
-        """Returns the names of the adapter's parameters that change a matrix; empty where it stays unchanged.
+        """Returns the adapter parameters that change a matrix; empty if none does.
 
         Args:
             name: Global name of the matrix, with layers and experts spelled out; also in the other methods.
@@ -65,13 +60,8 @@ class Merging:
         return [f"{module}.{part}_{kind}" for part in parts if part in self.adapter.parts for kind in kinds]
 
     def merged(self, name: str, weight: Tensor, tensor_of: TensorOf) -> Tensor:
-        """Returns a matrix with its adapters added, in float32; unchanged where it has none.
-
-        Args:
-            name: Global name of the matrix.
-            weight: Frozen matrix, without rows that only pad the vocabulary.
-            tensor_of: Function that returns the parameters that `sources` names; tables include padding.
-        """
+        """Returns a matrix with its adapters added, in float32; unchanged without any. `tensor_of` returns tables with
+        padding."""
         parts = self._parts_of(name)
         if not parts:
             return weight
@@ -102,7 +92,7 @@ class Merging:
         return self.adapter.scale_of(part) * product.T
 
     def _parts_of(self, name: str) -> tuple[str, ...]:
-        """Returns the parts of a tensor if one of them has an adapter; empty where the tensor stays unchanged."""
+        """Returns the parts of a tensor if one of them has an adapter; empty if the tensor stays unchanged."""
         own = self.adapter.parts
         tables = {f"{EMBEDDING}.weight": "embedding", f"{plan.OUTPUT}.weight": "output"}
         if name in tables:
@@ -116,7 +106,6 @@ class Merging:
 
 
 def _module(name: str) -> str:
-    """Returns the name of the adapter module that belongs to a matrix."""
     return f"{name.removesuffix('.weight')}_adapter"
 
 
@@ -134,11 +123,7 @@ class MergedTensors:
     """Tensors W + scale B A, in the precision that the run computed in, or in float32."""
 
     def __init__(self, saved: SavedAdapter, table: Table) -> None:
-        """Opens the base and compares it with the model that the adapters were trained with.
-
-        Raises:
-            DataError: The base is missing, damaged or another model.
-        """
+        """Opens the base and compares it with the model that the adapters were trained with."""
         self.folder = saved.entry.path
         self._saved, self._config = saved, saved.config
         self._merging = Merging(saved.config, saved.adapter)
@@ -150,11 +135,10 @@ class MergedTensors:
         self._check()
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        """Computes one slice of a merged tensor."""
         return slice_of(key, wanted, self.tensors[key].dtype, lambda place: self._matrix(key, place))
 
     def _matrix(self, key: str, place: tuple[int, ...]) -> Tensor:
-        """Returns one layer's or expert's merged tensor; the last one is cached, as slices of it are read in a row."""
+        """Returns one layer's or expert's merged tensor; the last one is cached, as its slices are read in a row."""
         name = global_name(key, place)
         if self._is_whole(name):
             return self._saved.tensor(spelled_name(key, place)).to(self.tensors[key].dtype)
@@ -211,19 +195,12 @@ def _opened(config: Config) -> CheckpointTensors | FolderTensors:
 
 
 def dtype_outside(key: str, wanted: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a merged tensor where a precision is wanted."""
+    """Returns the dtype of a merged tensor for a wanted precision."""
     return torch.float32 if key.endswith(_KEEPS_FLOAT32) else wanted
 
 
 def slice_of(key: str, wanted: TensorSlice, dtype: torch.dtype, matrix: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-    """Assembles a slice of a global tensor from the tensors of single layers and experts.
-
-    Args:
-        key: Key of the global tensor.
-        wanted: Slice of the global tensor.
-        dtype: Dtype of the result.
-        matrix: Function that returns the tensor at given indices along the stacked axes.
-    """
+    """Assembles a slice of a global tensor from the tensors of single layers and experts."""
     axes = _num_stacked(key)
     inner = TensorSlice(wanted.offset[axes:], wanted.shape[axes:])
     result: Tensor | None = None
@@ -237,7 +214,7 @@ def slice_of(key: str, wanted: TensorSlice, dtype: torch.dtype, matrix: Callable
 
 
 def stacked_places(key: str, wanted: TensorSlice) -> list[tuple[int, ...]]:
-    """Lists layer and expert of each tensor that a slice of a global tensor touches, as far as the key stacks them."""
+    """Lists layer and expert of each tensor in a slice of a global tensor, as far as the key stacks them."""
     found: list[tuple[int, ...]] = [()]
     for first, size in list(zip(wanted.offset, wanted.shape))[: _num_stacked(key)]:
         found = [(*place, index) for place in found for index in range(first, first + size)]

@@ -29,32 +29,27 @@ _log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = (HF_TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
 _LISTED = "added_tokens_decoder"
-"""Key of the settings that, where it is there, lists all added tokens."""
+"""Key of the settings that, if present, lists all added tokens."""
 _OF_TOKENIZERS = re.compile(
     r"tokenizer.*|tekken\.json|vocab\..*|merges\.txt|.*_tokens.*\.json|.*\.(tiktoken|model|jinja)|chat_template.*"
 )
-"""Names of files that belong to a tokenizer, among those that a conversion copies."""
+"""Files of a tokenizer among those that a conversion copies."""
 
 
 class ModelSource(NamedTuple):
-    """Description of the model in a checkpoint and of its origin."""
+    """Model in a checkpoint, and its origin."""
 
     model: ModelSection
     origin: Path | None
     """Folder with config.json, tokenizer and shard names of the weights that training started from; None without
     one."""
     context_tokens: int | None
-    """Longest sequence that training saw, where no origin says it."""
+    """Longest sequence in training, if no origin says it."""
     tokenizer: Path | None = None
-    """Tokenizer of the run, where there is no origin with one, or the run may have another."""
+    """Tokenizer of the run, if the origin has none or the run may have another."""
 
 
 def source_of(checkpoint: Path) -> ModelSource:
-    """Describes the model that a checkpoint holds, and the origin of its first weights.
-
-    Raises:
-        DataError: Nothing says which model it is.
-    """
     imported = imported_model(checkpoint)
     if imported is not None:
         return ModelSource(imported, checkpoint / ORIGIN, None)
@@ -65,11 +60,7 @@ def source_of(checkpoint: Path) -> ModelSource:
 
 
 def source_of_run(run: Config) -> ModelSource:
-    """Describes the model of a run, and the origin of its first weights.
-
-    Raises:
-        DataError: The run began with weights of an unknown model.
-    """
+    """Describes the model of a run, and the origin of its first weights."""
     if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
         return ModelSource(run.model, Path(run.model.hf), run.data.seq_length, _other_tokenizer(run.data))
     start = run.checkpoint.initialize_from
@@ -103,12 +94,7 @@ def put_side_files(
     """Copies tokenizer, licence and so on from the origin, and the chat templates that the run wrote conversations by.
 
     Args:
-        folder: Folder of an export; may hold some of them.
-        checkpoint: Checkpoint, inside the folder of its run.
-        origin: Folder `ModelSource.origin`; None without one.
         tokenizer: Tokenizer `ModelSource.tokenizer`, which replaces the origin's; None without one.
-        added: Tokens that the run added to its tokenizer.
-        but: Names of files that are left out.
 
     Returns:
         Whether the run wrote conversations by a chat template.
@@ -132,11 +118,7 @@ def put_side_files(
 
 
 def _put_added_tokens(folder: Path, added: AddedTokens) -> None:
-    """Writes added tokens into a copied tokenizer, as transformers reads them, unless it has them all.
-
-    Raises:
-        DataError: The tokenizer has some of them, or would be another one than the run's.
-    """
+    """Writes added tokens into a copied tokenizer, as transformers reads them, unless it has them all."""
     path = folder / HF_TOKENIZER_FILE
     if not any(added) or not path.is_file():
         return
@@ -166,8 +148,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copies the tokenizer of a run whose weights came with none or another; a sentencepiece model alone cannot be
-    used."""
+    """Copies the tokenizer of a run whose weights came without it; a sentencepiece model alone cannot be used."""
     source = path if path.is_dir() else path.parent
     if not (source / HF_TOKENIZER_FILE).is_file():
         _log.info(f"note: {path} is no tokenizer.json, or not there any more; {folder.name} gets no tokenizer")

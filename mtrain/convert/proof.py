@@ -1,4 +1,4 @@
-"""Proof of every conversion: each Hugging Face tensor is made again from the checkpoint and compared bit for bit."""
+"""Proves every conversion: each Hugging Face tensor is rebuilt from the checkpoint and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ class Readable(Protocol):
     """Global tensors of a checkpoint, as saved or computed from several."""
 
     @property
-    def folder(self) -> Path:
-        """Folder of the checkpoint, for messages."""
-        ...
+    def folder(self) -> Path: ...
 
     def read(self, key: str, wanted: TensorSlice) -> torch.Tensor:
         """Reads one slice; the result must not be written to."""
@@ -35,16 +33,16 @@ class Readable(Protocol):
 
 
 class Proof(NamedTuple):
-    """Extent of what was compared."""
+    """What was compared."""
 
     num_tensors: int
     size_bytes: int
     """Size of Hugging Face's tensors."""
     num_in_mxfp4: int = 0
-    """Number of tensors that were written in MXFP4."""
+    """Tensors that were written in MXFP4."""
     rounding: Mapping[str, float] = {}
-    """Name -> largest error, for each of them that MXFP4 does not express exactly: of a number, divided by the largest
-    number in its block."""
+    """Name -> largest error of each tensor that MXFP4 does not express exactly, relative to the largest number in its
+    block."""
 
 
 def prove(
@@ -61,19 +59,10 @@ def prove(
     """Compares every Hugging Face tensor with the one that is made from the checkpoint.
 
     Args:
-        table: Table of the model's tensors.
-        checkpoint: Tensors of the checkpoint.
-        key_of: Function that converts a key in the table to a key in the checkpoint.
-        weights: Tensors of the Hugging Face folder.
-        into: Side that was written: where a cast made dtypes differ, both are compared in that side's dtype.
-        num_workers: Number of threads; 1 uses the caller's thread.
-        check: Function that is called between two pieces of work, in any of the threads; an error that it raises ends
-            the proof.
-        carried: Tensors that were carried along.
-        scales: Scales that weights in MXFP4 had before; those weights may differ by their rounding alone.
-
-    Raises:
-        DataError: Tensors differ; the message names them.
+        key_of: Converts a key in the table to a key in the checkpoint.
+        into: Side that was written: if a cast changed dtypes, both are compared in that side's dtype.
+        check: Called between two pieces of work, in any thread; an error that it raises ends the proof.
+        scales: Original scales of weights in MXFP4, which may differ by their rounding alone.
     """
     tensors = list(table.tensors())
     sizes = {tensor.name: _size_bytes(*weights.facts(tensor.name)) for tensor, _ in tensors}
@@ -109,7 +98,7 @@ def prove(
 
 
 def whole(tensor: HfTensor, parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns a tensor from its parts; one that comes whole, as a reordered one does, is not copied."""
+    """Joins the parts of a tensor; a single part is not copied."""
     first, *others = parts
     return (torch.cat([first, *others]) if others else first).view(tensor.shape)
 
@@ -120,7 +109,7 @@ def _is_other(
     into: Literal["checkpoint", "folder"],
     check: Callable[[], None],
 ) -> bool:
-    """Says whether a tensor differs from the numbers of the checkpoint, which come in the order of the disk."""
+    """Says whether a tensor differs from the checkpoint's numbers, which come in disk order."""
     theirs, start = written.contiguous().view(-1), 0
     for ours in parts:
         check()
@@ -135,7 +124,7 @@ def _is_other(
 def _is_rounded_otherwise(
     name: str, exact: torch.Tensor, scales: SafetensorsFile, written: torch.Tensor, rounding: dict[str, float]
 ) -> bool:
-    """Says whether numbers in MXFP4 are others than the rounded ones; notes their largest error."""
+    """Says whether numbers in MXFP4 differ from the rounded ones; records their largest error."""
     if exact.dtype == written.dtype and same_bits(exact, written):
         return False  # nothing was rounded
     if error := rounding_error(exact, written):

@@ -1,4 +1,4 @@
-"""The form in MXFP4 in which a model was published, so that an export can have it again.
+"""The MXFP4 form in which a model was published, so that an export can restore it.
 
 An import keeps it in a folder next to the config.json of the plain weights: config.json and index as they were, the
 names and order of the shards, and the scales, one byte for 32 weights. The blocks follow from these and the weights.
@@ -28,8 +28,6 @@ SCALES_NAME = "scales.safetensors"
 
 
 class Published(NamedTuple):
-    """Published form of a model with weights in MXFP4."""
-
     folder: Path
     """Folder with its config.json, its index, and its shards or their names."""
     scales: Carried
@@ -37,12 +35,7 @@ class Published(NamedTuple):
 
 
 def keep_published(origin: Path, folder: HfFolder) -> None:
-    """Writes the form of a folder in MXFP4.
-
-    Args:
-        origin: Folder that an import keeps what came with the weights in.
-        folder: Opened folder that is imported.
-    """
+    """Writes the MXFP4 form of a folder."""
     kept = origin / MXFP4_FOLDER
     kept.mkdir(exist_ok=True)
     for name in (CONFIG_NAME, *([INDEX_NAME] if folder.has_index else [])):
@@ -53,11 +46,8 @@ def keep_published(origin: Path, folder: HfFolder) -> None:
 
 
 def published_form(origin: Path | None, table: Table) -> Published:
-    """Finds the form in MXFP4 that a model was published in.
-
-    Args:
-        origin: Folder whose config.json is used, or what an import kept of it; None without one.
-        table: Table of the model that is exported.
+    """Finds the MXFP4 form that a model was published in; `origin` is the folder whose config.json is used, or what an
+    import kept of it.
 
     Raises:
         DataError: The model did not come in MXFP4, an earlier version imported it, or the scales are of other weights.

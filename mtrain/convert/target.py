@@ -29,19 +29,18 @@ from mtrain.hf.schema.table import FilledSlice, Table
 
 _MAIN = "optimizer.state.param."
 _LEFT = ("optimizer.", "rng")
-"""Prefixes of keys in a run's checkpoint that are not weights."""
+"""Prefixes of keys that are not weights."""
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows may be padded."""
 DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class ExportTarget(NamedTuple):
-    """Checkpoint and its form in the export."""
+    """A checkpoint and its form in the export."""
 
     path: Path
-    """Folder of the checkpoint."""
     entry: CheckpointEntry | None
-    """Checkpoint with its digests; None for one of another program, which has none."""
+    """Checkpoint with its digests; None for one of another program."""
     tensors: CheckpointTensors | MergedTensors | MegatronTensors
     family: Family
     model: ModelSection
@@ -51,15 +50,15 @@ class ExportTarget(NamedTuple):
     one."""
     context_tokens: int | None
     tokenizer: Path | None
-    """Tokenizer of the run, as in `ModelSource`; None where the user chose a folder."""
+    """Tokenizer of the run, as in `ModelSource`; None if the user chose a folder."""
     main_weights: bool
-    """Whether to use float32 main weights where the checkpoint has them."""
+    """Whether to use float32 main weights if the checkpoint has them."""
     is_import: bool
-    """Whether it is an import that returns to its own form, and not the result of a run."""
+    """Whether an import returns to its own form, instead of the result of a run."""
     carried: Carried
     """Tensors of the origin that take no part in the model."""
     published: Published | None = None
-    """Form of the origin in MXFP4, in which the model is written again; None where it is not asked for."""
+    """MXFP4 form of the origin, if the model is written in it again."""
 
     @property
     def described(self) -> Path | None:
@@ -78,11 +77,7 @@ class ExportTarget(NamedTuple):
         return {saved.file for key in self.table.shapes for saved in self.tensors.tensors[self.key(key)].slices}
 
     def verify(self, num_workers: int) -> None:
-        """Compares the files with the weights with their digests.
-
-        Raises:
-            DataError: A file is damaged.
-        """
+        """Compares the files of the weights with their digests."""
         if self.entry is not None:
             verify_files(self.entry, self.files(), num_workers)
         if self.carried and self.origin is not None and (self.origin / CARRIED_NAME).exists():
@@ -93,7 +88,7 @@ class ExportTarget(NamedTuple):
             verify_files(load_entry(kept.parent.parent), {name}, num_workers)
 
     def dtype(self, filled: FilledSlice, wanted: torch.dtype | None) -> torch.dtype:
-        """Returns the dtype that a tensor will have in the export."""
+        """Returns a tensor's dtype in the export."""
         held = self.tensors.tensors[self.key(filled.key)].dtype
         return held if wanted is None or filled.keeps_dtype else wanted
 
@@ -102,10 +97,9 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
     """Opens a checkpoint and decides its form in the export.
 
     Args:
-        path: Folder of a checkpoint, or of a run.
         like: Folder whose config.json and tokenizer are used, or a file with the section `model`, for a checkpoint of
             another program; None uses those that the weights came with.
-        dtype: Dtype of the exported tensors; float32 uses main weights where the checkpoint has them.
+        dtype: Dtype of the exported tensors; float32 uses main weights if the checkpoint has them.
 
     Raises:
         ConfigError: A checkpoint of another program comes without a model.
@@ -178,11 +172,8 @@ def _target_of_megatron(folder: Path, described: Path | None) -> ExportTarget:
 
 
 def files_there(origin: Path | None) -> dict[str, Any]:
-    """Returns file -> metadata and tensors of the folder that the weights came from; empty where nothing says it.
-
-    Raises:
-        DataError: The folder holds weights, and two of its files disagree about which they are.
-    """
+    """Returns file -> metadata and tensors of the weights' original folder; empty if unknown. Refuses two files that
+    disagree about the weights."""
     if origin is None:
         return {}
     if (origin / SHARDS_NAME).exists():
@@ -200,15 +191,8 @@ def files_there(origin: Path | None) -> dict[str, Any]:
 
 
 def exported_family(model: ModelSection, origin: Path | None) -> Family:
-    """Returns the family as which a model is exported.
-
-    Args:
-        model: Section that describes the model.
-        origin: Folder whose config.json is the basis of the export's; None where there is none.
-
-    Raises:
-        DataError: The family of that file, or any family, cannot describe the model.
-    """
+    """Returns the family as which a model is exported; `origin` is the folder whose config.json the export's is based
+    on."""
     template = None if origin is None else read_json(origin / CONFIG_NAME)
     family = fitting_family(model) if template is None else family_of(template)
     # refuses before any work is done

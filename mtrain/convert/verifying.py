@@ -1,4 +1,4 @@
-"""Comparison of an existing checkpoint with a Hugging Face folder: by tensors, or by the logits of both models."""
+"""Compares a checkpoint with a Hugging Face folder: by tensors, or by the logits of both models."""
 
 from __future__ import annotations
 
@@ -31,16 +31,7 @@ from mtrain.hf.schema.description import disagreements
 
 
 def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
-    """Compares a checkpoint with a folder, tensor by tensor; a float32 folder is compared with a run's main weights.
-
-    Args:
-        checkpoint: Folder of a checkpoint, or of a run.
-        hf: Folder with config.json and safetensors.
-        num_workers: Number of threads.
-
-    Raises:
-        DataError: One of them is damaged, they hold different models, or tensors differ.
-    """
+    """Compares a checkpoint with a folder, tensor by tensor; a float32 folder is compared with a run's main weights."""
     source = open_source(hf)
     target = open_target(checkpoint, hf, source.dtype)
     if target.model.mtp_depths and not source.model.mtp_depths:
@@ -65,9 +56,8 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
     """Returns the largest difference of logits on random tokens, in float32, divided by the largest logit.
 
     Args:
-        checkpoint: Folder of a checkpoint, or of a run.
-        hf: Folder that transformers loads; if it is in float32, it is compared with a run's main weights, else with the
-            weights that the run computes with.
+        hf: Folder that transformers loads; in float32 it is compared with a run's main weights, else with the weights
+            that the run computes with.
 
     Raises:
         ConfigError: The model has a head instead of logits of tokens.

@@ -35,13 +35,10 @@ _GB = 1e9
 
 
 class Meter:
-    """Counter of bytes, for use from any thread."""
+    """Counts bytes, from any thread."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
-        """Args:
-        Action that is shown.
-        Number of bytes to process.
-        """
+        """Shows `title`; `total_bytes` are to be processed."""
         self._title, self._total_bytes = title, total_bytes
         self._lock = threading.Lock()
         self._console = Console(stderr=True)
@@ -79,7 +76,6 @@ class Meter:
         return f"{self.done_bytes / _GB / max(self.seconds, 1e-9):.2f} GB/s"
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes that are done."""
         with self._lock:
             self.done_bytes += num_bytes
             self._bar.update(self._task, completed=self.done_bytes, rate=self.rate)
@@ -94,23 +90,21 @@ _STAGING_PREFIX, _STAGING_SUFFIX = ".", ".partial"
 
 
 class Unit(NamedTuple):
-    """File to be written."""
-
     name: str
     size_bytes: int
     """Approximate size, for the progress bar."""
 
 
 class StoppedError(Exception):
-    """Another worker failed or the user stopped the program; the error never leaves this module."""
+    """Another worker failed or the user stopped the program; never leaves this module."""
 
 
 @contextlib.contextmanager
 def working_folder(out: Path, conversion: dict[str, Any]) -> Iterator[Path]:
     """Yields the folder to write into, which becomes `out` when the block ends well.
 
-    Files that an earlier call for the same conversion left are kept, and they stay where the block fails; but not where
-    it raises a DataError: then something that was read is damaged, and it may be what was written.
+    Files of an earlier call for the same conversion are kept, and stay if the block fails, unless it raises a
+    DataError: then something that was read is damaged, perhaps what was written.
 
     Raises:
         ConfigError: `out` exists.
@@ -153,7 +147,7 @@ def staging_folder(out: Path) -> Path:
 
 
 def staging_folders(parent: Path) -> list[Path]:
-    """Lists the working folders of conversions into folders of `parent`, left over or in use; links too."""
+    """Lists the working folders, and links to them, of conversions into folders of `parent`, left over or in use."""
     return sorted(parent.glob(f"{_STAGING_PREFIX}*{_STAGING_SUFFIX}"))
 
 
@@ -179,29 +173,17 @@ def _begin(folder: Path, conversion: dict[str, Any]) -> None:
 
 
 Tell: TypeAlias = Callable[[int], None]
-"""Function that is called with a number of bytes that were written."""
+"""Receives the number of bytes that were written."""
 Write: TypeAlias = Callable[[Unit, Path, Tell], Any]
-"""Function that writes a file to a path and returns facts about it, as JSON."""
+"""Writes a file to a path and returns facts about it, as JSON."""
 IsWhole: TypeAlias = Callable[[Unit, Path, Any], bool]
-"""Function that says whether a file, which is there, still is what was written, by its facts."""
+"""Says, by its facts, whether an existing file still is what was written."""
 
 
 def run_units(
     folder: Path, units: Sequence[Unit], write: Write, is_whole: IsWhole, num_workers: int, title: str
 ) -> dict[str, Any]:
-    """Writes every file that is not done yet or was damaged since, and returns file -> facts that `write` returned.
-
-    Args:
-        folder: Folder from `working_folder`.
-        units: All files.
-        write: Function that writes one file.
-        is_whole: Function that judges a file which an earlier call wrote.
-        num_workers: Number of threads, each with one file at a time.
-        title: Title of the progress bar.
-
-    Raises:
-        MachineError: The disk refuses, or has no room for what is left to write.
-    """
+    """Writes every file that is not done yet or was damaged since, and returns file -> facts that `write` returned."""
     _ask_for_room(folder, sum(unit.size_bytes for unit in units if not _record(folder, unit).exists()))
     stop = threading.Event()
 
@@ -244,12 +226,12 @@ def _ask_for_room(folder: Path, size_bytes: int) -> None:
 
 
 def _record(folder: Path, unit: Unit) -> Path:
-    """Returns the path of what is written about a file when it is done."""
+    """Returns the path of a finished file's facts."""
     return folder / _DONE / f"{unit.name}.json"
 
 
 def _recorded(folder: Path, unit: Unit, write: Write, is_whole: IsWhole, tell: Tell) -> Any:
-    """Writes one file and its facts; where it is done already and whole, only reads the facts."""
+    """Writes one file and its facts; if it is finished and whole, only reads the facts."""
     record, file = _record(folder, unit), folder / unit.name
     facts = _read(record) if file.is_file() else None
     if facts is not None and is_whole(unit, file, facts):
@@ -266,7 +248,7 @@ def _recorded(folder: Path, unit: Unit, write: Write, is_whole: IsWhole, tell: T
 
 
 def _read(record: Path) -> Any:
-    """Returns the facts of a file; None where there are none, or the record is damaged."""
+    """Returns the facts of a file; None without any, or if the record is damaged."""
     try:
         said = parsed_json(record.read_bytes())
         return said["facts"] if said["digest"] == _digest(said["facts"]) else None

@@ -1,4 +1,4 @@
-"""Check of a run as far as a login node can make it: without torch, and before anything waits in a queue."""
+"""Checks a run as far as a login node can: without torch, before anything waits in a queue."""
 
 from __future__ import annotations
 
@@ -15,16 +15,6 @@ from mtrain.hf.schema.registry import refuse_unexportable
 
 
 def checked_config(paths: Sequence[Path], overrides: Sequence[str], num_ranks: int) -> Config:
-    """Reads and checks the configuration of a run that is started elsewhere.
-
-    Args:
-        paths: Paths of the run's YAML files.
-        overrides: Texts that set single values, `section.key=value`.
-        num_ranks: Number of ranks that the run gets.
-
-    Raises:
-        ConfigError: The configuration is wrong, or does not run on `num_ranks` ranks.
-    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 reports them when it runs
         config = load_config(paths, overrides)
@@ -34,10 +24,6 @@ def checked_config(paths: Sequence[Path], overrides: Sequence[str], num_ranks: i
 
 
 def check_printable(option: str, text: str | None) -> None:
-    """Refuses a text that would break a line of a script.
-
-    Raises:
-        ConfigError: The text holds a control character.
-    """
+    """Refuses a text that would break a line of a script."""
     if text is not None and not text.isprintable():
         raise ConfigError(f"{option} holds {text!r}, a control character; remove it")

@@ -34,28 +34,25 @@ from mtrain.watch.place import node_folder
 from mtrain.watch.watchdog import ENDING, ORDERED
 
 MARK = "MTRAIN_LAUNCH"
-"""Environment variable by which a launch finds every process that comes from its ranks."""
+"""Environment variable that marks every process started by a launch's ranks."""
 
 _PORTS = (15000, 32768)
 _AFTER_WATCHDOG_S = 12.0
 _POLL_S = 0.05
 _LOG_LINES = 60
-"""Number of lines of a failing rank's log that are shown."""
+"""Lines of a failing rank's log that are shown."""
 _INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-"""Function looked up here, since a forked child must not wait for the loader's lock; None outside of Linux."""
+"""Looked up here, since a forked child must not wait for the loader's lock; None outside Linux."""
 
 
 def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str], certifies: bool = False) -> int:
     """Trains with `num_ranks` ranks on this machine and returns the exit code.
 
     Args:
-        num_ranks: Number of ranks.
-        paths: Files of the configuration.
-        overrides: Overrides of keys.
-        certifies: Whether `mtrain verify backend` runs first, where no certificate is of these layers and this machine.
-            Layers that fail there are not taken; where it cannot run, no rank starts.
+        certifies: Whether `mtrain verify backend` runs first if these layers have no certificate on this machine.
+            Layers that fail there are not used; if it cannot run, no rank starts.
 
     Raises:
         ConfigError: The configuration is wrong; no rank was started.
@@ -72,19 +69,14 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
             return checked.returncode if checked.returncode > 0 else 128 - checked.returncode
     command = [*program, "train", *given]
     folder = Path(config.run.dir)
-    # where there is a watchdog it reports first, as it knows more
+    # a watchdog reports first, as it knows more
     patience_s = _AFTER_WATCHDOG_S if config.watch.enabled else 0.0
     heartbeats = Heartbeats(folder / "heartbeats", config.train.process_group_timeout_s + patience_s)
     return run_ranks(command, num_ranks, folder / "logs", heartbeats=heartbeats)
 
 
 def launch_program(num_ranks: int, program: Path, arguments: Sequence[str]) -> int:
-    """Runs a program of the user's own, such as one with an `Engine`, on `num_ranks` ranks and returns the exit code.
-
-    Raises:
-        ConfigError: The file does not exist.
-        MachineError: The log folder cannot be written.
-    """
+    """Runs a user's program, such as one with an `Engine`, on `num_ranks` ranks and returns the exit code."""
     if not program.is_file():
         raise ConfigError(f"{program} is not there; name a Python program, or the YAML files of a run")
     with disk_faults("create a log folder"):
@@ -104,33 +96,25 @@ def run_ranks(
 ) -> int:
     """Runs `command` once for each rank, under torchrun's environment variables, and returns the exit code.
 
-    Rank 0 shares our output; the output of the others is appended to `log_dir`/rank_<r>.log. Stop signals are passed on
-    to every rank, even signals that came before the ranks existed; a second SIGINT kills them. Ranks start with these
-    signals blocked, so that none is lost before they can handle it, and have to unblock them. Once a rank has failed,
-    the others have `grace_s` seconds to end, then they are killed; the failing rank's error is shown once. Ranks that
-    are stopped (SIGSTOP) for `grace_s` seconds after a stop signal are killed, as are all when none of them gives a
-    sign of life.
+    Rank 0 shares our output; the others append to `log_dir`/rank_<r>.log. Stop signals are passed on to every rank,
+    even those from before the ranks existed; a second SIGINT kills them. Ranks start with these signals blocked and
+    must unblock them, so that none is lost before they can handle it. When a rank fails, the others have `grace_s`
+    seconds to end before they are killed; the failing rank's error is shown once. Ranks in SIGSTOP for `grace_s`
+    seconds after a stop signal are killed, as are all once none of them gives a sign of life.
 
     Args:
-        command: Command that every rank runs.
-        num_ranks: Number of ranks.
-        log_dir: Folder for the ranks' output.
-        grace_s: Seconds that ranks get to end after a failure or a stop signal.
         heartbeats: Signs of life of the ranks; None: they are not watched.
 
     Returns:
-        0; the exit code of the rank that failed first; 5 where a signal killed it or it was stopped; 130 after a second
+        0; the exit code of the rank that failed first; 5 if a signal killed it or it was stopped; 130 after a second
         SIGINT.
-
-    Raises:
-        MachineError: The log folder cannot be written.
     """
     mark = secrets.token_hex(8)
     try:
         with StopSignal() as stop, _started(command, num_ranks, log_dir, mark) as ranks:
             failure = RankWatch(ranks, stop, grace_s, heartbeats).wait()
             if failure is not None:
-                _await_watchdog(mark)  # before it is ended with all processes that came from the ranks
+                _await_watchdog(mark)  # before the watchdog is ended with all processes of the ranks
     except KeyboardInterrupt:
         return _INTERRUPTED
     if failure is None:
@@ -148,7 +132,7 @@ def run_ranks(
 
 @contextmanager
 def _started(command: Sequence[str], num_ranks: int, log_dir: Path, mark: str) -> Iterator[list[Rank]]:
-    """Starts the ranks; after the block no process that came from them is running."""
+    """Starts the ranks; after the block none of their processes is running."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -189,8 +173,7 @@ def _start(command: Sequence[str], environment: dict[str, str], number: int, log
 
 
 def _prepare(parent: int) -> None:
-    """Prepares the child before the command: the kernel kills it when the launcher ends, in whatever way that
-    happens."""
+    """Prepares the child before the command: the kernel kills it when the launcher ends, however that happens."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # kept across exec; StopSignal lets them through
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -199,7 +182,7 @@ def _prepare(parent: int) -> None:
 
 
 def _kill(ranks: Sequence[Rank], mark: str) -> None:
-    """Ends the ranks, their process groups, and every process that carries our mark in its environment."""
+    """Ends the ranks, their process groups, and every process that carries our mark."""
     with suppress(OSError):  # first: the watchdog must not report a rank that is ended here as lost
         (folder := node_folder({MARK: mark})).mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / ORDERED).touch()
@@ -229,7 +212,7 @@ def _seen(beat: Beat | None) -> str:
 
 
 def _show_log(rank: Rank) -> None:
-    """Shows the end of the rank's output, unless it was shown when it was printed."""
+    """Shows the end of the rank's output, unless it has been shown."""
     if rank.log is None:
         return
     with rank.log.open("rb") as log:
@@ -240,15 +223,14 @@ def _show_log(rank: Rank) -> None:
 
 
 def _await_watchdog(mark: str) -> None:
-    """Waits, for some seconds, while the watchdog is ending the job, until it has reported everything."""
+    """Waits a few seconds for a watchdog that is ending the job to finish its report."""
     folder, deadline = node_folder({MARK: mark}), time.monotonic() + _AFTER_WATCHDOG_S
     while (folder / ENDING).exists() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
 def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: str) -> FailureRecord | None:
-    """Returns the run folder's record of this launch's failure, after the launcher has added its own; None where there
-    is none."""
+    """Adds the launcher's record of this failure, and returns the run folder's first cause; None if there is none."""
     reported = last_failure(run_dir)
     beat = heartbeats.of(failure.rank)
     if not failure.is_of_its_own and beat is not None and beat.start:
@@ -271,8 +253,7 @@ def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: 
 
 
 def free_port() -> int:
-    """Finds a port that nothing listens on, below those that systems assign, so that it is not assigned in the
-    meantime."""
+    """Finds a free port below those that systems assign, so that it stays free."""
     for port in random.sample(range(*_PORTS), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

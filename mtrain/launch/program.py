@@ -9,7 +9,7 @@ from mtrain.base.signals import STOP_SIGNALS
 
 
 def run(program: str, arguments: list[str]) -> None:
-    """Runs a file as Python itself runs it: it is `__main__`, and can import modules in its folder."""
+    """Runs a file as Python does: it is `__main__`, and can import modules in its folder."""
     # the launcher starts ranks with these blocked, for the handlers of `mtrain train`; the program has none
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     sys.argv = [program, *arguments]

@@ -2,8 +2,8 @@
 
 `python -m mtrain.launch.torchrun` takes torchrun's own arguments. torchrun handles signals only once it starts its
 ranks, seconds after its own start, and a rank handles them a moment later still. So they are blocked before torch is
-imported, which the ranks inherit until their handlers stand (`StopSignal`), and let through to torchrun when it has
-started all of its ranks. torchrun then passes them on. Where it has none a while after a signal, it waits for other
+imported, which the ranks inherit until their handlers stand (`StopSignal`), and unblocked in torchrun once it has
+started all of its ranks, to which it passes them on. If it has no ranks a while after a signal, it is waiting for other
 nodes, which may never come: there is nothing to save, and it ends.
 """
 
@@ -28,27 +28,24 @@ from mtrain.launch.watch import exit_code_of
 from mtrain.runs.failure import REPORT_TO, last_failure, last_summary
 
 STOPPED = 75
-"""Exit code after a stop signal: all work is saved, and the run may be started again (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code after a stop signal: all work is saved, and the run may be restarted (EX_TEMPFAIL of sysexits.h)."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # communication is queued in the order in which it was issued
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1,SIGHUP",  # torchrun passes them on to its ranks,
     "PET_SHUTDOWN_TIMEOUT": "300",  # which get this many seconds to save
 }
-"""Environment variables that the ranks and torchrun need; given values are kept."""
+"""Environment variables for the ranks and torchrun; existing values are kept."""
 _POLL_S = 0.05
 _LONGEST_WAIT_S = 5.0
 """Seconds after a stop signal, and after torchrun has loaded, in which ranks may still begin."""
 
 
 def torchrun_arguments(nodes: int, ranks_per_node: int, node_rank: str, first_node: str, port: int) -> list[str]:
-    """Returns the arguments by which torchrun knows one node of several.
+    """Returns torchrun's arguments for one node of several.
 
     Args:
-        nodes: Number of nodes.
-        ranks_per_node: Number of ranks on each node.
         node_rank: Number of this node; text, since it may be a variable that is filled in later.
-        first_node: Host name or address of node 0.
         port: Port on the first node, which must be free there.
     """
     return [
@@ -61,7 +58,6 @@ def torchrun_arguments(nodes: int, ranks_per_node: int, node_rank: str, first_no
 
 
 def main() -> None:
-    """Runs torchrun in this process."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     folder = tempfile.mkdtemp(prefix="mtrain-torchrun-")
     waits = threading.Event()
@@ -114,8 +110,7 @@ def _without_a_meeting_place(fault: Exception) -> str:
 
 
 def _exit_code(file: Path) -> int | None:
-    """Shows the failure that the run folder reports; returns the exit code of its first cause, None where it reports
-    none."""
+    """Shows the failure in the run folder; returns the exit code of its first cause, None if there is none."""
     if not file.exists():
         return None
     run_dir = Path(file.read_text())
@@ -127,12 +122,8 @@ def _exit_code(file: Path) -> int | None:
 def _let_through(folder: str, waits: threading.Event) -> None:
     """Unblocks stop signals in this thread, so that they reach the process; Python's handler runs in the main thread.
 
-    Ends the process where a signal came, no rank has begun, and torchrun may wait for other nodes. On a busy machine it
-    may load for longer than any limit, and ranks of one node always begin.
-
-    Args:
-        folder: Folder of temporary files, deleted where this ends the process.
-        waits: Set once torchrun has loaded and meets other nodes.
+    Ends the process if a signal came, no rank has begun, and torchrun may be waiting for other nodes. On a busy machine
+    it may load for longer than any limit, and ranks of one node always begin.
     """
     limit_s = None
     while not _has_started_its_ranks(ranks := _ranks()):

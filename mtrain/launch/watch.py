@@ -1,4 +1,4 @@
-"""Watch over the ranks of a launch: which fails, which is stopped, and whether any still gives a sign of life."""
+"""Watches the ranks of a launch: which one fails or is stopped, and whether any still gives a sign of life."""
 
 from __future__ import annotations
 
@@ -19,32 +19,30 @@ from mtrain.base.signals import StopSignal
 
 _POLL_S = 0.02
 _LOOK_S = 0.5
-"""Seconds between two looks at anything that costs more than a poll: states of processes, files."""
+"""Seconds between two looks at process states and files, which cost more than a poll."""
 _LONGEST_GAP_S = 4 * _LOOK_S
-"""Longest time in seconds between two readings of a clock; in a longer gap the launcher itself stood still, and its
-ranks may have, too."""
+"""Longest time in seconds between two readings of a clock; in a longer gap the launcher itself stood still, and perhaps
+its ranks."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A running rank."""
-
     number: int
     process: subprocess.Popen[bytes]
     log: Path | None
-    """File of the rank's output; None where it shares ours."""
+    """File of the rank's output; None if it shares ours."""
     log_start_bytes: int
     """Size of the log before this launch."""
 
     @property
     def is_running(self) -> bool:
-        """Says whether the rank is running; after that, the return code of an ended rank is known."""
+        """Says whether the rank is running; afterwards the return code of an ended rank is known."""
         return self.process.poll() is None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why a launch ends."""
+    """Why a launch ends."""
 
     rank: Rank
     cause: str
@@ -57,26 +55,21 @@ class Failure:
 
 
 class Heartbeats:
-    """Signs of life of one launch's ranks: a heartbeat, or processor time where the disk takes no heartbeat."""
+    """Signs of life of one launch's ranks: a heartbeat, or processor time if the disk takes no heartbeat."""
 
     def __init__(self, folder: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            folder: Folder `heartbeats` of the run.
-            limit_s: Seconds without a sign of life after which a rank is lost.
-            clock: Function that gives the time in seconds.
-        """
+        """Silence of `limit_s` seconds loses a rank; `clock` returns seconds."""
         self._folder, self.limit_s, self._clock = folder, limit_s, AwakeClock(_LONGEST_GAP_S, clock)
         self._latest: dict[int, tuple[tuple[Beat | None, float], float]] = {}
-        """Rank -> its latest sign of life, and the time at which it was seen."""
+        """Rank -> its latest sign of life, and when it was seen."""
 
     def of(self, rank: Rank) -> Beat | None:
-        """Returns the latest beat; None where the rank has not written any, or an earlier start of the run has."""
+        """Returns the latest beat of this start; None if there is none."""
         beat = read_beat(self._folder, rank.number)
         return beat if beat is not None and beat.pid == rank.process.pid else None
 
     def is_lost(self, rank: Rank) -> bool:
-        """Says whether a running rank has been silent for too long; to be asked often."""
+        """Says whether a running rank has been silent for too long; call it often."""
         now, sign = self._clock(), (self.of(rank), _processor_seconds(rank))
         latest = self._latest.get(rank.number)
         if latest is None or latest[0] != sign:
@@ -86,17 +79,14 @@ class Heartbeats:
 
 
 class RankWatch:
-    """Watch over the ranks of one launch until they end."""
+    """Watches the ranks of one launch until they end."""
 
     def __init__(
         self, ranks: Sequence[Rank], stop: StopSignal, grace_s: float, heartbeats: Heartbeats | None = None
     ) -> None:
-        """
-        Args:
-            ranks: All ranks of the launch, started.
-            stop: Stop signals that this process receives.
-            grace_s: Seconds that ranks may take to end after one has failed, and stopped ones to answer a signal.
-            heartbeats: Signs of life of the ranks; None: they are not watched.
+        """Args:
+        grace_s: Seconds for ranks to end after one has failed, and for stopped ones to answer a signal.
+        heartbeats: Signs of life of the ranks; None: they are not watched.
         """
         self._ranks, self._stop, self._grace_s, self._heartbeats = ranks, stop, grace_s, heartbeats
         self._num_passed_on = 0
@@ -135,11 +125,10 @@ class RankWatch:
                 rank.process.send_signal(number)
 
     def _first_failed(self) -> Failure | None:
-        """Returns the first cause among ranks seen to have failed at once: a killed rank, then one with an exit code of
-        its own, not 1 or 5.
+        """Returns the first cause among ranks that failed at once: a killed rank, then one with an exit code other than
+        1 or 5.
 
-        A rank whose peer is gone fails too, with 1 or 5, or by SIGABRT under NCCL; such followers must not hide the
-        cause.
+        A rank whose peer is gone fails as well, with 1 or 5, or by SIGABRT under NCCL; these must not hide the cause.
         """
         failed = [rank for rank in self._ranks if rank.process.returncode not in (None, 0)]
         first = min(failed, key=_precedence, default=None)
@@ -154,7 +143,7 @@ class RankWatch:
         return Failure(first, cause, RankLostError.exit_code, False)
 
     def _lost(self) -> Failure | None:
-        """Returns the failure of a rank that will not end by itself; looked for only now and then."""
+        """Returns the failure of a rank that will not end by itself; checked only now and then."""
         now = self._clock()
         if now - self._looked_s < _LOOK_S:
             return None
@@ -186,13 +175,10 @@ def _precedence(rank: Rank) -> tuple[bool, bool, bool, int]:
 
 
 def exit_code_of(code: int) -> int:
-    """Returns the exit code of a launcher for a rank that has ended, as shells write it: 128 + number for a signal.
+    """Returns a launcher's exit code for a return code of subprocess, as shells write it: 128 + number for a signal.
 
-    SIGABRT gives 5. NCCL's own watchdog aborts a process whose peer is lost or does not answer, past all handlers of
-    Python, and what follows from a lost rank must not depend on the backend.
-
-    Args:
-        code: Return code as in subprocess: the exit code, or the negative number of the signal.
+    SIGABRT gives 5: NCCL's watchdog aborts a process whose peer is lost, past all handlers of Python, and what follows
+    from a lost rank must not depend on the backend.
     """
     if code == -signal.SIGABRT:
         return RankLostError.exit_code
@@ -200,7 +186,7 @@ def exit_code_of(code: int) -> int:
 
 
 def _is_stopped(rank: Rank) -> bool:
-    """Says whether the rank is stopped by SIGSTOP; a debugger is another state."""
+    """Says whether SIGSTOP has stopped the rank; a debugger's stop is another state."""
     with suppress(psutil.Error):
         return bool(psutil.Process(rank.process.pid).status() == psutil.STATUS_STOPPED)
     return False

@@ -1,4 +1,4 @@
-"""Account of a start of a run: how its time is spent."""
+"""How a start of a run spends its time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ _log = logging.getLogger(__name__)
 
 _NUM_SAVES = 8
 _NUM_STEPS = 1000
-"""Number of steps whose times are kept; the lost time of a save that takes longer to reach the disk is only
-estimated."""
+"""Steps whose times are kept; the lost time of a save that takes longer to reach the disk is only estimated."""
 
 
 class Phases(Protocol):
-    """Source of the time that each phase took."""
+    """Time that each phase took."""
 
     @property
     def phases_s(self) -> dict[str, float]:
@@ -32,18 +31,10 @@ class Phases(Protocol):
 
 
 class StartAccount:
-    """Account of this start (`mtrain.runs.starts`), which rank 0 keeps inside the `with` block.
-
-    At the end of the block it prints the run's goodput so far. Other ranks keep no account."""
+    """Account of this start (`mtrain.runs.starts`), which rank 0 keeps inside the `with` block and then prints as
+    goodput."""
 
     def __init__(self, folder: Path, number: int, rank: int, world_size: int) -> None:
-        """
-        Args:
-            folder: Folder `starts` of the run.
-            number: Number of this start.
-            rank: Rank of this process.
-            world_size: World size of this start.
-        """
         self._folder, self._number, self._is_writer = folder, number, rank == 0
         self._world_size, self._began_s = world_size, _began_s()
         self._phases: Phases | None = None
@@ -74,7 +65,6 @@ class StartAccount:
                 _log.info(line)
 
     def phases_of(self, phases: Phases) -> None:
-        """Sets the source of the times of phases; without it the account holds none."""
         self._phases = phases
 
     def before_each(self, action: Callable[[], None]) -> None:
@@ -82,24 +72,24 @@ class StartAccount:
         self._before_each = action
 
     def goes_on(self, step: int) -> None:
-        """Notes how many updates the run has when this start begins."""
+        """Sets the number of updates at the beginning of this start."""
         self._start_step = self._step = step
 
     def completed(self, step: int, seconds: float) -> None:
-        """Notes that one more update has completed, in `seconds`."""
+        """Counts one more update, which took `seconds`."""
         self._step, self._trained_s = step, self._trained_s + seconds
         self._at[step] = self._trained_s
         if len(self._at) > _NUM_STEPS:
             del self._at[next(iter(self._at))]
 
     def saved(self, step: int) -> None:
-        """Notes that a checkpoint of the step is on disk."""
+        """Records that the step's checkpoint is on disk."""
         trained_s = self._at.get(step, self._trained_s)
         self._saves = [*self._saves, (step, trained_s)][-_NUM_SAVES:]
         self._at = {later: at for later, at in self._at.items() if later > step}
 
     def gone_back(self, step: int) -> None:
-        """Notes that the run goes back to a checkpoint: later updates are lost and will be repeated."""
+        """Records that the run goes back to a checkpoint: later updates are lost and will be repeated."""
         begin = step if self._start_step is None else self._start_step
         # for the checkpoint that this start began with, or an earlier one, no time was spent in this start
         kept_s = dict(self._saves).get(step, 0.0)
@@ -112,11 +102,7 @@ class StartAccount:
         self._at.clear()
 
     def write(self) -> None:
-        """Writes the account; the heartbeat's thread calls it.
-
-        Raises:
-            OSError: The disk refuses.
-        """
+        """Writes the account from the heartbeat's thread; raises OSError if the disk refuses."""
         self._before_each()
         if not self._is_writer:
             return
@@ -144,6 +130,6 @@ class StartAccount:
 
 
 def _began_s() -> float:
-    """Returns the Unix time at which the program began; in a program of the user's own, the current time."""
+    """Returns the Unix time at which the program began; in a user's program, the current time."""
     own = pulse.current()
     return time.time() - (0.0 if own is None else time.monotonic() - own.state.opened_s)

@@ -1,4 +1,4 @@
-"""Continuing a run: which values it keeps from its earlier start, and which must not change."""
+"""Continues a run: which values it keeps from its earlier start, and which must not change."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 @dataclass(frozen=True)
 class Kept:
-    """Rule for a key that keeps the earlier start's value where this start does not set it."""
+    """A key that keeps the earlier start's value unless this start sets it."""
 
     before: Any
-    """Value that the program used before it had the key, for an earlier configuration that lacks it."""
+    """Value that the program used before it had the key."""
     applies: Callable[[Config], bool]
-    """Function that says whether the key has an effect, so that it is worth a line."""
+    """Says whether the key has an effect, so that it is worth a line."""
     was_meant: Callable[[Mapping[str, Any]], bool] = lambda earlier: True
-    """Function that says whether an earlier configuration that lacks the key, given flat, had that value's effect."""
+    """Says whether a flat earlier configuration without the key had that value's effect."""
 
 
 KEPT = {
@@ -46,31 +46,22 @@ KEPT = {
 }
 
 _SEEN_IN_FINGERPRINT = ("data.tokenizer",)
-"""Keys of files that may move: the fingerprint of the data, which a checkpoint holds, covers their content."""
+"""Files that may move: the fingerprint of the data, in the checkpoint, covers their content."""
 _TEMPLATE = "data.chat_template"
-"""Key whose file may move as well, where it names one."""
 TEACHER = "loss.teacher.checkpoint"
-"""Key of weights that may move: a checkpoint has their fingerprint."""
-REFERENCE = "loss.reference"
-"""Key of weights that may move: the run folder has their fingerprint, and the data's covers the scores by them."""
+"""Weights that may move: a checkpoint has their fingerprint."""
 _SOURCES = ("data.train", "data.curriculum")
-"""Keys of sources whose paths may change: the fingerprint identifies the sources."""
+"""Sources whose paths may change: the fingerprint identifies them."""
 _SOURCE_DEFAULTS = {
     name: field.default for name, field in SourceSection.model_fields.items() if not field.is_required()
 }
 
 _DECAY = "optimizer.decay_steps"
-"""Key that is compared by its effect: left out, it follows train.num_steps."""
+"""Compared by its effect: by default it follows train.num_steps."""
 
 
 def continued(config: Config, saved: str, folder: Path, newest_step: int) -> Config:
     """Returns the configuration with which a run continues from its checkpoints.
-
-    Args:
-        config: Configuration of this start.
-        saved: Resolved configuration of the earlier start, as YAML.
-        folder: Run folder, for messages.
-        newest_step: Number of updates completed in the newest checkpoint.
 
     Raises:
         RunFolderError: This start describes another run, without consent; the message names the keys and says how to go
@@ -85,11 +76,7 @@ def allowed_changes(config: Config, saved: str, folder: Path, step: int, teacher
     """Lists what a run changes from a step on, with the consent of checkpoint.allow_changed; neutral keys are left out.
 
     Args:
-        config: Configuration as `continued` returns it.
-        saved: Resolved configuration that a checkpoint was saved with, as YAML.
-        folder: Run folder, for messages.
-        step: Number of updates completed in the checkpoint.
-        teacher_is_known: Whether the checkpoint has the fingerprint of the teacher, so that its path says nothing.
+        teacher_is_known: Whether the checkpoint has the teacher's fingerprint, so that its path does not matter.
 
     Raises:
         RunFolderError: A change makes this another run, and checkpoint.allow_changed does not permit it.
@@ -135,7 +122,7 @@ def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
 
 
 def _section_at(config: Section, place: Sequence[str]) -> Section | None:
-    """Returns the section at a place; None where it, or one above it, is absent."""
+    """Returns the section at a place; None if it, or one above it, is absent."""
     found: Section | None = config
     for name in place:
         found = getattr(found, name, None)
@@ -149,8 +136,7 @@ def _replaced(section: AnySection, place: Sequence[str], value: Any) -> AnySecti
 
 
 def _is_other_run(change: Change, teacher_is_known: bool) -> bool:
-    """Says whether a run with this change is another run; a key that an older version lacked may have its old
-    meaning."""
+    """Says whether this change makes another run; a key that an older version lacked may have its old meaning."""
     if change.is_neutral or change.key in _SEEN_IN_FINGERPRINT or _is_only_elsewhere(change):
         return False
     may_move = change.key == REFERENCE or (change.key == TEACHER and teacher_is_known)
@@ -161,8 +147,7 @@ def _is_other_run(change: Change, teacher_is_known: bool) -> bool:
 
 
 def _is_only_elsewhere(change: Change) -> bool:
-    """Says whether only the paths of the sources differ, or of the template; the data's fingerprint shows whether the
-    samples are the same."""
+    """Says whether only paths of sources or of the template differ; the data's fingerprint covers their content."""
     if change.old is None or change.new is None:
         return False
     if change.key == _TEMPLATE:
@@ -174,8 +159,7 @@ def _is_only_elsewhere(change: Change) -> bool:
 
 
 def _without_paths(sources: Any) -> Any:
-    """Returns a list of sources, or of blends of them, without paths; keys that an older version lacked get their
-    default."""
+    """Returns sources, or blends of them, without paths; keys that an older version lacked get their default."""
     if not isinstance(sources, list):
         return sources
     return [_without_path(each) if isinstance(each, dict) else each for each in sources]
@@ -188,15 +172,14 @@ def _without_path(each: dict[str, Any]) -> dict[str, Any]:
 
 
 def _default(key: str) -> Any:
-    """Returns the default of a dotted key, in any kind of its section; PydanticUndefined where there is none."""
+    """Returns the default of a dotted key, in any kind of its section; PydanticUndefined without one."""
     *place, name = key.split(".")
     fields = [section.model_fields[name] for section in sections_at(tuple(place)) if name in section.model_fields]
     return fields[0].get_default(call_default_factory=True) if fields else PydanticUndefined
 
 
 def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder: Path, newest_step: int) -> None:
-    """Refuses other learning rates; the two configurations may differ in train.num_steps and optimizer.decay_steps
-    only."""
+    """Refuses other learning rates; the configurations may differ only in train.num_steps and optimizer.decay_steps."""
     optimizer, num_steps = config.optimizer, config.train.num_steps
     if optimizer.decay == "none":
         return
@@ -221,7 +204,7 @@ def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder:
 
 
 def _changes_of_decay(config: Config, earlier: Mapping[str, Any], folder: Path) -> list[Change]:
-    """Lists the changes of a decay that was changed with consent: by itself, or through train.num_steps."""
+    """Lists the consented changes of a decay: by itself, or through train.num_steps."""
     old, old_num_steps = _earlier_schedule(config.optimizer, earlier, folder)
     num_steps = config.train.num_steps
     numbers = {

@@ -19,35 +19,31 @@ Fact = int | float | str | bool | None
 
 
 class EventKind(StrEnum):
-    """Kind of an event."""
-
     START = "start"
     """Rank 0 has taken the run folder; facts: num_steps, world_size, layout, device, name, job."""
     RESUME = "resume"
     """The model is built, and training continues after `step`; fact `reached`: the last step that earlier starts
-    recorded, so that steps between the two are repeated."""
+    recorded, so steps in between are repeated."""
     SAVE = "save"
     """A checkpoint is on disk; fact `seconds`."""
     ALARM = "alarm"
-    """Something that people should see, while the run goes on."""
+    """Something that people should see; the run goes on."""
     ROLLBACK = "rollback"
     """The run went back to the checkpoint of `step`."""
     STOP = "stop"
-    """The run ended early and wants to be started again."""
+    """The run ended early and wants to be restarted."""
     FAILURE = "failure"
-    """The run ended by an error, which `text` describes; fact `exit_code`."""
+    """The run ended by the error in `text`; fact `exit_code`."""
     FINISH = "finish"
     """All steps are done."""
 
 
 ENDS = frozenset({EventKind.STOP, EventKind.FAILURE, EventKind.FINISH})
-"""Kinds that end a start: nothing follows until the next start."""
+"""Kinds that end a start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """One event, which is one line of the file."""
-
     kind: EventKind
     step: int
     """Optimizer updates completed."""
@@ -61,14 +57,9 @@ class RunEvent:
 
 
 class EventLog:
-    """Writer of the events of one rank."""
+    """Writes the events of one rank."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
-        """
-        Args:
-            path: File events.jsonl in the run folder; the folder must exist.
-            rank: Rank of this process.
-        """
         self._path, self._rank = path, rank
 
     def write(self, kind: EventKind, step: int, text: str = "", facts: Mapping[str, Fact] | None = None) -> None:
@@ -86,8 +77,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """Reads all events, sorted by time; empty where there is no file. Lines that are no events of this program are
-    skipped."""
+    """Reads all events, sorted by time; empty without a file. Lines that are not events of this program are skipped."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Failures of a start: a record for each rank that failed, and a summary of the first cause.
 
 Every rank that fails writes a record into the run folder; the watchdog and the launcher do so for a rank that cannot.
-Each of them chooses the first cause among the records so far and writes it as the start's summary. A failure that
-follows from another rank's failure is never the first cause while there is another record.
+Each of them writes the first cause among the records so far as the start's summary. A failure that follows from another
+rank's is the first cause only if there is no other record.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mtrain.base.files import write_atomically
 
 _MEMORY_WORDS = ("OutOfMemoryError", "MemoryError")
 REPORT_TO = "MTRAIN_REPORT_TO"
-"""Environment variable: name of a file in which a launcher wants the run folder's path, once there is a failure."""
+"""Names a file in which a launcher wants the run folder's path, once there is a failure."""
 _KEPT_STARTS = 20
 _NUM_FRAMES = 3
 _SUMMARY = "mtrain_summary"
@@ -69,7 +69,7 @@ _ADVICE = {
 }
 
 GONE = "gone"
-"""Value of `FailureRecord.error` for a rank that ended without saying why, as the watchdog sees it."""
+"""`FailureRecord.error` of a rank that ended without saying why, as the watchdog sees it."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class FailureRecord:
     rank: int
     kind: FailureClass
     error: str
-    """Class of the exception, name of the signal, or the state in which the watchdog found the rank."""
+    """Class of the exception, name of the signal, or the rank's state as the watchdog saw it."""
     message: str
-    """Message, as it follows "error: "."""
+    """Text after "error: "."""
     exit_code: int
     """Exit code of the run, if this is its first cause."""
     reported_by: str
@@ -89,14 +89,14 @@ class FailureRecord:
     time_s: float
     """Unix time."""
     place: str | None = None
-    """Phase and step in which the rank was; None where they are unknown."""
+    """Phase and step of the rank, if known."""
     start: int = 0
     """Number of the run's start."""
     launch: str | None = None
-    """Launch of the local launcher that the failure belongs to; None without that launcher."""
+    """Launch of the local launcher, if there was one."""
     host: str = ""
     stack: tuple[str, ...] = ()
-    """Frames of the program where the rank was, innermost call first."""
+    """Frames of the program, innermost call first."""
     files: tuple[str, ...] = ()
     """Files with more details."""
 
@@ -108,14 +108,7 @@ class FailureRecord:
 
 @contextlib.contextmanager
 def recording(run_dir: Path, rank: int, start: int, place: Callable[[], str]) -> Iterator[None]:
-    """Records an exception that ends the block; `reported_summary` then returns its summary.
-
-    Args:
-        run_dir: Run folder, which this start holds.
-        rank: Rank of this process.
-        start: Number of this start.
-        place: Function that returns what the rank is doing now.
-    """
+    """Records an exception that ends the block; `reported_summary` then returns its summary."""
     try:
         yield
     except Exception as error:
@@ -128,7 +121,7 @@ def recording(run_dir: Path, rank: int, start: int, place: Callable[[], str]) ->
 
 
 def reported_summary(error: BaseException) -> str | None:
-    """Returns the summary of this process's failure that is in the run folder; None without one."""
+    """Returns the summary of this process's failure in the run folder; None without one."""
     found: str | None = vars(error).get(_SUMMARY)
     return found
 
@@ -142,7 +135,6 @@ def _frames(error: BaseException) -> list[str]:
 
 
 def class_of(error: BaseException) -> FailureClass:
-    """Classifies an exception that ends a rank."""
     match error:
         case ConfigError():
             return FailureClass.USER_INPUT
@@ -189,9 +181,9 @@ def failure_of(
 
 
 def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord:
-    """Returns the failure that the others follow from: the earliest that is no consequence of another rank's end.
+    """Returns the failure that the others follow from: the earliest that is not a consequence of another.
 
-    For a rank that died silently, the launcher's record is preferred: it knows the signal, while a watchdog may be
+    For a rank that died silently, the launcher's record is preferred: it knows the signal, and a watchdog may be
     earlier without it. A rank that hung and was killed for it keeps the watchdog's record, since the kill was not the
     cause.
     """
@@ -216,15 +208,10 @@ def summary(failure: FailureRecord, run_dir: Path, num_failed: int = 1) -> str:
 
 
 def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -> FailureRecord:
-    """Writes a record, and the summary of the first cause so far, which it returns.
+    """Writes a record and the summary of the first cause so far, which it returns; raises OSError if the disk refuses.
 
     Args:
-        run_dir: Path of the run folder.
-        failure: Failure to record.
         again: Whether to replace an earlier record of the same reporter, since more is known now.
-
-    Raises:
-        OSError: The disk refuses.
     """
     folder = records_folder(run_dir, failure.start)
     folder.mkdir(parents=True, exist_ok=True)
@@ -244,7 +231,6 @@ def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -
 
 
 def recorded(run_dir: Path, start: int) -> list[FailureRecord]:
-    """Reads all records of a start."""
     found = []
     with contextlib.suppress(OSError):
         for path in sorted(records_folder(run_dir, start).glob("*.json")):
@@ -254,7 +240,7 @@ def recorded(run_dir: Path, start: int) -> list[FailureRecord]:
 
 
 def last_failure(run_dir: Path) -> FailureRecord | None:
-    """Reads the first cause of the latest start's failure; None where it has not failed, or not yet."""
+    """Reads the first cause of the latest start's failure; None if it has not failed."""
     try:
         return _read(run_dir / "failure.json")
     except (OSError, ValueError, TypeError):
@@ -262,18 +248,14 @@ def last_failure(run_dir: Path) -> FailureRecord | None:
 
 
 def last_summary(run_dir: Path) -> str:
-    """Reads the summary of the latest failure for people; empty where there is none."""
+    """Reads the summary of the latest failure for people; empty without one."""
     with contextlib.suppress(OSError):
         return (run_dir / "failure.txt").read_text(encoding="utf-8")
     return ""
 
 
 def clear_summary(run_dir: Path) -> None:
-    """Removes the summary when a new start begins; the records of the latest starts stay.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Removes the summary when a new start begins; the records stay. Raises OSError if the disk refuses."""
     for name in ("failure.json", "failure.txt"):
         (run_dir / name).unlink(missing_ok=True)
     for old in sorted((run_dir / "failures").glob("start_*"))[:-_KEPT_STARTS]:
@@ -283,7 +265,7 @@ def clear_summary(run_dir: Path) -> None:
 
 
 def records_folder(run_dir: Path, start: int) -> Path:
-    """Returns the folder of one start's records; stacks are written there, too."""
+    """Returns the folder of a start's records and stacks."""
     return run_dir / "failures" / f"start_{start:05d}"
 
 

@@ -1,4 +1,4 @@
-"""Run folder: all files of a run, and the lock that keeps a second run out of it."""
+"""Run folder: all files of a run, and the lock that keeps a second run out."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mtrain.runs.lock import Patience, RunLock, locked
 from mtrain.runs.starts import new_number
 
 _MAX_BYTES = 2**20
-"""Largest size of config.yaml and environment.json; the YAML reader has the same limit."""
+"""Largest config.yaml and environment.json; the YAML reader has the same limit."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Places of a run's files; every rank may have one of these, but one rank writes."""
+    """Paths of a run's files; every rank may have one, but one rank writes."""
 
     path: Path
 
@@ -32,12 +32,12 @@ class RunFolder:
 
     @property
     def environment(self) -> Path:
-        """Facts about the latest start: versions, device, layout; it names no machine and no person."""
+        """Facts about the latest start: versions, device, layout; no names of machines or people."""
         return self.path / "environment.json"
 
     @property
     def metrics(self) -> Path:
-        """Metrics as one JSON object per line, one line per step."""
+        """One JSON object per line and step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -52,7 +52,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder with one subfolder per saved step."""
+        """One subfolder per saved step."""
         return self.path / "checkpoints"
 
     @property
@@ -62,42 +62,42 @@ class RunFolder:
 
     @property
     def references(self) -> Path:
-        """Scores of the reference model, where a loss compares with one."""
+        """Scores of the reference model, if a loss compares with one."""
         return self.path / "references"
 
     @property
     def exports(self) -> Path:
-        """Folder with one Hugging Face folder per exported step."""
+        """One Hugging Face folder per exported step."""
         return self.path / "exports"
 
     @property
     def logs(self) -> Path:
-        """Folder with the text output of the ranks."""
+        """Text output of the ranks."""
         return self.path / "logs"
 
     @property
     def ledger(self) -> Path:
-        """Folder with the samples trained in each step, one file per data-parallel rank."""
+        """Samples trained in each step, one file per data-parallel rank."""
         return self.path / "ledger"
 
     @property
     def heartbeats(self) -> Path:
-        """Folder with the state of each rank, one file per rank."""
+        """State of each rank, one file per rank."""
         return self.path / "heartbeats"
 
     @property
     def starts(self) -> Path:
-        """Folder with one file per start (`mtrain.runs.starts`)."""
+        """One file per start (`mtrain.runs.starts`)."""
         return self.path / "starts"
 
     @property
     def profile(self) -> Path:
-        """Folder with traces and tables of profiled steps."""
+        """Traces and tables of profiled steps."""
         return self.path / "profile"
 
     @property
     def tensorboard(self) -> Path:
-        """Folder with event files for TensorBoard."""
+        """Event files for TensorBoard."""
         return self.path / "tensorboard"
 
     @property
@@ -106,36 +106,26 @@ class RunFolder:
 
     @property
     def requeue_marker(self) -> Path:
-        """Present when the run stopped early on a signal and wants to be started again."""
+        """Present when the run stopped early on a signal and wants to be restarted."""
         return self.path / "REQUEUE"
 
     @property
     def save_time(self) -> Path:
-        """Seconds until the latest save was on disk, as text; job scripts read it to choose the time of Slurm's
-        signal."""
+        """Seconds until the latest save was on disk, as text; job scripts choose the time of Slurm's signal by it."""
         return self.path / "save_seconds"
 
     @property
     def lock_file(self) -> Path:
-        """File that is locked by the run that works here; its text names that run, or the last one."""
+        """Locked by the run that works here; its text names that run, or the last one."""
         return self.path / ".lock"
 
     def create(self) -> None:
-        """Creates the folders.
-
-        Raises:
-            MachineError: The folders cannot be created.
-        """
         with disk_faults(f"write the run folder {self.path}"):
             for folder in self._written_to:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def probe(self) -> None:
-        """Checks that the folders can be written; call it after leftovers, which may have filled the disk, are gone.
-
-        Raises:
-            MachineError: A folder cannot be written, or the disk is full.
-        """
+        """Checks that the folders can be written, after leftovers that may have filled the disk are gone."""
         with disk_faults(f"write the run folder {self.path}"):
             for folder in self._written_to:
                 probe = folder / f".probe-{secrets.token_hex(4)}"
@@ -145,22 +135,17 @@ class RunFolder:
                     probe.unlink(missing_ok=True)
 
     def write_config(self, text: str) -> None:
-        """Writes the resolved configuration, whole or not at all."""
         with disk_faults(f"write {self.config}"):
             write_atomically(self.config, text)
 
     @property
     def chat_templates(self) -> Path:
-        """Folder with the chat templates that conversations were written by, under their names in a tokenizer's
-        folder."""
+        """Chat templates of the conversations, under their names in a tokenizer's folder."""
         return self.path / "chat_templates"
 
     def write_chat_templates(self, files: Mapping[str, str]) -> None:
-        """Keeps the chat templates of this start: exports contain them, wherever they came from.
-
-        Args:
-            files: Path inside the folder -> text.
-        """
+        """Saves this start's chat templates, path in the folder -> text; exports contain them, wherever they came
+        from."""
         with disk_faults(f"write {self.chat_templates}"):
             if self.chat_templates.exists():
                 remove(self.chat_templates)
@@ -169,11 +154,7 @@ class RunFolder:
                 write_atomically(self.chat_templates / name, text)
 
     def saved_chat_templates(self) -> dict[str, str]:
-        """Reads the chat templates of the latest start: path inside the folder -> text; empty where there were none.
-
-        Raises:
-            MachineError: A file cannot be read.
-        """
+        """Reads the latest start's chat templates: path in the folder -> text; empty without any."""
         with disk_faults(f"read {self.chat_templates}"):
             files = sorted(path for path in self.chat_templates.rglob("*") if path.is_file())
             return {
@@ -181,12 +162,7 @@ class RunFolder:
             }
 
     def saved_config(self) -> str | None:
-        """Reads the configuration of an earlier start, as YAML of sections; None where there was none.
-
-        Raises:
-            DataError: The file is damaged.
-            MachineError: The file cannot be read.
-        """
+        """Reads the configuration of an earlier start, as YAML of sections; None without one."""
         from mtrain.base.yaml_text import read_yaml  # only here, as it takes longer to load than all the rest
 
         data = _content(self.config)
@@ -201,17 +177,11 @@ class RunFolder:
         return text
 
     def write_environment(self, environment: Mapping[str, str]) -> None:
-        """Writes what this start runs on, whole or not at all."""
         with disk_faults(f"write {self.environment}"):
             write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
 
     def saved_environment(self) -> dict[str, str] | None:
-        """Reads what the latest start ran on; None where it left no file.
-
-        Raises:
-            DataError: The file is damaged.
-            MachineError: The file cannot be read.
-        """
+        """Reads what the latest start ran on; None if it left no file."""
         data = _content(self.environment)
         if data is None:
             return None
@@ -226,17 +196,16 @@ class RunFolder:
             write_atomically(self.requeue_marker, reason + "\n")
 
     def clear_requeue(self) -> None:
-        """Removes the marker, if there is one."""
         with disk_faults(f"remove {self.requeue_marker}"):
             self.requeue_marker.unlink(missing_ok=True)
 
     def note_save(self, seconds: float) -> None:
-        """Notes how long a save took; if the disk refuses, only the note is lost, since the checkpoint is there."""
+        """Records how long a save took; if the disk refuses, only this note is lost."""
         with suppress(OSError):
             write_atomically(self.save_time, f"{seconds:.1f}\n")
 
     def save_seconds(self) -> float | None:
-        """Reads how long the latest save took; None where none has noted it."""
+        """Reads how long the latest save took; None if unknown."""
         try:
             return float(self.save_time.read_text())
         except (OSError, ValueError):
@@ -262,12 +231,7 @@ class RunFolder:
 
 
 def _content(path: Path) -> bytes | None:
-    """Reads a small file; None where there is none.
-
-    Raises:
-        DataError: Something else than a plain file is there.
-        MachineError: The file cannot be read.
-    """
+    """Reads a small file; None if it does not exist."""
     with disk_faults(f"read {path}"):
         try:
             return read_plain_file(path, _MAX_BYTES)

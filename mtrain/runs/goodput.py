@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's time that went into steps which it kept, over all of its starts.
+"""Goodput: the share of a run's time in steps that it kept, over all of its starts.
 
 Pure arithmetic on `starts/` of the run folder (`mtrain.runs.starts`); no torch.
 """
@@ -16,7 +16,7 @@ from mtrain.runs.starts import RunStart, read_starts
 
 @dataclass(frozen=True)
 class Goodput:
-    """Use of a run's time, in seconds of wall clock; steps are optimizer updates."""
+    """Use of a run's wall time, in seconds; steps are optimizer updates."""
 
     effective_s: float
     """Time in steps that the run still has."""
@@ -32,25 +32,24 @@ class Goodput:
     export_s: float
     """Time of the export after the last step."""
     lost_s: float
-    """Time in steps that were trained and then lost, as no checkpoint had them."""
+    """Time in steps that were lost, as no checkpoint had them."""
     other_s: float
     """Remaining time: records, polls, and the time of a killed start after its last account."""
     lost_steps: int
-    """Number of updates that were trained again after a restart or a rollback."""
+    """Updates that were repeated after a restart or a rollback."""
     num_starts: int
 
     @property
     def restarts(self) -> int:
-        """Number of starts after the first."""
+        """Starts after the first."""
         return self.num_starts - 1
 
     @property
     def fraction(self) -> float:
-        """Share of the time in kept steps, effective_s / wall_s, between 0 and 1."""
+        """Returns effective_s / wall_s."""
         return self.effective_s / self.wall_s if self.wall_s > 0 else 0.0
 
     def lines(self) -> list[str]:
-        """Formats the goodput for people."""
         parts = {
             "start-up": self.start_up_s,
             "saving": self.saving_s,
@@ -69,11 +68,7 @@ class Goodput:
 
 
 def goodput_of(starts: Sequence[RunStart]) -> Goodput | None:
-    """Computes the goodput over the starts of one run; None where there is none.
-
-    Args:
-        starts: Starts in their order, as `read_starts` returns them.
-    """
+    """Computes the goodput over the starts of one run; None without any."""
     if not starts:
         return None
     lost_steps, lost_s = _lost(starts)
@@ -102,12 +97,12 @@ def goodput_of(starts: Sequence[RunStart]) -> Goodput | None:
 
 
 def goodput_of_run(run_dir: Path) -> Goodput | None:
-    """Computes the goodput of a run folder; None where no start has written there."""
+    """Computes the goodput of a run folder; None without any start."""
     return goodput_of(read_starts(run_dir / "starts"))
 
 
 def _lost(starts: Sequence[RunStart]) -> tuple[int, float]:
-    """Counts the steps that a later start trained again, and the seconds in them."""
+    """Counts the steps that a later start repeated, and their seconds."""
     steps, seconds = 0, 0.0
     for number, start in enumerate(starts):
         begin = start.start_step
@@ -126,7 +121,7 @@ def _lost(starts: Sequence[RunStart]) -> tuple[int, float]:
 
 
 def _trained_until(start: RunStart, begin: int, step: int) -> float:
-    """Returns a start's seconds in its steps up to `step`: as noted at that save, else in proportion."""
+    """Returns a start's seconds in its steps up to `step`: as recorded at that save, else in proportion."""
     noted = dict(start.saves)
     return noted.get(step, start.trained_s * (step - begin) / (start.step - begin))
 

@@ -1,7 +1,7 @@
 """Mutual exclusion of runs in a run folder: a lock on a file, and a name in it.
 
-Where the file system has no locks (ENOLCK, ENOSYS, EOPNOTSUPP: some NFS and Lustre mounts) the name has to suffice. The
-run marks the file every few seconds, and a start that finds another name watches for a while whether the file is still
+On file systems without locks (ENOLCK, ENOSYS, EOPNOTSUPP: some NFS and Lustre mounts) the name has to suffice. The run
+marks the file every few seconds, and a start that finds another name watches for a while whether the file is still
 marked. If two starts miss each other nevertheless, the later name overwrites the earlier one; the run whose name is
 gone stops before it publishes anything. Of two starts that both believe they hold the folder, the higher number wins.
 """
@@ -34,35 +34,34 @@ _CHECK_S = 1.0
 
 
 class Patience(NamedTuple):
-    """Times that matter where there are no locks."""
+    """Times, in seconds, that matter without locks."""
 
     beat_s: float = 5.0
     """Time between two marks."""
     watch_s: float = 20.0
     """Time without a mark after which a run counts as dead."""
     settle_s: float = 1.0
-    """Time in which the names of simultaneous starts become visible."""
+    """Time until the names of simultaneous starts become visible."""
 
 
 @dataclass(frozen=True)
 class RunLock:
-    """Proof that this process is the folder's one run."""
+    """Proof that this process is the folder's only run."""
 
     file: Path
     owner: str
-    """Text that this process wrote into the lock file; no two runs share one."""
+    """Text that this process wrote into the lock file, unique to the run."""
     number: int = 0
-    """Number of this start of the run; of two starts that hold the folder, the higher one wins."""
+    """Number of this start; of two starts that hold the folder, the higher one wins."""
     checked: list[float] = field(default_factory=lambda: [time.monotonic()], compare=False)
     """Monotonic time, as the only element, at which the name was last seen in the file."""
 
     def check(self) -> None:
         """Checks that the folder still belongs to this run; call it before anything is published.
 
-        Where nodes do not see each other's locks (some network file systems), or where the file system has given the
-        lock of an unreachable node to another one, a run that was started elsewhere in the meantime has put its own
-        name into the lock file; the older run stops here. The file is opened anew, so that a network file system asks
-        its server.
+        If nodes do not see each other's locks, or the file system has given the lock of an unreachable node to another
+        one, a run that was started elsewhere has put its name into the lock file, and the older run stops here. The
+        file is reopened, so that a network file system asks its server.
 
         Raises:
             RunFolderError: The folder belongs to another run now.
@@ -84,7 +83,7 @@ class RunLock:
     def check_now_and_then(self) -> None:
         """Does the same check if the last one was more than a second ago; for files that are written at every step.
 
-        A process that was suspended, long enough to lose the folder, checks before its next write. A disk that does not
+        A process that was suspended long enough to lose the folder checks before its next write. A disk that does not
         answer says nothing about the folder: the next write checks again.
         """
         if time.monotonic() - self.checked[0] > _CHECK_S:
@@ -100,12 +99,10 @@ def locked(
 ) -> Iterator[RunLock]:
     """Keeps other runs out inside the `with` block; the file's folder must exist.
 
-    The lock belongs to this process and ends with it, however it dies; forked children do not hold it.
+    The lock ends with this process, however it dies; forked children do not hold it.
 
     Args:
-        file: Path of the lock file.
-        patience: Times to use where the file system has no locks.
-        numbered: Function that is called once nobody else works here; returns the number of this start.
+        numbered: Called once nobody else works here; returns the number of this start.
 
     Raises:
         RunFolderError: Another process works here; the message names it.
@@ -138,10 +135,7 @@ def locked(
 
 
 def refuse_if_held(file: Path) -> None:
-    """Checks whether a run works in a folder, without a change to it; finds nothing where there are no locks.
-
-    Args:
-        file: Path of the lock file.
+    """Refuses a folder in which a run works, without changing it; finds nothing without locks.
 
     Raises:
         RunFolderError: Another process works here; the message names it.
@@ -161,7 +155,7 @@ def refuse_if_held(file: Path) -> None:
 
 
 def _sign(descriptor: int, owner: str) -> None:
-    """Writes the name over the one before it; a full disk allows that."""
+    """Overwrites the name, which even a full disk allows."""
     os.pwrite(descriptor, owner.encode(), 0)
     os.ftruncate(descriptor, len(owner.encode()))
     os.fsync(descriptor)
@@ -175,11 +169,7 @@ def _warn(file: Path, patience: Patience) -> None:
 
 
 def _watch(file: Path, patience: Patience) -> None:
-    """Returns once nobody has marked the file for long enough, or its last run has removed its name.
-
-    Raises:
-        RunFolderError: A run marks the file.
-    """
+    """Returns once nobody has marked the file for long enough, or its last run has removed its name."""
     first = _mark(file)
     if not first.owner.strip():
         return
@@ -206,11 +196,7 @@ def _mark(file: Path) -> _Mark:
 
 @contextmanager
 def _marked(lock: RunLock, patience: Patience) -> Iterator[None]:
-    """Marks the file as long as it holds our name; removes the name at the end.
-
-    Raises:
-        RunFolderError: Another start has overwritten our name at once.
-    """
+    """Marks the file while it holds our name; removes the name at the end."""
     done = threading.Event()
 
     def beat() -> None:
@@ -249,15 +235,14 @@ def _in_use(file: Path, owner: str) -> RunFolderError:
 
 
 def _this_process(number: int) -> str:
-    """Returns a text for people with process, host, job and the number of the start, and a token that makes it
-    unique."""
+    """Returns a text for people with process, host, job and start number, and a token that makes it unique."""
     job = os.environ.get("SLURM_JOB_ID")
     where = f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else "")
     return f"{where}{f' (start {number})' if number else ''} [{secrets.token_hex(8)}]\n"
 
 
 def _number_in(owner: str) -> int:
-    """Returns the number of a start from its name; 0 where it has none, as in older versions."""
+    """Returns the number of a start from its name; 0 in names of older versions."""
     found = re.search(r" \(start (\d+)\) \[\w+\]$", owner.strip())
     return int(found[1]) if found else 0
 

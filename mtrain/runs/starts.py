@@ -1,7 +1,7 @@
 """Starts of a run: each has an increasing number, and a small file with its account.
 
-The number distinguishes an older start from a newer one where locks do not (`mtrain.runs.lock`). The file is the source
-of the run's goodput (`mtrain.runs.goodput`).
+The number tells an older start from a newer one without locks (`mtrain.runs.lock`). The file is the source of the run's
+goodput (`mtrain.runs.goodput`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 from mtrain.base.files import disk_faults
 
 _NUM_BYTES = 4096
-"""Size of every file from the first write on, so that a later one needs no more room on the disk."""
+"""Size of every file from the first write on, so that a later one needs no more disk space."""
 _NAME = re.compile(r"(\d{5,})\.json")
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Account of one start of a run, as rank 0 last wrote it."""
+    """Account of a start, as rank 0 last wrote it."""
 
     number: int
-    """Number of the start, from 1."""
+    """Counted from 1."""
     began_s: float
     """Unix time at which rank 0's process began."""
     written_s: float
@@ -36,22 +36,21 @@ class RunStart:
     """Number of the Slurm job and its restart; None without Slurm."""
     world_size: int
     start_step: int | None = None
-    """Number of updates that the run had when it resumed, or the fewest that it went back to; None before that is
-    known."""
+    """Updates at the beginning, or the fewest that it went back to; None before that is known."""
     step: int = 0
-    """Number of updates completed."""
+    """Updates completed."""
     trained_s: float = 0.0
-    """Seconds spent in the steps that this start completed."""
+    """Seconds in the completed steps of this start."""
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds in each phase (`mtrain.base.heartbeat.Phase`), including the current one."""
     saves: tuple[tuple[int, float], ...] = ()
     """Step of each of the last saves, and `trained_s` when that step was completed."""
     lost_steps: int = 0
-    """Number of updates that were completed and then rolled back in this start."""
+    """Updates of this start that were rolled back."""
     lost_s: float = 0.0
     """Seconds in the lost updates; not in `trained_s`."""
     ended: str | None = None
-    """Way it ended: `done`, or an error's class; None where nobody wrote it: it runs, or was killed."""
+    """How it ended: `done`, or an error's class; None if it runs or was killed."""
 
     @property
     def start_up_s(self) -> float:
@@ -60,22 +59,17 @@ class RunStart:
 
     @property
     def step_s(self) -> float | None:
-        """Returns the mean seconds of a step; None where it has completed none."""
+        """Returns the mean seconds of a step; None without one."""
         steps = 0 if self.start_step is None else self.step - self.start_step
         return self.trained_s / steps if steps > 0 else None
 
 
 def start_file(folder: Path, number: int) -> Path:
-    """Returns the file that a start writes; `folder` is the run's `starts`."""
     return folder / f"{number:05d}.json"
 
 
 def new_number(folder: Path) -> int:
-    """Reserves the next number, which no other start gets.
-
-    Raises:
-        MachineError: The disk refuses.
-    """
+    """Reserves the next number, which no other start gets."""
     with disk_faults(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         number = max(_numbers(folder), default=0) + 1
@@ -91,11 +85,7 @@ def new_number(folder: Path) -> int:
 
 
 def write_start(folder: Path, start: RunStart) -> None:
-    """Overwrites the start's account; does not wait for the disk.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Overwrites the start's account without waiting for the disk; raises OSError if it refuses."""
     text = json.dumps(asdict(start))
     file = os.open(start_file(folder, start.number), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -105,7 +95,7 @@ def write_start(folder: Path, start: RunStart) -> None:
 
 
 def read_starts(folder: Path) -> list[RunStart]:
-    """Reads all accounts in the order of the starts; damaged ones, and those just being written, are left out."""
+    """Reads all accounts in the order of the starts; skips damaged ones, and those being written."""
     try:
         found = (_read(start_file(folder, number)) for number in sorted(_numbers(folder)))
         return [start for start in found if start is not None]

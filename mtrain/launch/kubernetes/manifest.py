@@ -1,11 +1,10 @@
 """The manifest: the configuration, frozen in a ConfigMap, and a JobSet of one pod per node.
 
-A JobSet, not a PyTorchJob: it starts all pods again when one is lost, distinguishes a run that was asked to stop from
-one that failed, and is maintained by Kubernetes' own batch group.
+A JobSet, not a PyTorchJob: it restarts all pods when one is lost, tells a run that was asked to stop from one that
+failed, and is maintained by Kubernetes' own batch group.
 
 The exit code of a pod decides what happens to the run (`mtrain.base.errors`, and STOPPED of torchrun's start). A Job
-states in words why it failed, so the rules of the JobSet look for these words; they come from the Job controller of
-Kubernetes.
+says in words why it failed, so the rules of the JobSet match the words of Kubernetes' Job controller.
 """
 
 from __future__ import annotations
@@ -28,28 +27,23 @@ from mtrain.launch.checked import check_printable, checked_config
 from mtrain.launch.torchrun import STOPPED, torchrun_arguments
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-"""Pattern of a name of RFC 1123, as for namespaces, claims and secrets."""
+"""A name of RFC 1123, as for namespaces, claims and secrets."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
-"""Pattern of a JobSet's name, which its service also has; services begin with a letter."""
+"""A JobSet's name; its service has the same, and services begin with a letter."""
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 _LONGEST_NAME = 40
-"""Longest name of a JobSet: a pod's host name is this with `-nodes-0-` and its number, and has at most 63
-characters."""
+"""A pod's host name, `NAME-nodes-0-NUMBER`, has at most 63 characters."""
 
 
 class Volume(NamedTuple):
-    """A claim that every pod mounts; ranks of several nodes share it, so it has to be ReadWriteMany."""
+    """A claim that every pod mounts; ranks on several nodes share it, so it must be ReadWriteMany."""
 
     claim: str
     path: str
 
     @classmethod
     def parsed(cls, text: str) -> Volume:
-        """Reads CLAIM:/PATH.
-
-        Raises:
-            ConfigError: The text does not have the form CLAIM:/PATH.
-        """
+        """Reads CLAIM:/PATH."""
         claim, _, path = text.partition(":")
         if not _LABEL.fullmatch(claim) or not path.startswith("/") or len(path) == 1 or ":" in path:
             raise ConfigError(f"--volume is {text!r}, but has the form CLAIM:/PATH; change it")
@@ -64,32 +58,27 @@ class KubernetesOptions:
     nodes: int
     image: str
     gpus_per_node: int | None = None
-    """Number of GPUs, and of ranks, on each node; None: one rank a node and no GPU."""
+    """GPUs, and ranks, on each node; None: one rank a node and no GPU."""
     volumes: tuple[Volume, ...] = ()
     cpus: str | None = None
-    """Number of processors of a pod, as Kubernetes writes quantities; None leaves it to the cluster."""
+    """Processors of a pod, as a Kubernetes quantity; None: up to the cluster."""
     memory: str | None = None
-    """Memory of a pod, as Kubernetes writes quantities; None leaves it to the cluster."""
+    """Memory of a pod, as a Kubernetes quantity; None: up to the cluster."""
     shm: str = "16Gi"
-    """Size of /dev/shm, over which NCCL and gloo communicate inside a node; the cluster's default is 64 MiB."""
+    """Size of /dev/shm, which NCCL and gloo use inside a node; the cluster's default is 64 MiB."""
     namespace: str | None = None
     name: str | None = None
     queue: str | None = None
-    """Name of the queue of Kueue; None: no queue."""
+    """Queue of Kueue."""
     env_secret: str | None = None
-    """Name of a Secret whose keys become environment variables of the ranks; None: there is none."""
+    """Secret whose keys become environment variables of the ranks."""
     node_selector: tuple[tuple[str, str], ...] = ()
     max_retries: int = 3
-    """Number of restarts after a lost rank, node or disk."""
+    """Restarts after a lost rank, node or disk."""
     grace_s: int = 300
     """Seconds from the request to stop, as when a node is drained, to the kill: the time for a step and a save."""
 
     def __post_init__(self) -> None:
-        """Checks every value.
-
-        Raises:
-            ConfigError: A value is not accepted by Kubernetes.
-        """
         for option, number, least in (
             ("--nodes", self.nodes, 1),
             ("--gpus-per-node", self.gpus_per_node, 1),
@@ -122,12 +111,10 @@ class KubernetesOptions:
 
     @property
     def ranks_per_node(self) -> int:
-        """Returns the number of ranks on each node."""
         return 1 if self.gpus_per_node is None else self.gpus_per_node
 
     @property
     def num_ranks(self) -> int:
-        """Returns the number of ranks in the whole run."""
         return self.nodes * self.ranks_per_node
 
 
@@ -140,21 +127,21 @@ def shorten(name: str) -> str:
 
 _PORT = 29500
 _FINAL = (ConfigError.exit_code, DataError.exit_code, NumericError.exit_code, RunFolderError.exit_code)
-"""Exit codes of failures that another try does not change."""
+"""Exit codes of failures that a retry does not change."""
 
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """The run that one manifest describes."""
+    """The run in a manifest."""
 
     options: KubernetesOptions
     config: Config
     run_dir: str
-    """Absolute path of the run folder in the pods."""
+    """Absolute path in the pods."""
 
     @property
     def name(self) -> str:
-        """Returns the name of the JobSet, the same for every manifest of a run folder: the cluster refuses a second
+        """Returns the JobSet's name, the same for every manifest of a run folder, so that the cluster refuses a second
         one."""
         if self.options.name is not None:
             return self.options.name
@@ -163,22 +150,17 @@ class KubernetesJob:
 
     @property
     def config_text(self) -> str:
-        """Returns the configuration that the ranks read, as YAML."""
+        """Returns the ranks' configuration as YAML."""
         return config_yaml(self.config)
 
     @property
     def config_name(self) -> str:
-        """Returns the name of the ConfigMap; another configuration has another name, since neither changes under a
-        running JobSet."""
+        """Returns the ConfigMap's name, which depends on its content, since neither changes under a running JobSet."""
         return f"{self.name}-{_code(self.config_text)}"
 
 
 def kubernetes_job(paths: Sequence[Path], overrides: Sequence[str], options: KubernetesOptions) -> KubernetesJob:
-    """Checks a run without touching a cluster.
-
-    Raises:
-        ConfigError: The configuration is wrong, does not run on the given ranks, or its run folder is in no volume.
-    """
+    """Checks a run without touching a cluster."""
     config = checked_config(paths, overrides, options.num_ranks)
     run_dir = PurePosixPath(config.run.dir)
     if not run_dir.is_absolute() or not any(run_dir.is_relative_to(volume.path) for volume in options.volumes):
@@ -190,7 +172,7 @@ def kubernetes_job(paths: Sequence[Path], overrides: Sequence[str], options: Kub
 
 
 def render(job: KubernetesJob) -> str:
-    """Writes the manifest, two documents of YAML for `kubectl apply`."""
+    """Writes the manifest, two YAML documents for `kubectl apply`."""
     options = job.options
     first = f"{job.name}-nodes-0-0.{job.name}"  # JobSet's name for pod 0
     # Kubernetes itself replaces $(...) by the variable of its environment
@@ -217,7 +199,7 @@ def render(job: KubernetesJob) -> str:
 
 
 def _as_json(value: object) -> object:
-    """Writes a value as JSON, which no YAML reader takes for anything else; Markup is YAML already."""
+    """Writes a value as JSON, which no YAML reader misreads; Markup is YAML already."""
     return value if isinstance(value, Markup) else json.dumps(value, ensure_ascii=False)
 
 

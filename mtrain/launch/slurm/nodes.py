@@ -1,4 +1,4 @@
-"""Nodes that a job would get, as sinfo describes them: their cores and GPUs, from which defaults follow."""
+"""Nodes that a job would get, from sinfo: their cores and GPUs decide defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtrain.launch.slurm.options import SlurmOptions, for_slurm
 
 _TIMEOUT_S = 15
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d+)")
-"""Pattern of GPUs in generic resources: gpu:8, gpu:h100:8(S:0-1)."""
+"""GPUs in generic resources: gpu:8, gpu:h100:8(S:0-1)."""
 
 
 class Nodes(NamedTuple):
@@ -22,15 +22,12 @@ class Nodes(NamedTuple):
 
     cpus: int
     gpus: int
-    """Number of GPUs; 0 where a node has none, or where Slurm does not count them."""
+    """GPUs; 0 if Slurm does not count them."""
 
 
 def nodes_of(partition: str | None) -> Nodes | None:
-    """Asks for the nodes of a partition; None where Slurm is not here or does not answer.
-
-    Args:
-        partition: Name of a partition, or several by commas; None: the default one.
-    """
+    """Asks for the nodes of a partition, or several by commas (None: the default one); None if Slurm does not
+    answer."""
     if shutil.which("sinfo") is None:
         return None
     asked = [f"--partition={partition}"] if partition is not None else []
@@ -49,7 +46,7 @@ def nodes_of(partition: str | None) -> Nodes | None:
 
 
 def _smallest(shown: str, of_default: bool) -> Nodes | None:
-    """Returns the least that the nodes of one answer of sinfo have; a star marks the default partition."""
+    """Returns the least that the nodes in sinfo's answer have; a star marks the default partition."""
     rows = [line.strip().split("|", 2) for line in shown.splitlines()]
     rows = [row for row in rows if len(row) == 3 and (row[0].endswith("*") or not of_default)]
     cpus = [int(found[0]) for row in rows if (found := re.match(r"\d+", row[1]))]
@@ -58,17 +55,9 @@ def _smallest(shown: str, of_default: bool) -> Nodes | None:
 
 
 def completed_by(options: SlurmOptions, nodes: Nodes | None, device: str) -> tuple[SlurmOptions, list[str]]:
-    """Completes the options by what the nodes have; returns them with a note for each that was not given.
+    """Completes the options by what the nodes have; returns them with a note for each default.
 
-    Slurm itself gives a rank one core. Here each gets its share: of the cores that a GPU has, or of the node.
-
-    Args:
-        options: Options that were given.
-        nodes: Nodes from `nodes_of`.
-        device: `train.device` of the run.
-
-    Raises:
-        ConfigError: The nodes have GPUs, and the options say nothing of them.
+    Slurm itself gives a rank one core. Here each gets its share of the cores of a GPU or of the node.
     """
     if nodes is None:
         return options, []

@@ -1,4 +1,4 @@
-"""Options of a user for Slurm, and their defaults in the environment; each is checked, so none becomes shell code."""
+"""A user's Slurm options and their defaults from the environment; each is checked, so none becomes shell code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ContainerRuntime = Literal["pyxis", "apptainer"]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _VALUE = re.compile(r"[A-Za-z0-9._,:=@%+*&|!()\[\]/-]{1,256}")
-"""Pattern of a value of Slurm's own options: sbatch reads them from comment lines, where bash runs nothing; quotes and
-blanks would end them."""
+"""Value of a Slurm option: sbatch reads it from a comment line, which quotes and blanks would end; bash runs nothing
+there."""
 _OPTION = re.compile(r"([a-z][a-z-]*)(?:=(.*))?", re.DOTALL)
 _TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED")
-"""Pattern of a time limit: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+"""Time limit: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
 _OURS = frozenset(
     (
         *(
@@ -43,15 +43,13 @@ _OURS = frozenset(
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Options of one job."""
-
     nodes: int
     gpus_per_node: int | None = None
-    """Number of GPUs on each node; None where gpus_per_task counts them, or there are none."""
+    """GPUs on each node; None if gpus_per_task counts them, or there are none."""
     gpus_per_task: int | None = None
-    """Number of GPUs for each rank, which sees no others; used in the place of gpus_per_node."""
+    """GPUs for each rank, which sees no others; replaces gpus_per_node."""
     tasks_per_node: int | None = None
-    """Number of ranks on each node; None: as many as it has GPUs, or 1."""
+    """Ranks on each node; None: one per GPU, or 1."""
     cpus_per_task: int | None = None
     partition: str | None = None
     account: str | None = None
@@ -65,18 +63,14 @@ class SlurmOptions:
     env_file: Path | None = None
     """File with NAME=VALUE lines for the ranks; read when the job runs, not copied."""
     max_retries: int = 3
-    """Number of times that a failed job is started again."""
+    """Restarts of a failed job."""
     more: tuple[str, ...] = ()
     """Further options of sbatch, such as `reservation=weekend`."""
     certifies: bool = False
-    """Whether the job first runs `mtrain verify backend` on a node, where no certificate is of its layers there."""
+    """Whether the job first runs `mtrain verify backend` on a node if its layers have no certificate there."""
 
     def __post_init__(self) -> None:
-        """Checks every value.
-
-        Raises:
-            ConfigError: A value is not accepted by Slurm, or could be read as something else.
-        """
+        """Refuses a value that Slurm does not accept or could misread."""
         for option in ("nodes", "gpus_per_node", "gpus_per_task", "tasks_per_node", "cpus_per_task"):
             number = getattr(self, option)
             if number is not None and number < 1:
@@ -100,17 +94,15 @@ class SlurmOptions:
 
     @property
     def ranks_per_node(self) -> int:
-        """Returns the number of ranks on each node."""
         return next((each for each in (self.tasks_per_node, self.gpus_per_node) if each is not None), 1)
 
     @property
     def num_ranks(self) -> int:
-        """Returns the number of ranks in the whole job."""
         return self.nodes * self.ranks_per_node
 
     @property
     def time_limit_s(self) -> float | None:
-        """Returns the time limit in seconds; None where the partition's counts, or there is none."""
+        """Returns the time limit in seconds; None for the partition's limit, or none."""
         return None if self.time is None else seconds_of(self.time)
 
     def directives(self) -> Iterator[str]:
@@ -140,7 +132,7 @@ class SlurmOptions:
 
 
 def seconds_of(time: str) -> float | None:
-    """Converts a time limit as Slurm writes it to seconds; None for UNLIMITED, and for a text that is no time."""
+    """Converts one of Slurm's time limits to seconds; None for UNLIMITED and malformed texts."""
     if time == "UNLIMITED" or not _TIME.fullmatch(time):
         return None
     days, _, clock = time.rpartition("-")
@@ -154,11 +146,6 @@ def seconds_of(time: str) -> float | None:
 
 
 def runtime_named(name: str) -> ContainerRuntime:
-    """Returns the container runtime of this name.
-
-    Raises:
-        ConfigError: No runtime has this name.
-    """
     for runtime in get_args(ContainerRuntime):
         if runtime == name:
             return cast(ContainerRuntime, runtime)
@@ -168,13 +155,8 @@ def runtime_named(name: str) -> ContainerRuntime:
 
 
 def container_command(options: SlurmOptions, python: str, work_dir: Path) -> tuple[list[str], list[str]]:
-    """Returns how a rank starts: (options for srun, command before the verb).
-
-    Args:
-        options: Options of the job, with the image, if any.
-        python: Python of this environment, for jobs without a container; a container has its own.
-        work_dir: Folder in which relative paths start.
-    """
+    """Returns how a rank starts: (options for srun, command before the verb); a container has its own Python instead of
+    `python`."""
     if options.container is None:
         return [], [python, "-m", "mtrain"]
     mounts = (str(work_dir), *options.mounts)
@@ -205,11 +187,7 @@ def _check_option(option: str) -> None:
 
 
 def checked_paths(paths: Sequence[Path]) -> None:
-    """Refuses paths that would break lines of the script.
-
-    Raises:
-        ConfigError: A path holds a control character.
-    """
+    """Refuses paths that would break lines of the script."""
     for path in paths:
         check_printable("a path", str(path))
 
@@ -220,17 +198,13 @@ _DEFAULTS = {
     "SBATCH_QOS": "qos",
     "SBATCH_TIMELIMIT": "time",
 }
-"""Variable of sbatch -> the option for which it is the default: sites set these variables for all jobs."""
+"""Variable of sbatch -> the option that it sets; sites set these variables for all jobs."""
 _CONNECTION = frozenset(("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"))
 """Variables that say which Slurm it is, and who asks."""
 
 
 def with_defaults(options: SlurmOptions, environ: Mapping[str, str]) -> tuple[SlurmOptions, list[str]]:
-    """Completes the options from the environment; returns them with notes on which variables count.
-
-    Raises:
-        ConfigError: A default is not a value that Slurm accepts.
-    """
+    """Completes the options from the environment; returns them with notes on the variables that were used."""
     given = {name: value for name, value in environ.items() if name.startswith("SBATCH_") and value}
     taken = {name: field for name, field in _DEFAULTS.items() if name in given and getattr(options, field) is None}
     notes = [f"note: --{field}={given[name]} is given by {name} of the environment" for name, field in taken.items()]
@@ -248,14 +222,14 @@ _READ_BY_SLURM = (
     *("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_"),
     *("SPANK_", "_SLURM_"),  # options of a site's plugins
 )
-"""Prefixes of variables that Slurm's commands read, as options before those of a script, or as filters of answers."""
+"""Prefixes of variables that override options of a script, or filter answers of Slurm's commands."""
 
 
 def for_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment for Slurm's commands.
 
-    sbatch prefers SBATCH_* to the options of a script, and passes every SLURM_* on to the job, whose srun reads them;
-    within another job there are dozens. SQUEUE_STATES and the like hide jobs and nodes from a question.
+    SBATCH_* override the options of a script, and SLURM_* reach the job, whose srun reads them; there are dozens inside
+    another job. SQUEUE_STATES and others hide jobs and nodes.
     """
     return {
         name: value for name, value in environ.items() if name in _CONNECTION or not name.startswith(_READ_BY_SLURM)

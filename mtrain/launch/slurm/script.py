@@ -22,17 +22,17 @@ _NAME_LENGTH = 48
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The run that one script starts."""
+    """The run that a script starts."""
 
     options: SlurmOptions
     run_dir: Path
-    """Absolute path of the run folder."""
+    """Absolute path."""
     work_dir: Path
     """Absolute path of the folder in which relative paths of the configuration start."""
     config: Sequence[str]
     """Files and overrides for the verb."""
     python: str
-    """Path of the Python of this environment."""
+    """Python of this environment."""
     signal_s: int
     """Seconds before the time limit at which Slurm asks the job to stop."""
     verb: Sequence[str] = ("train",)
@@ -40,8 +40,7 @@ class SlurmJob:
 
     @property
     def name(self) -> str:
-        """Returns the job's name, the same for every job of a run folder by whatever path: such jobs run one after the
-        other."""
+        """Returns the job's name, the same for a run folder by any path: such jobs run one after the other."""
         if self.options.name is not None:
             return self.options.name
         folder = main_path(self.run_dir)
@@ -51,7 +50,6 @@ class SlurmJob:
 
 
 def render(job: SlurmJob) -> str:
-    """Writes the script, as a text that bash and sbatch read."""
     _, body = TEMPLATE.read_text().split(_BODY)
     in_container, command = container_command(job.options, job.python, job.work_dir)
     log = str(job.run_dir / "logs" / "job-%j.log").replace(str(job.run_dir), str(job.run_dir).replace("%", "%%"))
@@ -97,20 +95,16 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 class _Mount(NamedTuple):
     device: str
-    """Number of the device of the file system."""
+    """Device number of the file system."""
     root: Path
-    """Folder of the file system that is mounted; not / for a bind mount of a folder."""
+    """Mounted folder of the file system; not / for a bind mount."""
     point: Path
-    """Folder at which it is mounted."""
+    """Mount point."""
 
 
 def main_path(folder: Path, mounts: str | None = None) -> Path:
-    """Returns the path of the folder without links, by the mount that shows most of its file system.
-
-    Args:
-        folder: Any path of the folder, which need not exist yet.
-        mounts: Text in the form of /proc/self/mountinfo; None reads that file.
-    """
+    """Returns the folder's path without links, by the mount that shows most of its file system; `mounts` replaces the
+    text of /proc/self/mountinfo."""
     path = folder.resolve()
     if mounts is None:
         with suppress(OSError):

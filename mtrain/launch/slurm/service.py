@@ -1,4 +1,4 @@
-"""A service that Slurm runs: its address once it listens, and the way there."""
+"""A service that Slurm runs: its address once it listens, and how to reach it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _MOST_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """How a service of a job is reached."""
+    """How to reach a job's service."""
 
     port: int
     token_file: Path
-    """File with the key that clients send."""
+    """File with the clients' key."""
     host: ClassVar[str] = "0.0.0.0"
-    """Host that is listened at: clients come from other machines."""
+    """Clients come from other machines."""
 
     @property
     def verb(self) -> list[str]:
@@ -42,15 +42,10 @@ class ServiceOptions:
 
 
 def wait_for_service(run_dir: Path, job: str, tell: Callable[[str], None]) -> str:
-    """Waits until a job's service listens, however long the job waits for its nodes; returns the address.
+    """Waits until a job's service listens, however long the job is queued; returns the address.
 
     Args:
-        run_dir: Run folder of the service.
-        job: Number of the job.
-        tell: Function that is given, once each, the reasons for which the job may never start.
-
-    Raises:
-        MachineError: The job has ended before.
+        tell: Receives, once each, the reasons for which the job may never start.
     """
     told = None
     while True:
@@ -80,7 +75,7 @@ def ways_there(address: str, token_file: Path) -> str:
 
 
 def _address(run_dir: Path, job: str) -> str | None:
-    """Reads where the job's service listens; None where the file is not there, or is an earlier job's."""
+    """Reads where the job's service listens; None without a file, or if it is an earlier job's."""
     with suppress(OSError, ValueError):
         found = parsed_json(read_plain_file(run_dir / "service.json", _MOST_BYTES))
         if found.get("slurm_job") == job:
@@ -89,7 +84,7 @@ def _address(run_dir: Path, job: str) -> str | None:
 
 
 def _known(job: str) -> dict[str, str]:
-    """Asks what Slurm knows of a job; nothing where it does not answer, which may be for a while."""
+    """Asks what Slurm knows of a job; nothing if it does not answer for now."""
     try:
         shown = ask_slurm("scontrol", "show", "job", "-o", job)
     except MachineError:
@@ -98,7 +93,7 @@ def _known(job: str) -> dict[str, str]:
 
 
 def _reason(log: Path) -> str:
-    """Returns the first error in a job's log, after a colon; empty where it says none."""
+    """Returns the first error in a job's log, after a colon; empty if there is none."""
     with suppress(OSError, UnicodeDecodeError):
         lines = read_plain_file(log, _MOST_BYTES).decode().splitlines()
         return next((f": {line.removeprefix('error: ')}" for line in lines if line.startswith("error: ")), "")

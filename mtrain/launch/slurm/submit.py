@@ -1,4 +1,4 @@
-"""Freezing of a job in its run folder, and its submission to Slurm."""
+"""Freezes a job in its run folder and submits it to Slurm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SIGNAL_S = 300
 job."""
 _SHORT_JOB = 3
 _MARGIN_S = 120
-"""Seconds that are added, since Slurm's signals and time limits come up to a minute late."""
+"""Added seconds, since Slurm's signals and time limits come up to a minute late."""
 _TIMEOUT_S = 60
 _REASON_POLLS, _REASON_POLL_S = 3, 1.0
 _FIRST_REASONS = ("None", "PartitionConfig")
@@ -41,7 +41,7 @@ _PASSES = re.compile(
     "None|Priority|Resources|Dependency|BeginTime|Licenses|Reservation|Cleaning|Prolog|JobArrayTaskLimit|FedJobLock"
     r"|BurstBuffer(Resources|StageIn)|(Assoc|QOS)(Grp\w+|Max(?!\w*(PerJob|PerNode|Wall))\w+)"
 )
-"""Reasons to wait that end with time, as other jobs end. Any other reason is reported, since Slurm's list grows."""
+"""Reasons to wait that pass with time. Any other reason is reported, since Slurm's list grows."""
 _CHANGES = {
     "PartitionTimeLimit": "submit it again with a shorter --time or another --partition",
     "PartitionNodeLimit": "submit it again with other --nodes or another --partition",
@@ -58,16 +58,11 @@ class Submission:
     """All files from which a job starts, by name."""
 
     folder: Path
-    """Folder of the submission in the run folder; made by `freeze`."""
+    """Folder in the run folder; made by `freeze`."""
     files: dict[str, str]
     job: SlurmJob
 
     def freeze(self) -> None:
-        """Writes the files.
-
-        Raises:
-            MachineError: The run folder cannot be written.
-        """
         with disk_faults(f"write {self.folder}"):
             # Slurm fails a job whose log folder is missing without any message
             (self.folder.parents[1] / "logs").mkdir(parents=True, exist_ok=True)
@@ -76,8 +71,7 @@ class Submission:
                 (self.folder / name).write_text(text)
 
     def difference(self) -> str:
-        """Returns the difference from the last submission of this run folder, as a unified diff; empty where there was
-        none or nothing differs."""
+        """Returns the unified diff to the last submission of this run folder; empty if there is none."""
         before = previous(self.folder)
         if before is None:
             return ""
@@ -94,17 +88,7 @@ class Submission:
 def prepare(
     paths: Sequence[Path], overrides: Sequence[str], options: SlurmOptions, verb: Sequence[str] = ("train",)
 ) -> Submission:
-    """Checks a run as far as a login node can, and returns its submission; changes nothing.
-
-    Args:
-        paths: Paths of the run's YAML files.
-        overrides: Texts that set single values.
-        options: Options of the job.
-        verb: Verb of mtrain that the ranks run, with its options.
-
-    Raises:
-        ConfigError: The configuration is wrong, or does not run on the job's ranks.
-    """
+    """Checks a run as far as a login node can, and returns its submission; changes nothing."""
     config = checked_config(paths, overrides, options.num_ranks)
     run_dir, work_dir = Path(config.run.dir).absolute(), Path.cwd()
     _check_run_dir(run_dir)
@@ -128,7 +112,7 @@ def prepare(
 def submit(submission: Submission) -> tuple[str, list[str]]:
     """Submits a frozen submission; returns the number of the job, and warnings about it.
 
-    The job's options are read back; if one differs from what was given, the job is cancelled.
+    The job's options are read back; if one differs from what was submitted, the job is cancelled.
 
     Raises:
         MachineError: Slurm is not installed here, or does not answer.
@@ -151,7 +135,7 @@ def submit(submission: Submission) -> tuple[str, list[str]]:
 
 
 def _checked(job: SlurmJob, number: str, cluster: Sequence[str]) -> list[str]:
-    """Compares the job that Slurm has made with the given one; cancels it where they differ. Returns warnings."""
+    """Compares Slurm's job with the submitted one, cancels it if they differ, and returns warnings."""
     shown = _shown(number, cluster)
     if shown.returncode != 0 or f"JobId={number} " not in shown.stdout:
         return [
@@ -188,12 +172,7 @@ def _settled(known: dict[str, str], number: str, cluster: Sequence[str]) -> dict
 
 
 def reason_to_wait(number: str, known: dict[str, str]) -> str | None:
-    """Describes why a job may never start; None where it runs, or waits for what comes with time.
-
-    Args:
-        number: Number of the job.
-        known: Fields of the job, from `fields_of`.
-    """
+    """Describes why a job may never start; None if it runs, or waits for what comes with time."""
     reason = known.get("Reason", "None")
     if known.get("JobState") != "PENDING" or _PASSES.fullmatch(reason):
         return None
@@ -202,8 +181,7 @@ def reason_to_wait(number: str, known: dict[str, str]) -> str | None:
 
 
 def _dependency(submission: Submission) -> list[str]:
-    """Returns options that make the job wait for earlier jobs from this folder that have not ended, whatever their
-    names."""
+    """Returns options that make the job wait for unfinished jobs from this folder, whatever their names."""
     found = (_job_number(folder) for folder in _all(submission.folder.parent) if folder != submission.folder)
     earlier = [number for number in found if number is not None]
     if not earlier or shutil.which("squeue") is None:
@@ -221,11 +199,7 @@ def _job_number(folder: Path) -> str | None:
 
 
 def ask_slurm(*command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command of Slurm, which does not see another job's environment.
-
-    Raises:
-        MachineError: Slurm does not answer in time.
-    """
+    """Runs a command of Slurm without another job's environment."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=for_slurm(os.environ)
@@ -242,13 +216,13 @@ def _words(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def previous(folder: Path) -> Path | None:
-    """Returns the newest submission before this one; None where there is none."""
+    """Returns the newest submission before this one; None if there is none."""
     earlier = [path for path in _all(folder.parent) if path.name < folder.name]
     return earlier[-1] if earlier else None
 
 
 def _signal_seconds_of(folder: RunFolder, options: SlurmOptions) -> int:
-    """Returns `signal_seconds` by what the run has taken so far, on as many ranks."""
+    """Returns `signal_seconds` from this run's earlier timings on as many ranks."""
     starts = [start for start in read_starts(folder.starts) if start.world_size == options.num_ranks]
     paces = [(start.start_up_s, start.step_s) for start in starts if start.step_s is not None]
     return signal_seconds(folder.save_seconds(), options.time_limit_s, *(paces[-1] if paces else ()))
@@ -260,10 +234,10 @@ def signal_seconds(
     """Returns how many seconds before the time limit the job is asked to stop.
 
     Args:
-        save_s: Seconds that this run's latest save took; None before the first.
-        time_limit_s: Time limit of the job in seconds; None where the options give none.
-        start_s: Seconds that the run's latest start took until its first step; None where none is known.
-        step_s: Seconds of one of its steps; None where none is known.
+        save_s: Seconds of this run's latest save; None before the first.
+        time_limit_s: Time limit in seconds; None if the options give none.
+        start_s: Seconds from the latest start to its first step; None if unknown.
+        step_s: Seconds of one of its steps; None if unknown.
 
     Raises:
         ConfigError: The job would be asked to stop before it has done anything, or could not do a step.
@@ -323,17 +297,11 @@ def _uncommitted() -> str:
 
 _MINUTE_S = 60
 _MORE = {"reservation": "Reservation", "constraint": "Features", "comment": "Comment", "wckey": "WCKey"}
-"""Further options of sbatch -> the name under which scontrol shows the same text."""
+"""Further options of sbatch -> scontrol's name for the same text."""
 
 
 def differences(options: SlurmOptions, name: str, shown: str) -> list[str]:
-    """Describes the options that differ, each by a part of a sentence with the job's value and the given one.
-
-    Args:
-        options: Options that were given.
-        name: Name of the job that was given.
-        shown: Output of `scontrol show job -o`.
-    """
+    """Describes the options that differ, each with the job's value and the submitted one."""
     return [
         f"{field}={known} instead of {wanted}"
         for field, wanted, known, is_same in _compared(options, name, fields_of(shown))
@@ -344,7 +312,7 @@ def differences(options: SlurmOptions, name: str, shown: str) -> list[str]:
 def _compared(
     options: SlurmOptions, name: str, known: dict[str, str]
 ) -> Iterator[tuple[str, object, str | None, bool]]:
-    """Yields (name in scontrol, given value, value of the job, whether they agree)."""
+    """Yields (name in scontrol, submitted value, value of the job, whether they agree)."""
     counts = {
         "Requeue": 1,
         "NumNodes": options.nodes,
@@ -377,11 +345,11 @@ def _compared(
 
 
 def fields_of(shown: str) -> dict[str, str]:
-    """Reads what `scontrol show` has of one job, by name: JobState, Partition, ..."""
+    """Reads the fields of `scontrol show` for one job: JobState, Partition, ..."""
     return dict(re.findall(r"(?:^|\s)([A-Z][\w/:]*)=(\S*)", shown))
 
 
 def _minutes(text: str) -> float | None:
-    """Converts a time limit to minutes, rounded up as Slurm does; None for no limit, and for a text that is no time."""
+    """Converts a time limit to minutes, rounded up as Slurm does; None for no limit and malformed texts."""
     seconds = seconds_of(text)
     return None if seconds is None else -(-seconds // _MINUTE_S)
