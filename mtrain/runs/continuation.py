@@ -50,6 +50,8 @@ _SEEN_IN_FINGERPRINT = ("data.tokenizer",)
 _TEMPLATE = "data.chat_template"
 TEACHER = "loss.teacher.checkpoint"
 """Weights that may move: a checkpoint has their fingerprint."""
+REFERENCE = "loss.reference"
+"""Weights that may move: the run folder has their fingerprint, and the data's covers the scores by them."""
 _SOURCES = ("data.train", "data.curriculum")
 """Sources whose paths may change: the fingerprint identifies them."""
 _SOURCE_DEFAULTS = {
