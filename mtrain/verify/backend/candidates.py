@@ -16,8 +16,8 @@ from mtrain.base.errors import MachineError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.core.layers.attention import flash_linear_attention
-from mtrain.core.layers.attention.context_parallel import CoreAttention, document_runs
-from mtrain.core.layers.attention.documents import pieces_of, segments_of
+from mtrain.core.layers.attention.context_parallel import CoreAttention
+from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.build import build_with
 from mtrain.core.layers.compiled import compile_layers, try_compiler
 from mtrain.core.layers.layer_spec import absent, unbuildable
@@ -42,8 +42,7 @@ def _attended(
     """Attends as `CoreAttention.forward` does, on rows one after the other."""
     seq, batch = query.shape[:2]
     of_rows = torch.zeros(batch, seq, dtype=torch.int32) if starts is None else starts
-    pieces = tuple(tuple(pieces_of([(0, seq)], row)) for row in document_runs(of_rows))
-    segments = segments_of(pieces, seq, query.device)
+    segments = key_set(of_rows, core.window).segments([(0, seq)], seq, query.device)
     output: Tensor = attend(
         *(part.transpose(0, 1).flatten(0, 1) for part in (query, key, value)),
         segments.query_ends,

@@ -27,9 +27,9 @@ from mtrain.core.engine.router_balance import Factors, RouterBalance
 from mtrain.core.engine.schedule import LossOfLogits, run_schedule
 from mtrain.core.layers.adapters.adapter import Adapter, is_adapter_key
 from mtrain.core.layers.adapters.linear import LinearAdapter
-from mtrain.core.layers.attention.context_parallel import CoreAttention, RowAttention
+from mtrain.core.layers.attention.context_parallel import RowAttention
 from mtrain.core.layers.attention.full_width_norm import FullWidthNorm
-from mtrain.core.layers.attention.mla import LatentCore
+from mtrain.core.layers.attention.key_source import Gathered, Whole
 from mtrain.core.layers.attention.recurrent.core import CoreParameters, Inputs, RecurrentCore
 from mtrain.core.layers.norm import Norm
 from mtrain.core.layers.output_layer import Logits
@@ -285,39 +285,19 @@ class _PaddingIsReal(OutputLoss):
         super().__init__(whole, rows, replace(model, config=config), *others)
 
 
-class _RankOrder(RowAttention):
-    def _orders(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _keys_in_rank_order(chunks: Sequence[nn.Module]) -> None:
+    def unordered(rows: Tensor) -> tuple[Tensor, Tensor]:
         order = torch.arange(len(rows), device=rows.device)
         return order, order
 
-
-class _CoreInRankOrder(_RankOrder, CoreAttention):
-    pass
-
-
-class _LatentInRankOrder(_RankOrder, LatentCore):
-    pass
-
-
-def _keys_in_rank_order(chunks: Sequence[nn.Module]) -> None:
-    for attention in modules(chunks, CoreAttention):
-        become(attention, _CoreInRankOrder)
-    for latent in modules(chunks, LatentCore):
-        become(latent, _LatentInRankOrder)
-
-
-class _WithoutHops(CoreAttention):
-    def _around_the_ring(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        cp, self.cp = self.cp, ALONE
-        try:
-            return self.attend(query, key, value, None)
-        finally:
-            self.cp = cp
+    for attention in modules(chunks, RowAttention):
+        if isinstance(attention.layout_source, Gathered):
+            attention.layout_source.orders = unordered  # type: ignore[method-assign]
 
 
 def _hops_left_out(chunks: Sequence[nn.Module]) -> None:
-    for attention in modules(chunks, CoreAttention):
-        become(attention, _WithoutHops)
+    for attention in modules(chunks, RowAttention):
+        attention.layout_source = Whole()
 
 
 class _NormOfRank(FullWidthNorm):

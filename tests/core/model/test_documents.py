@@ -21,6 +21,9 @@ from mtrain.core.layers.attention.documents import (
     segments_of,
 )
 from tests.core.model.test_attention import DIM, HEADS, ROWS, SEQ, expected, starts, visible
+from mtrain.core.layers.attention.context_parallel import attend_segments, is_varlen_usable
+from mtrain.core.layers.attention.key_set import Segments, key_set
+from tests.mcore.model.test_attention import DIM, HEADS, ROWS, SEQ, expected, starts, visible
 
 GROUPS = 2
 
@@ -65,8 +68,7 @@ def held(cp: int, rank: int) -> tuple[Tensor, list[tuple[int, int]]]:
 
 
 def segments(runs: list[tuple[int, int]], device: torch.device) -> Segments:
-    documents = document_runs(torch.from_numpy(starts()))
-    return segments_of(tuple(tuple(pieces_of(runs, own)) for own in documents), SEQ, device)
+    return key_set(torch.from_numpy(starts()), None).segments(runs, SEQ, device)
 
 
 def parts(dim: int = DIM) -> dict[str, np.ndarray]:

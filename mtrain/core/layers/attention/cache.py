@@ -11,39 +11,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
-
-
-class KeyValueCache:
-    """Rows of each sequence that one attention layer keeps on this rank; `CachedPass` gives all layers of a rank the
-    tokens of the next pass together."""
-
-    def __init__(self, reading: CachedPass) -> None:
-        self._reading = reading
-        self._rows: Tensor | None = None
-        """[sequences, length, ...]"""
-
-    def extended(self, rows: Tensor) -> Tensor:
-        """Keeps the rows of this pass's tokens, and returns the rows that its queries may see.
-
-        Args:
-            rows: Rows to keep, [tokens, 1, ...].
-
-        Returns:
-            A pass over prompts: `rows`. Else [keys, tokens, ...]: for each token all rows that its sequence has so
-            far, followed by others, which `CachedPass.visible` hides.
-        """
-        reading = self._reading
-        if self._rows is None:
-            self._rows = rows.new_zeros((*reading.capacity, *rows.shape[2:]))
-        self._rows[reading.sequences, reading.positions] = rows[:, 0]
-        if reading.of_prompts:
-            return rows
-        return self._rows[:, : reading.num_keys].index_select(0, reading.sequences).transpose(0, 1)
-
-    def visible(self, window: int | None) -> Tensor | None:
-        """Returns `CachedPass.visible`; None in a pass over prompts, whose tokens see those of their own document."""
-        return None if self._reading.of_prompts else self._reading.visible(window)
 
 
 class CachedPass:
@@ -78,16 +45,6 @@ class CachedPass:
         self.sequences = torch.tensor(sequences, dtype=torch.int64, device=self.device)
         self.positions = torch.tensor(positions, dtype=torch.int64, device=self.device)
         self.num_keys, self.of_prompts = max(positions) + 1, of_prompts
-
-    def visible(self, window: int | None) -> Tensor:
-        """Returns [tokens, 1, 1, keys] bool: the keys that each token sees.
-
-        Args:
-            window: Keys that a query sees at most, its own among them; None: all before it.
-        """
-        distance = self.positions[:, None] - torch.arange(self.num_keys, device=self.device)[None]
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        return seen[:, None, None]
 
 
 class Remembering:

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from mtrain.base.imports import fault_of
 from mtrain.config.schema.sections import Sections
-from mtrain.core.layers.attention.context_parallel import document_runs
 from mtrain.core.layers.attention.delta_net import DeltaNetCore
-from mtrain.core.layers.attention.documents import Run
+from mtrain.core.layers.attention.key_set import Run, documents_of
 from mtrain.core.layers.attention.recurrent.chunks import Projected
 from mtrain.core.ranks.groups import to_device
 
@@ -66,7 +65,7 @@ def outputs_of_rows(kernel: Callable[..., Any], tokens: Projected, document_star
         query, key, value, log_decay, beta = (
             part.flatten(0, 1).unsqueeze(0) for part in (query, key, value, log_decay, beta)
         )
-        on_host, on_device = _ends(tuple(map(tuple, document_runs(document_starts))), seq, value.device)
+        on_host, on_device = _ends(documents_of(document_starts), seq, value.device)
         options = {"cu_seqlens": on_device, "cu_seqlens_cpu": on_host}
     output, _ = kernel(
         q=query,

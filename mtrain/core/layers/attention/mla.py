@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from mtrain.config.schema.attention import LatentAttentionSection
 from mtrain.config.schema.rope import RopeSection
 from mtrain.core.layers.attention.context_parallel import RowAttention
+from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.attention.rotary import inverse_frequencies, latent_softmax_scale
 from mtrain.core.layers.norm import Norm
 from mtrain.core.layers.products import widened_linear
@@ -129,22 +130,11 @@ class LatentAttention(MegatronModule):
         packed_seq_params: object = None,
         sequence_len_offset: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Attends causally inside documents.
+        """Attends causally inside documents; returns the output and no bias.
 
-        Args:
-            hidden_states: [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch, hidden].
-            attention_mask: `document_starts` of the batch, see `CoreAttention.forward`.
-            inference_context: Part of megatron-core's protocol, like all below but one; None.
-            rotary_pos_emb: Angles [seq_local, batch or 1, 1, qk_rope_head_dim], float32.
-            rotary_pos_cos: Unused; None.
-            rotary_pos_sin: Unused; None.
-            rotary_pos_cos_sin: Unused; None.
-            attention_bias: Unused; None.
-            packed_seq_params: Unused; None: attention_mask has the documents.
-            sequence_len_offset: Unused; None.
-
-        Returns:
-            Output in the shape of hidden_states; and no bias.
+        hidden_states and output are [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch,
+        hidden]; attention_mask is `CoreAttention.forward`'s; rotary_pos_emb holds angles [seq_local, batch or 1, 1,
+        qk_rope_head_dim], float32. All else is megatron-core's protocol and None.
         """
         assert inference_context is None
         assert packed_seq_params is None
@@ -253,20 +243,17 @@ class LatentCore(RowAttention):
             latent: [seq_local, batch, kv_lora_rank].
             rotary_key: [seq_local, batch, rope].
             weight: Up-projection, [heads_local * (nope + value), kv_lora_rank].
-            document_starts: See `RowAttention.attend`.
+            document_starts: See `key_set`.
 
         Returns:
             [seq_local, batch, heads_local * v_head_dim].
         """
-        # [seq, batch, kv_lora_rank + rope]: one collective for both
-        rows = self.gather_rows(torch.cat((latent, rotary_key), dim=-1))
-        if self.cache is not None:
-            rows = self.cache.extended(rows)  # latents are kept, not heads: the cache is much smaller
-        num_heads = query.shape[2]
-        # Under allgather every CP rank repeats this projection for the whole row: the price of sending latents alone.
-        by_head = weight.view(num_heads, -1, self.latent.kv_lora_rank)[self.own_heads(num_heads)]
+        # One collective for both. Under allgather every CP rank repeats the projection below for the whole row: the
+        # price of sending latents alone.
+        rows = self.source.rows(torch.cat((latent, rotary_key), dim=-1))
+        by_head = self.source.own_heads(weight.view(query.shape[2], -1, self.latent.kv_lora_rank))
         key, value = self._keys_and_values(rows, by_head)
-        return self.attend(query, key, value, document_starts)
+        return self.attend(query, key, value, key_set(document_starts, self.window))
 
     def _keys_and_values(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Returns [seq, batch, heads, nope + rope] and [seq, batch, heads, value].

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from mtrain.config.schema.attention import LatentAttentionSection
 from mtrain.config.schema.rope import RopeSection
-from mtrain.core.layers.attention.documents import has_window
+from mtrain.core.layers.attention.key_set import window_of
 
 
 def inverse_frequencies(rope: RopeSection, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
@@ -180,7 +180,7 @@ def take_angles_by_layer(model: nn.Module, rotary: TwoBaseRotary) -> None:
     def take_own(
         attention: SelfAttention, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        windowed = has_window(attention.config, attention.layer_number)
+        windowed = window_of(attention.config, attention.layer_number) is not None
         parts = _apart(options["rotary_pos_emb"], rotary.num_global)
         return args, {**options, "rotary_pos_emb": parts[int(windowed)]}
 

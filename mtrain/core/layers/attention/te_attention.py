@@ -22,8 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
-from mtrain.core.layers.attention.context_parallel import document_runs
-from mtrain.core.layers.attention.documents import pieces_of, segments_of
+from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.attention.mla import LatentAttention
 
 
@@ -42,25 +41,12 @@ class DocumentAttention(TEDotProductAttention):
         *arguments: Any,
         **options: Any,
     ) -> Tensor:
-        """Attends causally.
-
-        Args:
-            query: [seq, batch, heads_local, dim].
-            key: [seq, batch, groups_local, dim].
-            value: Values, in the shape of key.
-            attention_mask: Start of each token's document, [batch, seq] on the CPU; None where each row is one.
-            arguments: Further arguments of megatron-core's module: the type of the mask.
-            options: Further named arguments of megatron-core's module.
-
-        Returns:
-            [seq, batch, heads_local * dim].
-        """
+        """Attends causally to whole rows; arguments and result are those of `CoreAttention.forward`."""
         if attention_mask is None:
             output: Tensor = super().forward(query, key, value, None, *arguments, **options)
             return output
         seq, batch = query.shape[:2]
-        pieces = [tuple(pieces_of([(0, seq)], row)) for row in document_runs(attention_mask)]
-        segments = segments_of(tuple(pieces), seq, query.device)
+        segments = key_set(attention_mask, None).segments([(0, seq)], seq, query.device)
         # [batch * seq, heads, dim]: rows one after the other
         rows = [part.transpose(0, 1).flatten(0, 1) for part in (query, key, value)]
         packed = PackedSeqParams(

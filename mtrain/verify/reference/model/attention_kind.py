@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -68,17 +69,26 @@ class AttentionKind(ABC):
         """
 
 
-def visible(rows: Rows, window: int | None) -> Tensor:
-    """Says which keys a query sees: same document, not after it, less than `window` before it, [batch, query, key]."""
-    places = torch.arange(rows.tokens.shape[1], device=rows.tokens.device)
-    distance = places[:, None] - places[None]
-    near = (distance >= 0) & (distance < (len(places) if window is None else window))
-    return near & (rows.documents[:, :, None] == rows.documents[:, None, :])
+@dataclass(frozen=True)
+class KeySet:
+    """The keys that a query sees: of its document, not after it, less than `window` before it."""
+
+    documents: Tensor
+    """[batch, seq] number of each token's document."""
+    window: int | None = None
+    """None: all before it."""
+
+    def seen(self) -> Tensor:
+        """Returns [batch, query, key] bool."""
+        places = torch.arange(self.documents.shape[1], device=self.documents.device)
+        distance = places[:, None] - places[None]
+        near = (distance >= 0) & (distance < (len(places) if self.window is None else self.window))
+        return near & (self.documents[:, :, None] == self.documents[:, None, :])
 
 
-def softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax(scores: Tensor, keys: KeySet, sinks: Tensor | None) -> Tensor:
     """Returns attention weights, [batch, groups, heads, query, key]; a sink is an additional logit without a value."""
-    hidden = scores.masked_fill(~seen[:, None, None], -math.inf)
+    hidden = scores.masked_fill(~keys.seen()[:, None, None], -math.inf)
     if sinks is None:
         return hidden.softmax(-1)
     column = sinks[None, :, :, None, None].expand(*hidden.shape[:-1], 1)

@@ -16,11 +16,11 @@ from mtrain.config.schema.attention import GlobalAttentionSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention_kind import (
     AttentionKind,
+    KeySet,
     Shape,
     linear_shapes,
     norm_shapes,
     softmax,
-    visible,
 )
 from mtrain.verify.reference.model.grouped_attention import partly_rotated, rotates, unweighted_norm
 from mtrain.verify.reference.model.modules import Module, linear, norm
@@ -52,7 +52,7 @@ class GlobalAttention(AttentionKind):
             query = partly_rotated(query.flatten(2, 3), rows, model.rope).view(query.shape)
             key = partly_rotated(key, rows, model.rope)
         scale = 1 / math.sqrt(size if model.query_scalar is None else model.query_scalar)
-        weights = softmax(torch.einsum("bqghd,bkgd->bghqk", query, key) * scale, visible(rows, None), None)
+        weights = softmax(torch.einsum("bqghd,bkgd->bghqk", query, key) * scale, KeySet(rows.documents), None)
         return torch.einsum("bghqk,bkgd->bqghd", weights, value).flatten(2)
 
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:

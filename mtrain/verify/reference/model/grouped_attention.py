@@ -16,11 +16,11 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.rope import RopeSection
 from mtrain.verify.reference.model.attention_kind import (
     AttentionKind,
+    KeySet,
     Shape,
     linear_shapes,
     norm_shapes,
     softmax,
-    visible,
 )
 from mtrain.verify.reference.model.modules import Module, linear, norm
 from mtrain.verify.reference.model.rotary import rotated, temperature
@@ -67,7 +67,7 @@ class GroupedAttention(AttentionKind):
         scale = 1 / math.sqrt(size if model.query_scalar is None else model.query_scalar)
         scores = torch.einsum("bqghd,bkgd->bghqk", query, key) * scale
         sinks = part.get("core_attention.softmax_offset")
-        weights = softmax(scores, visible(rows, window), None if sinks is None else sinks.view(groups, shared))
+        weights = softmax(scores, KeySet(rows.documents, window), None if sinks is None else sinks.view(groups, shared))
         return torch.einsum("bghqk,bkgd->bqghd", weights, value.squeeze(3)).flatten(2)
 
     def projected(self, part: Module, x: Tensor, context: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
-from mtrain.verify.reference.model.attention_kind import AttentionKind, Shape, norm_shapes, softmax, visible
+from mtrain.verify.reference.model.attention_kind import AttentionKind, KeySet, Shape, norm_shapes, softmax
 from mtrain.verify.reference.model.modules import Module, linear, norm
 from mtrain.verify.reference.model.rotary import growth, rotated
 from mtrain.verify.reference.text import Rows
@@ -67,7 +67,7 @@ class LatentAttention(AttentionKind):
         plain = torch.einsum("bqhd,bkhd->bhqk", query[..., : mla.qk_nope_head_dim], key)
         rotated = _rotated(part.model, query[..., mla.qk_nope_head_dim :], rows)
         scores = (plain + torch.einsum("bqhd,bkd->bhqk", rotated, shared.squeeze(2))) * _latent_scale(part.model)
-        weights = softmax(scores.unsqueeze(1), visible(rows, None), None).squeeze(1)
+        weights = softmax(scores.unsqueeze(1), KeySet(rows.documents), None).squeeze(1)
         return torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
 
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
