@@ -12,18 +12,9 @@ import torch
 from torch import Tensor
 
 from mtrain.core.batch.zigzag import zigzag_index
-from mtrain.core.layers.attention.context_parallel import document_runs
-from mtrain.core.layers.attention.documents import (
-    Segments,
-    attend_segments,
-    is_varlen_usable,
-    pieces_of,
-    segments_of,
-)
-from tests.core.model.test_attention import DIM, HEADS, ROWS, SEQ, expected, starts, visible
 from mtrain.core.layers.attention.context_parallel import attend_segments, is_varlen_usable
 from mtrain.core.layers.attention.key_set import Segments, key_set
-from tests.mcore.model.test_attention import DIM, HEADS, ROWS, SEQ, expected, starts, visible
+from tests.core.model.test_attention import DIM, HEADS, ROWS, SEQ, expected, starts, visible
 
 GROUPS = 2
 
