@@ -26,6 +26,8 @@ SEVERAL = (
 """Settings that are tried together."""
 MOST_TOKENS = 256
 """Tokens from which settings are found; all of them judge these."""
+_MOST_NUMBERS = 2**22
+"""Logits that a search looks at again and again; with a large vocabulary it has fewer tokens."""
 _FEWEST_TOKENS = 8
 """Tokens that settings need: fewer would have their log-probabilities under settings of any kind."""
 _OF_ANY_NUMBER = (("temperature",), ("top_k",), ("top_p",))
@@ -33,6 +35,8 @@ _OF_ANY_NUMBER = (("temperature",), ("top_k",), ("top_p",))
 _MOST_BIASED = 8
 _MOST_STARTS = 12
 """Settings without a bias, the nearest ones, to which one is looked for."""
+_KEPT_SHARE = 0.75
+_MOST_OFTEN, _FEWEST_MORE = 3, 3
 _COLDEST, _HOTTEST = 0.02, 50.0
 _STARTS = {
     "temperature": [_COLDEST * (_HOTTEST / _COLDEST) ** (step / 40) for step in range(41)],
@@ -59,7 +63,9 @@ def fitted(answers: Sequence[tuple[Tensor, Rollout]], names: Sequence[str], tole
     Returns:
         The settings; None where none of this kind are near, or where there are too few tokens to tell.
     """
-    places = DrawnTokens.drawn(answers, MOST_TOKENS if len(names) == 1 else MOST_TOKENS // 4)
+    most = MOST_TOKENS if len(names) == 1 else MOST_TOKENS // 4
+    most = max(2 * _FEWEST_TOKENS, min(most, _MOST_NUMBERS // answers[0][0].shape[-1]))
+    places = DrawnTokens.drawn(answers, most)
     if len(places.ids) < _FEWEST_TOKENS and tuple(names) not in _OF_ANY_NUMBER:
         return None
     return _Fit(places, tolerance).found(names)
@@ -95,7 +101,10 @@ class _Fit:
             starts = [self._biased(each) for each in sorted(starts, key=self._distance)[:_MOST_STARTS]]
         near = [each for start in starts for each in self._truncations(start, truncations)]
         near = [*late, *sorted({*near}, key=self._distance)[: 4 if len(names) > 1 else 1]]
-        refined = [self._refined(each, continuous, truncations, BIASED in names) for each in near]
+        shares = (1.0,) if not truncations else (_KEPT_SHARE,) if BIASED in names else (1.0, _KEPT_SHARE)
+        refined = [
+            self._refined(each, continuous, truncations, BIASED in names, share) for share in shares for each in near
+        ]
         return min((each for each in refined if each is not None), key=self._distance, default=None)
 
     def _of_late_places(self, names: Sequence[str]) -> list[Settings]:
@@ -113,7 +122,7 @@ class _Fit:
         return [{name: each} for each in (_TIDY if name != "top_k" else [k for k in _USUAL_TOP_K if k < size])]
 
     def _refined(
-        self, settings: Settings, continuous: Sequence[str], truncations: Sequence[str], is_biased: bool
+        self, settings: Settings, continuous: Sequence[str], truncations: Sequence[str], is_biased: bool, share: float
     ) -> Settings | None:
         """Moves settings to the nearest ones, one kind after another."""
         rounds = 8 if is_biased and (continuous or truncations) else 2 if continuous and truncations else 1
@@ -125,7 +134,9 @@ class _Fit:
             if is_biased:
                 settings = self._biased(replace(settings, bias=(), num_biased=None, allowed=None))
             tokens = [token for token, value in settings.bias if value != -math.inf]
-            settings = self._least_squares(settings, [*continuous, *tokens])
+            settings = self._least_squares(settings, [*continuous, *tokens], share)
+            if is_biased and self._distance(settings) > self._tolerance**2:
+                settings = self._without_needless(settings)
             if truncations and rounds > 1:
                 again = self._truncations(replace(settings, min_p=0.0, top_k=None, top_p=1.0), truncations)
                 settings = min([settings, *again], key=self._distance)
@@ -145,20 +156,44 @@ class _Fit:
             self._known[settings] = missed.nan_to_num(posinf=1e3, neginf=-1e3)
         return self._known[settings]
 
-    def _least_squares(self, settings: Settings, names: Sequence[str | int]) -> Settings:
-        """Moves continuous settings, and the bias of tokens, to the nearest ones by Levenberg and Marquardt's steps."""
+    def _without_needless(self, settings: Settings) -> Settings:
+        """Takes away the bias of tokens without which the others are as near, once these have moved."""
+        tokens = [token for token, value in settings.bias if value != -math.inf]
+        for token in tokens if len(settings.bias) > 1 else ():
+            bias = tuple(each for each in settings.bias if each[0] != token)
+            rest = [other for other, value in bias if value != -math.inf]
+            trial = self._least_squares(replace(settings, bias=bias), rest, _KEPT_SHARE)
+            if bias and self._distance(trial) <= self._distance(settings):
+                settings = trial
+        return settings
+
+    def _least_squares(self, settings: Settings, names: Sequence[str | int], share: float = 1.0) -> Settings:
+        """Moves continuous settings, and the bias of tokens, to the nearest ones by Levenberg and Marquardt's steps.
+
+        Args:
+            settings: Settings to begin with.
+            names: What is moved.
+            share: Share of the tokens, the nearest ones, that count: others may be those of which a truncation that is
+                not yet right leaves too many or too few.
+        """
         if not names:
             return settings
         damping, now = 1e-3, settings
         missed = self._missed(now)
+        count = max(len(names) + 1, round(share * len(missed)))
+
+        def sum_of(differences: Tensor) -> Tensor:
+            return differences.square().sort().values[:count].sum()
+
         for _ in range(40):
             columns = [(self._missed(_moved(now, {name: 1e-6})) - missed) / 1e-6 for name in names]
-            slope = torch.stack(columns, -1)
+            rows = missed.abs().argsort()[:count]
+            slope = torch.stack(columns, -1)[rows]
             square = slope.T @ slope
-            step = torch.linalg.lstsq(square + damping * square.diagonal().diag(), -(slope.T @ missed)).solution
+            step = torch.linalg.lstsq(square + damping * square.diagonal().diag(), -(slope.T @ missed[rows])).solution
             trial = _moved(now, dict(zip(names, step.clamp(-1, 1).tolist(), strict=True)))
             after = self._missed(trial)
-            if after.square().sum() < missed.square().sum():
+            if sum_of(after) < sum_of(missed):
                 now, missed, damping = trial, after, damping / 10
                 if float(step.abs().max()) < 1e-10:
                     break
@@ -269,7 +304,18 @@ class _Fit:
             kept = [(token, factor) for token, factor in zip(chosen, factors.tolist()) if abs(factor) > 1e-3]
             trial = replace(settings, bias=tuple((token, _bias(factor)) for token, factor in kept))
             best = min(best, trial, key=self._distance)
-        return min(best, self._pushed_when_drawn(settings, own, missed), key=self._distance)
+        return min(
+            best, self._pushed_when_drawn(settings, own, missed), self._pushed_often(settings, own), key=self._distance
+        )
+
+    def _pushed_often(self, settings: Settings, own: Tensor) -> Settings:
+        """Finds the logits of several tokens that are drawn far more often than their probabilities say."""
+        more = torch.bincount(self._places.ids, minlength=own.shape[-1]) - own.exp().sum(0)
+        often = [token for token in more.topk(_MOST_OFTEN).indices.tolist() if more[token] > _FEWEST_MORE]
+        if len(often) < 2:
+            return settings
+        start = tuple((token, _tidy_bias(math.log(float(more[token] / own[:, token].exp().sum())))) for token in often)
+        return self._least_squares(replace(settings, bias=start), often, _KEPT_SHARE)
 
     def _pushed_when_drawn(self, settings: Settings, own: Tensor, missed: Tensor) -> Settings:
         """Finds one token with another logit, by the odds of being drawn where it is."""

@@ -122,8 +122,15 @@ class DrawnTokens:
     @classmethod
     def drawn(cls, answers: Sequence[tuple[Tensor, Rollout]], most: int) -> DrawnTokens:
         """Returns at most `most` places of all answers at which the model drew the token, evenly spread."""
-        every = [cls.of(*each) for each in answers]
-        found = cls(
+        is_drawn = torch.tensor([is_drawn for _, rollout in answers for is_drawn in rollout.mask])
+        places = is_drawn.nonzero().flatten()
+        if len(places) > most:
+            places = places[torch.arange(most) * len(places) // most]
+        kept = torch.zeros(len(is_drawn), dtype=torch.bool).index_fill(0, places, True)
+        masks = torch.split(kept, [len(rollout.mask) for _, rollout in answers])
+        # chosen before they are joined: the logits of all answers may be most of the memory
+        every = [cls.of(*each).chosen(mask) for each, mask in zip(answers, masks, strict=True)]
+        return cls(
             torch.cat([each.logits for each in every]),
             torch.cat([each.ids for each in every]),
             torch.cat([each.said for each in every]),
@@ -132,10 +139,6 @@ class DrawnTokens:
             tuple(ids for each in every for ids in each.written),
             torch.cat([each.numbers for each in every]),
         )
-        found = found.chosen(torch.tensor([is_drawn for _, rollout in answers for is_drawn in rollout.mask]))
-        count = len(found.ids)
-        kept = torch.arange(most) * count // most if count > most else torch.arange(count)
-        return found.chosen(torch.zeros(count, dtype=torch.bool).index_fill(0, kept, True))
 
     def chosen(self, mask: Tensor) -> DrawnTokens:
         """Returns the places at which a mask, [tokens] bool, is true."""

@@ -95,3 +95,19 @@ def test_settings_are_found_from_log_probabilities(names: tuple[str, ...]) -> No
         # no other setting alone gives these numbers
         for other in SINGLES if len(names) == 1 else ():
             assert other == names or distance(fitted(given, other, 1e-6), given) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"min_p": 0.1, BIASED: {"bias": {7: 6.0}}},
+        {"top_p": 0.9, BIASED: {"bias": {3: 5.0, 11: 5.0}}},
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.8},
+    ],
+    ids=lambda said: "-".join(said),
+)
+def test_settings_are_found_where_a_truncation_leaves_few_tokens(said: dict[str, Any]) -> None:
+    """Draws the same few tokens nearly everywhere, or leaves so few that an error of a temperature leaves others."""
+    given = answers(said, 0)
+    found = fitted(given, [*said], 1e-6)
+    assert distance(found, given) < 2e-5, f"{found} of {said}"
