@@ -36,9 +36,11 @@ ROOMS_OF_CORE = ("state", "loss", "batch", "ranks", "layers", "engine", "step")
 """Folders of `mtrain/core` from the bottom up: each imports only from those before it."""
 
 MAX_FILES_IN_A_FOLDER = 20
-MAX_FILE_LINES = 500
+MAX_FILE_LINES, MAX_TABLE_LINES = 500, 700
+TABLES = r"mtrain/(hf/schema/(config|table)|config/(megatron_fields|rules|foreign/\w+))\.py"
+"""Files whose subject is one table, which may be longer."""
 MAX_FILES_UNDER_A_STEP = 160
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 70
 
 
 def package_of(target: str) -> str | None:
@@ -289,7 +291,13 @@ def python_files() -> list[Path]:
 
 
 def test_files_are_short() -> None:
-    assert [path for path in python_files() if len(path.read_text().splitlines()) > MAX_FILE_LINES] == []
+    wrong = [
+        path
+        for path in python_files()
+        if (size := len(path.read_text().splitlines())) > MAX_FILE_LINES
+        if size > MAX_TABLE_LINES or not re.fullmatch(TABLES, path.relative_to(ROOT).as_posix())
+    ]
+    assert wrong == []
 
 
 def test_folders_show_what_they_hold() -> None:

@@ -20,9 +20,17 @@ from mtrain.config.messages import readable
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
-from mtrain.hf.schema.parts import SIZES, section_of
 from mtrain.hf.schema.rope import PARTIAL, ROPE_NAMES, older_rope, read_rope, rope_differences, written_rope
 from mtrain.hf.schema.values import needed_value, shown, value_of
+
+SIZES: Mapping[str, str] = {
+    "experts": "experts.num_experts",
+    "mla": "mla.kv_lora_rank",
+    "delta_net": "delta_net.num_value_heads",
+    "mamba": "mamba.num_heads",
+    "sliding_window": "sliding_window",
+}
+"""Part -> our field with its size: absent or 0 in the file, the model has no such part."""
 
 
 class UnsayableError(DataError):
@@ -497,3 +505,9 @@ def _meant_by(experts: ExpertsSection) -> dict[str, Any]:
         # their number then has no effect
         return fields | dict.fromkeys(_GROUPS)
     return fields | {"group_score_top_k": experts.num_scored}
+
+
+def section_of(dotted: str) -> str | None:
+    """Returns the part to which one of our fields belongs, by its section, if any."""
+    section, inside, _ = dotted.partition(".")
+    return section if inside and section in SIZES else None
