@@ -39,9 +39,7 @@ def chunk_tokens(section: LossSection, vocab_local: int, on_cpu: bool) -> int | 
     """Returns the most tokens of a chunk; None if all logits are computed at once.
 
     Args:
-        section: Section of the loss.
         vocab_local: Columns of the padded vocabulary on one rank.
-        on_cpu: Whether the run computes on a CPU.
     """
     match section.chunk_tokens:
         case int(tokens):
@@ -99,7 +97,6 @@ class _Kept(NamedTuple):
     moved: tuple[int, ...]
     """Bytes of each layer that moves to the host."""
     num_staying: int
-    """Layers that do not move."""
 
     @property
     def on_device(self) -> int:
@@ -273,7 +270,6 @@ class Activations:
         return self.tokens * hidden_local(self.config.model, self.layout) * element_bytes(self.config.train)
 
     def _layer_bytes(self, layer: int, skipped: Sequence[str]) -> int:
-        """Estimates what backward needs of a layer, without recomputed modules."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config.train)
         adapter = self.config.adapter
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
@@ -290,7 +286,6 @@ class Activations:
         return self.tokens * elements * size + norms * self._unfused_norm_bytes() + core
 
     def _small_bytes(self, layer: int) -> int:
-        """Estimates the tensors of a layer that are too small to move."""
         model, layout, size = self.config.model, self.layout, element_bytes(self.config.train)
         parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
         widths = [width for part in parts for width in part.narrow_tensors(model, layout)]

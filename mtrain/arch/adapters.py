@@ -61,8 +61,6 @@ def is_learned_whole(model: ModelSection, adapter: AdapterSection, name: str) ->
     """Says whether a tensor is fully trained next to adapters.
 
     Args:
-        model: Section of the model.
-        adapter: Section of the adapters.
         name: Global name of the tensor, or its key in a checkpoint, where layers may be stacked.
     """
     return name in learned_matrices(model, adapter) or ("norms" in adapter.modules_to_save and is_norm(name))
@@ -153,9 +151,6 @@ def fused_rows(model: ModelSection, adapter: AdapterSection, linear: str, num_ro
     """Returns the rows of each of `fused_parts` in the block that a module's rows repeat.
 
     Args:
-        model: Section of the model.
-        adapter: Section of the adapters.
-        linear: Name of the module.
         num_rows: Rows of the module's weight, on a rank or in the whole model.
     """
     parts = fused_parts(model, adapter, linear)

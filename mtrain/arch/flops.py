@@ -95,8 +95,6 @@ def flops_of_step(
     lookup counts nothing.
 
     Args:
-        model: Section of the model.
-        work: Work in the batch.
         adapter: Section of the adapter on a frozen model; None if the whole model is trained.
         is_scored: Whether a pass without gradients precedes, as when sequences are compared; it adds one forward
             product.
@@ -120,7 +118,6 @@ def flops_of_step(
 
 
 def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) -> int:
-    """Counts the multiply-adds of a forward pass through all low-rank pairs."""
     layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
     of_tokens = sum(each.multiplied(adapter) for each in layers)
     of_tables = {each.linear: each.multiplied(adapter) for each in tables(model, adapter)}

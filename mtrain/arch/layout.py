@@ -188,7 +188,6 @@ def most_microbatches(config: Config, layout: Layout) -> int:
 
 
 def _experts(section: LayoutSection, world_size: int) -> Iterator[str]:
-    """Checks that each pipeline stage's ranks divide into copies of the experts."""
     if (world_size // section.pp) % (section.ep * section.etp):
         yield (
             f"world size {world_size} / layout.pp={section.pp} must be a multiple of layout.ep={section.ep} x "

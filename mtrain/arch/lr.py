@@ -30,8 +30,6 @@ def learning_rate(step: int, optimizer: OptimizerSection, num_steps: int) -> flo
 
     Args:
         step: Number of the next update, from 0.
-        optimizer: Section with the schedule.
-        num_steps: Updates in the whole run.
 
     Source: megatron-core 0.16.1, optimizer_param_scheduler.py; transformers 5.23, optimization.py. wsd: MiniCPM
         (arXiv 2404.06395), section 4; cosine: SGDR (arXiv 1608.03983), equation 5 without restarts.

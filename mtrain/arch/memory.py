@@ -26,7 +26,6 @@ from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
 
 _MOMENTS_BYTES = 2 * FP32_BYTES
-"""Bytes of both moments of a parameter."""
 MOMENTS_AT_ONCE_BYTES = 2**29
 """Largest size of moments that an update with train.offload_optimizer moves together, unless one parameter's are
 larger: ten milliseconds of PCIe."""

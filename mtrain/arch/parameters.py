@@ -105,7 +105,6 @@ def table_elements_on_rank(model: ModelSection, layout: Layout, pp_rank: int) ->
 
 
 def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
-    """Counts the elements of a stage's tables, over all its ranks of TP."""
     return len(tables_on_stage(model, layout, pp_rank)) * padded_vocab_size(model, layout.tp) * model.hidden_size
 
 

@@ -13,7 +13,6 @@ class AwakeClock:
         """
         Args:
             longest_gap_s: Longest gap between two readings that counts in full; a longer one means a suspended process.
-            clock: Monotonic time in seconds.
         """
         self._longest_gap_s, self._clock = longest_gap_s, clock
         self._read_s, self._awake_s = clock(), 0.0

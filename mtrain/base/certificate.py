@@ -14,7 +14,6 @@ from mtrain.base.errors import MachineError
 from mtrain.base.files import disk_faults, write_atomically
 
 FORMAT = 1
-"""Version of the file format."""
 VARIABLE = "MTRAIN_CERTIFICATES"
 
 
@@ -23,7 +22,6 @@ class Comparison:
     """Result of one candidate: the layers of one library, for every kind of layer in a model."""
 
     passed: bool
-    """Whether every error is within its tolerance."""
     ms: float
     """Milliseconds of a forward and backward pass of one layer of each kind, weighted by their numbers."""
     own_ms: float

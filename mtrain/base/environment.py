@@ -115,7 +115,6 @@ def cores_of_rank(environ: Mapping[str, str], allowed: int | None = None) -> int
     OMP_NUM_THREADS above 1 is an upper bound; launchers set 1 on any machine, which says nothing.
 
     Args:
-        environ: Environment variables.
         allowed: Cores available to the process; None asks the operating system.
 
     Raises:

@@ -83,7 +83,6 @@ def remove(path: Path) -> None:
 class LockOutcome(enum.Enum):
     TAKEN = enum.auto()
     BUSY = enum.auto()
-    """Another process holds the lock."""
     UNSUPPORTED = enum.auto()
     """The file system has no such locks (some NFS and Lustre mounts), so nobody is kept out."""
 

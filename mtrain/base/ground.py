@@ -25,7 +25,6 @@ class Found(NamedTuple):
     """Package that an import would take."""
 
     place: str
-    """Folder of the package."""
     version: str | None
     """Version that the source states, if any."""
 
@@ -123,7 +122,6 @@ def _version_of_megatron(constants: Mapping[str, Any]) -> str | None:
 
 
 def _constants(source: str) -> dict[str, Any]:
-    """Returns the constants of a module by name."""
     found: dict[str, Any] = {}
     try:
         body = ast.parse(source).body

@@ -56,8 +56,6 @@ _ORDER = tuple(Phase)
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat of one rank."""
-
     rank: int
     pid: int
     step: int
@@ -66,7 +64,6 @@ class Beat:
     since_s: float
     """Unix time at which the phase began."""
     written_s: float
-    """Unix time of the beat."""
     left_with: str | None = None
     """Error that ended the rank, or `done`; None while it runs."""
     memory_bytes: int | None = None
@@ -131,9 +128,6 @@ class Heartbeat:
     ) -> None:
         """
         Args:
-            folder: Folder `heartbeats` of the run.
-            rank: Rank of this process.
-            world_size: Ranks that write heartbeats there.
             timeout_s: Longest time that ranks wait for each other; beats are much shorter.
             start: Number of this start of the run; the thread stops writing when a later start beats.
             on_beat: Called by the thread at every beat; may raise OSError.
@@ -245,7 +239,6 @@ class Heartbeat:
 
 
 def _pulse_fields() -> dict[str, Any]:
-    """Returns this process's pulse as fields of `Beat`."""
     if (own := pulse.current()) is None:
         return {}
     state = own.state

@@ -112,7 +112,6 @@ def settle_gpu_packages(has_gpu: bool, takes_any_version: bool = False) -> None:
     knows it, but only for its layers: nothing has compared its optimizers.
 
     Args:
-        has_gpu: Whether torch can use a GPU.
         takes_any_version: Whether any release of TransformerEngine may stay, as when it is to be certified.
     """
     global _faults, _beyond
@@ -186,7 +185,6 @@ def fault_of(needed: tuple[str, ...]) -> str | None:
 
 
 def _beyond_bounds(version: str) -> str | None:
-    """Returns why the installed megatron-core does not take this release of TransformerEngine, if so."""
     parts = version.split(".")[:2]
     if not all(part.isdigit() for part in parts):
         return None

@@ -30,7 +30,6 @@ def open_plain_file(path: Path, follow_link: bool = True) -> BinaryIO:
     """Opens a file for reading, unbuffered; never blocks, not even on a pipe.
 
     Args:
-        path: Path of the file.
         follow_link: Whether the path may be a symbolic link.
 
     Raises:
@@ -57,7 +56,6 @@ def read_plain_file(path: Path, most_bytes: int, follow_link: bool = True) -> by
     """Reads the whole content of a small file.
 
     Args:
-        path: Path of the file.
         most_bytes: Largest size; a larger file is not read.
         follow_link: Whether the path may be a symbolic link.
 

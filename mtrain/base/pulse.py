@@ -57,14 +57,10 @@ _NO_CALL = -1
 
 
 class Pulse:
-    """Pulse of this process."""
-
     def __init__(self, path: Path, rank: int, world_size: int, local_world_size: int) -> None:
         """
         Args:
             path: File to create, in a folder in memory (`mtrain.watch.place`).
-            rank: Rank of this process.
-            world_size: World size of the run.
             local_world_size: Ranks of the run on this node.
 
         Raises:

@@ -179,6 +179,5 @@ def ignore_stop_signals() -> None:
 
 
 def _enclosing() -> StopSignal | None:
-    """Returns the block whose handlers are installed."""
     owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return owner if isinstance(owner, StopSignal) else None

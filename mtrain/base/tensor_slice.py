@@ -21,7 +21,6 @@ class TensorSlice(NamedTuple):
     """Range of indices along each axis of a tensor."""
 
     offset: Sizes
-    """First index along each axis."""
     shape: Sizes
     """Size along each axis of `offset`; a slice with a 0 is empty."""
 

@@ -18,7 +18,7 @@ from yaml.reader import ReaderError
 
 MAX_BYTES = 2**20
 MAX_NODES = 10_000
-"""Most values and keys of a text; repetitions by aliases count."""
+"""Most values and keys of a text, repetitions by aliases included."""
 MAX_DEPTH = 50
 
 Location = tuple[int | str, ...]

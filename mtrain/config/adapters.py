@@ -1,4 +1,4 @@
-"""Rules on what an adapter can be combined with, and the targets that all-linear means."""
+"""What adapters can be combined with, and the targets that all-linear means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GATED = {"gate_proj", "gate_up_proj"}
 
 
 def all_linear_in(content: Any) -> list[Any] | None:
-    """Returns the other targets next to all-linear in the sections of a configuration; None where it is not a target.
+    """Returns the other targets next to all-linear in `adapter.targets`; None without all-linear.
 
     Args:
         content: Sections by name, not validated yet.
@@ -33,7 +33,7 @@ def all_linear_in(content: Any) -> list[Any] | None:
 
 
 def with_linear_targets(content: Any) -> Any:
-    """Returns the sections of a configuration with the targets of the model in place of all-linear.
+    """Replaces all-linear by the targets of the model.
 
     Args:
         content: Sections by name, not validated yet.
@@ -49,7 +49,7 @@ def with_linear_targets(content: Any) -> Any:
 
 
 def _linear_targets(model: ModelSection, named: Collection[Any]) -> Iterator[str]:
-    """Yields the targets that are linear layers in PEFT's sense and can go to it, without parts of those in `named`."""
+    """Yields the targets that are linear layers in PEFT's sense, without parts of those in `named`."""
     kinds = {model.attention(layer) for layer in range(model.num_layers)}
     found = ["qkv", "proj"] if kinds - {*RECURRENT, "none"} else []
     found += ["in_proj"] if kinds & RECURRENT.keys() else []
@@ -66,7 +66,7 @@ def _linear_targets(model: ModelSection, named: Collection[Any]) -> Iterator[str
 
 
 def notes(config: Sections) -> list[str]:
-    """Returns a note on what all-linear leaves out; empty where it was not asked for, or leaves nothing out."""
+    """Returns a note on what all-linear omits, if anything."""
     model, adapter = config.model, config.adapter
     if adapter is None or "targets" in adapter.model_fields_set:
         return []
@@ -83,14 +83,13 @@ def notes(config: Sections) -> list[str]:
 
 
 def broken_rules(config: Sections, adapter: AdapterSection) -> Iterator[str]:
-    """Yields a message for every broken rule: what was given, what is needed, what to change."""
+    """Yields a message for every broken rule."""
     yield from _targets(config.model, adapter)
     yield from _learned_whole(config.model, adapter)
     yield from _run(config, adapter)
 
 
 def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
-    """Checks that every target exists, and that it can have the form that PEFT gives it."""
     there = model.query_projections | (
         {"qkv_proj"} if model.query_projections.issuperset(JOINED["qkv_proj"]) else set()
     )
@@ -134,7 +133,6 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
 
 
 def _learned_whole(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
-    """Checks that the model has every module that learns whole."""
     saved = adapter.modules_to_save
     if "head" in saved and not model.output.is_new:
         yield "adapter.modules_to_save=head needs model.num_labels; set it, or remove head"
@@ -163,7 +161,7 @@ def _has_networks(model: ModelSection) -> bool:
 
 
 def has_merged_form(model: ModelSection, adapter: AdapterSection) -> bool:
-    """Says whether a model without adapters can compute the same: not where one table gets two values."""
+    """Says whether a model without adapters can compute the same; not if one table gets two values."""
     return not (model.tied_embeddings and "embedding" in adapter.parts)
 
 

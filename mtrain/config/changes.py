@@ -18,16 +18,15 @@ class Change:
     """Key whose value differs between two configurations."""
 
     key: str
-    """Dotted key."""
     old: str | None
-    """Old value as JSON, on one line; None where the key is missing."""
+    """Old value as one line of JSON; None if the key is missing."""
     new: str | None
     is_neutral: bool
-    """Whether the change leaves the run the same: the key is in NEUTRAL_KEYS, or below one of them."""
+    """Whether the run stays the same: the key is in NEUTRAL_KEYS, or below one of them."""
 
 
 def changes(old_config: str | Config, new_config: str | Config) -> list[Change]:
-    """Lists the differences between two resolved configurations, sorted by key; neutral keys too."""
+    """Lists the differences between two resolved configurations, sorted by key, including neutral keys."""
     old, new = flat_keys(old_config), flat_keys(new_config)
     missing = object()
     return [
@@ -38,7 +37,7 @@ def changes(old_config: str | Config, new_config: str | Config) -> list[Change]:
 
 
 def _stands_for_a_section(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Says whether a null only means that a section is absent whose keys the other configuration has."""
+    """Says whether a null only stands for a missing section whose keys the other configuration has."""
     return any(
         key in one and one[key] is None and any(name.startswith(f"{key}.") for name in other)
         for one, other in ((old, new), (new, old))
@@ -50,9 +49,10 @@ def _shown(flat: dict[str, Any], key: str) -> str | None:
 
 
 def flat_keys(config: str | Config) -> dict[str, Any]:
-    """Flattens a resolved configuration, or its YAML, to dotted key -> value.
+    """Flattens a resolved configuration, or its YAML, to dotted key -> value, under current names.
 
-    Lists and empty sections are values. Old names of keys are replaced by the new ones."""
+    Lists and empty sections are values.
+    """
     flat: dict[str, Any] = {}
     # through JSON, to get the same values as from its YAML
     content = read_yaml(config).content if isinstance(config, str) else json.loads(json.dumps(config.model_dump()))

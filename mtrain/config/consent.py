@@ -1,7 +1,7 @@
 """Rules of `checkpoint.allow_changed`: keys that a resumed run may change with consent, and keys that never change.
 
-Keys that decide which samples a step reads, or what the numbers in a checkpoint mean, cannot change under a run: it
-would no longer be the run of its steps so far. Keys of NEUTRAL_KEYS may change without consent.
+Keys that decide which samples a step reads, or what the numbers in a checkpoint mean, never change: the run would no
+longer be that of its earlier steps. Keys of NEUTRAL_KEYS need no consent.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NEUTRAL_KEYS = (
     "data.valid",
     "data.test",
 )
-"""Sections and keys that may change between two starts of one run: its length, its layout and what it reports."""
+"""Sections and keys that may change between two starts: length, layout and reports of the run."""
 
 _WITH_CONSENT = (
     "optimizer",
@@ -86,18 +86,12 @@ def lies_in(key: str, sections: Iterable[str]) -> bool:
 
 
 def is_permitted(key: str, allow_changed: Sequence[str]) -> bool:
-    """Says whether `checkpoint.allow_changed` lets a key change; a section permits the keys in it that can change at
-    all."""
+    """Says whether `checkpoint.allow_changed` lets a key change; a section permits its keys that can change at all."""
     return lies_in(key, allow_changed) and key not in _NEVER and lies_in(key, _WITH_CONSENT)
 
 
 def broken_rules(root: type[Section], allow_changed: Sequence[str]) -> Iterator[str]:
-    """Explains, for each entry that cannot be allowed, why.
-
-    Args:
-        root: Class of a whole configuration.
-        allow_changed: Dotted keys that the configuration allows to change.
-    """
+    """Explains why entries cannot be allowed."""
     for key in allow_changed:
         entry = f"checkpoint.allow_changed names {key!r}"
         if not _exists(root, key.split(".")):
@@ -112,14 +106,13 @@ def broken_rules(root: type[Section], allow_changed: Sequence[str]) -> Iterator[
 
 
 def _of_length(key: str) -> str:
-    """Returns a hint for a person who names the run's length."""
     if key != "train.num_steps":
         return ""
     return " (a learning rate that follows from it is optimizer.decay_steps)"
 
 
 def _exists(root: type[Section], parts: Sequence[str]) -> bool:
-    """Says whether a configuration can have the key; below a mapping of plain values any name is possible."""
+    """Says whether a configuration can have the key; mappings of plain values take any name."""
     found: tuple[type[Section], ...] = (root,)
     rest = iter(parts)
     for part in rest:

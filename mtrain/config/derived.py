@@ -1,4 +1,4 @@
-"""Values that follow from several sections of a configuration together; rules and the rest of the program use them."""
+"""Values that follow from several sections of a configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from mtrain.config.schema.train import TrainSection
 
 
 def with_warmup_steps(content: Any) -> Any:
-    """Returns the sections of a configuration with `optimizer.warmup_steps` in place of `optimizer.warmup_ratio`, once
-    the number of steps is known."""
+    """Replaces `optimizer.warmup_ratio` by `optimizer.warmup_steps`, once the number of steps is known."""
     match content:
         case {"train": {"num_steps": int(num_steps)}, "optimizer": {"warmup_ratio": int() | float() as ratio}}:
             optimizer = content["optimizer"]
@@ -35,25 +34,23 @@ def row_width(train: TrainSection, data: AnyData) -> int:
 
 
 PREFERENCE_FORMATS: dict[str, Literal["pairs", "answers"]] = {"preference": "pairs", "unpaired_preference": "answers"}
-"""Form of the records, for each data.format of preferences."""
+"""Form of the records for each data.format of preferences."""
 
 
 def compared(loss: LossSection, data: AnyData) -> Literal["pairs", "answers"] | None:
-    """Returns what a run compares, according to its loss or, for a loss function of the user's own, to data.format;
-    None where it compares nothing."""
+    """Returns what a run compares, by its loss or, for a user's own loss, by data.format; None if nothing."""
     if loss.preference is not None:
         return loss.preference.compares
     return PREFERENCE_FORMATS.get(data.format) if isinstance(data, SftSection) else None
 
 
 def sequences_per_sample(loss: LossSection, data: AnyData) -> int:
-    """Counts the sequences of a sample: two in a pair; also two where answers are judged separately, as KTO adds a
-    mismatched one; else one."""
+    """Counts the sequences of a sample: two for pairs, and for KTO, which adds a mismatched answer; else one."""
     return 1 if compared(loss, data) is None else 2
 
 
 def label_columns(loss: LossSection) -> tuple[str, ...]:
-    """Returns the names of the extras that hold the label of a record, where the label is no class."""
+    """Returns the extras that hold the label of a record, unless the label is a class."""
     return (LABEL,) if loss.function in NUMBER_LOSSES else ()
 
 
@@ -62,10 +59,9 @@ LAYOUT_DEPENDENT_KEYS = (
     "loss.router.microbatch_balance_coefficient",
     "loss.router.global_balance_coefficient",
 )
-"""Keys whose effect changes with the layout by definition, when they are above 0."""
+"""Keys that, above 0, have a layout-dependent effect by definition."""
 DROPOUT_KEYS = ("model.attention_dropout", "model.hidden_dropout", "adapter.dropout")
-"""Keys that, above 0, draw other numbers under another layout or micro-batch size, so that no two of these are the same
-run."""
+"""Keys that, above 0, draw different numbers under another layout or micro-batch size."""
 
 
 def layout_dependent_keys(model: ModelSection, loss: LossSection) -> list[str]:
@@ -94,7 +90,7 @@ class DataPhase:
     """One blend of `data.train` or `data.curriculum`."""
 
     from_step: int
-    """Number of updates completed before the blend begins."""
+    """Updates completed before the blend begins."""
     shares: dict[str, float]
     """Path of a source -> its share of the samples, at most 1."""
 
@@ -104,7 +100,7 @@ class DataPhase:
 
 
 def data_phases(data: AnyData) -> tuple[DataPhase, ...]:
-    """Returns the phases of a configuration, in their order; empty without a curriculum."""
+    """Returns the phases in order; empty without a curriculum."""
     if not isinstance(data, FilesSection) or not data.curriculum:
         return ()
     later = [(blend.from_step, blend.sources) for blend in data.curriculum]
@@ -117,5 +113,5 @@ def _shares(sources: Sequence[SourceSection]) -> dict[str, float]:
 
 
 def phase_number(phases: Sequence[DataPhase], step: int) -> int:
-    """Returns the number of the phase of a step, both counted from 1; 0 where there are no phases."""
+    """Returns the number of a step's phase, both counted from 1; 0 without phases."""
     return sum(phase.from_step < step for phase in phases)

@@ -1,6 +1,6 @@
-"""Every key of a configuration, as its schema states it: type, default, unit and meaning.
+"""Every key of a configuration as its schema states it: type, default, unit and meaning.
 
-The reference in docs/reference/configuration.md is written from it.
+docs/reference/configuration.md is generated from it.
 """
 
 import ast
@@ -30,7 +30,7 @@ _UNIT_OF_BOUND = (
     (bounds.BATCH, "samples"),
     (bounds.BATCHES_AHEAD, "global batches"),
 )
-"""Bound of a field, found by identity, and what it counts."""
+"""Bound of a field, found by identity, and its unit."""
 _UNIT_OF_SUFFIX = {
     "_s": "seconds",
     "_steps": "steps",
@@ -46,27 +46,24 @@ class Key:
     """One key, or one section of keys."""
 
     name: str
-    """Path from the root, such as `train.num_steps`; `[]` stands for an element of a list, NAME for a name of the
-    user's own."""
+    """Path from the root, such as `train.num_steps`; `[]` stands for a list element, NAME for a user's own name."""
     type: str
-    """Values that it takes, in words."""
+    """Legal values in words."""
     default: Any
-    """Value where it is not given; meaningless where it is required."""
+    """Default value; meaningless for a required key."""
     is_required: bool
     unit: str
-    """What a number counts, or `path`; empty where there is none."""
+    """What a number counts, or `path`; empty without a unit."""
     text: str
-    """Meaning, from the schema."""
     kinds: tuple[str, ...] = ()
     """Kinds of its section that have it; empty: all."""
     is_section: bool = False
-    """Whether it holds further keys."""
     field: FieldInfo | None = None
-    """Field of the schema, which judges values."""
+    """Field of the schema, which validates values."""
 
 
 def described_keys() -> list[Key]:
-    """Lists all keys in the schema's order; a key that several kinds of a section share is listed once."""
+    """Lists all keys in the schema's order; a key that several kinds of a section share appears once."""
     found: dict[str, Key] = {}
     for key in _keys_of(Config, "", ()):
         seen = found.get(key.name)
@@ -85,7 +82,7 @@ def _merged(one: Key, other: Key) -> Key:
 
 
 def _without_all_kinds(key: Key, found: Mapping[str, Key]) -> Key:
-    """Leaves the kinds away where a key belongs to all of them."""
+    """Clears the kinds of a key that belongs to all of them."""
     kind = found.get(f"{key.name.partition('.')[0]}.kind")
     return replace(key, kinds=()) if kind is not None and len(kind.kinds) == len(key.kinds) else key
 
@@ -112,7 +109,7 @@ def _keys_of(section: type[Section], prefix: str, kinds: tuple[str, ...]) -> Ite
 
 
 def texts_of(section: type[Section]) -> dict[str, str]:
-    """Returns the docstring below each field, of the class and of those that it extends."""
+    """Returns the docstring below each field, including inherited ones."""
     texts = {}
     for owner in reversed(section.__mro__):
         if issubclass(owner, Section) and owner is not Section:
@@ -130,7 +127,7 @@ def _kind(section: type[Section]) -> str:
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Returns the members of a union, else the annotation alone; names and notes of types are left away."""
+    """Returns the members of a union, else the annotation alone; ignores type names and notes."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -139,7 +136,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def separator(annotation: Any) -> str:
-    """Returns what stands between a section's name and a key of it."""
+    """Returns the text between a section's name and one of its keys."""
     origins = {get_origin(each) for each in _alternatives(annotation)}
     if tuple in origins:
         return "[]."
@@ -147,7 +144,6 @@ def separator(annotation: Any) -> str:
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
-    """Describes an annotation: the values of a choice, or a plain type with its limits."""
     parts = []
     for each in _alternatives(annotation):
         origin = get_origin(each)
@@ -197,7 +193,7 @@ def _unit(name: str, info: FieldInfo) -> str:
 
 
 def editor_schema() -> dict[str, Any]:
-    """Returns the schema of one YAML file; nothing is required in it, as files are merged."""
+    """Returns the schema of one YAML file; nothing is required, because files are merged."""
     schema: dict[str, Any] = Config.model_json_schema()
     classes = {each.__name__: each for each in _sections(Config)}
     for name, part in (("Config", schema), *schema["$defs"].items()):

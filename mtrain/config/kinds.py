@@ -1,4 +1,4 @@
-"""Sections of several kinds, such as `data`: the classes of each, and what becomes of keys where the kind changes."""
+"""Sections of several kinds, such as `data`: their classes, and what happens to keys if the kind changes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ config.yaml."""
 
 
 def sections_at(place: tuple[int | str, ...]) -> tuple[type[Section], ...]:
-    """Returns the classes of a section by its keys as the user writes them, one for each kind; none where a value
-    stands."""
+    """Returns the classes of a section by its keys as the user writes them, one per kind; empty for a value."""
     found: tuple[type[Section], ...] = (Config,)
     parts = iter(place)
     for part in parts:
@@ -37,8 +36,7 @@ def kinds_of(section: type[Section]) -> tuple[str, ...]:
 
 
 def of_one_kind(content: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns the sections of one source without the keys that 0.1.0 wrote of other kinds of data, as these had no
-    effect."""
+    """Removes the keys of other kinds of data, which 0.1.0 wrote and which had no effect."""
     data = content.get("data")
     if not isinstance(data, dict) or not data.keys() >= _DATA_OF_0_1_0:
         return content
@@ -46,14 +44,13 @@ def of_one_kind(content: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def before_another_kind(under: dict[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Returns the keys of earlier sources that remain where a later source changes a section's kind: those that the new
-    kind has, too.
+    """Returns the keys of earlier sources that the new kind of a section has as well, if a later source changes the
+    kind.
 
     So `data.kind=mock` on the command line turns any configuration into one of random tokens.
 
     Args:
         under: Sections of the earlier sources, merged.
-        over: Sections of the next source.
     """
     kept = dict(under)
     for name in Config.model_fields:
@@ -64,8 +61,7 @@ def before_another_kind(under: dict[Any, Any], over: Mapping[Any, Any]) -> dict[
 
 
 def _without_keys_of_others(name: str, section: dict[Any, Any], kind: object) -> dict[Any, Any]:
-    """Removes the keys that sections of this name have, but not those of this kind; none where no known kind is
-    given."""
+    """Removes keys that only other kinds of the section have, if a known kind is given."""
     choices = sections_at((name,))
     own = [key for each in choices if kind in kinds_of(each) for key in each.model_fields]
     others = {key for each in choices for key in each.model_fields} - set(own) if own else set()

@@ -1,6 +1,6 @@
 """Combinations that megatron-core 0.16.1 accepts and silently gets wrong: refusals, and notes for the run's output.
 
-The table of all its faults, with those that are absent by construction, is `tests/known_issues/rows`; it takes the
+`tests/known_issues/rows` lists all its faults, including those that are absent by construction, and takes the
 conditions that need no torch from here, so that `mtrain check` reports them.
 """
 
@@ -17,10 +17,9 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
 
 CLIP_EPSILON = 1e-6
-"""Term in the division by which megatron-core and torch clip: gradients are multiplied by clip_grad / (norm +
-CLIP_EPSILON)."""
+"""megatron-core and torch clip by clip_grad / (norm + CLIP_EPSILON)."""
 _SMALL_CLIP = 1e3 * CLIP_EPSILON
-"""Limit of clip_grad below which the epsilon can take more than 0.1 % off a clipped gradient."""
+"""Value of clip_grad below which the epsilon can take more than 0.1 % off a clipped gradient."""
 
 
 def _is_on(value: Any, config: Sections) -> bool:
@@ -38,13 +37,13 @@ class Refusal:
 
     fields: tuple[str, ...]
     reason: str
-    """Text that completes "model.megatron.<field>=<value> ..."."""
+    """End of "model.megatron.<field>=<value> ..."."""
     remedy: str = "remove it"
     breaks: Callable[[Any, Sections], bool] = _is_on
-    """Function that says whether a field of this value lets the fault in."""
+    """Says whether a field of this value lets the fault in."""
 
     def messages(self, config: Sections) -> Iterator[str]:
-        """Yields a message for each field: what was given, why it cannot be, what to change."""
+        """Yields a message for each field."""
         given = config.model.megatron
         for field in self.fields:
             if field in given and self.breaks(given[field], config):
@@ -154,7 +153,7 @@ def refusals(config: Sections) -> Iterator[str]:
 
 
 def documents_need_torch_layers(config: Sections) -> Iterator[str]:
-    """Checks that context parallelism leaves documents whole: TransformerEngine's cuts each of them for itself."""
+    """Checks that context parallelism leaves documents whole; TransformerEngine's cuts each of them."""
     match config.model.backend:
         case "te" if config.data.isolate_documents and config.layout.cp > 1:
             key = "data.packing puts several into one" if config.data.packing else "data.isolate_documents=true"
@@ -170,8 +169,7 @@ def documents_need_torch_layers(config: Sections) -> Iterator[str]:
 
 
 def beyond_transformer_engine(config: Sections) -> Iterator[str]:
-    """Yields the keys that ask for what TransformerEngine's kernels cannot do, whatever the model, each with the
-    reason."""
+    """Yields keys that TransformerEngine's kernels cannot support in any model, with reasons."""
     model, layout = config.model, config.layout
     if config.train.precision == "fp32":
         yield (
@@ -212,14 +210,13 @@ def sizes_of_attention(model: ModelSection, tp: int) -> dict[str, int]:
 
 
 def context_kinds(config: Sections) -> tuple[CpComm, ...]:
-    """Returns the kinds of context parallelism that the model and its rows allow; whether heads divide depends on the
-    layout."""
+    """Returns the kinds of context parallelism that the model and its rows allow; the layout decides whether heads
+    divide."""
     return tuple(kind for kind in get_args(CpComm) if not any(unknown_to(kind, config)))
 
 
 def beyond_cp_comm(config: Sections) -> Iterator[str]:
-    """Yields a message for each feature that the kind of context parallelism does not support, where it is asked for;
-    whatever cp is."""
+    """Yields a message for each requested feature that the kind of context parallelism lacks, for any cp."""
     kind = config.layout.cp_comm
     for key, why in unknown_to(kind, config):
         others = " or ".join(context_kinds(config))
@@ -227,7 +224,7 @@ def beyond_cp_comm(config: Sections) -> Iterator[str]:
 
 
 def unknown_to(kind: CpComm, config: Sections) -> Iterator[tuple[str, str]]:
-    """Yields keys, and why a kind of context parallelism does not support them: for a ring, whose kernels attend to the
+    """Yields keys that a kind of context parallelism does not support, with reasons; a ring's kernels attend to the
     keys of one hop, without a mask."""
     match kind:
         case "allgather" | "ulysses":
@@ -253,7 +250,7 @@ def unknown_to(kind: CpComm, config: Sections) -> Iterator[tuple[str, str]]:
 
 
 def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:
-    """Yields a message for each feature that TransformerEngine's layers lack, where they were asked for by name."""
+    """Yields a message for each feature that explicitly requested TransformerEngine layers lack."""
     if config.model.backend == "te":
         for reason in beyond_transformer_engine(config):
             yield f"model.backend=te does not support {reason}; use model.backend=auto"
@@ -266,7 +263,7 @@ def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Note:
-    """A property of a run that cannot be fixed and is reported once."""
+    """An unavoidable property of a run, reported once."""
 
     applies: Callable[[Sections], bool]
     text: str

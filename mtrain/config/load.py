@@ -1,8 +1,8 @@
 """Conversion of YAML files and `key=value` overrides to a Config, and back.
 
 Files are merged left to right, then the overrides; sections are merged key by key, lists are replaced. Relative paths
-inside a configuration are relative to the working directory. Nothing is read from the environment, so the saved
-configuration repeats the run anywhere.
+are relative to the working directory. Nothing is read from the environment, so the saved configuration repeats the run
+anywhere.
 """
 
 from __future__ import annotations
@@ -37,45 +37,43 @@ class Source:
     name: str
     content: dict[Any, Any]
     lines: Mapping[Location, int] = field(default_factory=dict)
-    """Line number, counted from 1, of each key in a file; empty for an override."""
+    """Line, counted from 1, of each key in a file; empty for an override."""
 
     def place(self, location: Location) -> str:
-        """Returns `FILE:LINE` of a value, or of the nearest section around it where the key was renamed."""
+        """Returns `FILE:LINE` of a value, or of the nearest enclosing section if the key was renamed."""
         known = (location[:size] for size in range(len(location), 0, -1) if location[:size] in self.lines)
         return next((f"{self.name}:{self.lines[each]}" for each in known), self.name)
 
 
 Resolve: TypeAlias = Callable[[dict[Any, Any]], dict[Any, Any]]
-"""Sections as they are given -> the same with what folders that they name say."""
+"""Adds what folders say that the given sections name."""
 
 
 def whole(content: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns sections that name no folder, or that had everything filled in before, as they are."""
+    """Returns sections that need no folder unchanged."""
     return content
 
 
 @dataclass(frozen=True)
 class Given:
-    """Merged content of files and overrides; no defaults are filled in."""
+    """Merged content of files and overrides, without defaults."""
 
     content: dict[Any, Any]
     """Sections as the YAML texts give them."""
     sources: tuple[Source, ...]
-    """Files and overrides, for messages."""
 
     def place(self, location: Location) -> str | None:
-        """Returns the place of the value that takes precedence, as FILE:LINE or the command line; None where none
-        gives it."""
+        """Returns the place of the effective value, FILE:LINE or the command line; None if it is not given."""
         return next((each.place(location) for each in reversed(self.sources) if _holds(each.content, location)), None)
 
     def config(self, resolve: Resolve) -> Config:
         """Builds the configuration that the content describes.
 
         Args:
-            resolve: Fills in what folders that the content names say; `whole` where the content is complete.
+            resolve: Fills in what folders say that the content names; `whole` for complete content.
 
         Raises:
-            ConfigError: A value is wrong or missing; one line for each fault.
+            ConfigError: A value is wrong or missing; one line per fault.
             DataError: A folder that the content names cannot be understood.
         """
         try:
@@ -85,19 +83,18 @@ class Given:
 
 
 Part: TypeAlias = Path | str | Mapping[str, Any]
-"""Part of a configuration: the path of a YAML file, or sections with their keys."""
+"""Path of a YAML file, or sections with their keys."""
 
 
 def read_given(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()) -> Given:
     """Reads `parts`, merges them left to right, and then applies `overrides`.
 
     Args:
-        parts: Paths of YAML files and mappings, in any mixture; or one alone.
-        overrides: Texts of the form `section.key=value`; the value is YAML, so numbers, lists and mappings are
-            possible.
+        parts: One or more paths of YAML files and mappings.
+        overrides: Texts of the form `section.key=value`; the value is YAML, so it may be a number, list or mapping.
 
     Raises:
-        ConfigError: A file or an override cannot be read; one line for each fault.
+        ConfigError: A file or an override cannot be read; one line per fault.
     """
     sources: list[Source] = []
     faults: list[str] = []
@@ -144,7 +141,6 @@ def _read_part(number: int, part: Any) -> Source:
 
 
 def _plain(value: Any) -> Any:
-    """Copies a value of a program as a YAML file would give it."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -165,7 +161,7 @@ def config_yaml(config: Config) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """Computes the SHA-256 of `config_yaml`, in hexadecimal digits."""
+    """Computes the SHA-256 of `config_yaml` in hex."""
     return hashlib.sha256(config_yaml(config).encode()).hexdigest()
 
 
@@ -183,7 +179,7 @@ def read_file(path: Path) -> Source:
     """Reads one YAML file.
 
     Raises:
-        ConfigError: The file cannot be read, is no YAML, is empty or is not a mapping.
+        ConfigError: The file cannot be read, is not YAML, is empty or is not a mapping.
     """
     text = _text_of(path)
     try:
@@ -208,7 +204,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _text_of(path: Path) -> str:
-    """Returns the text of a file of a size that a person writes; refuses pipes and devices, which may never end."""
+    """Returns the text of a file of human size; refuses pipes and devices, which may never end."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -234,7 +230,7 @@ def read_override(text: str) -> Source:
     """Reads one `section.key=value`.
 
     Raises:
-        ConfigError: The text has another form, or the value is no YAML.
+        ConfigError: The text has another form, or the value is not YAML.
     """
     if not isinstance(text, str):
         raise ConfigError(f"an override is of type {type(text).__name__}, but must be a text such as train.num_steps=5")
@@ -263,7 +259,6 @@ def _merged(sources: Sequence[Source]) -> dict[Any, Any]:
 
 
 def _over(under: Mapping[Any, Any], over: Mapping[Any, Any], source: Source, location: Location) -> dict[Any, Any]:
-    """Merges two mappings section by section; `over`, the content of `source`, takes precedence."""
     both = dict(under)
     for key, new in over.items():
         old, here = under.get(key), (*location, key)
@@ -301,8 +296,8 @@ def _holds(content: Any, location: tuple[int | str, ...]) -> bool:
 def _placeholders(source: Source) -> Iterator[str]:
     """Yields a message for every text that stands for another, or that no file can hold.
 
-    Nothing is replaced here, but a user who writes `${...}` or `???` expects what OmegaConf and Hydra make of it, and
-    would get a folder of this name.
+    Nothing is interpolated, but a user who writes `${...}` or `???` expects OmegaConf or Hydra to, and would get a
+    folder of this name.
     """
     for location, text in _texts(source.content, ()):
         if "${" in text:

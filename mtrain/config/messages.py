@@ -15,19 +15,18 @@ from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import AS_LIST, BrokenRulesError, Section, is_list_or_mapping, sections_in
 
 _LONGEST_VALUE = 80
-"""Largest number of characters of a value that are shown."""
 _LONGEST_LINE = 1000
 _LONGEST_END = 200
-"""Number of characters that are shown of the end of a long line, which says what to change."""
+"""Characters of a long line's end, which says what to change."""
 _MOST_LINES = 50
 
 Location = tuple[int | str, ...]
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Joins lines to one message that a person can read: long lines lose their middle, many lines their rest.
+    """Joins lines to one readable message: long lines lose their middle, many lines the rest.
 
-    Characters that no terminal should get, such as an escape sequence in a key, are spelled out.
+    Unprintable characters, such as escape sequences in a key, are spelled out.
     """
     shown = [_printable(line) for line in lines]
     if len(shown) > _MOST_LINES:
@@ -52,7 +51,7 @@ def dotted(location: Location) -> str:
 
 
 def readable(detail: ErrorDetails) -> Iterator[str]:
-    """Yields one line for each fault that a finding of pydantic names and no other finding does."""
+    """Yields one line for each fault of a pydantic finding, unless another finding covers it."""
     key = dotted(without_kinds(detail["loc"]))
     error = detail.get("ctx", {}).get("error")
     match detail["type"]:
@@ -87,13 +86,12 @@ def readable(detail: ErrorDetails) -> Iterator[str]:
 
 
 def without_kinds(location: Location) -> Location:
-    """Returns a location of pydantic as the user writes it: pydantic adds the kind of a section after the section's
-    name."""
+    """Removes the kind of a section that pydantic adds after the section's name."""
     return _resolved(location)[0]
 
 
 def _required(location: Location) -> str:
-    """Lists the keys that a section at `location` cannot do without; empty where there is a value."""
+    """Lists the keys that a section at `location` requires; empty for a value."""
     written, section = _resolved(location)
     fields = section.model_fields.items() if section else ()
     asked_for = () if section is None else section.asked_for
@@ -107,7 +105,6 @@ def _shown(value: object) -> str:
 
 
 def _unknown_key(location: Location) -> str:
-    """Explains a key that its section does not have, and what to do about it."""
     *parents, name = location
     place, section = _resolved(tuple(parents))
     if section and (kinds := _kinds_with(place, str(name))):
@@ -138,15 +135,14 @@ def unknown_key(name: str) -> str:
 
 
 def _kinds_with(place: Location, name: str) -> list[str]:
-    """Returns the kinds of a section that have a key."""
     return [kind for each in sections_at(place) if name in each.model_fields for kind in kinds_of(each)]
 
 
 def _hint(place: Location, keys: list[str], name: str) -> str:
-    """Says which key is meant, if a name leaves no doubt, else which ones the section has.
+    """Names the intended key if it is unambiguous, else the section's keys.
 
-    The same name comes first, in this section and then in others; then the name that other programs have for a key,
-    then a slip of the finger in this section. A key with another meaning is never named.
+    The same name comes first, in this section and then in others; then names in other programs, then typos in this
+    section. A key with another meaning is never named.
     """
     known = plain(name)
     if here := next((key for key in keys if plain(key) == known), None):
@@ -172,7 +168,6 @@ def _did_you_mean(keys: list[str]) -> str:
 
 @cache
 def _places() -> Mapping[str, list[str]]:
-    """Returns the dotted keys that end with each name."""
     found: dict[str, list[str]] = {}
 
     def add(section: type[Section], prefix: str) -> None:
@@ -188,8 +183,7 @@ def _places() -> Mapping[str, list[str]]:
 
 
 def _resolved(location: Location) -> tuple[Location, type[Section] | None]:
-    """Returns a location of pydantic as the user writes it, and the section class there; None where there is no
-    section."""
+    """Returns a pydantic location as the user writes it, and its section class, if any."""
     written: list[int | str] = []
     section: type[Section] | None = Config
     parts = iter(location)

@@ -1,4 +1,4 @@
-"""Names of version 0.1.0 that have changed. Both names are understood; the old ones up to version 0.2."""
+"""Names of version 0.1.0 that have changed; version 0.2 is the last to understand them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from mtrain.base.errors import ConfigError
 
 LAST_VERSION = "0.2"
-"""Last version that understands the old names."""
 
 KEYS = {
     "model.mla.q_rank": "model.mla.q_lora_rank",
@@ -26,7 +25,7 @@ VALUES = {
     "data.kind": {"jsonl": "sft"},
     "data.too_long": {"truncate": "end"},
 }
-"""Dotted key -> old value -> its new name."""
+"""Dotted key -> old value -> new value."""
 
 LOSS_FUNCTIONS = {
     "mtrain.loss.next_token:next_token_loss": "next_token",
@@ -34,16 +33,15 @@ LOSS_FUNCTIONS = {
     "mtrain.loss.entropy:entropy_loss": "entropy",
     "mtrain.loss.distillation:distillation_loss": "distillation",
 }
-"""Path by which version 0.1.0 named one of its loss functions -> its new name."""
+"""Path of a loss function in version 0.1.0 -> new name."""
 
 
 class RenamedKeyWarning(FutureWarning):
-    """Warning that an old name was given."""
+    """An old name was given."""
 
 
 def with_current_names(content: Mapping[Any, Any], origin: str) -> dict[Any, Any]:
-    """Replaces old names in a person's configuration as `current_names` does; warns of each one
-    (`RenamedKeyWarning`)."""
+    """Replaces old names as `current_names` does; warns of each one (`RenamedKeyWarning`)."""
     current, notes = current_names(content, origin)
     for note in notes:
         warnings.warn(note, RenamedKeyWarning, stacklevel=2)
@@ -54,8 +52,7 @@ def current_names(content: Mapping[Any, Any], origin: str) -> tuple[dict[Any, An
     """Replaces every old name in a configuration, or in a part of one from its root on.
 
     Args:
-        content: Nested sections; they are not changed.
-        origin: Name of the source, for messages.
+        content: Nested sections; not changed.
 
     Returns:
         Content with new names, and a sentence for each old name.
@@ -96,19 +93,17 @@ def _note(change: str, origin: str) -> str:
 
 
 def _copied(content: Any) -> Any:
-    """Copies mappings at every depth, but not the values in them."""
+    """Copies mappings at every depth, but not their values."""
     return {key: _copied(value) for key, value in content.items()} if isinstance(content, Mapping) else content
 
 
 def _section(content: Any, key: str) -> dict[Any, Any]:
-    """Returns the section that holds a dotted key; an empty one where there is none."""
     for name in key.split(".")[:-1]:
         content = content.get(name) if isinstance(content, dict) else None
     return content if isinstance(content, dict) else {}
 
 
 def _terms(content: dict[Any, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yields (dotted key, section) of every term of the objective."""
     yield "loss", _section(content, "loss.function")
     for name, term in _section(content, "loss.side_terms.name").items():
         if isinstance(term, dict):

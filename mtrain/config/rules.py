@@ -1,5 +1,4 @@
-"""Rules that span sections and hold for every world size; those that depend on the world size are in
-`mtrain/arch/layout.py`.
+"""Rules between sections for any world size; `mtrain/arch/layout.py` has those that depend on it.
 
 Each function yields a message for every broken rule: what was given, what is needed, what to change.
 """
@@ -46,7 +45,7 @@ def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
 
 
 def added_tokens(model: ModelSection, checkpoint: CheckpointSection) -> Iterator[str]:
-    """Checks that the tables that get rows are those of a folder."""
+    """Checks that tables that get rows come from a folder."""
     start = checkpoint.initialize_from
     if (model.add_tokens or model.add_special_tokens) and start is not None:
         yield (
@@ -57,7 +56,7 @@ def added_tokens(model: ModelSection, checkpoint: CheckpointSection) -> Iterator
 
 
 def validation(valid: ValidSection, data: AnyData) -> Iterator[str]:
-    """Checks that there are samples for validation where it is asked for."""
+    """Checks that there are samples for requested validation."""
     asked = valid.interval_steps > 0 or valid.at_start or valid.at_end
     if asked and isinstance(data, FilesSection) and not data.valid and (data.split is None or data.split[1] == 0):
         yield (
@@ -67,7 +66,7 @@ def validation(valid: ValidSection, data: AnyData) -> Iterator[str]:
 
 
 def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: AnyData) -> Iterator[str]:
-    """Checks that prompts have a time, a tokenizer and layers that generate."""
+    """Checks that prompts have a schedule, a tokenizer and layers that generate."""
     if not asked.is_on:
         return
     if asked.interval_steps is None and not (valid.interval_steps or valid.at_start or valid.at_end):
@@ -91,7 +90,7 @@ def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: 
 
 
 def tensor_parallel(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
-    """Checks that tp divides heads and FFN columns; Ulysses divides a rank's heads again over cp."""
+    """Checks that tp divides heads and FFN columns; Ulysses also divides a rank's heads over cp."""
     for key, size in model.sizes_over_tp.items():
         if size % layout.tp:
             yield f"{key}={size} must be a multiple of layout.tp={layout.tp}; change one of them"
@@ -103,7 +102,7 @@ def tensor_parallel(model: ModelSection, layout: LayoutSection) -> Iterator[str]
 
 
 def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
-    """Checks that every stage has a layer, and that without a list of stages the layers divide evenly."""
+    """Checks that every stage has a layer, and that layers divide evenly without a list of stages."""
     if layout.pp == 1:
         return
     stages = f"layout.pp={layout.pp} x layout.vpp={layout.vpp} stages"
@@ -153,8 +152,7 @@ def packing(train: TrainSection, data: AnyData) -> Iterator[str]:
 
 
 def sequence(layout: LayoutSection, train: TrainSection, data: AnyData) -> Iterator[str]:
-    """Checks that context parallelism can cut a row into 2 x cp chunks, and sequence parallelism a rank's part over
-    tp."""
+    """Checks that cp cuts a row into 2 x cp chunks, and sequence parallelism a rank's part over tp."""
     factors = ["2 x layout.cp" if layout.cp > 1 else "", "layout.tp (layout.sp=true)" if layout.sp else ""]
     divisor = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
     width = row_width(train, data)
@@ -167,8 +165,7 @@ def sequence(layout: LayoutSection, train: TrainSection, data: AnyData) -> Itera
 
 
 def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
-    """Checks that experts divide over ep, and each of them over etp; with tp their router needs sequence
-    parallelism."""
+    """Checks that experts divide over ep, and each over etp; with tp their router needs sequence parallelism."""
     if model.experts is None:
         if layout.ep > 1 or layout.etp > 1:
             yield f"layout.ep={layout.ep} and layout.etp={layout.etp} need model.experts; set both to 1"
@@ -227,7 +224,7 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
 
 
 def compiled(config: Sections) -> Iterator[str]:
-    """Checks that torch.compile would do the same as the layers as they are written."""
+    """Checks that torch.compile would do the same as the layers as written."""
     if config.train.compile == "none":
         return
     key = f"train.compile={config.train.compile}"
@@ -250,7 +247,7 @@ def compiled(config: Sections) -> Iterator[str]:
 
 
 def deterministic(config: Sections) -> Iterator[str]:
-    """Checks that nothing that is asked for could add in another order the next time."""
+    """Checks that nothing requested may add in a different order the next time."""
     if not config.train.deterministic:
         return
     key = "train.deterministic=true"
@@ -264,7 +261,7 @@ def deterministic(config: Sections) -> Iterator[str]:
 
 
 def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterator[str]:
-    """Checks that each depth has a term of its own and a token to predict."""
+    """Checks that each depth has its own term and a token to predict."""
     if model.mtp_depths == 0:
         return
     if loss.denominator == "measured":
@@ -281,7 +278,7 @@ def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterat
 
 
 def preferences(config: Sections) -> Iterator[str]:
-    """Checks that two passes see the same model, and that pairs are there."""
+    """Checks that two passes see the same model, and that there are pairs."""
     loss, data, name = config.loss, config.data, f"loss.function={config.loss.function}"
     if isinstance(data, SftSection) and loss.function in LOSS_FUNCTIONS:
         given, needed = PREFERENCE_FORMATS.get(data.format), compared(loss, data)
@@ -325,7 +322,7 @@ def preferences(config: Sections) -> Iterator[str]:
 
 
 def heads(config: Sections) -> Iterator[str]:
-    """Checks that a head comes with a loss that reads it, and that nothing else asks for tokens."""
+    """Checks that a head has a loss that reads it, and that nothing else needs tokens."""
     loss, head, name = config.loss, config.model.head, f"loss.function={config.loss.function}"
     if head is None:
         if loss.function in HEAD_LOSSES:
@@ -357,7 +354,7 @@ def heads(config: Sections) -> Iterator[str]:
 
 
 def replayed_routes(model: ModelSection, data: AnyData) -> Iterator[str]:
-    """Checks that experts in records are those of the model's layers, and that they can be taken."""
+    """Checks that experts in records match the model's layers and can be replayed."""
     sizes = dict(map(key_and_sizes, data.extras)).get(ROUTED_EXPERTS)
     if sizes is None:
         return
@@ -385,7 +382,7 @@ def _functions_of(compares: Literal["pairs", "answers"]) -> list[str]:
 
 
 def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:
-    """Checks that keys whose effect depends on the layout by definition are permitted."""
+    """Checks that layout-dependent keys are permitted."""
     if loss.allow_layout_dependent:
         return
     for key in layout_dependent_keys(model, loss):
@@ -404,7 +401,7 @@ def router_losses(model: ModelSection, loss: LossSection) -> Iterator[str]:
 
 
 def products_in_8_bits(config: Sections) -> Iterator[str]:
-    """Yields a message for every broken rule; none where `train.fp8` is off."""
+    """Checks sizes and options of `train.fp8`."""
     train, model = config.train, config.model
     if train.fp8 is None:
         if train.fp8_recipe is not None:
@@ -439,7 +436,7 @@ def products_in_8_bits(config: Sections) -> Iterator[str]:
 
 
 def _unaligned(config: Sections, key: str) -> Iterator[str]:
-    """Yields a message for each size on a rank that a product in 8 bits cannot have."""
+    """Yields a message for each size on a rank that an 8-bit product cannot have."""
     model, layout, train = config.model, config.layout, config.train
     columns, rows = _multiples(train.fp8_recipe or "tensorwise")
     sizes = {
@@ -465,7 +462,7 @@ def _unaligned(config: Sections, key: str) -> Iterator[str]:
 
 
 def _multiples(recipe: Fp8Recipe) -> tuple[int, int]:
-    """Returns the numbers that columns and tokens have to be multiples of.
+    """Returns the numbers that must divide columns and tokens.
 
     Source: TransformerEngine 2.9, assert_dim_for_fp8_exec and the blocks of its recipes.
     """

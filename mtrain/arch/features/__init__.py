@@ -77,8 +77,6 @@ def segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]
     """Returns the rows of each matrix within the block that a linear module's rows repeat; all rows if it fuses none.
 
     Args:
-        model: Section of the model.
-        linear: Name of the module.
         num_rows: Rows of the module's weight, on a rank or in the whole model.
     """
     found = (part.segments(model, linear, num_rows) for part in present(model))

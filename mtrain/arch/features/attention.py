@@ -125,7 +125,6 @@ class GroupedQueryAttention(LayerPart):
 
 
 def _query_rows(model: ModelSection) -> int:
-    """Counts the heads of the query projection; each may have a gate."""
     return model.num_attention_heads * (2 if model.attention_gate else 1)
 
 

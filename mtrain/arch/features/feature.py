@@ -82,7 +82,6 @@ class AdaptedMatrix:
     linear: str
     """Module that holds it, named within a layer; for a table, within the model."""
     part: str
-    """Name of the target."""
     rows: int
     """Outputs: hidden size for the embedding, vocabulary size for `output`."""
     columns: int
@@ -259,8 +258,6 @@ class LayerPart(Feature, ABC):
         The matrices are those of the model, as its papers and Hugging Face name them.
 
         Args:
-            model: Section of the model.
-            linear: Name of the module.
             num_rows: Rows of the module's weight, on a rank or in the whole model.
 
         Returns:

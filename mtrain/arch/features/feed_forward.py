@@ -205,7 +205,6 @@ def router_parameters(model: ModelSection) -> Parameters:
 
 
 def _width(experts: ExpertsSection) -> int:
-    """Returns the elements of a token between the projections of all its experts."""
     return experts.top_k * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
 
 
@@ -232,7 +231,6 @@ def _section(model: ModelSection) -> ExpertsSection:
 
 
 def _network(model: ModelSection, width: int) -> Parameters:
-    """Counts two projections over `width` columns and their biases."""
     first = width * (2 if model.is_gated else 1)
     biases = Parameters(divided=first, replicated=model.hidden_size) if model.linear_bias else Parameters()
     return Parameters(divided=model.hidden_size * (first + width)) + biases

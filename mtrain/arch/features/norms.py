@@ -22,8 +22,6 @@ class _Residual(LayerPart):
 
 @final
 class AttentionResidual(_Residual):
-    """The residual stream before attention."""
-
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) != "none"
 
@@ -37,8 +35,6 @@ class FeedForwardResidual(_Residual):
 
 
 class _InputNorm(LayerPart):
-    """A norm before a sublayer."""
-
     num_hidden_norms = 1
 
     def parameters(self, model: ModelSection) -> Parameters:
@@ -57,8 +53,6 @@ class _InputNorm(LayerPart):
 
 @final
 class AttentionNorm(_InputNorm):
-    """A norm before attention."""
-
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return not model.post_norm and model.attention(layer) != "none"
 

@@ -59,7 +59,7 @@ _OF_MESSAGES = {
     "messages": ("messages", {"role": "role", "content": "content"}),
     "sharegpt": ("conversations", {"role": "from", "content": "value"}),
 }
-"""Form -> its key of the messages, and its keys of a message, as axolotl names them."""
+"""Form -> its key of the messages, and the keys of a message, as axolotl names them."""
 _SAME_OF_DATASETS: Mapping[str, tuple[Any, ...]] = {
     "split": ("train",),
     "ds_type": ("json", "parquet", "arrow"),
@@ -70,7 +70,7 @@ _SAME_OF_DATASETS: Mapping[str, tuple[Any, ...]] = {
     "drop_system_message": (False,),
     "shards": (1,),
 }
-"""Key of a dataset -> values that mean what `mtrain` does anyway."""
+"""Key of a dataset -> values that `mtrain` implies anyway."""
 _READ_OF_DATASETS = frozenset(
     "path type field_messages message_property_mappings message_field_role message_field_content".split()
 )
@@ -78,7 +78,6 @@ _FORMATS_OF_FILES = frozenset(("json", "parquet", "arrow", "csv", "text"))
 
 
 def _datasets(found: Translation, value: Any, name: str) -> None:
-    """Puts axolotl's list of datasets; all have one form here."""
     sources: list[dict[str, str]] = []
     formats: set[str] = set()
     for each in listed(value):
@@ -105,7 +104,6 @@ def _datasets(found: Translation, value: Any, name: str) -> None:
 
 
 def _form_of(found: Translation, given: Mapping[str, Any], name: str) -> tuple[str, dict[str, str]]:
-    """Returns the form of a dataset, and the other name of its messages; what is none is lost."""
     kind = given.get("type") or "chat_template"
     form = _FORMS.get(kind) if isinstance(kind, str) else None
     if form is None:
@@ -128,7 +126,6 @@ def _form_of(found: Translation, given: Mapping[str, Any], name: str) -> tuple[s
 
 
 def _left_of_dataset(given: Mapping[str, Any], *, has_read_files: bool) -> Iterator[str]:
-    """Yields the keys of a dataset that nothing here stands for."""
     for key, value in given.items():
         is_read = key in _READ_OF_DATASETS or (key == "data_files" and has_read_files)
         if not is_read and value not in (None, "", [], {}) and value not in _SAME_OF_DATASETS.get(key, ()):
@@ -136,7 +133,6 @@ def _left_of_dataset(given: Mapping[str, Any], *, has_read_files: bool) -> Itera
 
 
 def _template(found: Translation, value: Any, name: str) -> None:
-    """Puts the tokenizer's own template; names of templates that the program has are lost."""
     if value == "tokenizer_default":
         found.put("data.chat_template", "auto", f"{name}={value}")
     elif value != "jinja":  # which the next key names
@@ -147,14 +143,14 @@ def _template(found: Translation, value: Any, name: str) -> None:
 
 
 def _special_tokens(found: Translation, value: Mapping[str, Any], name: str) -> None:
-    """Names the tokens that are given another text; the one for padding is never in the loss."""
+    """Reports tokens with a different text, except padding, which is never in the loss."""
     others = {role: text for role, text in value.items() if role != "pad_token" and text}
     if others:
         found.lost.append(f"{name}={others}: the tokenizer's own tokens are used; change its tokenizer_config.json")
 
 
 def _tokens(found: Translation, value: Any, name: str) -> None:
-    """Puts tokens that are added; an old form of the key is that of special_tokens."""
+    """Puts added tokens; an old form of the key means special_tokens."""
     if isinstance(value, Mapping):
         _special_tokens(found, value, name)
     else:
@@ -301,7 +297,6 @@ AXOLOTL: dict[str, Row] = {
         UNUSED,
     ),
 }
-"""Key of axolotl -> what becomes of it."""
 
 
 def from_axolotl(path: Path) -> Translation:
@@ -323,8 +318,7 @@ def from_axolotl(path: Path) -> Translation:
 
 
 def _warmup(found: Translation, run: Settings) -> None:
-    """Puts the warm-up, of which axolotl has 3 % and at most 100 steps where none is given, and 2 steps in place of
-    one."""
+    """Puts the warm-up; axolotl's default is 3 %, at most 100 steps, and one step becomes two."""
     steps, ratio, whole = run["warmup_steps"], run["warmup_ratio"], found.get("train.num_steps")
     names = ("warmup_steps", "warmup_ratio")
     if steps is not None and not 0 < number(steps) < 1:
@@ -345,7 +339,7 @@ def _warmup(found: Translation, run: Settings) -> None:
 
 
 def _rates(found: Translation, run: Settings) -> None:
-    """Puts what the schedules of transformers say: a constant one has no warm-up, and a last rate is one of cosine."""
+    """Applies transformers' schedules: a constant rate has no warm-up, and only cosine has a last rate."""
     if run["lr_scheduler"] == "constant":
         found.drop("optimizer.warmup_steps")
         found.drop("optimizer.warmup_ratio")
@@ -364,7 +358,7 @@ def _batch(found: Translation, run: Settings) -> None:
 
 
 def _simpo(found: Translation, run: Settings) -> None:
-    """Puts what TRL has by default for SimPO, which its trainer of CPO computes."""
+    """Puts TRL's defaults for SimPO, which its CPO trainer computes."""
     if found.get("loss.function") == "simpo":
         found.put("loss.options.beta", 0.1, "axolotl's default of rl_beta")
         put_likelihood(found, run)

@@ -1,4 +1,4 @@
-"""Command lines of other programs as their options, without the launchers in front of them."""
+"""Options of other programs' command lines, without launchers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _OF_A_SHELL = re.compile(r"\$[\w{(@*]|^`")
 
 
 def after_launcher(words: Iterable[str], commands: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """Cuts a command line where the arguments of the program begin; what a shell joins lines by is left out.
+    """Splits a command line where the arguments of the program begin; drops line continuations of a shell.
 
     Args:
-        words: Words as a shell passes them, or as they stand in a script: `torchrun ... -m MODULE` or
-            `VARIABLE=... python pretrain.py`, and then the arguments.
-        commands: Words that are the program's own name for what it is to do, such as sft.
+        words: Words of a shell or script: `torchrun ... -m MODULE` or `VARIABLE=... python pretrain.py`, then
+            arguments.
+        commands: Names of the program's own commands, such as sft.
 
     Returns:
-        What starts the program, and its arguments.
+        Words that start the program, and its arguments.
     """
     kept = [word.strip() for word in words]
     kept = [word for word in kept if word and word != "\\"]
@@ -44,24 +44,23 @@ def _is_of_launcher(word: str, commands: Collection[str]) -> bool:
 
 
 def is_of_environment(word: str) -> bool:
-    """Says whether a word sets a variable of the environment, as in `CUDA_VISIBLE_DEVICES=0`."""
+    """Says whether a word sets an environment variable, as in `CUDA_VISIBLE_DEVICES=0`."""
     return _VARIABLE.match(word) is not None
 
 
 def is_variable(text: str) -> bool:
-    """Says whether a word holds a variable or a command of a shell, whose value is not known here."""
+    """Says whether a word holds a shell's variable or command, whose value is unknown."""
     return _OF_A_SHELL.search(text) is not None
 
 
 def options(words: Sequence[str], name_of: Callable[[str], str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Reads `--name value ...`, `--name=value` and `--name`, of which later ones hold.
+    """Reads `--name value ...`, `--name=value` and `--name`; later ones take precedence.
 
     Args:
-        words: Arguments of a program.
-        name_of: Function that returns the name that is meant by what stands after the hyphens.
+        name_of: Normalises the text after the hyphens to a name.
 
     Returns:
-        Values by names, and the words before the first option.
+        Values by name, and the words before the first option.
     """
     given: dict[str, list[str]] = {}
     before: list[str] = []

@@ -1,4 +1,4 @@
-"""All that keeps sections from being a configuration, at once: what is missing, and what contradicts."""
+"""Finds everything that keeps sections from being a configuration: missing keys and contradictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain.config.load import Given, Resolve
 from mtrain.config.schema.root import Config
 
 _MOST_ROUNDS = 40
-"""Number of faults after one another that are looked for, far above what a file of a person has."""
+"""Most faults in a row to search for, far more than a person's file has."""
 _KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")
 _FOLDER = "model.hf"
 _STAND_INS: Mapping[str, Any] = {
@@ -23,23 +23,20 @@ _STAND_INS: Mapping[str, Any] = {
     "data": {"seq_length": 65536, "tokenizer": "tokenizer", "train": [{"path": "corpus"}]},
     "loss": {"norm_length": 1024},
 }
-"""Values of keys that a person may still have to give, with which the rest can be judged."""
+"""Stand-ins for keys that a person may still have to give, to judge the rest."""
 
 
 class Faults(NamedTuple):
-    """Lines on what keeps sections from being a configuration."""
-
     missing: list[str]
-    """What is not there yet: keys without a value, and a model that was not downloaded."""
+    """Keys without a value, and a model that was not downloaded."""
     wrong: list[str]
-    """What contradicts each other, or is no value."""
 
 
 def found_faults(content: Mapping[str, Any], resolve: Resolve) -> Faults:
-    """Finds every fault of sections; one that hides others is repaired for the search.
+    """Finds every fault of sections; repairs faults that hide others during the search.
 
     Args:
-        content: Sections with their keys, which are left as they are.
+        content: Sections with their keys; not changed.
         resolve: Fills in what folders say that the sections name.
     """
     sections: dict[str, Any] = copy.deepcopy(dict(content))
@@ -71,13 +68,13 @@ def keys_in(line: str) -> list[str]:
 
 
 def _key_of(line: str) -> str:
-    """Returns the key that a message begins with; that of the model's folder where it begins with a file in there."""
+    """Returns the key at the beginning of a message; `model.hf` if it begins with a file in that folder."""
     match = _KEY.match(line)
     return match[0] if match is not None and match[0] in keys_in(line) else _FOLDER
 
 
 def _names_stand_in(content: Mapping[str, Any], line: str) -> bool:
-    """Says whether a message is on a model that is not there: of its sizes, only what is given can be wrong."""
+    """Says whether a message is about a missing model's sizes, of which only given ones can be wrong."""
     return any(key.startswith("model.") and _value(content, key) is None for key in keys_in(line))
 
 
@@ -94,7 +91,6 @@ def _record(sections: Mapping[str, Any], key: str, line: str, found: Faults) -> 
 
 
 def _repair(sections: dict[str, Any], key: str, line: str) -> bool:
-    """Takes a fault out of the sections; says whether anything was changed."""
     if key == _FOLDER:
         model = {name: value for name, value in sections.get("model", {}).items() if name != "hf"}
         is_new = model != sections.get("model")
@@ -139,7 +135,6 @@ def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _model_for(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a model that the layout divides, in place of one that is not there."""
     layout = sections.get("layout", {})
     tp, pp, vpp, cp, ep, etp = (_size(layout.get(name)) for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
     ends = [_size(layout[name]) for name in ("first_stage_layers", "last_stage_layers") if layout.get(name)]

@@ -31,14 +31,11 @@ _RECOMPUTED = {"core_attn", "mlp", "moe", "shared_experts"}
 
 
 def from_megatron_lm(arguments: Sequence[str]) -> Translation:
-    """Translates the arguments of a start of Megatron-LM.
+    """Translates the arguments of a start of Megatron-LM; the result is not checked yet.
 
     Args:
-        arguments: Arguments as a shell passes them; what stands before the first argument of Megatron-LM, such as
-            `torchrun ... pretrain_gpt.py`, is left out.
-
-    Returns:
-        The translation, not checked yet.
+        arguments: Arguments as a shell passes them; a launcher before them, such as `torchrun ... pretrain_gpt.py`, is
+            skipped.
     """
     found = Translation("Megatron-LM")
     given = given_arguments(found, arguments)
@@ -53,10 +50,8 @@ def from_megatron_lm(arguments: Sequence[str]) -> Translation:
 
 
 class _Megatron(Arguments):
-    """The way from arguments to keys."""
-
     def translate(self) -> None:
-        """Puts every argument under its key, and the defaults of Megatron-LM that differ from ours."""
+        """Puts every argument under its key, and Megatron-LM's defaults that differ from ours."""
         self._simple()
         self._model()
         self._rope()
@@ -132,7 +127,6 @@ class _Megatron(Arguments):
         self._found.without_effect += [f"--{name}" for name in names if self._is_on(name) and f"--{name}" not in used]
 
     def _attention(self) -> None:
-        """Puts latent attention, or layers with a state."""
         if self._is_on("multi-latent-attention"):
             for name, (key, default) in LATENT_ATTENTION.items():
                 self._put(name, key, default)

@@ -15,7 +15,7 @@ _EVERY = TRANSLATED | REFUSED | WITHOUT_EFFECT
 
 
 def given_arguments(found: Translation, arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the values of each argument, those without a value having none; names what is wrong with them."""
+    """Returns the values of each argument, empty for flags; reports wrong ones."""
     given, before = options(after_launcher(arguments)[1], str)
     for word in before:
         found.wrong.append(f"{word}: an argument of Megatron-LM begins with --; remove what comes before it")
@@ -32,8 +32,6 @@ def given_arguments(found: Translation, arguments: Sequence[str]) -> dict[str, l
 
 
 class Arguments:
-    """Arguments that were given, and the translation they become."""
-
     def __init__(self, given: Mapping[str, list[str]], found: Translation) -> None:
         self._given, self._found = given, found
         self._read: set[str] = set()
@@ -66,8 +64,7 @@ class Arguments:
         return default
 
     def _degree(self, name: str) -> int:
-        """Returns a size that others are divided by; 1 where it is not given, or is none, as the rules of `layout` say
-        then."""
+        """Returns a degree of parallelism; 1 if absent or illegal, which the rules of `layout` then report."""
         found = self._number(name)
         return 1 if found is None else max(1, found)
 
@@ -75,16 +72,15 @@ class Arguments:
         return self._values(name) is not None
 
     def _origin(self, *names: str) -> str:
-        """Returns what a value that follows from arguments comes from: those of them that are given."""
         given = [f"--{name}" for name in names if name in self._given]
         return ", ".join(given) if given else f"Megatron-LM's default of --{', --'.join(names)}"
 
     def _put(self, name: str, key: str, default: Any = None) -> None:
-        """Puts a value that is given, else the default of Megatron-LM, which is None where there is none."""
+        """Puts a given value, else Megatron-LM's default, if any."""
         self._put_value(key, self._value(name, default), name)
 
     def _put_value(self, key: str, value: Any, *names: str) -> None:
-        """Puts a value that follows from arguments, or refuses what is none."""
+        """Puts a value that follows from arguments, or refuses an illegal one."""
         try:
             self._found.put(key, value, self._origin(*names))
         except (ValueError, ArithmeticError):

@@ -88,7 +88,7 @@ def _tokens(found: Translation, value: Any, name: str) -> None:
 
 
 def _start(found: Translation, value: Any, name: str) -> None:
-    """Puts the checkpoint to start from, which takes the place of the weights of a folder."""
+    """Puts the checkpoint to start from, which replaces the weights of a folder."""
     if found.get("model.hf") is None:
         found.put("checkpoint.initialize_from", value, name)
     else:
@@ -163,7 +163,7 @@ _BY_RECORDS: dict[str, Row] = {
         UNUSED,
     ),
 }
-"""Argument of all of ms-swift's commands -> what becomes of it."""
+"""Argument of all ms-swift commands -> treatment."""
 MEGATRON: dict[str, Row] = {
     **_BY_RECORDS,
     "micro_batch_size": to("train.micro_batch_size", 1),
@@ -242,7 +242,7 @@ MEGATRON: dict[str, Row] = {
         UNUSED,
     ),
 }
-"""Argument of `megatron sft`, `megatron pt` and `megatron rlhf` -> what becomes of it."""
+"""Argument of `megatron sft`, `megatron pt` and `megatron rlhf` -> treatment."""
 MS_SWIFT: dict[str, Row] = {
     **_BY_RECORDS,
     "per_device_train_batch_size": to("train.micro_batch_size", 1),
@@ -281,12 +281,12 @@ MS_SWIFT: dict[str, Row] = {
         UNUSED,
     ),
 }
-"""Argument of `swift sft`, `swift pt` and `swift rlhf` -> what becomes of it."""
+"""Argument of `swift sft`, `swift pt` and `swift rlhf` -> treatment."""
 
 
 def from_ms_swift(arguments: Sequence[str]) -> Translation:
-    """Translates the arguments of `megatron sft` or `swift sft`, pt and rlhf as well; what stands before them is left
-    out, but for a file of arguments.
+    """Translates the arguments of `megatron` or `swift` sft, pt and rlhf; skips what precedes them, except a file of
+    arguments.
 
     Raises:
         ConfigError: There are no arguments, or their file cannot be read.
@@ -324,7 +324,7 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
 
 
 def _table(command: Sequence[str], names: set[str]) -> dict[str, Row]:
-    """Returns the rows of a command: of `megatron`, or of `swift`, by its words or by arguments that only it has."""
+    """Returns the rows of `megatron` or `swift`, by the command or by arguments that only one has."""
     text = " ".join(command)
     is_megatron = "megatron" in text or ("swift" not in text and not names & (MS_SWIFT.keys() - MEGATRON.keys()))
     table = dict(MEGATRON if is_megatron else MS_SWIFT)
@@ -337,7 +337,7 @@ def _table(command: Sequence[str], names: set[str]) -> dict[str, Row]:
 
 
 def _precision(found: Translation, run: Settings) -> None:
-    """Puts the precision, which torch_dtype decides where neither bf16 nor fp16 is given."""
+    """Puts the precision; torch_dtype decides without bf16 and fp16."""
     names = ("bf16", "fp16", "torch_dtype")
     kind = run["torch_dtype"] if run["torch_dtype"] != "auto" else None
     is_16 = is_on(run, "fp16") if run["fp16"] is not None else kind in ("float16", "float32")
@@ -346,7 +346,6 @@ def _precision(found: Translation, run: Settings) -> None:
 
 
 def _head(found: Translation, run: Settings) -> None:
-    """Puts the head of a classification or a regression."""
     kind, count = run["task_type"] or "causal_lm", run["num_labels"]
     if kind == "seq_cls" and run["problem_type"] != "multi_label_classification":
         is_number = run["problem_type"] == "regression" or (count is not None and number(count) == 1)
@@ -359,13 +358,11 @@ def _head(found: Translation, run: Settings) -> None:
 
 
 def _rate(found: Translation, run: Settings, name: str, *, is_adapted: bool) -> None:
-    """Puts the learning rate, of which ms-swift has two defaults."""
     default = 1e-4 if is_adapted else 1e-5
     found.put("optimizer.lr", default if run[name] is None else run[name], run.origin(name))
 
 
 def _of_megatron(found: Translation, run: Settings) -> None:
-    """Puts what several arguments of Megatron-Core's trainer say together."""
     epochs = "max_epochs" if "max_epochs" in run.given else "num_train_epochs"
     if run[epochs] is not None:  # takes precedence over a number of steps
         found.put("train.num_epochs", run[epochs], run.origin(epochs))
@@ -396,7 +393,6 @@ def _of_megatron(found: Translation, run: Settings) -> None:
 
 
 def _experts(found: Translation, run: Settings) -> None:
-    """Puts what balances experts, and permits what depends on the layout by definition."""
     kinds = listed(run["moe_router_load_balancing_type"] or "aux_loss")
     coefficients = [number(each) for each in listed(run["moe_aux_loss_coeff"] or 0)]
     for kind, coefficient in zip(kinds, coefficients * len(kinds) if len(coefficients) == 1 else coefficients):
@@ -415,7 +411,6 @@ def _eight_bits(found: Translation, run: Settings) -> None:
 
 
 def _of_transformers(found: Translation, run: Settings) -> None:
-    """Puts what several arguments of the Trainer say together."""
     put_length(found, run, "max_steps", "num_train_epochs")
     put_warmup(found, run, "warmup_steps", "warmup_ratio", rounds_up=True)
     if run["lr_scheduler_type"] == "constant":
@@ -429,7 +424,7 @@ def _of_transformers(found: Translation, run: Settings) -> None:
 
 
 def _places(found: Translation, run: Settings, parent: str) -> None:
-    """Puts the run folder, and what is kept in it: every checkpoint, where nothing limits them."""
+    """Puts the run folder and its checkpoint limit, by default none."""
     for name in ("save_interval", "save_steps"):
         put_interval(found, run, name, "checkpoint.interval_steps")
     for name in ("eval_interval", "eval_steps"):

@@ -1,4 +1,4 @@
-"""What configurations of finetuning programs have in common: files, schedules, adapters, losses on pairs of answers."""
+"""Common settings of finetuning programs: files, schedules, adapters, losses on pairs of answers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _OF_FEW_BITS = frozenset(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "a
     "ao_adamw_4bit",
     "ao_adamw_fp8",
 }
-"""Optimizers that are AdamW with moments of a few bits."""
+"""Optimizers that are AdamW with low-bit moments."""
 
 
 def recomputed(found: Translation, value: Any, name: str) -> None:
-    """Puts what is recomputed: true, a name of a kind of it, or false, none and 0 for nothing."""
+    """Puts recomputation: true, a name of a kind, or false, none or 0 for nothing."""
     kinds = {"none": "none", "selective": "selective", "full": "full", "offload": "full", "offload_disk": "full"}
     kind = kinds.get(value) if isinstance(value, str) else None
     found.put("train.recompute", kind or ("full" if boolean(value) else "none"), name)
@@ -49,7 +49,7 @@ def held_out(found: Translation, value: Any, name: str) -> None:
 
 
 def files_of(key: str) -> Put:
-    """Returns the function that puts the paths of files, one or several."""
+    """Returns a function that puts the paths of one or several files."""
 
     def put(found: Translation, value: Any, name: str) -> None:
         if value is False or not all(isinstance(path, str) for path in listed(value)):
@@ -67,19 +67,19 @@ def files_of(key: str) -> Put:
 
 
 def folder_of(found: Translation, value: Any, name: str) -> None:
-    """Puts the folder of a model, and that of its tokenizer where none was named."""
+    """Puts a model folder, and its tokenizer unless one was named."""
     found.put("model.hf", value, f"{name}; a folder: hf download {value} --local-dir DIR")
     if found.get("data.tokenizer") is None:
         found.put("data.tokenizer", value, f"{found.program}'s default, the folder of {name}")
 
 
 def packing_of(batch: str) -> Put:
-    """Returns the function that puts whether samples are packed, into rows that `batch` counts."""
+    """Returns a function that puts whether samples are packed, into rows that `batch` counts."""
     return lambda found, value, name: found.put("data.packing", {"batch": batch} if boolean(value) else None, name)
 
 
 def trackers(found: Translation, value: Any, name: str) -> None:
-    """Puts the trackers that there are here, of a list of names."""
+    """Puts the supported trackers of a list."""
     known = [each for each in listed(value) if each in ("wandb", "mlflow", "trackio")]
     found.put("metrics.trackers", known or None, name)
     if others := [str(each) for each in listed(value) if each not in (*known, "tensorboard", "console", "none")]:
@@ -87,7 +87,7 @@ def trackers(found: Translation, value: Any, name: str) -> None:
 
 
 def optimizer_of(found: Translation, value: Any, name: str) -> None:
-    """Puts AdamW where the optimizer is that, by any of its names."""
+    """Puts AdamW under any of its names."""
     kind = str(value).lower()
     if kind in _ADAMW or kind in _OF_FEW_BITS:
         found.put("optimizer.kind", "adamw", name if found.is_default(name) else f"{name}={value}")
@@ -98,7 +98,7 @@ def optimizer_of(found: Translation, value: Any, name: str) -> None:
 
 
 def put_interval(found: Translation, run: Settings, name: str, key: str) -> None:
-    """Puts a number of steps between two events, or a share of the run below 1, once its length is known."""
+    """Puts a number of steps between events, or a share of the run below 1."""
     if run[name] is None:
         return
     steps, whole = number(run[name]), found.get("train.num_steps")
@@ -111,7 +111,7 @@ def put_interval(found: Translation, run: Settings, name: str, key: str) -> None
 
 
 def put_length(found: Translation, run: Settings, steps: str, epochs: str) -> None:
-    """Puts the length of a run by steps where they are above 0, else by epochs."""
+    """Puts the length of a run, by steps if above 0, else by epochs."""
     count = number(run[steps]) if run[steps] is not None else 0
     if count > 0:
         found.put("train.num_steps", count, run.origin(steps))
@@ -121,13 +121,11 @@ def put_length(found: Translation, run: Settings, steps: str, epochs: str) -> No
 
 
 def put_warmup(found: Translation, run: Settings, steps: str, ratio: str, *, rounds_up: bool = False) -> None:
-    """Puts the warm-up: a number of steps above 0, or below 1 a share; else the share of `ratio`.
+    """Puts the warm-up: a number of steps above 0, or a share below 1; else the share `ratio`.
 
     Args:
-        found: Translation with the length of the run.
-        run: What the program runs with.
-        steps: Name of the key that counts steps.
-        ratio: Name of the key that gives a share of the steps.
+        steps: Key that counts steps.
+        ratio: Key that gives a share of the steps.
         rounds_up: Whether the program rounds a share up to whole steps, as we do.
     """
     count = number(run[steps]) if run[steps] is not None else 0
@@ -145,13 +143,13 @@ def put_warmup(found: Translation, run: Settings, steps: str, ratio: str, *, rou
 
 
 def last_rate(found: Translation, ratio: Any, origin: str) -> None:
-    """Puts the learning rate that the decay ends with, which is given as a part of the first one."""
+    """Puts the final learning rate, given as a part of the first one."""
     if (rate := found.get("optimizer.lr")) is not None and number(ratio):
         found.put("optimizer.min_lr", number(ratio) * rate, f"{origin} x learning rate")
 
 
 def targets(found: Translation, value: Any, name: str) -> None:
-    """Puts the modules with adapters, of which there may be none here."""
+    """Puts the modules with adapters, some of which may not exist here."""
     modules = [ALL_LINEAR if str(each).replace("_", "-") == ALL_LINEAR else each for each in listed(value)]
     if unknown := [str(each) for each in modules if each not in TARGETS]:
         found.lost.append(
@@ -162,7 +160,7 @@ def targets(found: Translation, value: Any, name: str) -> None:
 
 
 def saved(found: Translation, value: Any, name: str) -> None:
-    """Puts the modules that learn whole next to adapters, of which only some can here."""
+    """Puts fully trained modules; only some are supported."""
     modules = listed(value)
     if unknown := [str(each) for each in modules if each not in SAVED_SYNONYMS]:
         found.lost.append(
@@ -173,14 +171,14 @@ def saved(found: Translation, value: Any, name: str) -> None:
 
 
 def reward_model(found: Translation, value: Any, name: str) -> None:
-    """Puts the loss of a reward model and its head, where the switch is on."""
+    """Puts the loss of a reward model and its head, if the switch is on."""
     if boolean(value):
         found.put("loss.function", "reward_model", name)
         found.put("model.num_labels", 1, name)
 
 
 def put_likelihood(found: Translation, run: Settings) -> None:
-    """Names the likelihood of the chosen answer, which TRL adds to SimPO unless its weight is 0."""
+    """Reports the likelihood of the chosen answer, which TRL adds to SimPO unless its weight is 0."""
     if number(1 if run["cpo_alpha"] is None else run["cpo_alpha"]):
         found.lost.append(
             f"{run.said('cpo_alpha')}: the likelihood of chosen answers is no part of simpo here; see loss.side_terms"
@@ -188,7 +186,7 @@ def put_likelihood(found: Translation, run: Settings) -> None:
 
 
 def pattern_of(key: str) -> Put:
-    """Returns the function that puts numbers of single modules, where all of them have names here."""
+    """Returns a function that puts numbers of single modules, if all have names here."""
 
     def put(found: Translation, value: Any, name: str) -> None:
         if unknown := [each for each in value if each not in TARGETS]:
@@ -200,7 +198,7 @@ def pattern_of(key: str) -> Put:
 
 
 def lora(prefix: str = "lora_", *, rank: Any = None, alpha: Any = None, dropout: Any = None) -> dict[str, Row]:
-    """Returns the rows of low-rank adapters that most programs have, with their defaults."""
+    """Returns common rows of low-rank adapters, with defaults."""
     return {
         f"{prefix}rank": to("adapter.rank", rank),
         f"{prefix}r": to("adapter.rank"),
@@ -211,13 +209,13 @@ def lora(prefix: str = "lora_", *, rank: Any = None, alpha: Any = None, dropout:
 
 
 def drop_adapter_of_full_runs(found: Translation, *, is_adapted: bool) -> None:
-    """Takes the adapter out of a run that trains all weights."""
+    """Drops the adapter of a run that trains all weights."""
     if not is_adapted:
         found.drop("adapter")
 
 
 def finish_loss(found: Translation) -> None:
-    """Takes out what the loss that was found does not use, and says what records it needs."""
+    """Drops what the loss does not use, and notes the records it needs."""
     function = found.get("loss.function")
     if function is None:
         found.drop("loss.options")
@@ -252,7 +250,7 @@ def _drop_dropout(found: Translation, why: str) -> None:
 
 
 def finish(found: Translation, run: Settings) -> None:
-    """Ends the translation of a run on records: takes out what nothing uses, and names all that is given."""
+    """Ends the translation of a run on records: drops unused keys, and names everything given."""
     if found.get("data.kind") is None:
         found.put("data.kind", "sft", f"{found.program} reads records")
     if found.get("data.kind") == "sft":
@@ -270,10 +268,8 @@ def put_whole_batch(found: Translation, run: Settings, names: tuple[str, ...], *
     """Puts the samples of a step: the product of the keys `names`.
 
     Args:
-        found: Translation to put the batch into.
-        run: What the program runs with.
-        names: Names of the keys of a rank's batch, of how often it is accumulated, and of numbers of ranks.
-        is_of_one_rank: Whether the product leaves the data-parallel ranks out, whose number is not known.
+        names: Keys of a rank's batch, its accumulation, and numbers of ranks.
+        is_of_one_rank: Whether the product omits the data-parallel ranks, whose number is unknown.
     """
     is_given = any(name in run.given for name in names)
     size = math.prod(int(number(run[name])) for name in names)
@@ -285,12 +281,11 @@ def put_whole_batch(found: Translation, run: Settings, names: tuple[str, ...], *
 
 
 def permit_layout_dependent(found: Translation) -> None:
-    """Permits the keys whose effect depends on the layout by definition, where the original has them."""
+    """Permits layout-dependent keys that the original has."""
     for key in LAYOUT_DEPENDENT_KEYS:
         if found.get(key):
             found.put("loss.allow_layout_dependent", True, f"{key} depends on the layout by definition")
 
 
 def is_on(run: Settings, name: str) -> bool:
-    """Says whether a switch is on."""
     return run[name] is not None and is_same(run[name], True)

@@ -1,4 +1,4 @@
-"""A configuration that comes from another program: its keys with their origins, and what could not be carried over."""
+"""A configuration from another program: its keys with their origins, and what could not be carried over."""
 
 from __future__ import annotations
 
@@ -16,35 +16,32 @@ from mtrain.config.load import Resolve
 
 @dataclass
 class Translation:
-    """Keys that were found, in our terms."""
+    """Translated keys, in our terms."""
 
     program: str
-    """Program that the configuration comes from."""
     content: dict[str, Any] = field(default_factory=dict)
-    """Sections with the keys that were translated."""
     origins: dict[str, str] = field(default_factory=dict)
-    """Dotted key -> where its value comes from."""
+    """Dotted key -> origin of its value."""
     lost: list[str] = field(default_factory=list)
-    """Lines on what was given and could not be carried over."""
+    """Lines on settings that could not be carried over."""
     notes: list[str] = field(default_factory=list)
-    """Lines on what is the same key with another meaning or default."""
+    """Lines on keys with another meaning or default."""
     without_effect: list[str] = field(default_factory=list)
-    """Names of what was given and does not change what is trained."""
+    """Names of settings that do not change what is trained."""
     wrong: list[str] = field(default_factory=list)
-    """Lines on what the program itself would refuse, so that there is nothing to translate."""
+    """Lines on what the program itself would refuse."""
     missing: list[str] = field(default_factory=list)
-    """Lines on what the translated configuration still lacks; `checked` finds them."""
+    """Lines on what the configuration still lacks; `checked` finds them."""
 
     def put(self, key: str, value: Any, origin: str) -> None:
-        """Sets a dotted key; a default of the program gives way to what is given under another name.
+        """Sets a dotted key; a default of the program gives way to a value given under another name.
 
         Args:
-            key: Key in our configuration.
-            value: Value; None leaves the key out.
+            value: Value; None omits the key.
             origin: Text for the comment next to the key.
 
         Raises:
-            ValueError: The value is none that a key of this type takes.
+            ValueError: A key of this type does not take the value.
         """
         if value is None:
             return
@@ -67,18 +64,18 @@ class Translation:
             self.lost.append(f"{known}: {origin} gives another {key}, which is kept")
 
     def get(self, key: str) -> Any:
-        """Returns the value of a dotted key; None where there is none."""
+        """Returns the value of a dotted key, if any."""
         place: Any = self.content
         for part in key.split("."):
             place = place.get(part) if isinstance(place, dict) else None
         return place
 
     def is_default(self, origin: str) -> bool:
-        """Says whether an origin is a default of the program, and not something that was given."""
+        """Says whether an origin is a default of the program instead of a given value."""
         return origin.startswith(f"{self.program}'s default")
 
     def drop(self, key: str, *, is_named: bool = True) -> None:
-        """Takes a key or a section out; `is_named` says whether what gave it is named among what has no effect."""
+        """Drops a key or section; `is_named` reports its origin among what has no effect."""
         *parents, name = key.split(".")
         place = self.content
         for parent in parents:
@@ -91,20 +88,20 @@ class Translation:
                 self.drop(".".join(parents))
 
     def drop_same_defaults(self) -> None:
-        """Takes out the defaults of the program that are ours as well."""
+        """Drops the program's defaults that equal ours."""
         for key, origin in list(self.origins.items()):
             if self.is_default(origin) and is_same(self.get(key), default_of(key)):
                 self.drop(key)
 
     def names_all_of(self, given: Mapping[str, Any]) -> None:
-        """Names what is given and shows nowhere, among what has no effect."""
+        """Reports given keys that appear nowhere among what has no effect."""
         text = "\n".join([*self.origins.values(), *self.lost, *self.notes, *self.wrong, *self.without_effect])
         self.without_effect += [
             name for name in given if not re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-]*\w)", text)
         ]
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines of the YAML file, each key with its origin, after what could not be carried over."""
+        """Yields the lines of the YAML file: what was lost, then each key with its origin."""
         yield f"# Translated from {self.program} by `mtrain from`; `mtrain check` says what it makes of it."
         yield from _listed("Not carried over", self.lost)
         yield from _listed("Differs", self.notes)
@@ -123,14 +120,13 @@ class Translation:
                 yield f"{indent}{name}: {json.dumps(value)}  # {one_line(self.origins[key])}"
 
     def checked(self, resolve: Resolve) -> Translation:
-        """Returns the translation, without defaults that are ours.
+        """Returns the translation, without defaults that equal ours.
 
         Args:
             resolve: Fills in what folders say that the configuration names.
 
         Raises:
-            ConfigError: The program would refuse what is given, or `mtrain check` would refuse what it becomes; one
-                line for each reason.
+            ConfigError: The program would refuse its input, or `mtrain check` the result; one line per reason.
         """
         self.drop_same_defaults()
         self.missing, faults = found_faults(self.content, resolve)
@@ -140,7 +136,6 @@ class Translation:
         return self
 
     def _with_origins(self, line: str) -> str:
-        """Returns a message on keys of ours with what they come from."""
         origins = dict.fromkeys(one_line(self.origins[key]) for key in keys_in(line) if key in self.origins)
         return f"{line} (from {', '.join(origins)})" if origins else line
 
@@ -152,35 +147,34 @@ def _listed(title: str, lines: list[str]) -> Iterator[str]:
 
 
 def one_line(text: str) -> str:
-    """Returns a text on one line of printable characters, as a comment needs it."""
+    """Returns a text on one line of printable characters, for a comment."""
     return "".join(each if each.isprintable() else " " for each in text)
 
 
 Put = Callable[[Translation, Any, str], None]
-"""Function that puts the value of one foreign key; it raises ValueError or TypeError for what is no value of it."""
+"""Puts the value of a foreign key; raises ValueError or TypeError for illegal values."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of one key of another program."""
+    """Treatment of one key of another program."""
 
     put: Put
-    """Function that puts its value."""
     default: Any = None
-    """Value that the program takes where none is given; None: nothing follows then."""
+    """The program's default; None: no consequence."""
 
 
 Table = Mapping[str, Row]
-"""Name of a key in another program -> what becomes of it."""
+"""Key of another program -> treatment."""
 
 
 def to(key: str, default: Any = None, change: Callable[[Any], Any] = lambda value: value) -> Row:
-    """Returns the row whose value goes under `key`, changed by `change`, which makes None of what is no value."""
+    """Puts the value under `key`, changed by `change`, which returns None for nothing."""
     return Row(lambda found, value, name: found.put(key, change(fitting(key, value)), name), default)
 
 
 def choice(key: str, values: Mapping[Any, Any], default: Any = None) -> Row:
-    """Returns the row that puts what a table has for the value; None there means nothing. Other values are lost."""
+    """Puts what `values` has for the value, nothing for None; other values are lost."""
 
     is_switch = values.keys() == {True, False}
 
@@ -196,7 +190,7 @@ def choice(key: str, values: Mapping[Any, Any], default: Any = None) -> Row:
 
 
 def lost(why: str, default: Any = False) -> Row:
-    """Returns the row of a key that nothing corresponds to, where its value is not the one that changes nothing."""
+    """Reports a key without equivalent, unless it has its neutral value `default`."""
 
     def put(found: Translation, value: Any, name: str) -> None:
         if not is_same(value, default):
@@ -206,22 +200,22 @@ def lost(why: str, default: Any = False) -> Row:
 
 
 def later(check: Callable[[Any], Any], default: Any = None) -> Row:
-    """Returns the row of a key that is read together with others, after the table; `check` refuses what is no value."""
+    """Row of a key that is read together with others after the table; `check` refuses illegal values."""
     return Row(lambda found, value, name: check(value) and None, default)
 
 
 def above_0(value: Any) -> Any:
-    """Returns a number above 0; None for 0 and what switches something off by a number below."""
+    """Returns a number above 0; None for 0 and negative numbers, which switch something off."""
     return value if value > 0 else None
 
 
 def unless_0(value: Any) -> Any:
-    """Returns a number; None for 0, which is as good as no number."""
+    """Returns a number; None for 0."""
     return value or None
 
 
 def no_effect(found: Translation, value: Any, name: str) -> None:
-    """Leaves a key that does not change what is trained; the head names it."""
+    """Leaves a key that does not change what is trained; the file's head names it."""
 
 
 UNUSED = Row(no_effect)
@@ -230,35 +224,34 @@ UNUSED = Row(no_effect)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a program runs with: what is given, and its defaults."""
+    """Settings of a program: given ones and defaults."""
 
     program: str
     given: Mapping[str, Any]
-    """What is given, without what means nothing and what is wrong."""
+    """Given settings, without empty and wrong ones."""
     defaults: Mapping[str, Any]
-    """Defaults of the other keys."""
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, self.defaults.get(name))
 
     def origin(self, *names: str) -> str:
-        """Returns what a value that follows from several keys comes from: those of them that are given."""
+        """Names the given ones of several keys that a value follows from."""
         given = [name for name in names if name in self.given]
         return ", ".join(given) if given else f"{self.program}'s default of {', '.join(names)}"
 
     def said(self, *names: str) -> str:
-        """Returns the same with the values that are given."""
+        """Returns `origin` with the given values."""
         given = [f"{name}={self.given[name]}" for name in names if name in self.given]
         return ", ".join(given) if given else self.origin(*names)
 
 
 def is_nothing(value: Any) -> bool:
-    """Says whether a value is as good as none: null, an empty text, list or mapping."""
+    """Says whether a value is empty: null, or an empty text, list or mapping."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def translated(found: Translation, given: Mapping[str, Any], table: Table) -> Settings:
-    """Puts every value that is given, and then the defaults of the program; returns both, without what is wrong."""
+    """Puts every given value, then the program's defaults; returns both, without wrong ones."""
     kept: dict[str, Any] = {}
     for name, value in given.items():
         row = table.get(name)
@@ -275,7 +268,7 @@ def translated(found: Translation, given: Mapping[str, Any], table: Table) -> Se
 
 
 def tried(found: Translation, put: Put, value: Any, name: str) -> bool:
-    """Puts a value, or names it as wrong; says whether it is right."""
+    """Puts a value, or reports it as wrong; says whether it is legal."""
     try:
         put(found, value, name)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):

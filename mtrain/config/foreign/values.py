@@ -1,4 +1,4 @@
-"""Values of other programs, which may be texts, as values of our keys."""
+"""Values of other programs, possibly texts, as values of our keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FALSE = frozenset(("false", "f", "no", "n", "off", "0"))
 
 
 def boolean(value: Any) -> bool:
-    """Reads true or false as the argument classes of Python programs do.
+    """Reads true or false like argument classes of Python programs.
 
     Raises:
         ValueError: It is neither.
@@ -30,10 +30,10 @@ def boolean(value: Any) -> bool:
 
 
 def number(value: Any) -> int | float:
-    """Reads a number; false is 0, as for argument classes, and a whole one is an int.
+    """Reads a number; false is 0, as for argument classes, and integral numbers are int.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a number.
     """
     if isinstance(value, str):
         return int(value) if value.strip().lstrip("+-").isdigit() else float(value)
@@ -43,12 +43,12 @@ def number(value: Any) -> int | float:
 
 
 def listed(value: Any) -> list[Any]:
-    """Returns a list, or the list of a single value."""
+    """Returns a list, wrapping a single value."""
     return value if isinstance(value, list) else [value]
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Says whether two values are equal, one of which may be the other as a text, or a tuple in place of a list."""
+    """Says whether two values are equal, also as text, or as a tuple instead of a list."""
     if isinstance(other, list | tuple):
         return list(value if isinstance(value, list | tuple) else [value]) == list(other)
     try:
@@ -63,7 +63,7 @@ def is_same(value: Any, other: Any) -> bool:
 
 @cache
 def _field(key: str) -> tuple[frozenset[type], Any]:
-    """Returns the plain types of a key of ours, and its default; none where it is a name of the user's own."""
+    """Returns the plain types of our key, and its default; none for names of the user's own."""
     *parents, name = key.split(".")
     for section in sections_at(tuple(parents)):
         if name in section.model_fields:
@@ -85,15 +85,15 @@ def _plain_types(annotation: Any) -> list[type]:
 
 
 def default_of(key: str) -> Any:
-    """Returns the default of a key of ours; something that equals nothing where it has none."""
+    """Returns the default of our key; without one, something that equals nothing."""
     return _field(key)[1]
 
 
 def fitting(key: str, value: Any) -> Any:
-    """Returns a value in the type of a key of ours, where programs write it in another, such as a number as text.
+    """Converts a value to the type of our key, such as a number from text.
 
     Raises:
-        ValueError: It cannot be that.
+        ValueError: It cannot be converted.
     """
     plain = _field(key)[0]
     if plain == {bool}:
@@ -109,7 +109,7 @@ def fitting(key: str, value: Any) -> Any:
 
 
 def scalar(text: str) -> Any:
-    """Reads the value of a command-line argument as YAML does: a number, true, null or a text."""
+    """Reads a command-line value like YAML: a number, true, null or a text."""
     try:
         return read_yaml(text).content
     except ValueError:
@@ -117,7 +117,7 @@ def scalar(text: str) -> Any:
 
 
 def shares(text: str) -> list[float]:
-    """Turns "949,50,1" into shares of 1, three of them."""
+    """Turns "949,50,1" into three shares of 1."""
     numbers = [float(each) for each in text.split(",")]
     numbers += [0.0] * (3 - len(numbers))
     return [each / sum(numbers) for each in numbers]

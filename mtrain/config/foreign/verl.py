@@ -1,5 +1,5 @@
 # ruff: noqa: SIM905 - many names read better as words than as strings
-"""Files and arguments of verl's trainers as a configuration: supervised finetuning, and the actor of its loops.
+"""Files and arguments of verl's trainers as a configuration: supervised finetuning, and the actor of RL loops.
 
 Source: verl 0.9.1, verl/trainer/config.
 """
@@ -57,7 +57,7 @@ _OF_A_LOOP = {
     "reward": "a loop computes rewards",
     "data.": "a loop reads prompts; samples come from rollouts",
 }
-"""Beginning of keys of a loop around the trainer -> what stands for them here; the first that fits holds."""
+"""Beginning of keys of a loop around the trainer -> our equivalent; the first match counts."""
 
 
 def _ulysses(found: Translation, value: Any, name: str) -> None:
@@ -86,7 +86,7 @@ def _all_of(found: Translation, value: Any, name: str) -> None:
 
 
 def _frequency(key: str) -> Row:
-    """Returns the row of a number of steps between two events, of which there may be none, or a word for an epoch."""
+    """Row of a number of steps between events; there may be none, or a word for an epoch."""
 
     def put(found: Translation, value: Any, name: str) -> None:
         if isinstance(value, str) and value.startswith("after_"):
@@ -213,18 +213,17 @@ VERL: dict[str, Row] = {
         UNUSED,
     ),
 }
-"""Dotted key of verl -> what becomes of it."""
+"""Dotted key of verl -> treatment."""
 _REFERENCE = re.compile(r"\$\{([\w.]*[.:][^}]*)\}")
-"""Reference of OmegaConf to another key, or to a function of it; `${word}` is a variable of the shell."""
+"""OmegaConf's reference to another key or a function of it; `${word}` is a shell variable."""
 _OF_ROLLOUTS = ("actor.", "actor_rollout_ref.", "data.max_prompt_length", "data.max_response_length")
 
 
 def from_verl(words: Sequence[str]) -> Translation:
-    """Translates files of verl's trainers and the arguments `KEY=VALUE` of a start of it; later ones hold.
+    """Translates files of verl's trainers and arguments `KEY=VALUE`; later ones take precedence.
 
     Args:
-        words: Paths of YAML files, and arguments; what starts the trainer, such as `python3 -m verl.trainer.main_ppo`,
-            is left out.
+        words: Paths of YAML files, and arguments; a launcher, such as `python3 -m verl.trainer.main_ppo`, is skipped.
 
     Raises:
         ConfigError: A file cannot be read, or there is neither a file nor an argument.
@@ -252,7 +251,7 @@ def from_verl(words: Sequence[str]) -> Translation:
 
 
 def _given(found: Translation, words: Sequence[str]) -> dict[str, Any]:
-    """Reads files and arguments; Hydra's own options are left out, and `~KEY` takes a key back."""
+    """Reads files and arguments; skips Hydra's own options, and `~KEY` removes a key."""
     given: dict[str, Any] = {}
     has_option = False
     for word in words:
@@ -278,13 +277,12 @@ def _given(found: Translation, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _resolved(value: Any, given: Mapping[str, Any]) -> Any:
-    """Returns what a value refers to, where it is nothing but a reference to a key that is given."""
+    """Resolves a value that is nothing but a reference to a given key."""
     match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
     return value if match is None else given.get(match[1], value)
 
 
 def _configs(words: Sequence[str]) -> list[str]:
-    """Returns the options that name configurations of Hydra."""
     told = zip(words, [*words[1:], ""])
     return [f"{word} {after}" for word, after in told if word.startswith(("--config-name", "-cn"))]
 
@@ -298,7 +296,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _table(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Row]:
-    """Returns the rows of a trainer, with its defaults, and of keys that are given and unknown."""
+    """Returns the rows of a trainer, with its defaults, and of unknown given keys."""
     table: dict[str, Row] = {}
     for key, row in VERL.items():
         is_of_files = key.startswith("data.") or key in ("trainer.total_epochs", "trainer.test_freq")
@@ -320,7 +318,6 @@ def _named(why: str) -> Row:
 
 
 def _common(found: Translation, run: Settings, trainer: Trainer) -> None:
-    """Puts what several keys say together, in all of verl's trainers."""
     name = trainer.name
     if trainer.is_loop:
         lengths, steps = ("data.max_prompt_length", "data.max_response_length"), "trainer.total_training_steps"
@@ -369,7 +366,6 @@ def _pack(found: Translation, run: Settings, is_dynamic: str, tokens: str) -> No
 
 
 def _actor(found: Translation, run: Settings, trainer: Trainer) -> None:
-    """Puts what several keys of a loop say together: batch and loss."""
     name = trainer.name
     found.put("data.kind", "mock", "samples come from a loop in Python: Engine.forward_backward")
     if found.get("data.packing"):

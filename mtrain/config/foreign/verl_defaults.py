@@ -1,4 +1,4 @@
-"""Trainers of verl: where each has its keys, and what it runs with where they are not given.
+"""Trainers of verl: their key names and defaults.
 
 Source: verl 0.9.1, verl/trainer/config; fsdp_sft_trainer of verl 0.7.0.
 """
@@ -14,14 +14,12 @@ _ACTOR = "actor_rollout_ref.actor."
 
 @dataclass(frozen=True)
 class Trainer:
-    """One of verl's trainers: where it has the keys of the table, and its defaults."""
+    """One of verl's trainers: its names of the table's keys, and its defaults."""
 
     defaults: Mapping[str, Any]
-    """Key of the table -> value where it is not given."""
     is_loop: bool = False
-    """Whether samples come from rollouts, and not from files."""
+    """Whether samples come from rollouts instead of files."""
     is_megatron: bool = False
-    """Whether Megatron-Core trains, and not FSDP."""
 
     def name(self, key: str) -> str:
         """Returns the full name of a key of the table."""
@@ -111,8 +109,7 @@ def trainer_of(names: set[str], texts: str) -> Trainer:
     """Returns the trainer that a start of verl means.
 
     Args:
-        names: Keys that are given.
-        texts: What starts it, and its arguments.
+        texts: Launcher and arguments.
     """
     is_loop = any(name.startswith("actor_rollout_ref.") for name in names) or "main_ppo" in texts
     of_megatron = (f"{_ACTOR}megatron.", "engine.tensor_model_parallel", "engine.pipeline_model_parallel")

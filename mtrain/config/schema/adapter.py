@@ -40,8 +40,8 @@ Target = Literal[
     "output",
 ]
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
-"""Value of PEFT's target_modules that means every linear layer but the output layer; `Config` puts the targets in its
-place that the model has (`mtrain/config/adapters.py`)."""
+"""PEFT's name for every linear layer but the output layer; `Config` replaces it by the model's targets
+(`mtrain/config/adapters.py`)."""
 LATENT_PARTS: tuple[Target, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
 """Projections of latent attention: down to the latents of queries, and of keys and values, and up from them."""
 DELTA_NET_PARTS: tuple[Target, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -52,13 +52,13 @@ JOINED: Mapping[Target, tuple[Target, ...]] = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Targets that are one pair for several parts, which are one projection in some families' folders -> the parts."""
+"""Targets that are one pair for several parts, which some families store as one projection -> the parts."""
 PARTS: tuple[Target, ...] = (
     *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, *DELTA_NET_PARTS, "in_proj_zxbcdt", "proj", "out_proj"),
     *("gate_proj", "up_proj", "fc2", "experts", "embedding", "output", *JOINED),
 )
-"""Targets that have a pair of matrices of their own; in_proj_zxbcdt: the projection into Mamba-2; experts: one pair for
-each of the two projections of every expert."""
+"""Targets with their own pair of matrices; in_proj_zxbcdt: the projection into Mamba-2; experts: one pair for each of
+the two projections of every expert."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj", *LATENT_PARTS),
     "in_proj": (*DELTA_NET_PARTS, "in_proj_zxbcdt"),
@@ -68,7 +68,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *(*DELTA_NET_PARTS, "in_proj_zxbcdt", "out_proj", "gate_proj", "up_proj", "fc2"),
     ),
 }
-"""Targets that name several parts, of which a model may have some -> the parts."""
+"""Targets that name several parts, some of which a model may lack -> the parts."""
 SYNONYMS: Mapping[str, Target] = {
     "linear_qkv": "qkv",
     "linear_q_proj": "q_proj",
@@ -96,14 +96,14 @@ SAVED_SYNONYMS: Mapping[str, Saved] = {
     "score": "head",
     "classifier": "head",
 }
-"""Names of modules in PEFT and Megatron-Bridge -> ours, of what can learn whole."""
+"""Names of fully trained modules in PEFT and Megatron-Bridge -> ours."""
 
 
 Number = TypeVar("Number", int, float)
 
 
 def _of_part(pattern: Mapping[Any, Number], part: str, default: Number) -> Number:
-    """Returns the value of a part; its own name takes precedence over that of a group."""
+    """Returns the value of a part; its own name takes precedence over its group's."""
     groups = (pattern[group] for group, parts in GROUPS.items() if part in parts and group in pattern)
     return pattern[part] if part in pattern else next(groups, default)
 
@@ -114,12 +114,12 @@ class AdapterSection(Section):
     kind: str
     """Kind of the adapter: lora (the default) or dora."""
     rank: Annotated[int, bounds.WIDTH] = Field(8, gt=0)
-    """Number of rows of A and of columns of B."""
+    """Rows of A and columns of B."""
     alpha: float = Field(16.0, gt=0)
     """Numerator of the scale."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Probability with which an input of A is dropped; 0 turns dropout off. Above 0 it draws other numbers under
-    another layout or micro-batch size."""
+    """Probability with which an input of A is dropped; 0: no dropout. Above 0, another layout or micro-batch size draws
+    different numbers."""
     scaling: Literal["standard", "rslora"] = "standard"
     """Rule of the scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[Literal[Target, "all-linear"], ...] = (ALL_LINEAR,)
@@ -127,28 +127,27 @@ class AdapterSection(Section):
     or with further names, such as experts; docs/training/lora.md says what each name means in PEFT and in
     Megatron-Bridge."""
     rank_pattern: dict[Target, Annotated[int, bounds.WIDTH, Field(gt=0)]] = Field({})
-    """Ranks of single targets, in all layers, in the place of rank."""
+    """Ranks of single targets in all layers, instead of rank."""
     alpha_pattern: dict[Target, Annotated[float, Field(gt=0)]] = Field({})
-    """Alphas of single targets, in all layers, in the place of alpha."""
+    """Alphas of single targets in all layers, instead of alpha."""
 
     modules_to_save: tuple[Saved, ...] = ()
-    """Modules that learn whole and are saved with the adapters, as in PEFT: embedding (embed_tokens), output (lm_head),
-    norms (norm), which are all of the model, head. With model.tied_embeddings embedding is both tables; the head of
-    model.num_labels learns whole without being named."""
+    """Modules that are fully trained and saved with the adapters, as in PEFT: embedding (embed_tokens), output
+    (lm_head), norms (norm, all norms of the model), head. With model.tied_embeddings, embedding means both tables; the
+    head of model.num_labels is always fully trained."""
 
     base_dtype: Literal["bf16"] | None = None
-    """Precision of frozen weights. bf16: frozen projections and tables are held in bfloat16 in a run in float32, half
-    of their bytes, and widened for each product; tables in modules_to_save are not. null: as train.precision says."""
+    """Precision of frozen weights. bf16: frozen projections and tables of a float32 run are held in bfloat16, which
+    halves their memory, and widened for each product; tables in modules_to_save are not. null: train.precision."""
 
     path: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """Path of a folder of PEFT (adapter_config.json and adapter_model.safetensors) from whose values the run starts;
-    null: adapters start anew. Losses that compare with a reference model compare with this adapter as the first start
-    found it."""
+    """Path of a PEFT folder (adapter_config.json and adapter_model.safetensors) whose values the run starts from; null:
+    new adapters. Losses with a reference model compare with this adapter as the first start found it."""
 
     @field_validator("targets", mode="before")
     @classmethod
     def other_programs_names_are_understood(cls, value: object) -> object:
-        """Replaces names of PEFT and Megatron-Bridge by ours; a text that is no name stays, to be refused."""
+        """Replaces names of PEFT and Megatron-Bridge by ours; unknown names stay, to be refused."""
         if value == ALL_LINEAR:
             return (ALL_LINEAR,)
         if not isinstance(value, list | tuple):
@@ -159,7 +158,7 @@ class AdapterSection(Section):
     @field_validator("modules_to_save", mode="before")
     @classmethod
     def other_programs_modules_are_understood(cls, value: object) -> object:
-        """Replaces names of PEFT and Megatron-Bridge by ours; PEFT's null is none."""
+        """Replaces names of PEFT and Megatron-Bridge by ours; PEFT's null means none."""
         if value is None:
             return ()
         if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
@@ -227,7 +226,7 @@ class AdapterSection(Section):
 
     @property
     def scale(self) -> float:
-        """Returns the factor of B A where no pattern says another."""
+        """Factor of B A without patterns."""
         return self._scale(self.alpha, self.rank)
 
     def _scale(self, alpha: float, rank: int) -> float:
@@ -241,12 +240,12 @@ class AdapterSection(Section):
 
     @property
     def parts(self) -> frozenset[str]:
-        """Returns the targets with groups spelled out; of a group, the parts that a model has are adapted."""
+        """Targets with groups spelled out; a model adapts those parts of a group that it has."""
         return frozenset(part for target in self.targets for part in GROUPS.get(target, (target,)))
 
     @property
     def has_magnitudes(self) -> bool:
-        """Says whether a trained vector replaces the norms of the rows of each adapted matrix."""
+        """Whether a trained vector replaces the row norms of each adapted matrix."""
         return False
 
 
@@ -257,7 +256,7 @@ class LoraSection(AdapterSection):
 
 
 class DoraSection(AdapterSection):
-    """DoRA, arXiv 2402.09353: rows of W + scale B A are brought to trained lengths, their norms taken as constants."""
+    """DoRA, arXiv 2402.09353: rows of W + scale B A are scaled to trained lengths; their norms count as constants."""
 
     kind: Literal["dora"]
 

@@ -1,4 +1,4 @@
-"""`model.mla.*` and `model.global_attention.*`: attention of another shape than `model.*` itself gives."""
+"""`model.mla.*` and `model.global_attention.*`: attention of a shape that `model.*` itself cannot describe."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from mtrain.config.schema.section import Section, rule
 
 
 class LatentAttentionSection(Section):
-    """Low-rank queries, keys and values, with a rotary part of each key that all heads share.
+    """Low-rank queries, keys and values; all heads share the rotary part of each key.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
@@ -17,24 +17,24 @@ class LatentAttentionSection(Section):
     q_lora_rank: Annotated[int | None, bounds.WIDTH] = Field(None, gt=0)
     """Rank of the queries; null: queries are projected directly."""
     kv_lora_rank: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Rank that keys and values share."""
+    """Shared rank of keys and values."""
     qk_nope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of a query or key head without a position."""
+    """Dimensions of a query or key head without a position."""
     qk_rope_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of a query or key head that are rotated."""
+    """Dimensions of a query or key head that are rotated."""
     v_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of a value head."""
+    """Dimensions of a value head."""
     norm_epsilon: float | None = Field(None, gt=0)
     """Epsilon of the norms of both latents; null: model.norm_epsilon. DeepSeek's is always 1e-6."""
 
     @property
     def query_head_dim(self) -> int:
-        """Returns the number of dimensions of a query or key head."""
+        """Dimensions of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def projections(self) -> frozenset[str]:
-        """Returns the names in adapter.targets of the projections that queries, keys and values come from."""
+        """Projections that produce queries, keys and values, as named in adapter.targets."""
         queries = ("q_proj",) if self.q_lora_rank is None else ("q_a_proj", "q_b_proj")
         return frozenset((*queries, "kv_a_proj", "kv_b_proj"))
 
@@ -48,10 +48,9 @@ class LatentAttentionSection(Section):
 
 
 class GlobalAttentionSection(Section):
-    """Heads of the layers without a sliding window, whose values are their keys before norm and rotation, as in
-    Gemma 4."""
+    """Heads of layers without a sliding window, whose values are their keys before norm and rotation, as in Gemma 4."""
 
     head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of a head."""
+    """Dimensions of a head."""
     num_query_groups: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Number of key heads."""

@@ -1,4 +1,4 @@
-"""Largest values of keys, each with its reason; a message says both.
+"""Largest values of keys, with reasons, which a message repeats.
 
 Without them a typing error (10^12 for 10^2) would pass the checks and end in a traceback, or never.
 """
@@ -12,12 +12,12 @@ from pydantic import AfterValidator
 
 FLOAT32_LARGEST = (2 - 2**-23) * 2.0**127
 FLOAT32_SMALLEST = 2.0**-126
-"""Smallest positive float32 without loss of digits."""
+"""Smallest positive float32 with full precision."""
 INT64_LARGEST = 2**63 - 1
 
 
 def at_most(limit: int, reason: str) -> AfterValidator:
-    """Builds an upper bound for an integer key; None passes, where the key allows it."""
+    """Builds an upper bound for an integer key; None passes if the key allows it."""
 
     def check(value: Any) -> Any:
         if value is not None and value > limit:
@@ -42,11 +42,11 @@ BATCHES_AHEAD = at_most(1024, "each is a whole global batch in memory")
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = 3000
-"""Longest path in bytes; systems take 4096, and the names of files below a run folder come on top."""
+"""Longest path in bytes; systems accept 4096, including the names of files below a run folder."""
 
 
 def can_be_a_path(text: str) -> bool:
-    """Says whether a file or folder may have this name on common systems."""
+    """Says whether common systems accept this file or folder name."""
     sizes = [len(name.encode(errors="replace")) for name in text.split("/")]
     return "\0" not in text and max(sizes) <= _LONGEST_NAME and sum(sizes) + len(sizes) <= _LONGEST_PATH
 
@@ -64,7 +64,7 @@ PATH = AfterValidator(_check_path)
 
 
 def fits_the_machine(value: Any) -> Any:
-    """Refuses numbers that the arithmetic of a run cannot hold: floats beyond float32, integers beyond 64 bits.
+    """Refuses numbers that a run cannot represent: floats beyond float32, integers beyond 64 bits.
 
     Raises:
         ValueError: The value, or one in a list, is out of range.
@@ -86,7 +86,7 @@ def fits_the_machine(value: Any) -> Any:
 
 
 def shown(number: int) -> str:
-    """Writes an integer for a message: long ones by their magnitude."""
+    """Formats an integer for a message: long ones by magnitude."""
     if abs(number) < 10**20:
         return str(number)
     return f"about {'-' if number < 0 else ''}2^{abs(number).bit_length() - 1}"

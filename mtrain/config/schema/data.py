@@ -27,41 +27,41 @@ class SourceSection(Section):
 
 
 class BlendSection(Section):
-    """A blend that replaces the previous one from some step on."""
+    """A blend that replaces the previous one from a given step on."""
 
     from_step: Annotated[int, bounds.STEPS] = Field(gt=0)
-    """Number of updates completed before the blend begins: its first step is from_step + 1 in metrics.jsonl."""
+    """Updates completed before the blend begins: its first step is from_step + 1 in metrics.jsonl."""
     sources: tuple[SourceSection, ...] = Field(min_length=1)
-    """Sources of the whole blend. A path that was named before is the same source, and continues where it was in its
-    epoch."""
+    """Sources of the whole blend. A path that was named before is the same source, and continues in its epoch."""
 
 
 class WindowChange(Section):
-    """Another window size, from some step on."""
+    """Another window size from a given step on."""
 
     from_step: Annotated[int, bounds.STEPS] = Field(gt=0)
-    """Number of updates completed before it. Windows that begin in a later step have this size; a window that was begun
+    """Updates completed before the change. Windows that begin in a later step have this size; a window that has begun
     is trained to its end as it was packed."""
     window: Annotated[int, bounds.BATCH] = Field(gt=0)
     """Number of samples that are packed together."""
 
 
 class PackingSection(Section):
-    """Several samples in a row; attention and positions begin again at each sample, and the loss counts samples, not
+    """Several samples in a row; attention and positions restart at each sample, and the loss counts samples, not
     rows."""
 
     batch: Literal["sequences", "rows"] = "sequences"
     """Unit of train.global_batch_size. sequences: samples, so that a step holds the same samples as without packing,
-    whatever the width of rows. rows: packed rows, from windows of the order of samples, so that all are full; the
-    samples of a step then depend on the width of rows, but not on the number of ranks."""
+    for any width of rows. rows: packed rows, from windows in the order of samples, so that all are full; the samples of
+    a step then depend on the width of rows, but not on the number of ranks."""
     window: Annotated[int, bounds.BATCH] = Field(65536, gt=0)
-    """Largest number of samples that are packed together; batch=rows only. A window ends early where a source begins a
-    new epoch, so that epochs follow each other, however long a window is."""
+    """Most samples that are packed together; batch=rows only. A window ends early where a source begins a new epoch, so
+    that epochs do not mix."""
     across_epochs: bool = False
-    """Whether a window may hold several epochs of a source; batch=rows only. Its samples are then read once an epoch
-    only when all of it has been read. A run that began so, before the program had this key, goes on so."""
+    """Whether a window may hold several epochs of a source; batch=rows only. Each sample is then read exactly once per
+    epoch only if the whole window is read. Runs that began this way, before the program had this key, continue this
+    way."""
     later: tuple[WindowChange, ...] = ()
-    """Other window sizes, by ascending steps; batch=rows only. A resumed run may name them for steps to come: no sample
+    """Other window sizes, by ascending steps; batch=rows only. A resumed run may name them for future steps: no sample
     is repeated or left out."""
 
     @rule
@@ -87,50 +87,46 @@ HeldOutSources = Annotated[
     Annotated[tuple[SourceSection, ...], Tag(AS_LIST)] | Annotated[dict[str, tuple[SourceSection, ...]], Tag(BY_NAME)],
     Discriminator(_form),
 ]
-"""One held-out set, as a list of its sources; or several, each under its name."""
+"""A held-out set as a list of its sources; or several sets by name."""
 
 
 class DataSection(Section):
     """Keys that all kinds of data share."""
 
     kind: str
-    """Kind of the data; each kind is a section of its own with additional keys."""
+    """Kind of the data; each kind is a section with additional keys."""
     seq_length: Annotated[int, bounds.POSITIONS] = Field(gt=1)
     """Number of tokens in a sample."""
     tokenizer: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """Path of a sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. sft needs it."""
     allow_other_tokenizer: bool = False
-    """Whether the tokenizer may give other ids than the one that came with the weights (`model.hf`, an import)."""
+    """Whether the tokenizer may give different ids than the one that came with the weights (`model.hf`, an import)."""
     seed: Annotated[int | None, bounds.SEED] = Field(None, ge=0)
-    """Seed of the order of samples, and of the tokens of kind=mock. null: that of train.seed."""
+    """Seed of the order of samples, and of the tokens of kind=mock. null: train.seed."""
     prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
-    """Number of global batches that a thread reads ahead; 0 reads in the training loop."""
+    """Global batches that a thread reads ahead; 0 reads in the training loop."""
     packing: PackingSection | None = None
-    """Packing of several samples into a row, as in `packing: {batch: sequences}`; null: each sample has a row of its
-    own."""
+    """Packing of several samples into a row, as in `packing: {batch: sequences}`; null: one sample per row."""
 
     extras: tuple[str, ...] = ()
     """Keys of a record whose values loss functions read in addition to the weights, such as [advantages, old_logprobs]
-    (docs/training/policy-losses.md); sft only. Each is one number for the sample, or a list of one number a token;
-    `topk_ids:8` is a key `topk_ids` with a list of 8 numbers a token (docs/explanation/objective.md),
-    `routed_experts:48x8` the experts that a rollout chose in 48 layers, 8 in each, which routers then take
-    (docs/training/rl.md)."""
+    (docs/training/policy-losses.md); sft only. Each is a number for the sample, or a list with a number per token;
+    `topk_ids:8` is a key `topk_ids` with 8 numbers per token (docs/explanation/objective.md), `routed_experts:48x8` the
+    experts that a rollout chose in 48 layers, 8 in each, which routers then use (docs/training/rl.md)."""
 
     @property
     def extra_columns(self) -> tuple[str, ...]:
-        """Returns the names under which extras travel, one number a token each: `topk_ids:2` is topk_ids[0] and
-        topk_ids[1]."""
+        """Columns of extras, one number per token each: `topk_ids:2` is topk_ids[0] and topk_ids[1]."""
         return tuple(name for extra in self.extras for name in columns_of(extra))
 
     @property
     def has_routes(self) -> bool:
-        """Says whether records name the experts of their tokens."""
+        """Whether records name the experts of their tokens."""
         return ROUTED_EXPERTS in {key_and_sizes(extra)[0] for extra in self.extras}
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Returns the names of the sources whose losses are reported separately, by number; empty where there is only
-        one."""
+        """Sources whose losses are reported separately, by number; empty for a single source."""
         return ()
 
     @rule
@@ -157,15 +153,15 @@ class DataSection(Section):
 
 
 class FilesSection(DataSection):
-    """Keys of data that are read from files: a blend of sources, and held-out sets."""
+    """Keys of data from files: a blend of sources, and held-out sets."""
 
     train: tuple[SourceSection, ...] = ()
-    """Sources of the blend that is trained from the start."""
+    """Sources of the first blend."""
     curriculum: tuple[BlendSection, ...] = ()
-    """Blends that replace it, each from some step on."""
+    """Blends that replace it, each from a given step on."""
     valid: HeldOutSources = ()
-    """Sources of a validation set, or several sets as `{name: [sources]}`. Each set has a loss of its own; that of the
-    first one is `valid_loss`, by which the best checkpoints are kept."""
+    """Sources of a validation set, or several sets as `{name: [sources]}`. Each set has its own loss; the first one's
+    is `valid_loss`, by which the best checkpoints are kept."""
     test: tuple[SourceSection, ...] = ()
     """Sources of the test set."""
     split: tuple[float, float, float] | None = None
@@ -174,15 +170,15 @@ class FilesSection(DataSection):
 
     @property
     def valid_sets(self) -> dict[str, tuple[SourceSection, ...]]:
-        """Returns the validation sets by name, in their order; a lone set is called valid."""
+        """Returns the validation sets by name, in order; a single set is called valid."""
         if isinstance(self.valid, dict):
             return self.valid
         return {"valid": self.valid} if self.valid else {}
 
     @property
     def all_sources(self) -> tuple[SourceSection, ...]:
-        """Returns the sources of train, then those that the curriculum adds, each once; a source's number is its place
-        here."""
+        """Returns the sources of train, then those that the curriculum adds, each once; a source's number is its
+        index."""
         # later blends add their sources at the end, so that changing them leaves earlier numbers as they were
         known = {source.path for source in self.train}
         new = {each.path: each for blend in self.curriculum for each in blend.sources if each.path not in known}
@@ -190,8 +186,7 @@ class FilesSection(DataSection):
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Returns the ends of the paths that tell the sources apart, by number; empty where there is only one
-        source."""
+        """Ends of the paths that distinguish the sources, by number; empty for a single source."""
         paths = [source.path for source in self.all_sources]
         return _short_names(paths) if len(paths) > 1 else ()
 
@@ -260,11 +255,11 @@ class FilesSection(DataSection):
 
 
 class IndexedSection(FilesSection):
-    """Pretraining on Megatron's .bin/.idx corpora; what a configuration without `kind` means."""
+    """Pretraining on Megatron's .bin/.idx corpora; the default kind."""
 
     kind: Literal["indexed"] = "indexed"
     isolate_documents: bool = False
-    """Whether attention and positions start again at each document, and no token is predicted across an edge."""
+    """Whether attention and positions restart at each document, and no token is predicted across an edge."""
 
     @rule
     def running_text_fills_its_rows(self) -> str | None:
@@ -284,16 +279,15 @@ class SftSection(FilesSection):
     """Treatment of a sample of more than seq_length + 1 tokens, the last of which is only predicted: end and start cut
     it there, drop leaves it out, refuse ends the run, split makes several samples of it."""
     on_bad: Literal["refuse", "skip"] = "refuse"
-    """Treatment of a record that is no sample: refuse ends the run before its first step, skip leaves the record
-    out."""
+    """Treatment of an invalid record: refuse ends the run before its first step, skip leaves the record out."""
     max_bad: float = Field(0.01, ge=0)
-    """Largest amount of bad records in a source that skip leaves out: a share below 1, or a whole number."""
+    """Most bad records in a source that skip leaves out: a share below 1, or a whole number."""
     cache_dir: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """Folder of the tokens, for all runs; null is `$XDG_CACHE_HOME/mtrain` or `~/.cache/mtrain`. Several nodes should
-    share it."""
+    """Folder of the token cache, for all runs; null: `$XDG_CACHE_HOME/mtrain` or `~/.cache/mtrain`. Several nodes
+    should share it."""
     cache_check: Literal["stat", "content"] = "stat"
-    """Way in which a start finds that a file has not changed since it was tokenised: stat trusts size, inode, mtime and
-    ctime, content reads the file."""
+    """How a start checks that a file has not changed since it was tokenised: stat trusts size, inode, mtime and ctime,
+    content reads the file."""
     format: Literal[
         "auto",
         "messages",
@@ -306,16 +300,16 @@ class SftSection(FilesSection):
         "unpaired_preference",
     ] = "auto"
     """Form of the records (docs/data/finetuning.md). auto distinguishes messages, prompt with response, and input_ids;
-    where loss.function compares answers, it means preference or unpaired_preference (docs/training/preference.md)."""
+    if loss.function compares answers, it means preference or unpaired_preference (docs/training/preference.md)."""
     chat_template: Annotated[str, bounds.PATH] = Field("auto", min_length=1)
-    """Template of conversations. auto takes the template in the tokenizer's folder and refuses conversations where
-    there is none; plain writes each message as "### role" and its content; else the name of one of several templates,
-    or the path of a .jinja file."""
+    """Template of conversations. auto takes the template in the tokenizer's folder and refuses conversations without
+    one; plain writes each message as "### role" and its content; else the name of one of several templates, or the path
+    of a .jinja file."""
     chat_date: str | None = Field(None, pattern=r"^\d{4}-\d{2}-\d{2}$")
-    """Date, as in 2025-01-31, that a template writes as today's, so that a sample is the same on every day; null
+    """Date, as in 2025-01-31, that a template writes as today's, so that samples do not change from day to day; null
     refuses a template that asks for it."""
     chat_template_kwargs: dict[str, Any] = Field({})
-    """Switches that the chat template gets, such as `{enable_thinking: false}`; a record's own take precedence."""
+    """Switches for the chat template, such as `{enable_thinking: false}`; a record's own take precedence."""
     loss_on: Literal["all_answers", "last_answer"] = "all_answers"
     """Messages of the assistant that are in the loss."""
     special_tokens_in_text: bool = False
@@ -327,7 +321,7 @@ class SftSection(FilesSection):
 
     @property
     def isolate_documents(self) -> bool:
-        """Says whether rows have edges between documents, which only packed rows have."""
+        """Whether rows have edges between documents, which only packed rows have."""
         return self.packing is not None
 
     @rule
@@ -361,12 +355,12 @@ class SftSection(FilesSection):
 
 
 def is_path_of_template(choice: str) -> bool:
-    """Says whether a value of `data.chat_template` is the path of a file."""
+    """Says whether a value of `data.chat_template` is a file's path."""
     return "/" in choice or choice.endswith(".jinja")
 
 
 def _short_names(paths: Sequence[str]) -> tuple[str, ...]:
-    """Shortens each path to as few of its last parts as tell all paths apart; equal paths get their numbers."""
+    """Shortens each path to the last parts that distinguish it; equal paths get numbers."""
     parts = [PurePosixPath(path).parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]).replace("//", "/") for each in parts]
@@ -388,7 +382,7 @@ class MockSection(DataSection):
 
     kind: Literal["mock"]
     isolate_documents: bool = False
-    """Whether attention and positions start again at each document; each sample is one document."""
+    """Whether attention and positions restart at each document; each sample is one document."""
 
     @rule
     def packed_samples_are_documents(self) -> str | None:

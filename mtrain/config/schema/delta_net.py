@@ -1,4 +1,4 @@
-"""`model.delta_net.*`: layers whose attention is replaced by a gated delta net."""
+"""`model.delta_net.*`: layers with a gated delta net instead of attention."""
 
 from typing import Annotated, ClassVar
 
@@ -10,8 +10,8 @@ from mtrain.config.schema.section import Section, rule
 
 
 class DeltaNetSection(Section):
-    """Layers that keep a state of fixed size in the place of keys and values, which each token decays and corrects;
-    the others have attention.
+    """Layers with a state of fixed size instead of keys and values, which each token decays and corrects; the other
+    layers have attention.
 
     Source: Gated Delta Networks, arXiv 2412.06464; Qwen3-Next, as Hugging Face transformers computes it.
     """
@@ -21,26 +21,26 @@ class DeltaNetSection(Section):
     )
     """Names in adapter.targets of its projections."""
     num_key_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of heads of queries and keys."""
+    """Query and key heads."""
     num_value_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of heads of values, each with a state of its own; a multiple of num_key_heads."""
+    """Value heads, each with its own state; a multiple of num_key_heads."""
     key_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of a query or key head."""
+    """Dimensions of a query or key head."""
     value_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of a value head."""
+    """Dimensions of a value head."""
     conv_kernel: Annotated[int, bounds.WIDTH] = Field(4, gt=1)
-    """Number of tokens that the causal convolution of queries, keys and values sees, the last one included."""
+    """Tokens that the causal convolution of queries, keys and values sees, including the current one."""
     full_attention_every: Annotated[int, bounds.LAYERS] = Field(4, gt=1)
     """Distance of the layers that have attention (layers n, 2n, ...); all others have a delta net."""
 
     @property
     def key_width(self) -> int:
-        """Returns the number of dimensions of all key heads together."""
+        """Dimensions of all key heads together."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_width(self) -> int:
-        """Returns the number of dimensions of all value heads together."""
+        """Dimensions of all value heads together."""
         return self.num_value_heads * self.value_head_dim
 
     def is_in(self, layer: int) -> bool:

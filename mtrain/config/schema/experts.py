@@ -12,9 +12,9 @@ class ExpertsSection(Section):
     """Layers whose feed-forward part is a router and experts; descriptions name the fields of megatron-core."""
 
     num_experts: Annotated[int, bounds.EXPERTS] = Field(gt=0)
-    """Number of experts in a layer, over all ranks (num_moe_experts)."""
+    """Experts in a layer, over all ranks (num_moe_experts)."""
     top_k: int = Field(gt=0)
-    """Number of experts to which each token goes (moe_router_topk)."""
+    """Experts that each token goes to (moe_router_topk)."""
     ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Width of one expert (moe_ffn_hidden_size)."""
     shared_ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(0, ge=0)
@@ -25,25 +25,25 @@ class ExpertsSection(Section):
     (moe_shared_expert_gate)."""
     branch_norms: bool = False
     """Whether the shared and the chosen experts are two branches, each with a norm before and after it, as in Gemma 4.
-    The router then reads the residual stream itself, normalised and times a learned vector, and the weights of an
-    expert are multiplied by a learned number of its own."""
+    The router then reads the residual stream, normalised and times a learned vector, and each expert's weights are
+    multiplied by a learned number."""
     first_dense_layers: int = Field(0, ge=0)
-    """Number of layers at the start that are dense."""
+    """Dense layers before those with experts."""
     every: int = Field(1, gt=0)
     """Distance of the following layers with experts: the first layer after the dense ones, the (every + 1)-th and so
     on."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns the router's logits into scores. sigmoid: the scores of the chosen experts are divided by
-    their sum where top_k > 1."""
+    their sum if top_k > 1."""
     pre_softmax: bool = False
-    """Whether softmax runs over all experts before the choice, not over the chosen ones after it
+    """Whether softmax runs over all experts before the choice, instead of over the chosen ones after it
     (moe_router_pre_softmax)."""
     num_groups: int | None = Field(None, gt=0)
-    """Number of groups of experts for the group-limited choice (moe_router_num_groups); null: no groups."""
+    """Groups of experts for the group-limited choice (moe_router_num_groups); null: no groups."""
     group_top_k: int | None = Field(None, gt=0)
-    """Number of groups that a token may choose from (moe_router_group_topk)."""
+    """Groups that a token may choose from (moe_router_group_topk)."""
     group_score_top_k: int | None = Field(None, gt=0)
-    """Number of best experts whose sum of scores ranks a group; 2 in DeepSeek-V3. null: top_k / group_top_k, as in
+    """Best experts of a group whose sum of scores ranks it; 2 in DeepSeek-V3. null: top_k / group_top_k, as in
     megatron-core."""
     scaling_factor: float = Field(1.0, gt=0)
     """Factor of the chosen scores (moe_router_topk_scaling_factor)."""
@@ -53,19 +53,19 @@ class ExpertsSection(Section):
     """Step of balancing without a loss: after each step an expert's bias for the choice moves by this much towards an
     even load (moe_router_bias_update_rate); 0: biases do not move."""
     expert_bias: bool = False
-    """Whether there is a bias for the choice at all; with bias_update_rate=0 it stays as it was loaded."""
+    """Whether there is a bias for the choice; with bias_update_rate=0 it stays as loaded."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """Way in which tokens travel to their experts' ranks (moe_token_dispatcher_type)."""
+    """How tokens travel to their experts' ranks (moe_token_dispatcher_type)."""
     implementation: Literal["auto", "grouped", "sequential", "te"] = "auto"
-    """Computation of a rank's experts: in one grouped product or one after the other; auto: grouped where the device
-    has it. te: by TransformerEngine, with a certificate of `mtrain verify backend` alone."""
+    """Computation of a rank's experts: grouped in one product, or sequential; auto: grouped if the device supports it.
+    te: by TransformerEngine, only with a certificate of `mtrain verify backend`."""
     capacity_factor: float | None = Field(None, gt=0)
-    """Multiple of an even load beyond which an expert's tokens are dropped; null: none are dropped. Which are dropped
-    depends on the layout: needs loss.allow_layout_dependent."""
+    """Multiple of an even load beyond which an expert's tokens are dropped; null: none are dropped. Which tokens are
+    dropped depends on the layout: needs loss.allow_layout_dependent."""
 
     @property
     def num_scored(self) -> int:
-        """Returns the number of a group's experts whose sum ranks it; there are groups."""
+        """Experts of a group whose sum of scores ranks it; needs groups."""
         if self.group_score_top_k is not None:
             return self.group_score_top_k
         assert self.group_top_k is not None, "asked only where there are groups"

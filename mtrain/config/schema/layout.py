@@ -7,7 +7,7 @@ from pydantic import Field
 from mtrain.config.schema.section import Section, rule
 
 CpComm = Literal["allgather", "ulysses", "ring"]
-"""Ways in which context-parallel ranks bring queries and keys together."""
+"""How context-parallel ranks bring queries and keys together."""
 _SPLITS = ("first_stage_layers", "last_stage_layers", "stage_layers")
 
 
@@ -15,30 +15,29 @@ class LayoutSection(Section):
     """Degrees of parallelism; dp follows from the world size."""
 
     tp: int = Field(1, gt=0)
-    """Tensor parallelism: number of ranks that divide each matrix."""
+    """Tensor parallelism: ranks that divide each matrix."""
     sp: bool = False
-    """Whether norms and dropout of a TP group work on 1/tp of the sequence each (sequence parallelism)."""
+    """Sequence parallelism: whether norms and dropout of a TP group work on 1/tp of the sequence each."""
     pp: int = Field(1, gt=0)
-    """Pipeline parallelism: number of ranks that divide the layers."""
+    """Pipeline parallelism: ranks that divide the layers."""
     vpp: int = Field(1, gt=0)
-    """Number of virtual pipeline stages a rank; above 1 the interleaved schedule runs."""
+    """Virtual pipeline stages per rank; above 1 the interleaved schedule runs."""
     cp: int = Field(1, gt=0)
-    """Context parallelism: number of ranks that divide the positions of each row."""
+    """Context parallelism: ranks that divide the positions of each row."""
     cp_comm: CpComm = "allgather"
-    """Way in which context-parallel attention sees the other ranks' tokens: all-gather of keys and values, all-to-all
-    from sequence to heads, or keys and values that go round from rank to rank while each attends to those it has."""
+    """How context-parallel attention sees the other ranks' tokens: all-gather of keys and values, all-to-all from
+    sequence to heads, or keys and values that travel around a ring while each rank attends to those it has."""
     ep: int = Field(1, gt=0)
-    """Expert parallelism: number of ranks, out of tp x cp x dp, that share the experts of a layer."""
+    """Expert parallelism: ranks, out of tp x cp x dp, that share the experts of a layer."""
     etp: int = Field(1, gt=0)
-    """Tensor parallelism inside each expert: number of ranks that divide it, independent of tp."""
+    """Tensor parallelism inside each expert: ranks that divide it, independent of tp."""
     first_stage_layers: int | None = Field(None, gt=0)
-    """Number of layers in the first (virtual) stage where stages are uneven, while the others share the rest evenly;
-    null: like the others."""
+    """Layers in the first (virtual) stage of an uneven split, while the others share the rest evenly; null: like the
+    others."""
     last_stage_layers: int | None = Field(None, gt=0)
-    """Number of layers in the last (virtual) stage; null: like the others."""
+    """Layers in the last (virtual) stage; null: like the others."""
     stage_layers: tuple[int, ...] | None = None
-    """Number of layers in every (virtual) stage in model order: pp x vpp numbers that add up to model.num_layers; null:
-    even."""
+    """Layers in every (virtual) stage in model order: pp x vpp numbers that add up to model.num_layers; null: even."""
 
     @rule
     def sequence_parallel_requires_tp(self) -> str | None:

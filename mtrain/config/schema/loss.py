@@ -1,4 +1,4 @@
-"""`loss.*`: the quantity that is minimised, and what it is divided by."""
+"""`loss.*`: the objective, and its denominators."""
 
 import math
 import re
@@ -25,7 +25,7 @@ Aggregation = Literal[
 ]
 
 NORM_AGGREGATIONS = ("seq-mean-token-sum-norm", "token-sum-norm")
-"""The aggregations that divide by a constant length."""
+"""Aggregations that divide by a constant length."""
 
 ROLLOUT_CORRECTIONS = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "sequence-mean-mask")
 """Ways to bound importance weights (`mtrain.core.loss.functions.policy.ppo_loss`)."""
@@ -74,20 +74,18 @@ _LEGAL_OPTIONS = {
     "kl": "true or false",
     "center_rewards_coefficient": "a number of at least 0",
 }
-"""Description of legal options of this package's own loss functions; other functions check their own options."""
+"""Legal options of this package's loss functions; other functions check their own."""
 
 
 class PreferenceForm(NamedTuple):
-    """Properties of a preference loss of this package that a configuration needs."""
+    """Properties of a preference loss that a configuration needs."""
 
     path: str
-    """Path of the function as `package.module:name`."""
+    """Function as `package.module:name`."""
     compares: Literal["pairs", "answers"]
-    """What is compared. pairs: a chosen and a rejected answer. answers: answers that are judged separately, wanted or
-    not."""
+    """pairs: a chosen and a rejected answer. answers: answers that are judged separately, wanted or not."""
     aggregation: Aggregation
-    """Aggregation that turns the log-probabilities of an answer's tokens into its score, where loss.aggregation is not
-    given."""
+    """Default aggregation, which turns the log-probabilities of an answer's tokens into its score."""
 
 
 PREFERENCE_LOSSES = {
@@ -102,7 +100,7 @@ PREFERENCE_LOSSES = {
 }
 """Losses of groups of sequences by their names in the configuration."""
 SCORE_AGGREGATIONS: tuple[Aggregation, ...] = ("seq-mean-token-sum", "seq-mean-token-mean")
-"""Aggregations that a preference loss can have: a mean over groups, of scores that are sums or means over tokens."""
+"""Aggregations of preference losses: a mean over groups of scores, which are sums or means over tokens."""
 
 LOSS_FUNCTIONS = {
     "next_token": "mtrain.core.loss.functions.likelihood:next_token_loss",
@@ -119,27 +117,27 @@ LOSS_FUNCTIONS = {
     "regression": "mtrain.core.loss.functions.heads:regression_loss",
     **{name: form.path for name, form in PREFERENCE_LOSSES.items()},
 }
-"""Loss functions of this package: name in the configuration -> `package.module:name`. The name is what is stored, so a
-function may move to another module and the run stays the same."""
+"""Loss functions of this package: name in the configuration -> `package.module:name`. The name is stored, so a function
+may move to another module."""
 
 REFERENCE_LOSSES = frozenset({"dpo", "ipo", "kto"})
 """Loss functions that compare with a reference model."""
 HEAD_LOSSES = frozenset({"reward_model", "classification", "regression"})
 """Loss functions that judge sequences by a head (`model.num_labels`); all others predict tokens."""
 NUMBER_LOSSES = frozenset({"regression"})
-"""Loss functions with a head whose labels are any numbers; labels travel as the extra LABEL."""
+"""Loss functions with a head and real labels, which travel as the extra LABEL."""
 LABEL = "label"
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def depth_term(depth: int) -> str:
-    """Returns the name of the term of one depth of multi-token prediction, counted from 1."""
+    """Returns the name of an MTP depth's term, counted from 1."""
     return f"mtp_{depth}"
 
 
 def wrong_options(options: Mapping[str, Any]) -> list[str]:
-    """Returns a message for each illegal option of a loss function of this package."""
+    """Returns a message for each illegal option of this package's loss functions."""
     wrong = [
         f"options.{name}={value!r} must be {_LEGAL_OPTIONS[name]}; fix it"
         for name, value in options.items()
@@ -158,8 +156,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_chunk_tokens(value: object) -> object:
-    """Returns the value where it is legal; gives one message for both kinds of values, and refuses true, which would
-    pass as 1."""
+    """Checks both kinds of values with one message, and refuses true, which would pass as 1."""
     if value in ("auto", "whole") or (_is_number(value) and isinstance(value, int) and value > 0):
         return value
     given = bounds.shown(value) if isinstance(value, int) else repr(value)
@@ -178,8 +175,7 @@ class TermSection(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the function, by name."""
     aggregation: Aggregation = "token-mean"
-    """Rule by which tokens and sequences weigh in the term, and by which it is divided
-    (docs/explanation/objective.md)."""
+    """How tokens and sequences are weighted in the term, and its denominator (docs/explanation/objective.md)."""
     norm_length: int | None = Field(None, gt=0)
     """Constant L of the -norm aggregations, in tokens; null with any other aggregation."""
     length_power: float | None = Field(None, gt=0, lt=1)
@@ -191,7 +187,7 @@ class TermSection(Section):
     @model_validator(mode="before")
     @classmethod
     def scores_have_a_usual_aggregation(cls, given: Any) -> Any:
-        """Sets the aggregation of a preference loss as in its paper, where none is given."""
+        """Sets the default aggregation of a preference loss, from its paper."""
         if not isinstance(given, Mapping) or given.get("aggregation") is not None:
             return given
         function = given.get("function")
@@ -254,15 +250,14 @@ class SideTermSection(TermSection):
 class TeacherSection(Section):
     """A frozen model, with whose distribution the terms of distillation compare.
 
-    It runs forward only, on the microbatches of the step, under the same layout and in the same precision. Its own run
-    folder, or model.yaml of an import, describes the model; the vocabulary has to be the same. With layers that divide
-    unevenly (layout.stage_layers and the like) it needs as many layers as the model that is trained.
+    It runs forward only, on the microbatches of the step, under the same layout and in the same precision. Its run
+    folder, or model.yaml of an import, describes it; the vocabulary must be the same. With an uneven split of layers
+    (layout.stage_layers and the like) it needs as many layers as the trained model.
 
-    Without a pipeline nothing of it is kept: it sees each microbatch just before the model does. With layout.pp > 1 it
-    runs through the pipeline before the model, and the last stage holds its hidden states of all the step's
-    microbatches until they are used: num_microbatches x micro_batch_size x seq_length / cp x its hidden_size numbers of
-    the run's precision, divided by tp with layout.sp. Fewer microbatches a step (more data parallelism) need less
-    memory.
+    Without a pipeline it sees each microbatch just before the model does, and nothing is kept. With layout.pp > 1 it
+    runs through the pipeline before the model, and the last stage holds its hidden states of all microbatches of the
+    step: num_microbatches x micro_batch_size x seq_length / cp x its hidden_size numbers of the run's precision,
+    divided by tp with layout.sp. Fewer microbatches per step (more data parallelism) need less memory.
     """
 
     checkpoint: Annotated[str, bounds.PATH] = Field(min_length=1)
@@ -273,7 +268,7 @@ class TeacherSection(Section):
 class RouterLossSection(Section):
     """Losses on the routers of a model with experts, summed over its layers; 0 turns one off.
 
-    Padding never counts, and the loss mask plays no role.
+    Padding never counts, and the loss mask has no effect.
     """
 
     z_coefficient: float = Field(0.0, ge=0)
@@ -298,36 +293,34 @@ class LossSection(TermSection):
     """The main term, and the side terms by name."""
 
     denominator: Literal["planned", "measured"] = "planned"
-    """Time at which denominators are known. planned: from the masks before the forward pass, and checked against the
-    measured ones. measured: the loss function decides it from model outputs; no side terms are possible then."""
+    """When denominators are known. planned: from the masks before the forward pass, and checked against the measured
+    ones. measured: the loss function decides it from model outputs, without side terms."""
     side_terms: dict[str, SideTermSection] = Field(default_factory=dict)
     """Terms in addition to the main one, by name."""
     teacher: TeacherSection | None = None
-    """Teacher of the terms that ask for one; null: there is none."""
+    """Teacher of the terms that need one; null: no teacher."""
     reference: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """Model that dpo, ipo and kto compare with, of the run's architecture: a folder of Hugging Face, an import, a run
-    folder or a checkpoint; or an adapter: a folder of PEFT on the run's frozen model, or a run of adapters on its own
-    frozen model. null is the model from which the run starts, with the adapter of adapter.path. Its scores are computed
+    """Model that dpo, ipo and kto compare with, of the run's architecture: a Hugging Face folder, an import, a run
+    folder or a checkpoint; or an adapter: a PEFT folder on the run's frozen model, or a run of adapters on its own
+    frozen model. null: the model from which the run starts, with the adapter of adapter.path. Its scores are computed
     before the first step and kept in the folder of the token cache, for all runs that compare with the same weights."""
     router: RouterLossSection = RouterLossSection()
     """Losses on the routers of a model with experts."""
     mtp_coefficient: float = Field(0.1, ge=0)
     """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor). The losses are
-    cross entropies, aggregated as the main term, each divided by a denominator of its own."""
+    cross entropies, aggregated as the main term, each with its own denominator."""
     chunk_tokens: ChunkTokens = "auto"
-    """Largest number of tokens of a microbatch whose logits exist at once; output layer and loss then run together, a
-    chunk of tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at
-    one token at a time (`mtrain.per_token`), as this package's own do. auto: where functions permit it,
-    chunks of 1024 tokens, or of as many as have 2^26 logits on a rank where that is more (on a CPU 2^21, where that is
-    256 tokens or more); smaller microbatches whose tokens all count are left whole. whole: logits of all tokens at
-    once."""
+    """Most tokens of a microbatch whose logits exist at once; output layer and loss then run together, a chunk of
+    tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at one token
+    at a time (`mtrain.per_token`), as this package's own do. auto: if functions permit it, chunks of 1024 tokens, or of
+    as many as have 2^26 logits on a rank if that is more (on a CPU 2^21, if that is 256 tokens or more); smaller
+    microbatches whose tokens all count are left whole. whole: logits of all tokens at once."""
     allow_layout_dependent: bool = False
-    """Whether keys whose effect changes with the layout by definition are permitted; every report of the run then says
-    so."""
+    """Whether keys with a layout-dependent effect are permitted; every report of the run then says so."""
 
     @property
     def preference(self) -> PreferenceForm | None:
-        """Returns what the main term compares; None where it is no preference loss of this package."""
+        """What the main term compares; None unless it is a preference loss of this package."""
         return PREFERENCE_LOSSES.get(self.function)
 
     @rule
@@ -397,6 +390,6 @@ class LossSection(TermSection):
 
 
 def own_functions(section: LossSection) -> list[str]:
-    """Returns the loss functions of the user's own, by their names in the configuration."""
+    """Returns the names of the user's own loss functions."""
     terms = [section, *section.side_terms.values()]
     return list(dict.fromkeys(term.function for term in terms if term.function not in LOSS_FUNCTIONS))

@@ -1,4 +1,4 @@
-"""`model.mamba.*`: Mamba-2, and the rules of the pattern that says where it stands."""
+"""`model.mamba.*`: Mamba-2, and the rules of the pattern of its layers."""
 
 from collections.abc import Iterable, Iterator
 from typing import Annotated, ClassVar
@@ -15,7 +15,7 @@ OF_TWO_SUBLAYERS = ("mla", "delta_net", "sliding_window", "sandwich_norm", "post
 
 
 class MambaSection(Section):
-    """Layers that keep a state of fixed size, which each token decays and adds to.
+    """Layers with a state of fixed size, which each token decays and adds to.
 
     Source: Mamba-2, arXiv 2405.21060; Nemotron-H, as Hugging Face transformers computes it.
     """
@@ -23,16 +23,16 @@ class MambaSection(Section):
     projections: ClassVar[frozenset[str]] = frozenset(("in_proj_zxbcdt", "in_proj", "out_proj"))
     """Names in adapter.targets of its projections."""
     num_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of heads, each with a state of its own; a multiple of num_groups."""
+    """Heads, each with its own state; a multiple of num_groups."""
     head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of a head."""
+    """Dimensions of a head."""
     num_groups: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of groups of heads: those of a group share what a token writes with (B) and reads with (C), and a norm of
-    their output. layout.tp must divide it."""
+    """Groups of heads, which share what a token writes (B) and reads (C), and a norm of their output. layout.tp must
+    divide it."""
     state_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Number of dimensions of B and C; a head's state is state_dim x head_dim."""
+    """Dimensions of B and C; a head's state is state_dim x head_dim."""
     conv_kernel: Annotated[int, bounds.WIDTH] = Field(4, gt=1)
-    """Number of tokens that the causal convolution of inputs, B and C sees, the last one included."""
+    """Tokens that the causal convolution of inputs, B and C sees, including the current one."""
     conv_bias: bool = True
     """Whether the convolution has a bias."""
     step_min: float = Field(0.0, ge=0)
@@ -40,12 +40,12 @@ class MambaSection(Section):
 
     @property
     def width(self) -> int:
-        """Returns the number of dimensions of all heads together."""
+        """Dimensions of all heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Returns the number of channels of the convolution: inputs, B and C."""
+        """Channels of the convolution: inputs, B and C."""
         return self.width + 2 * self.num_groups * self.state_dim
 
     @rule
@@ -65,10 +65,6 @@ def broken_rules_of_pattern(
     """Yields a message for everything that a pattern of sublayers contradicts.
 
     Args:
-        pattern: Value of model.layer_pattern.
-        num_layers: Number of layers.
-        mamba: Section of the model, if it has one.
-        experts: Section of the model, if it has one.
         others: Keys of OF_TWO_SUBLAYERS that are given.
     """
     if pattern is None:

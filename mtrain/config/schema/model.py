@@ -1,6 +1,6 @@
 """`model.*`: the architecture.
 
-Every knob here is read by our own code; a few other fields of Megatron-Core's TransformerConfig pass through
+Our own code reads every key here; a few other fields of Megatron-Core's TransformerConfig pass through
 `model.megatron`.
 """
 
@@ -24,37 +24,37 @@ RECURRENT: Mapping[str, type[DeltaNetSection] | type[MambaSection]] = {
     "delta_net": DeltaNetSection,
     "mamba": MambaSection,
 }
-"""Keys of layers that keep a state in the place of keys and values -> their sections."""
+"""Keys of layers with a state instead of keys and values -> their sections."""
 
 
 class ModelSection(Section):
     """A decoder-only transformer."""
 
     hf: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """Path of a folder of Hugging Face that gives the architecture and the weights to start from; keys that its
-    config.json decides may be left out here and must agree with it otherwise. A checkpoint of the run's own takes
-    precedence. null: weights begin at random, or from checkpoint.initialize_from."""
+    """Path of a Hugging Face folder that gives the architecture and the initial weights; keys that its config.json
+    decides may be omitted here and must otherwise agree with it. A checkpoint of the run itself takes precedence. null:
+    weights start random, or from checkpoint.initialize_from."""
     num_layers: Annotated[int, bounds.LAYERS] = Field(gt=0)
     """Number of layers, without those of multi-token prediction."""
     hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Width of the residual stream."""
     ffn_hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Width of the feed-forward part between its projections, on all ranks together."""
+    """Width of the feed-forward part between its projections, over all ranks."""
     num_attention_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Number of query heads."""
     num_query_groups: int | None = Field(None, gt=0)
     """Number of key/value heads; null: as many as query heads."""
     head_dim: Annotated[int | None, bounds.WIDTH] = Field(None, gt=0)
-    """Number of dimensions of a head; null: hidden_size / num_attention_heads."""
+    """Dimensions of a head; null: hidden_size / num_attention_heads."""
     vocab_size: Annotated[int, bounds.VOCABULARY] = Field(gt=0)
     """Number of real tokens; the table is padded to a multiple of `vocab_multiple` x tp, and padding never enters the
     softmax."""
     add_tokens: tuple[str, ...] = ()
-    """Texts that become tokens of their own in any text, with new rows of both tables: the mean of the other rows."""
+    """Texts that become tokens everywhere, with new rows of both tables: the mean of the other rows."""
     add_special_tokens: tuple[str, ...] = ()
-    """Control tokens that are added, with rows likewise; only chat templates and special_tokens_in_text write them."""
+    """Added control tokens, with rows like add_tokens; only chat templates and special_tokens_in_text write them."""
     vocab_multiple: Annotated[int, bounds.WIDTH] = Field(128, gt=0)
-    """Divisor of the number of rows of the embedding table on each rank; vocab_size is padded accordingly."""
+    """Divisor of the rows of the embedding table on each rank; vocab_size is padded accordingly."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of the norms."""
     norm_epsilon: float = Field(1e-5, gt=0)
@@ -64,8 +64,8 @@ class ModelSection(Section):
     sandwich_norm: bool = False
     """Whether there is also a norm after attention and after the feed-forward part, before the residual is added."""
     post_norm: bool = False
-    """Whether norms stand after attention and the feed-forward part, before the residual is added, and none before
-    them, as in OLMo-2."""
+    """Whether norms come after attention and the feed-forward part, before the residual is added, and none before them,
+    as in OLMo-2."""
     activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = "swiglu"
     """Activation of the feed-forward part. swiglu_clamped: (up + 1) x gate x sigmoid(1.702 gate) with gate below 7 and
     up within -7 and 7; relu2: relu(up)^2."""
@@ -74,84 +74,83 @@ class ModelSection(Section):
     linear_bias: bool = False
     """Whether the output projection and both MLP projections (and qkv) have a bias."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised before they are rotated."""
+    """Whether queries and keys are normalised before rotation."""
     qk_norm_width: Literal["head", "full"] = "head"
-    """Elements that a norm of queries or keys runs over: each head with one weight for all of them, or the whole
+    """Elements that a norm of queries or keys runs over: each head, with one weight for all of them, or the whole
     projection, as in OLMo-2."""
     tied_embeddings: bool = False
     """Whether the output layer shares the table of the embeddings."""
     scale_embeddings: bool = False
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
     attention_sinks: bool = False
-    """Whether each head has a learned logit that takes part in the softmax and belongs to no token."""
+    """Whether each head has a learned logit that joins the softmax and belongs to no token."""
     attention_gate: bool = False
     """Whether each element of attention's output is multiplied by the sigmoid of one more output of the projection to
     queries, keys and values, as in Qwen3-Next."""
     value_norm: bool = False
     """Whether values are normalised, each head by an RMSNorm without weights."""
     layer_scalar: bool = False
-    """Whether a number of its own, which is not trained, multiplies each layer's output, residual included."""
+    """Whether each layer has a number, which is not trained, that multiplies its output, including the residual."""
     logit_softcap: float | None = Field(None, gt=0)
-    """Bound c of the logits of tokens, which become c tanh(logit / c); null: they have none."""
+    """Bound c of the logits of tokens, which become c tanh(logit / c); null: no bound."""
     query_scalar: float | None = Field(None, gt=0)
     """Number whose power of -0.5 multiplies attention scores; null: head_dim."""
     rope: RopeSection = RopeSection()
     """Rotary position embedding."""
     sliding_window: int | None = Field(None, gt=0)
-    """Number of tokens that a token sees, itself included; null: it sees all before it."""
+    """Tokens that a token sees, including itself; null: all before it."""
     global_attention_every: int | None = Field(None, gt=1)
     """Distance of layers that see everything despite a sliding window (layers n, 2n, ...); null: all layers have the
     window."""
     global_attention: GlobalAttentionSection | None = None
     """Other heads in the layers without a window; null: all layers have the same heads."""
     mla: LatentAttentionSection | None = None
-    """Multi-head latent attention in the place of grouped-query attention; null: there is none."""
+    """Multi-head latent attention instead of grouped-query attention; null: none."""
     delta_net: DeltaNetSection | None = None
-    """Gated delta net in the place of attention in most layers; null: all layers have attention."""
+    """Gated delta net instead of attention in most layers; null: all layers have attention."""
     layer_pattern: str | None = None
-    """Layers of one sublayer each, a letter a layer: M Mamba-2, * attention, - a dense feed-forward part, E experts;
-    null: each layer has attention, or what is in its place, and a feed-forward part."""
+    """Layers of one sublayer each, a letter per layer: M Mamba-2, * attention, - a dense feed-forward part, E experts;
+    null: each layer has attention, or its replacement, and a feed-forward part."""
     mamba: MambaSection | None = None
-    """Mamba-2 of the layers M of layer_pattern; null: there are none."""
+    """Mamba-2 of the layers M of layer_pattern; null: none."""
     experts: ExpertsSection | None = None
     """Mixture of experts in all or some layers; null: all layers are dense."""
     num_labels: Annotated[int | None, bounds.VOCABULARY] = Field(None, gt=0)
-    """Number of outputs of a head that replaces the logits of the vocabulary and reads the hidden state of a sequence's
-    last token: 1 for a reward model, the classes of a classification (docs/training/heads.md). It begins at random
-    where the weights from which a run starts have none. null: the model predicts tokens."""
+    """Outputs of a head that replaces the logits of the vocabulary and reads the hidden state of a sequence's last
+    token: 1 for a reward model, the classes of a classification (docs/training/heads.md). It starts random if the
+    initial weights have none. null: the model predicts tokens."""
     mtp_depths: Annotated[int, bounds.LAYERS] = Field(0, ge=0)
-    """Number of extra tokens that are predicted ahead, each by a layer of its own after the last one
-    (mtp_num_layers)."""
+    """Extra tokens that are predicted ahead, each by its own layer after the last one (mtp_num_layers)."""
     attention_dropout: float = Field(0.0, ge=0, lt=1)
-    """Probability with which an attention weight is dropped; 0 turns dropout off."""
+    """Probability with which an attention weight is dropped; 0: no dropout."""
     hidden_dropout: float = Field(0.0, ge=0, lt=1)
     """Probability with which an element of the embeddings, or of an output of attention or the feed-forward part, is
-    dropped; 0 turns dropout off."""
+    dropped; 0: no dropout."""
     init_std: float = Field(0.02, gt=0)
-    """Standard deviation of initial weights; projections back into the residual stream have init_std /
-    sqrt(2 x num_layers), or init_std / sqrt(num_layers) in layers of one sublayer (layer_pattern)."""
+    """Standard deviation of initial weights; projections back into the residual stream have init_std / sqrt(2 x
+    num_layers), or init_std / sqrt(num_layers) in layers of one sublayer (layer_pattern)."""
     backend: Literal["auto", "torch", "te"] = "auto"
-    """Layer implementation: our own torch spec, or TransformerEngine's; auto takes te where it works, a GPU is present,
-    and it can do what the run asks for (not float32, documents of a row, adapters or experts, for instance)."""
+    """Layer implementation: our own torch spec, or TransformerEngine's; auto takes te if it works, a GPU is present,
+    and it supports the run (not float32, documents of a row, adapters or experts, for instance)."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Values of further fields of megatron.core.transformer.TransformerConfig, by name: fields that a parity test
     covers are passed on (mtrain/config/megatron_fields.py)."""
 
     @property
     def query_groups(self) -> int:
-        """Returns the number of key/value heads; in latent attention each head has its own."""
+        """Number of key/value heads; latent attention has as many as query heads."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
 
     @property
     def head_size(self) -> int:
-        """Returns the number of dimensions of a query and of a key head."""
+        """Dimensions of a query and of a key head."""
         if self.mla is not None:
             return self.mla.query_head_dim
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
     def attention(self, layer: int) -> Literal["grouped", "global", "latent", "delta_net", "mamba", "none"]:
-        """Returns the kind of attention of layer `layer`, counted from 0, or what is in its place; all code that
-        depends on it asks this method."""
+        """Returns the kind of attention, or of its replacement, in layer `layer`, counted from 0; all code that depends
+        on it asks this method."""
         if self.layer_pattern is not None:
             return {"*": "grouped", "M": "mamba"}.get(self.layer_pattern[layer], "none")  # type: ignore[return-value]
         if self.delta_net is not None and self.delta_net.is_in(layer):
@@ -163,12 +162,12 @@ class ModelSection(Section):
 
     @property
     def recurrent(self) -> list[DeltaNetSection | MambaSection]:
-        """Returns the sections of its layers that keep a state."""
+        """Sections of the layers with a state."""
         return [section for section in map(partial(getattr, self), RECURRENT) if section is not None]
 
     @property
     def sizes_over_tp(self) -> dict[str, int]:
-        """Returns the numbers that layout.tp must divide, by key."""
+        """Numbers that layout.tp must divide, by key."""
         sizes = {
             "model.num_attention_heads": self.num_attention_heads,
             "model.num_query_groups": self.query_groups,
@@ -184,18 +183,18 @@ class ModelSection(Section):
 
     @property
     def query_projections(self) -> frozenset[str]:
-        """Returns the names in adapter.targets of the projections that queries, keys and values come from."""
+        """Projections that produce queries, keys and values, as named in adapter.targets."""
         return frozenset(("q_proj", "k_proj", "v_proj")) if self.mla is None else self.mla.projections
 
     @property
     def rotary_size(self) -> int:
-        """Returns the number of dimensions of a head that are rotated."""
+        """Dimensions of a head that are rotated."""
         if self.mla is not None:
             return self.mla.qk_rope_head_dim
         return self.head_size if self.rope.scaling == "proportional" else int(self.head_size * self.rope.partial)
 
     def with_global_heads(self) -> "ModelSection":
-        """Returns the model that has everywhere the heads of its layers without a window."""
+        """Returns the model with the heads of its layers without a window in all layers."""
         heads = self.global_attention
         if heads is None:
             return self
@@ -204,27 +203,27 @@ class ModelSection(Section):
 
     @property
     def head(self) -> HeadOutput | None:
-        """Returns the head that judges sequences; None where the model predicts tokens."""
+        """Head that judges sequences; None if the model predicts tokens."""
         return None if self.num_labels is None else HeadOutput(self.num_labels)
 
     @property
     def output(self) -> AnyOutput:
-        """Returns what ends the model."""
+        """Last part of the model."""
         return TokenOutput(self.vocab_size, self.tied_embeddings) if self.head is None else self.head
 
     @property
     def num_predictions(self) -> int:
-        """Returns how many tokens each position predicts: the next one, and those further ahead."""
+        """Tokens that each position predicts: the next one, and those of MTP."""
         return 1 + self.mtp_depths
 
     @property
     def layers_ahead(self) -> list[int]:
-        """Returns, for each token further ahead, the layer that its own is like: the last one, counted from 0."""
+        """Layer that each MTP depth's own is like: the last one, counted from 0."""
         return [self.num_layers - 1] * self.mtp_depths
 
     @property
     def is_gated(self) -> bool:
-        """Says whether the feed-forward part multiplies two projections."""
+        """Whether the feed-forward part multiplies two projections."""
         return self.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
 
     def has_experts(self, layer: int) -> bool:
@@ -234,8 +233,7 @@ class ModelSection(Section):
         return self.experts is not None and self.experts.has_experts(layer)
 
     def has_branches(self, layer: int) -> bool:
-        """Says whether layer `layer`, counted from 0, has norms for shared and chosen experts each in the place of
-        one."""
+        """Says whether layer `layer`, counted from 0, has separate norms for shared and chosen experts."""
         return self.has_experts(layer) and self.experts is not None and self.experts.branch_norms
 
     def has_dense(self, layer: int) -> bool:
@@ -248,7 +246,7 @@ class ModelSection(Section):
 
     @property
     def has_transformer_engine_experts(self) -> bool:
-        """Says whether TransformerEngine is to compute the experts."""
+        """Whether TransformerEngine computes the experts."""
         return self.experts is not None and self.experts.implementation == "te"
 
     @rule
@@ -393,7 +391,7 @@ _NOT_LATENT = {
     "query_scalar": "its scale follows from its sizes and rope.mscale_all_dim",
     "sliding_window": "it sees the whole row",
 }
-"""Keys of grouped-query attention -> why they are refused together with model.mla."""
+"""Keys of grouped-query attention -> why model.mla refuses them."""
 
 
 def _refused_with_latents(model: ModelSection) -> Iterator[str]:

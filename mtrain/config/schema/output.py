@@ -1,4 +1,4 @@
-"""What ends a model: logits of the vocabulary, or a head that judges sequences."""
+"""Output of a model: logits of the vocabulary, or a head that judges sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class TokenOutput:
     """Output of a model that predicts tokens."""
 
     rows: int
-    """Number of outputs a token, without padding: the vocabulary."""
+    """Outputs per token, without padding: the vocabulary."""
     is_tied: bool
     """Whether the output layer shares the table of the embeddings."""
     head_rows: ClassVar[int] = 0
@@ -19,29 +19,28 @@ class TokenOutput:
 
     @property
     def has_table(self) -> bool:
-        """Says whether the output layer has a table of its own."""
+        """Whether the output layer has its own table."""
         return not self.is_tied
 
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """Output of a model that judges sequences: one matrix without a bias, in the place of the output layer, which every
-    rank of TP holds whole."""
+    """Output of a model that judges sequences: a matrix without bias instead of the output layer, whole on every rank
+    of TP."""
 
     rows: int
-    """Number of rows of the matrix, which is that of labels."""
+    """Number of labels."""
     is_tied: ClassVar[bool] = False
     has_table: ClassVar[bool] = False
     is_new: ClassVar[bool] = True
-    """Whether a language model has no such weights: they begin at random, and learn whole next to adapters."""
+    """Whether language models lack these weights, which then start random and are fully trained next to adapters."""
 
     @property
     def head_rows(self) -> int:
-        """Returns the number of rows that every rank of TP holds whole; 0 where the model predicts tokens."""
+        """Rows that every rank of TP holds whole; 0 if the model predicts tokens."""
         return self.rows
 
     def __str__(self) -> str:
-        """Returns the key that asks for the head, for messages."""
         return f"model.num_labels={self.rows}"
 
 

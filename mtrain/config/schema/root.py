@@ -11,7 +11,7 @@ from mtrain.config.schema.sections import Sections
 
 
 class Config(Sections):
-    """Configuration that is sufficient to repeat a run."""
+    """Everything that is needed to repeat a run."""
 
     @model_validator(mode="before")
     @classmethod
@@ -21,8 +21,8 @@ class Config(Sections):
     @model_validator(mode="wrap")
     @classmethod
     def all_linear_is_of_the_model(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Puts the targets of the model in place of all-linear, which count as not set: a run goes on with those of its
-        first start."""
+        """Replaces all-linear by the model's targets, which count as not set: a resumed run keeps those of its first
+        start."""
         resolved = adapters.with_linear_targets(content)
         config = handler(resolved)
         if resolved is not content and config.adapter is not None:

@@ -14,8 +14,8 @@ class RopeSection(Section):
     base: float = Field(10000.0, gt=0)
     """Base of the rotation frequencies."""
     scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"
-    """Way in which frequencies are scaled for longer contexts. proportional: as linear, and `partial` says how many of
-    the pairs (i, i + head_dim / 2) are rotated, the first ones, by the frequencies that they have in a whole head."""
+    """How frequencies are scaled for longer contexts. proportional: like linear, but only the first pairs (i, i +
+    head_dim / 2), by `partial`, are rotated, with their frequencies in a whole head."""
     factor: float = Field(1.0, ge=1)
     """Factor by which the context is extended; 1 without scaling."""
     low_freq_factor: float = Field(1.0, gt=0)
@@ -27,9 +27,9 @@ class RopeSection(Section):
     original_max_positions: Annotated[int, bounds.POSITIONS] = Field(8192, gt=0)
     """Context length of the unscaled model, in tokens; llama3 and yarn only."""
     beta_fast: float = Field(32.0, gt=0)
-    """Number of rotations within the original context above which a dimension is not scaled; yarn only."""
+    """Rotations within the original context above which a dimension is not scaled; yarn only."""
     beta_slow: float = Field(1.0, gt=0)
-    """Number of rotations within the original context below which a dimension is scaled fully; yarn only."""
+    """Rotations within the original context below which a dimension is fully scaled; yarn only."""
     attention_factor: float | None = Field(None, gt=0)
     """Factor of cos and sin; null: 0.1 ln(factor) + 1; yarn only."""
     truncate: bool = True
@@ -43,13 +43,13 @@ class RopeSection(Section):
     interleaved: bool = False
     """Whether pairs are (0, 1), (2, 3), ... instead of (i, i + dim / 2); latent attention only."""
     partial: float = Field(1.0, gt=0, le=1)
-    """Part of a head's dimensions that is rotated: the first int(partial x head_dim), an even number; the others carry
+    """Part of a head's dimensions that is rotated: the first int(partial x head_dim), an even number; the others have
     no position. See scaling=proportional for another choice of dimensions."""
     attention_temperature: float = Field(0.0, ge=0)
     """Coefficient b by which queries grow beyond the original context: they are multiplied by 1 + b ln(1 +
-    floor(position / original_max_positions)), in every layer; 0: they are not; yarn only."""
+    floor(position / original_max_positions)), in every layer; 0: no growth; yarn only."""
     local_base: float | None = Field(None, gt=0)
-    """Base of layers with a sliding window, without scaling; null: they rotate as all others."""
+    """Base of layers with a sliding window, without scaling; null: like all others."""
 
     @rule
     def a_factor_needs_a_scaling(self) -> str | None:

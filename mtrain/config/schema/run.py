@@ -8,7 +8,7 @@ from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section, rule
 
 TrackerName = Literal["wandb", "mlflow", "trackio"]
-"""Trackers, by the names by which they are imported."""
+"""Trackers by their import names."""
 
 
 class RunSection(Section):
@@ -17,7 +17,7 @@ class RunSection(Section):
     dir: Annotated[str, bounds.PATH] = Field(min_length=1)
     """Path of the run folder, which holds config.yaml, metrics.jsonl, checkpoints/ and logs/."""
     name: str | None = Field(None, min_length=1, max_length=120)
-    """Name of the run for people, in tables, on pages and in trackers; null: the name of the folder."""
+    """Name of the run in tables, on pages and in trackers; null: the name of the folder."""
     notes: str = Field("", max_length=10_000)
     """Reason for the run, for people."""
     tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field((), max_length=50)
@@ -28,17 +28,17 @@ class CheckpointSection(Section):
     """Saving, resuming and starting from other weights."""
 
     interval_steps: int = Field(0, ge=0)
-    """Number of steps between two checkpoints; 0: only at the end and on a signal."""
+    """Steps between two checkpoints; 0: only at the end and on a signal."""
     at_end: bool = True
     """Whether a checkpoint is saved after the last step."""
     keep_last: int = Field(2, gt=0)
     """Number of newest checkpoints that are kept; older ones are deleted."""
     keep_every_steps: int | None = Field(None, gt=0)
-    """Number of steps between checkpoints that are never deleted: those at its multiples; null: there are none."""
+    """Steps between checkpoints that are never deleted, at its multiples; null: none."""
     keep_best: int = Field(0, ge=0)
-    """Number of checkpoints with the lowest validation loss that are not deleted either, out of those saved at a step
-    that was validated; 0: none. Losses over other samples, or of another loss function, do not compare: where a start
-    has changed these, as many are kept of each."""
+    """Number of checkpoints with the lowest validation loss that are also kept, out of those saved at a validated step;
+    0: none. Losses over other samples, or of another loss function, do not compare: if a start has changed these, as
+    many are kept of each."""
     async_save: bool = True
     """Whether training continues from a copy in host memory, as large as a rank's state, while a checkpoint is written;
     false: it waits for the disk."""
@@ -48,21 +48,19 @@ class CheckpointSection(Section):
     """Reaction to a failed save. continue: a line reports it, and the next save tries again; the last save of a run
     must succeed in any case. stop: the run ends."""
     export_hf_every_steps: int = Field(0, ge=0)
-    """Number of steps between exports: checkpoints at its multiples become folders of Hugging Face, in exports/ of the
-    run folder; 0: none. A multiple of interval_steps, since exports are made from checkpoints."""
+    """Steps between exports: checkpoints at its multiples become Hugging Face folders in exports/ of the run folder; 0:
+    none. A multiple of interval_steps, because exports are made from checkpoints."""
     self_test: bool = False
-    """Whether everything is saved, loaded and compared once before the first step, with a report of the time and memory
-    that it takes."""
+    """Whether everything is saved, loaded and compared once before the first step, with a report of time and memory."""
     resume: Literal["auto", "never"] = "auto"
     """Start in a run folder with checkpoints: auto continues from the newest good one; never refuses such a folder."""
     allow_changed: tuple[str, ...] = ()
     """Keys, such as [optimizer.lr, data.train], to which this start may give other values than the checkpoint that it
-    continues from was saved with; a section means every key in it that can change. Changes are recorded with their
-    step."""
+    continues from; a section means every key in it that can change. Changes are recorded with their step."""
     initialize_from: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """Path of a checkpoint directory, or of a run folder (its newest one), from whose weights this run starts;
+    """Path of a checkpoint directory, or of a run folder (its newest one), whose weights this run starts from;
     optimizer, step and data order start anew. For a checkpoint of Megatron-LM or Megatron-Bridge (torch_dist): an
-    iteration, or its parent. null: weights begin at random, or from model.hf."""
+    iteration, or its parent. null: weights start random, or from model.hf."""
 
     @rule
     def exports_are_made_from_checkpoints(self) -> str | None:
@@ -79,23 +77,23 @@ class MetricsSection(Section):
     """Places that get step records in addition to metrics.jsonl."""
 
     console_interval_steps: int = Field(1, gt=0)
-    """Number of steps between two lines on the console."""
+    """Steps between two lines on the console."""
     tensorboard: bool = True
     """Whether step records are also written for TensorBoard."""
     trackers: tuple[TrackerName, ...] = ()
-    """Trackers that get the numbers of every step, from a thread that training never waits for; `pip install
-    'mtrain[wandb]'` and so on. Their own variables, such as WANDB_MODE, MLFLOW_TRACKING_URI and TRACKIO_SPACE_ID, say
-    where they write."""
+    """Trackers that get the numbers of every step, from a thread that training never waits for; install them by `pip
+    install 'mtrain[wandb]'` and so on. Their own variables, such as WANDB_MODE, MLFLOW_TRACKING_URI and
+    TRACKIO_SPACE_ID, say where they write."""
     profile_steps: tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0)]] | None = None
     """First and last step that are profiled, such as [10, 12]: profile/ in the run folder gets a trace for Perfetto or
-    chrome://tracing, a table of the operations that take longest, and on GPUs a snapshot of memory. A trace holds every
+    chrome://tracing, a table of the slowest operations, and on GPUs a snapshot of memory. A trace holds every
     operation, so a few steps are enough. null: no step is profiled."""
     profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     """Ranks whose steps are profiled."""
     project: str = Field("mtrain", min_length=1, max_length=120)
-    """Name of the project under which trackers file the run; its name, notes and tags are those of `run`."""
+    """Project under which trackers file the run; its name, notes and tags are those of `run`."""
     data_ledger: bool = True
-    """Whether ledger/ in the run folder records the samples that each step has trained (`mtrain inspect data RUN`)."""
+    """Whether ledger/ in the run folder records the samples of each trained step (`mtrain inspect data RUN`)."""
 
     @rule
     def profiled_steps_are_in_order(self) -> str | None:
@@ -112,12 +110,12 @@ class WatchSection(Section):
     """Whether the watchdog runs: a separate process on each node, which waits train.process_group_timeout_s in a
     step."""
     start_timeout_s: Annotated[int, bounds.SECONDS] = Field(3600, gt=0)
-    """Time in seconds that a rank may show no sign of work until its first step is done: while programs load, data are
+    """Time in seconds that a rank may show no sign of work before its first step is done: while programs load, data are
     built and kernels are compiled."""
     slow_rank_percent: float = Field(25.0, ge=0)
     """Percentage by which a slow rank's own work, without waiting for others, takes longer than the median of its
     pipeline stage; 0 turns the comparison off. On GPUs the host's own work counts: data, Python, launches."""
     slow_rank_windows: int = Field(3, gt=0)
-    """Number of consecutive windows of window_steps in which a rank has to be slow before it is named."""
+    """Consecutive windows of window_steps in which a rank must be slow before it is named."""
     window_steps: int = Field(50, gt=0)
-    """Number of steps whose mean is compared."""
+    """Steps whose mean is compared."""

@@ -1,4 +1,4 @@
-"""The base class of every configuration section, and the rules that sections keep."""
+"""The base class of every configuration section, and its rules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
@@ -19,7 +19,7 @@ Rule = TypeVar("Rule", bound=Callable[[Any], str | None])
 
 
 class BrokenRulesError(ValueError):
-    """Error with every broken rule of one section; pydantic itself would stop at the first."""
+    """Every broken rule of one section; pydantic itself would stop at the first."""
 
     def __init__(self, messages: tuple[str, ...]) -> None:
         super().__init__("\n".join(messages))
@@ -27,30 +27,30 @@ class BrokenRulesError(ValueError):
 
 
 def rule(method: Rule) -> Rule:
-    """Marks a method of a section as a rule that its fields must keep.
+    """Marks a method of a section as a rule for its fields.
 
-    The method's name is a sentence. It returns None where the rule is kept, else a message that starts with a key of
-    the section and says what was given, what is needed and what to change; several messages take a line each.
+    The method's name is a sentence. It returns None if the rule is kept, else a message that starts with a key of the
+    section and says what was given, what is needed and what to change; several messages take a line each.
     """
     method.__dict__["is_rule"] = True
     return method
 
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys are refused and all broken rules are reported together."""
+    """A frozen group of keys; refuses unknown keys and reports all broken rules together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
     asked_for: ClassVar[tuple[str, ...]] = ()
-    """Keys that a message asks for where the section is missing, though another key may take their place."""
+    """Keys that a message asks for if the section is missing, though another key may replace them."""
 
     @field_validator("*", mode="wrap")
     @classmethod
     def numbers_are_numbers_and_fit_the_machine(
         cls, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
     ) -> object:
-        """Refuses `layout.tp=yes`, which pydantic would read as 1, and numbers that no arithmetic of a run can hold.
+        """Refuses `layout.tp=yes`, which pydantic would read as 1, and numbers that a run cannot represent.
 
-        One validator does both, since each validator of a field costs time whenever the program starts.
+        One validator does both, because each validator of a field costs start-up time.
         """
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
@@ -74,10 +74,9 @@ class Section(BaseModel):
 
 
 def by_kind(where_absent: str) -> Discriminator:
-    """Builds the choice in a union of sections, each with the tag of its `kind`; `where_absent` is taken where none is
-    named.
+    """Builds the choice in a union of sections by `kind`, by default `where_absent`.
 
-    A function, since pydantic does not choose by a field that has validators, as all fields of a section have.
+    A function, because pydantic does not choose by a field with validators, which all fields of a section have.
     """
 
     def kind_of(value: object) -> str | None:
@@ -89,7 +88,7 @@ def by_kind(where_absent: str) -> Discriminator:
 
 
 AS_LIST, BY_NAME = "list", "mapping"
-"""Tags of a field that may be a list of sections, or such lists by name: pydantic puts one after the field's name."""
+"""Tags of a field with a list of sections, or such lists by name: pydantic puts one after the field's name."""
 
 
 def is_list_or_mapping(annotation: Any) -> bool:
@@ -98,7 +97,7 @@ def is_list_or_mapping(annotation: Any) -> bool:
 
 
 def sections_in(annotation: Any) -> tuple[type[Section], ...]:
-    """Returns the sections that a field's annotation allows: one for each kind; none where it holds plain values."""
+    """Returns the sections that a field's annotation allows: one per kind; empty for plain values."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
     # each once, though a field may allow it in two places

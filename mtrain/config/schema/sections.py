@@ -12,20 +12,20 @@ from mtrain.config.schema.train import AnyOptimizer, EvalSection, TrainSection, 
 
 
 class Sections(Section):
-    """The values of a configuration; `Config` adds the rules between them."""
+    """Values of a configuration; `Config` adds the rules between them."""
 
     run: RunSection
     model: ModelSection
     adapter: AnyAdapter | None = None
-    """Adapters that are trained while the model is frozen; null: the model itself is trained."""
+    """Adapters that are trained on a frozen model; null: the model itself is trained."""
     layout: LayoutSection = LayoutSection()
     train: TrainSection
     optimizer: AnyOptimizer
     """Optimizer, and the learning rate as a function of the step."""
     loss: LossSection = LossSection()
     data: AnyData
-    """Samples to train and to validate on. indexed: Megatron's .bin/.idx corpora; sft: records such as conversations;
-    mock: arithmetic, for trials."""
+    """Training and validation samples. indexed: Megatron's .bin/.idx corpora; sft: records such as conversations; mock:
+    arithmetic, for trials."""
     valid: ValidSection = ValidSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -34,37 +34,37 @@ class Sections(Section):
 
     @property
     def is_layout_dependent(self) -> bool:
-        """Says whether the results hold for one layout and micro-batch size only: by the definition of something in
-        use, by the draws of dropout, or by the scales of fp8."""
+        """Whether the results hold for one layout and micro-batch size only: by the definition of a feature in use, by
+        the draws of dropout, or by the scales of fp8."""
         keys = derived.layout_dependent_keys(self.model, self.loss) or self.dropout_keys
         return bool(keys) or self.train.fp8 is not None
 
     @property
     def dropout_keys(self) -> list[str]:
-        """Lists the keys of dropouts that are above 0."""
+        """Keys of dropouts above 0."""
         return derived.dropout_keys(self.model, self.adapter)
 
     @property
     def row_width(self) -> int:
-        """Returns the number of positions in a row: of one sample, or of several that are packed."""
+        """Positions in a row: of one sample, or of several packed ones."""
         return derived.row_width(self.train, self.data)
 
     @property
     def sequences_per_sample(self) -> int:
-        """Returns the number of sequences in a sample: two where answers are compared, else one."""
+        """Sequences in a sample: two if answers are compared, else one."""
         return derived.sequences_per_sample(self.loss, self.data)
 
     @property
     def order_seed(self) -> int:
-        """Returns the seed of the order of samples."""
+        """Seed of the order of samples."""
         return self.train.seed if self.data.seed is None else self.data.seed
 
     @property
     def sequences_per_step(self) -> int:
-        """Returns the number of sequences in a step, where it does not count packed rows."""
+        """Sequences in a step, unless it counts packed rows."""
         return self.train.global_batch_size * self.sequences_per_sample
 
     @property
     def steps_count_rows(self) -> bool:
-        """Says whether train.global_batch_size is a number of packed rows, not of samples."""
+        """Whether train.global_batch_size counts packed rows instead of samples."""
         return self.data.packing is not None and self.data.packing.batch == "rows"

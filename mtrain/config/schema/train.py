@@ -8,14 +8,13 @@ from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section, by_kind, rule
 
 Device = Literal["auto", "cpu", "cuda"]
-"""Device of a rank. auto: this rank's GPU where there is one, else the CPU."""
+"""Device of a rank. auto: this rank's GPU if there is one, else the CPU."""
 Precision = Literal["fp32", "bf16", "fp16"]
 """Precision of weights and activations; gradients are summed in fp32."""
 Fp8Format = Literal["hybrid", "e4m3"]
 """Formats of fp8. hybrid: e5m2 for gradients, which has more range, and e4m3 for the rest."""
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
-"""Recipes by which elements share a scale: a tensor (by its elements now, or by those of earlier steps), or blocks of
-it."""
+"""How elements share a scale: a tensor (by its current elements, or those of earlier steps), or blocks of it."""
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 """Shape of the learning rate after the warm-up."""
 BadStepAction = Literal["stop", "skip", "rollback"]
@@ -23,23 +22,23 @@ BadStepAction = Literal["stop", "skip", "rollback"]
 
 
 class SpikeSection(Section):
-    """Detection of a loss or a gradient norm far above those before it, and the reaction.
+    """Detection of a loss or gradient norm far above earlier ones, and the reaction.
 
-    Of the latest `window_steps` updates the median m and the spread s = 1.4826 x the median distance from m are taken
-    (for normally distributed values s is the standard deviation), s being at least 1 % of m. A step spikes where its
-    loss or its gradient norm is above m + deviations x s. It is judged before its gradient is applied, and only once
-    as many updates were made; a step that spiked does not enter the window.
+    Over the latest `window_steps` updates, m is the median and s = 1.4826 x the median distance from m (the standard
+    deviation for normally distributed values), at least 1 % of m. A step spikes if its loss or gradient norm is above m
+    + deviations x s. It is judged before its gradient is applied, and only after as many updates; a step that spiked
+    does not enter the window.
     """
 
     action: BadStepAction
     """Treatment of a step that spikes: stop, skip or rollback, as for train.on_nonfinite."""
     window_steps: int = Field(64, ge=8, le=1024)
-    """Number of updates with which a step is compared."""
+    """Updates that a step is compared with."""
     loss_deviations: float | None = Field(12.0, gt=0)
-    """Number of spreads above the median at which the main term's loss spikes; null: the loss is not compared."""
+    """Spreads above the median at which the main term's loss spikes; null: the loss is not compared."""
     grad_norm_deviations: float | None = Field(50.0, gt=0)
-    """Number of spreads above the median at which the gradient's norm before clipping spikes, whose values spread more;
-    null: the norm is not compared."""
+    """Spreads above the median at which the gradient norm before clipping spikes, whose values spread more; null: the
+    norm is not compared."""
 
     @rule
     def something_is_compared(self) -> str | None:
@@ -54,18 +53,16 @@ class TrainSection(Section):
     asked_for: ClassVar[tuple[str, ...]] = ("num_steps",)
 
     global_batch_size: Annotated[int, bounds.BATCH] = Field(gt=0)
-    """Number of samples in one optimizer step, over all data-parallel ranks; packed rows with
-    data.packing.batch=rows."""
+    """Samples in one optimizer step, over all data-parallel ranks; packed rows with data.packing.batch=rows."""
     micro_batch_size: Annotated[int, bounds.BATCH] = Field(1, gt=0)
-    """Number of samples in one forward pass of one data-parallel rank; rows of samples with data.packing."""
+    """Samples in one forward pass of one data-parallel rank; rows of samples with data.packing."""
     tokens_per_micro_batch: Annotated[int | None, bounds.POSITIONS] = Field(None, gt=1)
-    """Number of positions in a packed row, with one row a forward pass; data.packing only. null: rows have
-    data.seq_length."""
+    """Positions in a packed row, with one row per forward pass; data.packing only. null: data.seq_length."""
     num_steps: Annotated[int, bounds.STEPS] = Field(0, ge=0)
-    """Number of optimizer steps in the whole run, resumed ones included. 0: it follows from num_epochs."""
+    """Number of optimizer steps in the whole run, including resumed ones. 0: follows from num_epochs."""
     num_epochs: float | None = Field(None, gt=0, le=1_000_000)
-    """Number of passes through the training samples, in place of num_steps; may be a fraction. A start counts the
-    samples and records num_steps. null: num_steps is given."""
+    """Passes through the training samples, instead of num_steps; may be a fraction. A start counts the samples and
+    records num_steps. null: num_steps is given."""
     seed: Annotated[int, bounds.SEED] = Field(1234, ge=0)
     """Seed of initial weights, of dropout, and, without data.seed, of the order of samples."""
     device: Device = "auto"
@@ -73,59 +70,58 @@ class TrainSection(Section):
     precision: Precision = "bf16"
     """Precision of weights and activations; bf16 and fp16 keep fp32 main weights."""
     fp8: Fp8Format | None = None
-    """Format of products in 8 bits in TransformerEngine's layers, on GPUs that have them; layouts then agree only to
-    the rounding of fp8. null: no products in 8 bits."""
+    """Format of 8-bit products in TransformerEngine's layers, on GPUs that support them; layouts then agree only to the
+    rounding of fp8. null: no 8-bit products."""
     fp8_recipe: Fp8Recipe | None = None
-    """Rule by which products in fp8 are scaled; null: tensorwise. delayed is refused."""
+    """How products in fp8 are scaled; null: tensorwise. delayed is refused."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that backward computes again: none, those of recompute_modules, or whole layers."""
+    """Activations that backward recomputes: none, those of recompute_modules, or whole layers."""
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] | None = None
     """Modules that are recomputed: core_attn (scores and their product with the values), mlp (dense feed-forward
-    parts), moe (router and experts), shared_experts; null: core_attn alone. selective only."""
+    parts), moe (router and experts), shared_experts; null: core_attn only. selective only."""
     recompute_layers: int | None = Field(None, gt=0)
-    """Number of layers of each virtual pipeline stage, from its first on, that keep only their input; the others keep
-    everything. null: all layers. full only."""
+    """Layers of each virtual pipeline stage, from its first on, that keep only their input; the others keep everything.
+    null: all layers. full only."""
     offload_layers: int | None = Field(None, gt=0)
-    """Number of layers of each virtual pipeline stage, from its first on (all where there are fewer), whose activations
-    lie in pinned memory of the host between forward and backward. null: none."""
+    """Layers of each virtual pipeline stage, from its first on (all if there are fewer), whose activations stay in
+    pinned host memory between forward and backward. null: none."""
     offload_optimizer: bool = False
-    """Whether AdamW's moments lie in pinned memory of the host between updates; the device computes updates as it does
-    without, on some parameters after the other."""
+    """Whether AdamW's moments stay in pinned host memory between updates; the device computes the same updates, a few
+    parameters at a time."""
     deterministic: bool = False
     """Whether a GPU adds in the same order every time, so that a run repeats to the bit on the same GPU, versions and
     layout; slower. Settings of NCCL, cuBLAS and TransformerEngine in the environment must agree. CPUs always do."""
     compile: Literal["none", "layers"] = "none"
     """Compilation by torch.compile. layers: each transformer layer, without what the layout adds to it (collectives,
-    pipelines, recomputation, dispatch to experts, documents); where nothing can be compiled the run goes on
+    pipelines, recomputation, dispatch to experts, documents); if nothing can be compiled, the run continues
     uncompiled."""
     distributed_optimizer: bool = True
-    """Whether the ranks of DP x CP divide the optimizer's state among themselves."""
+    """Whether the ranks of DP x CP divide the optimizer's state."""
     overlap_grad_reduce: bool = False
     """Whether sums of gradients overlap with the backward pass."""
     overlap_param_gather: bool = False
     """Whether updated parameters are gathered during the next forward pass; needs the two keys above."""
     process_group_timeout_s: Annotated[int, bounds.SECONDS] = Field(600, gt=0)
-    """Time in seconds after which a collective that has not finished ends the run."""
+    """Time in seconds after which an unfinished collective ends the run."""
     initial_loss_scale: float = Field(2.0**16, ge=1)
-    """Loss scale of the first step, dynamic from there; fp16 only."""
+    """Loss scale of the first step, dynamic afterwards; fp16 only."""
     max_skipped_steps: int = Field(100, gt=0)
-    """Number of overflows in a row, or 2 at the smallest loss scale (1), that end the run with exit code 4; fp16
-    only."""
+    """Consecutive overflows, or 2 at the smallest loss scale (1), that end the run with exit code 4; fp16 only."""
 
     on_nonfinite: BadStepAction = "stop"
     """Treatment of a loss or gradient that is nan, inf or beyond float32: stop ends the run with exit code 4; skip
-    leaves the step out, as if its batch were not there; rollback goes back to the newest good checkpoint and leaves the
+    leaves the step out, as if its batch did not exist; rollback returns to the newest good checkpoint and leaves the
     batch out."""
     on_spike: SpikeSection | None = None
-    """Treatment of a loss or gradient norm that jumps; null: jumps are not looked for."""
+    """Treatment of a loss or gradient norm that jumps; null: jumps are not detected."""
     rollback_margin_steps: int = Field(0, ge=0, le=10_000)
-    """Number of batches before and after the bad one that are left out, too; rollback only."""
+    """Batches before and after the bad one that are also left out; rollback only."""
     max_bad_steps: int = Field(10, gt=0, le=1000)
-    """Number of bad steps in 1000 above which the run ends with exit code 4; batches of the margin do not count. skip
-    and rollback only."""
+    """Bad steps in 1000 above which the run ends with exit code 4; batches of the margin do not count. skip and
+    rollback only."""
     check_replicas_every_steps: int = Field(100, ge=0)
-    """Number of steps between comparisons of the bits of ranks that hold the same weights or optimizer state; they are
-    also compared before every save. A difference ends the run with exit code 4. 0: never."""
+    """Steps between bitwise comparisons of ranks that hold the same weights or optimizer state, which are also compared
+    before every save. A difference ends the run with exit code 4. 0: never."""
 
     @rule
     def the_run_has_one_length(self) -> str | None:
@@ -178,30 +174,30 @@ class OptimizerSection(Section):
     """Keys that all optimizers share: decoupled weight decay, and the learning rate as a pure function of the step."""
 
     kind: str
-    """Kind of the optimizer; each kind is a section of its own with additional keys."""
+    """Kind of the optimizer; each kind is a section with additional keys."""
     lr: float = Field(gt=0)
-    """Largest learning rate, which the warm-up ends with."""
+    """Largest learning rate, at the end of the warm-up."""
     min_lr: float = Field(0.0, ge=0)
-    """Learning rate that the decay ends with."""
+    """Learning rate at the end of the decay."""
     weight_decay: float = Field(0.1, ge=0)
     """Coefficient of the decoupled weight decay."""
     decay_norms_and_biases: bool = False
-    """Whether norms and biases decay, too."""
+    """Whether norms and biases decay as well."""
     clip_grad: float = Field(1.0, ge=0)
     """Largest global norm of the normalised gradient; 0 turns clipping off."""
     schedule: Schedule = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
-    """Number of updates of the warm-up; 0: none."""
+    """Updates of the warm-up; 0: none."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)
-    """Share of train.num_steps that the warm-up takes, rounded up to whole steps, in place of warmup_steps, as which it
-    is recorded. null: warmup_steps is taken."""
+    """Share of train.num_steps that the warm-up takes, rounded up to whole steps; recorded as warmup_steps, which it
+    replaces. null: warmup_steps."""
     decay_steps: int | None = Field(None, gt=0)
     """End or length of the decay. linear, cosine: the step at which min_lr is reached (null: train.num_steps). wsd:
-    number of steps in the final decay (null: a tenth of train.num_steps)."""
+    steps of the final decay (null: a tenth of train.num_steps)."""
     schedule_convention: Literal["megatron", "one_ahead"] = "megatron"
-    """Count of updates from which a rate follows. megatron: updates completed before it, as in Megatron-LM and
-    transformers. one_ahead: updates completed with it, as runs begun before this key existed keep it."""
+    """Count of updates that determines a rate. megatron: updates completed before it, as in Megatron-LM and
+    transformers. one_ahead: including it, as in runs begun before this key existed."""
 
     @rule
     def the_rate_falls(self) -> str | None:
@@ -220,9 +216,9 @@ class OptimizerSection(Section):
 
     @property
     def decay(self) -> Literal["none", "from_warmup", "at_end"]:
-        """Returns the part of the run in which the schedule lowers the rate. from_warmup: up to the step decay_steps;
-        at_end: in the last decay_steps updates. All code that depends on the schedule's shape asks this, so a new
-        schedule states it only here."""
+        """Part of the run in which the schedule lowers the rate. from_warmup: up to the step decay_steps; at_end: in
+        the last decay_steps updates. All code that depends on the schedule's shape asks this, so a new schedule states
+        it only here."""
         match self.schedule:
             case "constant":
                 return "none"
@@ -244,7 +240,7 @@ class OptimizerSection(Section):
 
 
 class AdamWConstants(OptimizerSection):
-    """Constants of kinds that update all parameters, or some, by AdamW."""
+    """Constants of optimizers that use AdamW for all or some parameters."""
 
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay rate of the moving mean of gradients."""
@@ -255,8 +251,8 @@ class AdamWConstants(OptimizerSection):
 
     @rule
     def updates_are_in_float32(self) -> str | None:
-        """Checks that lr / (1 - beta1), in the first step, and lr x weight_decay fit float32, in which AdamW hands them
-        to torch."""
+        """Checks that lr / (1 - beta1), in the first step, and lr x weight_decay fit float32, as AdamW passes them to
+        torch."""
         if max(self.lr / (1 - self.beta1), self.lr * self.weight_decay) <= bounds.FLOAT32_LARGEST:
             return None
         return (
@@ -266,7 +262,7 @@ class AdamWConstants(OptimizerSection):
 
 
 class AdamWSection(AdamWConstants):
-    """AdamW with decoupled weight decay for all parameters; what a configuration without `kind` means."""
+    """AdamW with decoupled weight decay for all parameters; the default kind."""
 
     kind: Literal["adamw"] = "adamw"
 
@@ -297,13 +293,13 @@ class ValidSection(Section):
     """Validation over exactly the samples of the set."""
 
     interval_steps: int = Field(0, ge=0)
-    """Number of steps between two validations; 0: only where at_start and at_end ask for it."""
+    """Steps between two validations; 0: only as at_start and at_end say."""
     at_start: bool = False
     """Whether the run validates before its first step."""
     at_end: bool = False
     """Whether the run validates after its last step."""
     max_samples: Annotated[int | None, bounds.SAMPLES] = Field(None, gt=0)
-    """Number of samples that are used, from the first on; null: all of the set."""
+    """Samples that are used, from the first on; null: all of the set."""
 
 
 class EvalSection(Section):
@@ -313,28 +309,28 @@ class EvalSection(Section):
     """
 
     prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=1000)
-    """Texts to continue, or messages of a user."""
+    """Texts to continue, or user messages."""
     prompts_file: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """Path of a file with further prompts: one a line; in a .jsonl file, objects with `prompt` or `messages`. null: no
-    file."""
+    """Path of a file with further prompts: one per line; in a .jsonl file, objects with `prompt` or `messages`. null:
+    no file."""
     chat: bool | None = None
-    """Whether the run's chat template writes each text as a message of the user; null: where the run has a template."""
+    """Whether the run's chat template writes each text as a user message; null: if the run has a template."""
     interval_steps: Annotated[int | None, bounds.STEPS] = Field(None, gt=0)
-    """Number of steps between two answers; null: whenever the run validates, as `valid` says."""
+    """Steps between two answers; null: whenever the run validates, as `valid` says."""
     max_new_tokens: Annotated[int, bounds.POSITIONS] = Field(64, gt=0)
-    """Largest number of tokens in an answer; it ends earlier at the end token."""
+    """Most tokens in an answer; it ends earlier at the end token."""
     temperature: float = Field(0.0, ge=0)
-    """Number by which logits are divided; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 takes the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Probability that the likeliest tokens to draw from reach together; 1 draws from all."""
+    """Total probability of the likeliest tokens to draw from; 1 draws from all."""
     top_k: Annotated[int, bounds.VOCABULARY] = Field(0, ge=0)
     """Number of the likeliest tokens to draw from; 0 draws from all."""
     seed: Annotated[int, bounds.SEED] = Field(0, ge=0)
-    """Seed of the drawing; the same numbers are drawn at every step."""
+    """Seed of sampling; the same numbers are drawn at every step."""
 
     @property
     def is_on(self) -> bool:
-        """Says whether there are prompts."""
+        """Whether there are prompts."""
         return bool(self.prompts) or self.prompts_file is not None
 
     @rule

@@ -24,11 +24,9 @@ class AddedRows(NamedTuple):
     """Rows of a table that are not read from the folder."""
 
     first: int
-    """First added row."""
     end: int
     """Row after the last added one; rows from here on are read again, although no token has them."""
     num_rows: int
-    """Rows of the table."""
 
     def are_in(self, wanted: TensorSlice) -> bool:
         """Says whether a slice of a table contains any added row."""

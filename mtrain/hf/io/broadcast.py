@@ -53,7 +53,6 @@ def views(buffer: Tensor, kinds: Sequence[TensorKind]) -> list[Tensor]:
 
 
 def _starts(kinds: Sequence[TensorKind]) -> list[int]:
-    """Returns where each tensor begins, then the length of the buffer."""
     aligned = (-(-kind.size_bytes // _ALIGNMENT) * _ALIGNMENT for kind in kinds)
     return list(itertools.accumulate(aligned, initial=0))
 
@@ -82,7 +81,6 @@ def send_tensors(
         named: Names and tensors in the order of the buckets; read as they are sent.
         buckets: Names and kinds of the tensors in each bucket.
         group: This rank and the receivers; may lie outside torch.distributed's own world.
-        device: Device from which the group sends.
     """
     described = [[_described(each) for each in bucket] for bucket in buckets]
     text = json.dumps({"version": _VERSION, "buckets": described}).encode()
@@ -108,7 +106,6 @@ def receive_hf_tensors(
     views of a bucket; one bucket is in memory unless you keep them.
 
     Args:
-        group: Sender and receivers.
         source: Rank of the sender in the group.
         device: Device on which the group receives: "cuda" with NCCL.
 

@@ -22,9 +22,6 @@ def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collect
     """Compares the tensors of a folder with a table.
 
     Args:
-        path: Path of the folder, for messages.
-        weights: Weights of the folder.
-        table: Table of the folder's model.
         may_be_left: Regular expressions for tensors that may exist and carry no information.
 
     Raises:

@@ -32,7 +32,6 @@ _FACTORS = torch.ldexp(torch.ones(256), _BYTES - 128)
 _INVERSES = torch.ldexp(torch.ones(256), 127 - _BYTES)
 """[256]: one divided by each scale's factor."""
 _CHUNK = 1 << 20
-"""Weights that are computed at once."""
 _BIAS, _LARGEST_EXPONENT, _LARGEST_SCALE, _LARGEST_CODE = 127, 2, 254, 7
 """Offset of a scale's exponent, exponent of the largest code's number, largest finite scale, largest code without
 sign."""
@@ -97,8 +96,6 @@ def _fits(blocks: tuple[torch.dtype, Sizes] | None, scales: tuple[torch.dtype, S
 
 
 class Packed(NamedTuple):
-    """A weight in MXFP4."""
-
     blocks: Tensor
     """[experts, outputs, blocks, 16] uint8."""
     scales: Tensor
@@ -113,7 +110,6 @@ def packed(name: str, weight: Tensor, scales: Tensor) -> Packed:
     codes, 4. Numbers go to the nearest code, halfway to the even one, and beyond the last code to the last.
 
     Args:
-        name: Name of the weight, for messages.
         weight: [experts, inputs, outputs] in a floating-point dtype.
         scales: [experts, outputs, inputs / 32] uint8, the earlier scales of the blocks.
 
@@ -198,5 +194,4 @@ def _codes(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _numbers(codes: Tensor, scales: Tensor) -> Tensor:
-    """Returns the float32 numbers of codes [..., 32] under their scales [...]."""
     return _DOUBLED.index_select(0, codes.flatten().int()).view(codes.shape) * _FACTORS[scales.int(), None]

@@ -110,7 +110,6 @@ def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSectio
 
 
 def _patterns(path: Path, config: dict[str, Any], named: Sequence[PeftTensor]) -> dict[str, dict[str, Any]]:
-    """Returns the section's patterns for those of a file."""
     found: dict[str, tuple[Any, Any]] = {}
     for each in named if config.get("rank_pattern") or config.get("alpha_pattern") else ():
         numbers = rank_and_alpha(config, path_in_model(each))
@@ -126,7 +125,6 @@ def _patterns(path: Path, config: dict[str, Any], named: Sequence[PeftTensor]) -
 
 
 def _saved_whole(config: dict[str, Any], model: ModelSection) -> list[str]:
-    """Returns the section's modules for those that a file saves whole."""
     named = saved_modules(config)
     if model.output.is_new:
         named -= {"head"}  # learns whole without being named
@@ -153,7 +151,6 @@ def to_peft(each: PeftTensor, own: Tensor) -> Tensor:
     """Returns a tensor in the layout of PEFT.
 
     Args:
-        each: Entry of the table of names.
         own: [rank, inputs], [outputs, rank] or [outputs]; experts add a first axis.
     """
     if each.matrix.num_experts:

@@ -50,7 +50,6 @@ class TensorEntry(NamedTuple):
     start: int
     """First byte in the file."""
     stop: int
-    """Byte after the last one."""
 
 
 class SafetensorsFile:
@@ -129,7 +128,6 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sizes]], metadata: Mappin
 
     Args:
         tensors: Name -> dtype and shape, in writing order.
-        metadata: Free text for the header, by name.
     """
     content: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     position = 0

@@ -32,9 +32,7 @@ class HfSource(NamedTuple):
     family: Family
     model: ModelSection
     table: Table
-    """Table of the folder's own tensors."""
     added: AddedRows | None = None
-    """Rows of tokens that a run adds."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,10 +77,6 @@ def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSou
 
 def source_for(path: Path, model: ModelSection) -> HfSource:
     """Opens and checks the folder that a run starts from; reads no tensor.
-
-    Args:
-        path: Path of the folder.
-        model: Model of the run.
 
     Raises:
         DataError: The family is unknown, or the folder holds another model or not exactly its tensors.

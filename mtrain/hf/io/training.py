@@ -84,8 +84,6 @@ class TrainingRows(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """Data of an optimizer step."""
-
     rows: Sequence[TrainingRows]
     denominator: float
     """Divisor of the weighted sum of token losses; 0: nothing to learn."""
@@ -93,8 +91,6 @@ class StepInput(NamedTuple):
 
 
 class StepFound(NamedTuple):
-    """Results of an optimizer step."""
-
     numerator: float
     """Weighted sum of token losses, in nats."""
     grad_norm: float
@@ -152,7 +148,6 @@ def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepIn
     Args:
         model: Model of transformers, trained in place.
         section: Constants of AdamW and clipping.
-        steps: Data of each step.
     """
     parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -186,7 +181,6 @@ def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[
 
 
 def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
-    """Adds the gradients of some rows; returns their numerator."""
     # [batch, seq, vocab_size]; no cache, which would only take memory
     logits = model(rows.tokens, use_cache=False).logits
     # divided before backward, the other order than in training: one more thing that the comparison proves

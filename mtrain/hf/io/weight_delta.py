@@ -32,11 +32,8 @@ _ASK = "ask the trainer for all weights (full=True)"
 
 
 class Change(NamedTuple):
-    """Changed elements of a tensor."""
-
     name: str
     kind: TensorKind
-    """Kind of the whole tensor."""
     form: str
     """Content of `places`: "mask", a bit per element; an integer type such as "uint16", the gaps between changed
     elements; or "whole", nothing, because all elements are sent."""
@@ -52,7 +49,6 @@ class Change(NamedTuple):
         """Returns the bitwise changes of a tensor in their shortest form; None if there are none.
 
         Args:
-            name: Name of the tensor.
             old: Earlier tensor on the CPU, None if the receiver has none; becomes equal to `new`.
             new: Current tensor, on any device.
         """
@@ -90,12 +86,9 @@ class Change(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a sync."""
-
     session: str
     """Random name of the sender's session."""
     sync: int
-    """Number of the sync, from 1."""
     is_full: bool
     """Whether the sync has all elements of all tensors and needs no earlier state."""
     changes: Sequence[Change] = ()
@@ -212,7 +205,6 @@ class WeightCopy:
         """Yields the tensors that `WeightDeltas.broadcast` changes: (name, tensor), whole.
 
         Args:
-            group: Sender and receivers.
             source: Rank of the sender in the group.
             device: Device on which the group receives: "cuda" with NCCL.
 

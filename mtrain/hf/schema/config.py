@@ -39,7 +39,6 @@ class UnsayableError(DataError):
     def __init__(self, model_type: str, reasons: Mapping[str, str]) -> None:
         """
         Args:
-            model_type: Name of the family.
             reasons: Key of `model.*` -> what the family would make of it.
         """
         listing = "; ".join(f"model.{key}{reason}" for key, reason in reasons.items())
@@ -168,7 +167,6 @@ class Required(Entry):
     default: Any
     """The family's value if the file has none."""
     aliases: tuple[Any, ...] = ()
-    """Values with the same meaning."""
     part: str | None = None
     is_off: bool = False
     """Whether the value means that a model lacks the feature."""
@@ -214,8 +212,6 @@ class Constant(Entry):
 @final
 @dataclass(frozen=True)
 class Rope(Entry):
-    """Conversion of the rotary embedding."""
-
     default_base: float = 10000.0
     default_scaling: Mapping[str, Any] | None = None
     """The family's scaling, in its own terms, if the file gives none; None: no scaling."""
@@ -226,7 +222,6 @@ class Rope(Entry):
     rotary_size: str | None = None
     """Field with the number of rotated dimensions, which some files have instead of the fraction."""
     is_scaled: bool = True
-    """Whether the family has supported scalings."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -334,7 +329,6 @@ def lookup(model: Any, dotted: str) -> Any:
 
 
 def _kind(dotted: str) -> tuple[type[Any], bool]:
-    """Returns the type of one of our fields, and whether it is optional."""
     section: Any = ModelSection
     *parents, name = dotted.split(".")
     for parent in parents:
@@ -393,9 +387,6 @@ def config_of(
     """Builds a config.json that describes the model.
 
     Args:
-        model: Section of the model.
-        entries: Entries of the family.
-        template: File to start from.
         is_complete: Whether the template is a whole file, so that only differing fields change.
 
     Raises:

@@ -29,17 +29,14 @@ from mtrain.hf.schema.values import shown_name
 from mtrain.hf.tokenizer.tokenizer import NO_TOKENS, AddedTokens, load_tokenizer
 
 ADDED_TOKENS = ("add_tokens", "add_special_tokens")
-"""Keys of `model.*` that add tokens."""
 _DEPTHS = "mtp_depths"
 _SHOWN_FIELDS = 8
-"""Most unknown fields in a message."""
 
 
 def described_model(folder: Path, depths: int = 0) -> ModelSection:
     """Reads the architecture of a folder's weights, or without weights that of its config.json.
 
     Args:
-        folder: Path of the folder.
         depths: Requested MTP depths, which some families read only on request.
 
     Raises:
@@ -60,8 +57,6 @@ def read_model(
     """Reads the family and the model of a folder's config.json.
 
     Args:
-        folder: Path of the folder, for messages.
-        config: Content of the folder's config.json.
         names: Names of the folder's tensors; None if unknown.
         depths: Requested MTP depths, which some families read only on request.
 
@@ -158,11 +153,6 @@ def with_tokens(described: ModelSection, folder: Path, added: AddedTokens) -> Mo
 
     Many folders have more rows than tokens; spare rows are used first.
 
-    Args:
-        described: Model of the folder.
-        folder: Folder with a tokenizer.
-        added: Tokens to add.
-
     Raises:
         DataError: The folder has no tokenizer that tokens can be added to.
     """
@@ -190,7 +180,6 @@ def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[st
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges two mappings section by section; `over` takes precedence."""
     both = {
         name: _merged(under[name], value) if isinstance(value, dict) and isinstance(under.get(name), dict) else value
         for name, value in over.items()

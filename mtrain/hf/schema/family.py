@@ -23,9 +23,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 @dataclass(frozen=True)
 class Family:
     model_type: str
-    """Name in config.json."""
     architecture: str
-    """Class in transformers."""
     entries: tuple[Entry, ...]
     rules: tuple[Rule, ...]
     dropped: tuple[str, ...] = (r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq",)
@@ -71,7 +69,6 @@ class Family:
         """Returns family and model with the requested MTP depths, if a folder has them.
 
         Args:
-            model: Model that config.json describes.
             depths: Requested MTP depths.
             names: Names of the folder's tensors; None if unknown: then the requested depths are assumed.
 
@@ -171,7 +168,6 @@ class Family:
         """Builds a config.json that describes the model.
 
         Args:
-            model: Section of the model.
             template: File that came with the weights, if any.
 
         Raises:
@@ -202,20 +198,12 @@ class Family:
 
 
 def in_tower(family: Family, model_type: str, architecture: str, tower: Tower) -> Family:
-    """Builds the family of a multimodal model from that of its text model.
-
-    Args:
-        family: Family of the text model.
-        model_type: Name of the multimodal family.
-        architecture: Class of the model in transformers.
-        tower: Position of the text model.
-    """
+    """Builds the family of a multimodal model from that of its text model."""
     named = replace(family, model_type=model_type, architecture=architecture, tower=tower)
     return named.as_stored(())
 
 
 def _numberless(name: str) -> str:
-    """Returns a pattern's name without the numbers of layer and expert."""
     return name.replace("{L}", "*").replace("{E}", "*")
 
 

@@ -75,11 +75,9 @@ _OURS = frozenset(
 
 class PeftTensor(NamedTuple):
     name: str
-    """Name in PEFT."""
     key: str
     """Our global name, with `{E}` if PEFT has all experts in one tensor."""
     shape: Sizes
-    """Shape in PEFT."""
     kind: str
     """lora_a, lora_b or magnitude; `whole` for a module that is saved whole."""
     matrix: AdaptedMatrix
@@ -199,8 +197,6 @@ def _place(matrix: AdaptedMatrix, rule: Rule, num_parts: int) -> int | None:
     pairs.
 
     Args:
-        matrix: Matrix with a pair.
-        rule: Rule of the projection.
         num_parts: Parts that may have their own pair.
     """
     if matrix.part in JOINED:
@@ -215,7 +211,6 @@ def _place(matrix: AdaptedMatrix, rule: Rule, num_parts: int) -> int | None:
 
 
 def _module(family: Family, rule: Rule, place: int) -> str:
-    """Returns the name of the module that holds a tensor."""
     name = rule.parts[place].name.removesuffix(".weight")
     return name if family.renamed is None else name.replace(*family.renamed, 1)
 
@@ -248,9 +243,6 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     """Builds the content of adapter_config.json.
 
     Args:
-        family: Family of the frozen model.
-        model: Architecture of the frozen model.
-        adapter: Adapter of the run.
         base: Path or name by which PEFT finds the frozen model, if known.
     """
     # experts are parameters in PEFT, named by target_parameters
@@ -316,7 +308,6 @@ def _is_tied(model: ModelSection, adapter: AdapterSection) -> bool:
 
 
 def _whole(alpha: float) -> float | int:
-    """Returns an alpha as PEFT writes it: integral as int."""
     return alpha if alpha % 1 else int(alpha)
 
 
@@ -345,7 +336,6 @@ def path_in_model(each: PeftTensor) -> str:
 
 
 def _differing_numbers(config: Mapping[str, Any], named: Iterable[PeftTensor], adapter: AdapterSection) -> list[str]:
-    """Describes differing ranks and alphas, once per part."""
     of_both = (config.get("rank_pattern"), config.get("alpha_pattern"), adapter.rank_pattern, adapter.alpha_pattern)
     found: dict[tuple[str, str], str] = {}
     for each in (each for each in named if each.kind == "lora_a"):

@@ -172,9 +172,7 @@ CHANGES_THE_FUNCTION = frozenset(_ELSEWHERE.split())
 """Fields that models of transformers read, but none of our families."""
 
 _SHOWN_FIELDS = 4
-"""Most refused fields in a message."""
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
-"""Values that say nothing."""
 READ_BY_ALL = frozenset((*ROPE_NAMES, "attention_chunk_size", "layer_types", "mlp_layer_types", "per_layer_config"))
 """Fields that transformers reads or refuses in every family: 0 does not mean absence."""
 _FACTORS = dict.fromkeys(
@@ -213,11 +211,6 @@ def _is_off(name: str, config: Mapping[str, Any], own: Collection[str]) -> bool:
 
     Its value is empty, or off in the family that owns it; or its part has no size in the file; or it is a window that
     `use_sliding_window` switches off.
-
-    Args:
-        name: Name of the field.
-        config: Content of the file.
-        own: Fields that the family reads.
     """
     value = config[name]
     is_bool = isinstance(value, bool)
@@ -239,10 +232,7 @@ def refuse_fields_of_others(
     """Refuses unread fields that could change the function.
 
     Args:
-        config: Content of the file.
-        model_type: Name of the family, for the message.
         own: Fields that the family reads, or is known to ignore.
-        of_others: Fields that other families read.
 
     Raises:
         DataError: A field could change the function; names it.
@@ -315,12 +305,7 @@ def _template(config: Config) -> dict[str, Any] | None:
 
 
 def template_at(hf: str | None, start: str | None) -> dict[str, Any] | None:
-    """Returns the config.json that came with a run's weights, if any.
-
-    Args:
-        hf: Value of model.hf.
-        start: Value of checkpoint.initialize_from.
-    """
+    """Returns the config.json that came with a run's weights, if any."""
     places = [Path(hf)] if hf is not None else []
     places += [Path(start) / ORIGIN] if start is not None else []
     return next((read_json(place / CONFIG_NAME) for place in places if (place / CONFIG_NAME).is_file()), None)

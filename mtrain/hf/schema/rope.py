@@ -57,7 +57,6 @@ def rope_parameters(config: dict[str, Any], default_base: float, by_kind: bool =
     both, or one that they read differently, must not contradict itself.
 
     Args:
-        config: Content of the file.
         default_base: Base of the family if the file has none.
         by_kind: Whether transformers 5 keeps these fields per kind of layer, as in Gemma-3 and OLMo-3.
 
@@ -139,7 +138,6 @@ def read_rope(
     """Reads the fields of `model.rope` that differ from its defaults.
 
     Args:
-        config: Content of the file.
         default_base: Base of the family if the file has none.
         by_kind: Whether transformers 5 keeps these fields per kind of layer.
         default_partial: Rotating fraction of a head if the file gives none; None: whole heads in every model of the
@@ -228,7 +226,6 @@ def older_rope(
     Args:
         parameters: Rotary parameters of transformers 5; those of layers without a window if each kind has its own.
         by_kind: Whether transformers 5 keeps these fields per kind of layer.
-        type_name: Name of the scaling's type.
     """
     if not parameters:
         return {}  # the file has the older fields, or both versions take their default

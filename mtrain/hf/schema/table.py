@@ -221,7 +221,6 @@ class TensorPattern:
 
     name: str
     axes: str
-    """Axes of the tensor on disk."""
     at: Places = field(default_factory=dict)
     """Position of the tensor in the fused tensor."""
     region: str = ""
@@ -276,12 +275,9 @@ class FilledSlice:
 
 @dataclass(frozen=True)
 class Table:
-    """All tensors of one model."""
-
     shapes: dict[str, Sizes]
     """Checkpoint key -> shape of the global tensor, without vocabulary padding."""
     slices: tuple[FilledSlice, ...]
-    """Slices in the order of the model."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor that some folders hold twice -> name of the tensor that it must equal."""
 
@@ -305,8 +301,6 @@ def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str
     """Applies the rules to a model.
 
     Args:
-        rules: Rules of the model's family.
-        model: Section of the model.
         sizes: Axis -> size; L is the number of layers.
         stacked: Whether the checkpoint keeps all layers in one tensor.
     """
@@ -331,7 +325,6 @@ class _Scope:
     prefix: str
     infix: str
     number: int
-    """Layer number in Hugging Face's names."""
     like: int
     """Layer whose kind it has."""
     fixed: Fixed
@@ -351,7 +344,6 @@ def _prefix(key: str) -> str:
 
 
 def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, int]) -> Iterator[FilledSlice]:
-    """Yields one slice, or one per expert if experts have their own tensors."""
     # GPT-OSS has all experts of a layer in one tensor: then the axis of experts is like any other
     by_expert = all("{E}" in part.name for part in rule.parts)
     for experts in product(*([range(sizes["E"])] if by_expert else [])):
@@ -372,7 +364,6 @@ def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, 
 def _arrangement(
     part: TensorPattern, whole: TensorSlice, axes: str, place: Fixed, sizes: Mapping[str, int]
 ) -> AnyArrangement:
-    """Builds the layout of a part in the slice that all parts fill."""
     here = {**place, **_places(part, sizes)}
     inner = order_in_region(part, sizes)
     if inner is None:
@@ -417,7 +408,6 @@ def read_slice(filled: FilledSlice, wanted: TensorSlice, read: Read) -> Tensor:
     Args:
         filled: A part of the global tensor.
         wanted: Slice of the global tensor, inside `filled`.
-        read: Returns the tensors on disk.
 
     Returns:
         Contiguous tensor of the wanted shape; if it is a whole tensor on disk, that tensor itself.
@@ -465,11 +455,6 @@ ReadGlobal: TypeAlias = "Callable[[str, TensorSlice], Tensor]"
 
 def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tensor]:
     """Yields the numbers of a tensor in the order of the disk, a part at a time, from the global tensor.
-
-    Args:
-        tensor: Entry of the table.
-        key: Key of the global tensor.
-        read: Returns slices of global tensors.
 
     Yields:
         Parts of [elements] each; views if `read` gives views. A reordered tensor comes as a whole.

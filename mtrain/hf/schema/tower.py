@@ -26,13 +26,11 @@ class Tower:
     """Position of a text model in a multimodal one."""
 
     text_type: str
-    """Family of the text model."""
     is_tied: bool
     """Whether the text model's class ties embeddings by default."""
     defaults: Mapping[str, Any]
     """Required values of text models of the family, if the nested config omits them."""
     unread: tuple[str, ...]
-    """Outer fields that concern only images."""
     images: tuple[str, ...] = CARRIED
     """Patterns of image tensors, which take no part in text."""
     is_tied_outside: bool = True
@@ -98,7 +96,6 @@ class Tower:
         """Returns a config.json with another text model.
 
         Args:
-            config: Content of the file.
             text: Fields of its text model, from `text`.
             changed: Fields of the other one; equal ones stay as they are in the file, or omitted.
         """

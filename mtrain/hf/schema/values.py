@@ -13,7 +13,6 @@ T = TypeVar("T", int, float, bool, str)
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 _FOUND = {str: "a text", bool: "true or false", int: "an integer", float: "a number", list: "a list", dict: "an object"}
 _LONGEST = 60
-"""Most characters of a value in a message."""
 
 
 def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | None) -> T | None:
@@ -21,9 +20,7 @@ def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | N
 
     Args:
         config: Content of the file, or an object in it.
-        name: Name of the field.
         kind: Required type. A finite integer is a number as well; nothing else is converted.
-        default: Value if the file has none.
 
     Raises:
         DataError: The field has another type.

@@ -23,10 +23,7 @@ ReadJson = Callable[[str], dict[str, Any]]
 
 
 class BuiltTokenizer(NamedTuple):
-    """Tokenizer of a folder."""
-
     model: Any
-    """A `tokenizers.Tokenizer`."""
     named: dict[str, str]
     """Role, such as eos_token -> text, including roles that a model defines itself."""
     fresh: frozenset[str]
@@ -35,12 +32,6 @@ class BuiltTokenizer(NamedTuple):
 
 def build_tokenizer(folder: Path, read: ReadJson, load: Callable[[], Any], has_file: bool) -> BuiltTokenizer:
     """Builds the tokenizer of a folder.
-
-    Args:
-        folder: Folder of the tokenizer.
-        read: Reads a file of the folder.
-        load: Makes the `tokenizers.Tokenizer` of tokenizer.json.
-        has_file: Whether there is a tokenizer.json.
 
     Raises:
         NotReadError: transformers would not read the folder, or by unknown code.

@@ -209,11 +209,6 @@ class BuiltClass:
 def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_level: bool) -> str:
     """Returns the class that AutoTokenizer chooses, without `Fast`, or `GENERIC`.
 
-    Args:
-        settings: Content of tokenizer_config.json.
-        config: Content of config.json; may be empty.
-        is_byte_level: Whether tokenizer.json mentions ByteLevel.
-
     Raises:
         NotReadError: The class is code in the folder.
     """

@@ -30,7 +30,6 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 _HF_SETTINGS = "tokenizer_config.json"
 _HF_CONFIG = "config.json"
 _LISTS = (VOCABULARY_NAME,)
-"""Vocabulary files of tokenizers without a tokenizer.json."""
 _SOURCE = "take the folder from its source again"
 _WAY_OUT = (
     "let transformers write it anew, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW), set tokenizer_class "
@@ -57,7 +56,6 @@ class AddedTokens(NamedTuple):
     plain: tuple[str, ...] = ()
     """Texts that are tokens everywhere."""
     special: tuple[str, ...] = ()
-    """Control tokens."""
 
 
 NO_TOKENS = AddedTokens()
@@ -100,7 +98,6 @@ class Tokenizer(ABC):
         """Encodes a text with the position of each id.
 
         Args:
-            text: Any text.
             special_tokens: Whether the text of a control token becomes that token, as authors of chat templates expect.
 
         Raises:
@@ -122,8 +119,6 @@ class Tokenizer(ABC):
 
 @final
 class SentencePieceTokenizer(Tokenizer):
-    """Tokenizer of a sentencepiece `.model`."""
-
     def __init__(self, path: Path) -> None:
         from sentencepiece import SentencePieceProcessor
 
@@ -252,7 +247,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return None if found is None else int(found)
 
     def _begin_ids(self) -> tuple[int, ...]:
-        """Returns the tokens that the post-processor puts before a text."""
         found = self._of_text(lambda: self._model.encode("a"))
         ends = next((place for place, is_added in enumerate(found.special_tokens_mask) if not is_added), None)
         return tuple(found.ids[:ends]) if ends is not None else ()
@@ -299,7 +293,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.fingerprint == other.fingerprint or self._encoding_parts() == other._encoding_parts()
 
     def _encoding_parts(self) -> dict[str, Any]:
-        """Returns the parts of the tokenizer that determine ids."""
         parts: dict[str, Any] = parsed_json(self.serialized().encode())
         return {key: part for key, part in parts.items() if key not in ("version", "decoder", "post_processor")}
 
@@ -317,7 +310,6 @@ def load_tokenizer(path: str | Path, added: AddedTokens = NO_TOKENS) -> Tokenize
     Args:
         path: A sentencepiece `.model`, a `tokenizer.json`, or a directory with one of them; `tokenizer.json` is
             preferred.
-        added: Tokens to add.
 
     Raises:
         DataError: The tokenizer is missing, damaged, or has no end-of-document token.
@@ -367,7 +359,6 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def _hugging_face_model(path: Path, content: bytes) -> Any:
-    """Loads a tokenizer.json without padding and truncation."""
     from tokenizers import Tokenizer as Model
 
     model = _called(
@@ -447,7 +438,6 @@ def json_object(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _called(call: Callable[[], Result], what: str, change: str) -> Result:
-    """Returns the result of a call of the `tokenizers` library; turns any fault into one kind of error."""
     try:
         return call()
     except (DataError, NotReadError):
@@ -478,5 +468,4 @@ def _check_prefix(path: Path, content: bytes) -> None:
 
 
 def _one_line(fault: BaseException) -> str:
-    """Shortens a library's message to fit into ours."""
     return " ".join(str(fault).split())[:200]

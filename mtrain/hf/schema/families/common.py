@@ -273,7 +273,6 @@ def layer_kinds(config: dict[str, Any], is_wide: Callable[[int], bool]) -> list[
     """Reads `full_attention` or `sliding_attention` for each layer from the file.
 
     Args:
-        config: Content of the file.
         is_wide: Says whether a layer, counted from 1, has no window; used if the file lists no layers.
 
     Raises:
@@ -298,7 +297,6 @@ def windows(kinds: list[str], window: int | None, why_none: str = "sliding_windo
     """Returns our fields of windows for layers that are `full_attention` or `sliding_attention`.
 
     Args:
-        kinds: Kind of each layer.
         window: Tokens in a window, if any.
         why_none: Why there is no window, for the message.
 

@@ -240,7 +240,6 @@ class Groups(Entry):
     """
 
     defaults: Mapping[str, Any]
-    """Values of absent fields."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -335,13 +334,6 @@ def ahead(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
 
 
 def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, ...]:
-    """Returns the fields of config.json.
-
-    Args:
-        defaults: Values of absent fields.
-        dense_layers: Entry of the layers without experts.
-    """
-
     def own(theirs: str, ours: str, alias: str = "", without: Any = None) -> Field:
         return Field(theirs, ours, defaults[theirs], alias=alias, without=without)
 

@@ -38,7 +38,6 @@ _EVERY = 6
 _BY_LAYER = "per_layer_config"
 _SIZES = ("head_dim", "num_key_value_heads")
 _EXPERT_SIZES = {"num_experts": "num_experts", "top_k_experts": "top_k", "moe_intermediate_size": "ffn_hidden_size"}
-"""Sizes of experts in the file -> ours."""
 
 
 def _kinds(config: dict[str, Any]) -> list[str]:

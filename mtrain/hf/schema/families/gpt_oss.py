@@ -26,7 +26,6 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Default scaling."""
 
 
 def _fused(key: str, axes: str, name: str, on_disk: str) -> Rule:

@@ -135,7 +135,6 @@ def _has_delta_net(model: ModelSection, layer: int) -> bool:
 
 
 def _widths(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Returns the widths of a key head's queries, and of its values."""
     return sizes["x"], sizes["r"] * sizes["y"]
 
 

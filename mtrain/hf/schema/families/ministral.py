@@ -27,7 +27,6 @@ _YARN = {
     "mscale_all_dim": 1.0,
     _COEFFICIENT: 0.1,
 }
-"""Default rotary parameters."""
 _ROPE = Rope()  # parameters without a base; a file without parameters has that of _YARN
 _KINDS = ("rope_parameters", "rope_scaling")
 
@@ -66,7 +65,6 @@ class _TemperedRope(Entry):
 
 
 def _rotary_alone(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the file without rotary parameters that rotate nothing."""
     others = {_COEFFICIENT, "max_position_embeddings"}
     given = {kind: config[kind] for kind in _KINDS if isinstance(config.get(kind), dict)}
     return {**config} | {
