@@ -12,12 +12,7 @@ from mtrain.config.foreign.megatron_arguments import (
     SWITCHES,
     WITH_DEFAULTS,
 )
-from mtrain.config.megatron_fields import TYPED_KNOBS
-
-
-def _by_name(table: dict[str, str]) -> dict[str, str]:
-    return {name: key for key, names in table.items() for name in names.split()}
-
+from mtrain.config.megatron_fields import TYPED_KNOBS, by_name
 
 _MEGATRON_LM = {
     name.replace("-", "_"): key
@@ -28,7 +23,7 @@ _MEGATRON_LM = {
 OURS = {
     **TYPED_KNOBS,
     **_MEGATRON_LM,
-    **_by_name(
+    **by_name(
         {
             "layout": "parallelism parallel parallel_config",
             "layout.tp": "tensor_parallel_size tensor_parallel tensor_parallel_degree tp_size",
@@ -111,7 +106,7 @@ OURS = {
         }
     ),
 }
-"""Name in another program -> our key for the same, in whichever section it is typed."""
+"""Name in another program -> our equivalent, in whichever section it is typed."""
 SYNONYMS = {
     key: frozenset(names.split())
     for key, names in {
@@ -131,18 +126,16 @@ SYNONYMS = {
         "columns": "column_mapping rename_columns field_mapping",
     }.items()
 }
-"""Our key in a section that has it -> names that mean it there."""
+"""Our key -> its synonyms in sections that have it."""
 _BATCH = "train.global_batch_size, train.micro_batch_size and the number of data-parallel ranks"
 _RANKS = "the number of ranks that are started and the other degrees of layout"
-FOLLOWING = {
-    name: origin
-    for origin, names in {
+FOLLOWING = by_name(
+    {
         _BATCH: "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps gradient_accumulation",
         _RANKS: "dp dp_size data_parallel_size data_parallel_degree data_parallel_replicate_degree "
         "data_parallel_shard_degree dp_shard_size dp_replicate_size",
         "the way in which the ranks are started, such as `mtrain launch`": "num_nodes nnodes n_gpus_per_node "
         "nproc_per_node devices gpus world_size num_gpus",
-    }.items()
-    for name in names.split()
-}
-"""Name in another program -> what its value follows from here, where there is no key for it."""
+    }
+)
+"""Name in another program without an equivalent -> what its value follows from here."""

@@ -1,56 +1,12 @@
 # ruff: noqa: SIM905 - hundreds of names read better as words than as strings
-"""Arguments of Megatron-LM by what becomes of them here, and those that other versions spell otherwise.
+"""Treatment of Megatron-LM's arguments.
 
 Source: Megatron-LM, August 2026 (commit d98e8a64), megatron/training/arguments.py and the classes whose fields it turns
-into arguments.
+    into arguments.
 """
 
 from typing import Any
 
-TRANSLATED = frozenset(
-    """
-    adam-beta1 adam-beta2 adam-eps add-qkv-bias apply-layernorm-1p async-save attention-dropout
-    attention-output-gate bf16 calculate-per-token-loss clip-grad context-parallel-size cp-comm-type
-    cpu-offloading-num-layers data-path decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
-    deterministic-mode disable-bias-linear distributed-timeout-minutes eval-interval eval-iters
-    experimental-attention-variant expert-model-parallel-size expert-tensor-parallel-size ffn-hidden-size finetune
-    fp16 fp8-format fp8-recipe global-batch-size group-query-attention hidden-dropout hidden-size init-method-std
-    initial-loss-scale kv-channels kv-lora-rank linear-attention-freq linear-conv-kernel-dim linear-key-head-dim
-    linear-num-key-heads linear-num-value-heads linear-value-head-dim load log-interval lr lr-decay-iters
-    lr-decay-samples lr-decay-style lr-warmup-fraction lr-warmup-iters lr-warmup-samples lr-wsd-decay-iters
-    lr-wsd-decay-samples lr-wsd-decay-style make-vocab-size-divisible-by max-position-embeddings micro-batch-size
-    min-lr mock-data moe-aux-loss-coeff moe-expert-capacity-factor moe-ffn-hidden-size moe-layer-freq
-    moe-router-bias-update-rate moe-router-enable-expert-bias moe-router-group-topk moe-router-load-balancing-type
-    moe-router-num-groups moe-router-pre-softmax moe-router-score-function moe-router-topk
-    moe-router-topk-scaling-factor moe-shared-expert-gate moe-shared-expert-intermediate-size
-    moe-token-dispatcher-type moe-z-loss-coeff mscale mscale-all-dim mtp-loss-scaling-factor mtp-num-layers
-    multi-latent-attention no-bias-gelu-fusion no-rope-freq norm-epsilon normalization num-attention-heads
-    num-experts num-layers num-layers-per-virtual-pipeline-stage num-query-groups
-    num-virtual-stages-per-pipeline-rank openai-gelu optimizer optimizer-cpu-offload overlap-grad-reduce
-    overlap-param-gather persistent-save-interval pipeline-model-parallel-size position-embedding-type
-    pretrained-checkpoint profile profile-ranks profile-step-end profile-step-start q-lora-rank qk-head-dim
-    qk-layernorm qk-pos-emb-head-dim recompute-activations recompute-granularity recompute-method recompute-modules
-    recompute-num-layers reset-attention-mask reset-position-ids rope-scaling-factor rotary-base rotary-interleaved
-    rotary-percent rotary-scaling-factor rotary-seq-len-interpolation-factor save save-interval
-    save-retain-interval seed seq-length sequence-parallel sft softmax-type split swiglu tensor-model-parallel-size
-    tensorboard-dir test-data-path tokenizer-model tokenizer-type train-data-path train-iters train-samples
-    transformer-impl untie-embeddings-and-output-weights use-distributed-optimizer use-rope-scaling
-    use-rotary-position-embeddings v-head-dim valid-data-path vocab-size wandb-exp-name wandb-project weight-decay
-    window-attn-skip-freq window-size yarn-beta-fast yarn-beta-slow yarn-original-max-position-embeddings
-    """.split()
-)
-"""Arguments that `megatron_lm.py` reads."""
-FLAGS = frozenset(
-    """
-    add-qkv-bias apply-layernorm-1p async-save attention-output-gate bf16 calculate-per-token-loss deterministic-mode
-    disable-bias-linear finetune fp16 group-query-attention mock-data moe-router-enable-expert-bias
-    moe-router-pre-softmax moe-shared-expert-gate multi-latent-attention no-bias-gelu-fusion openai-gelu
-    optimizer-cpu-offload overlap-grad-reduce overlap-param-gather profile qk-layernorm recompute-activations
-    reset-attention-mask reset-position-ids rotary-interleaved sequence-parallel sft swiglu
-    untie-embeddings-and-output-weights use-distributed-optimizer use-rope-scaling use-rotary-position-embeddings
-    """.split()
-)
-"""Arguments of these that take no value."""
 REFUSED = frozenset(
     """
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split activation-func-clamp-value
@@ -128,7 +84,7 @@ REFUSED = frozenset(
     vocab-extra-ids vocab-file warmup weight-decay-incr-style yaml-cfg yarn-correction-range-round-to-int
     """.split()
 )
-"""Arguments that change what is trained, and that nothing corresponds to."""
+"""Arguments that change what is trained and have no equivalent."""
 WITHOUT_EFFECT = frozenset(
     """
     accumulate-allreduce-grads-in-fp32 activation-offload-fraction adlr-autoresume adlr-autoresume-interval
@@ -286,7 +242,7 @@ WITH_DEFAULTS: dict[str, tuple[str, Any]] = {
     "adam-eps": ("optimizer.epsilon", 1e-8),
     "log-interval": ("metrics.console_interval_steps", 100),
 }
-"""Argument -> key, and the value that Megatron-LM takes where it is not given."""
+"""Argument -> key, and Megatron-LM's default."""
 SWITCHES = {
     "qk-layernorm": "model.qk_norm",
     "add-qkv-bias": "model.qkv_bias",
@@ -299,7 +255,7 @@ SWITCHES = {
     "deterministic-mode": "train.deterministic",
     "optimizer-cpu-offload": "train.offload_optimizer",
 }
-"""Argument without a value -> key that it sets to true."""
+"""Flag -> key that it sets to true."""
 LATENT_ATTENTION = {
     "q-lora-rank": ("model.mla.q_lora_rank", None),
     "kv-lora-rank": ("model.mla.kv_lora_rank", 32),
@@ -307,7 +263,7 @@ LATENT_ATTENTION = {
     "qk-pos-emb-head-dim": ("model.mla.qk_rope_head_dim", 64),
     "v-head-dim": ("model.mla.v_head_dim", 128),
 }
-"""Argument of --multi-latent-attention -> key, and the value where it is not given."""
+"""Argument of --multi-latent-attention -> key and default."""
 DELTA_NET = {
     "linear-num-key-heads": ("model.delta_net.num_key_heads", 16),
     "linear-num-value-heads": ("model.delta_net.num_value_heads", 32),
@@ -316,7 +272,7 @@ DELTA_NET = {
     "linear-conv-kernel-dim": ("model.delta_net.conv_kernel", 4),
     "linear-attention-freq": ("model.delta_net.full_attention_every", None),
 }
-"""Argument of --experimental-attention-variant gated_delta_net -> key, and the value where it is not given."""
+"""Argument of --experimental-attention-variant gated_delta_net -> key and default."""
 EXPERTS = {
     "num-experts": ("model.experts.num_experts", None),
     "moe-router-topk": ("model.experts.top_k", 2),
@@ -328,10 +284,36 @@ EXPERTS = {
     "moe-expert-capacity-factor": ("model.experts.capacity_factor", None),
     "moe-z-loss-coeff": ("loss.router.z_coefficient", None),
 }
-"""Argument of --num-experts -> key, and the value where it is not given."""
+"""Argument of --num-experts -> key and default."""
 BALANCE = {
     "aux_loss": "loss.router.microbatch_balance_coefficient",
     "seq_aux_loss": "loss.router.sequence_balance_coefficient",
     "global_aux_loss": "loss.router.global_balance_coefficient",
 }
 """Kind of load balancing -> key of its coefficient."""
+FLAGS = frozenset(SWITCHES) | frozenset(
+    """
+    async-save bf16 calculate-per-token-loss disable-bias-linear finetune fp16 group-query-attention mock-data
+    moe-router-enable-expert-bias moe-router-pre-softmax moe-shared-expert-gate multi-latent-attention
+    no-bias-gelu-fusion openai-gelu profile recompute-activations reset-attention-mask reset-position-ids sft swiglu
+    untie-embeddings-and-output-weights use-distributed-optimizer use-rope-scaling use-rotary-position-embeddings
+    """.split()
+)
+"""Translated arguments without a value."""
+_TABLES = (SAME_VALUE, WITH_DEFAULTS, LATENT_ATTENTION, DELTA_NET, EXPERTS)
+TRANSLATED = FLAGS.union(*_TABLES) | frozenset(
+    """
+    cp-comm-type cpu-offloading-num-layers data-path distributed-timeout-minutes eval-interval eval-iters
+    experimental-attention-variant expert-tensor-parallel-size ffn-hidden-size fp8-format fp8-recipe initial-loss-scale
+    load lr-decay-samples lr-decay-style lr-warmup-fraction lr-warmup-samples lr-wsd-decay-iters lr-wsd-decay-samples
+    lr-wsd-decay-style max-position-embeddings moe-aux-loss-coeff moe-ffn-hidden-size moe-layer-freq
+    moe-router-bias-update-rate moe-router-load-balancing-type moe-token-dispatcher-type mscale mscale-all-dim
+    mtp-loss-scaling-factor normalization num-layers-per-virtual-pipeline-stage num-query-groups optimizer
+    persistent-save-interval position-embedding-type pretrained-checkpoint profile-ranks profile-step-end
+    profile-step-start recompute-granularity recompute-method recompute-modules recompute-num-layers rope-scaling-factor
+    rotary-base rotary-percent rotary-scaling-factor rotary-seq-len-interpolation-factor save-interval softmax-type
+    split test-data-path tokenizer-type train-data-path train-samples transformer-impl valid-data-path wandb-project
+    window-attn-skip-freq window-size yarn-beta-fast yarn-beta-slow yarn-original-max-position-embeddings
+    """.split()
+)
+"""Arguments that `megatron_lm.py` reads."""
