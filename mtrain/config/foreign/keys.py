@@ -4,25 +4,15 @@ Sources: the arguments of Megatron-LM; TrainingArguments of transformers, SFTCon
 config.json of models; the configurations of torchtitan, axolotl, ms-swift, verl and NeMo.
 """
 
-from mtrain.config.foreign.megatron_arguments import (
-    DELTA_NET,
-    EXPERTS,
-    LATENT_ATTENTION,
-    SAME_VALUE,
-    SWITCHES,
-    WITH_DEFAULTS,
-)
+from mtrain.config.foreign.megatron_arguments import DELTA_NET, EXPERTS, LATENT_ATTENTION, SWITCHES, VALUES
 from mtrain.config.megatron_fields import TYPED_KNOBS, by_name
 
-_MEGATRON_LM = {
-    name.replace("-", "_"): key
-    for table in (SAME_VALUE, SWITCHES, *(WITH_DEFAULTS, LATENT_ATTENTION, DELTA_NET, EXPERTS))
-    for name, given in table.items()
-    if (key := given if isinstance(given, str) else given[0])
+_MEGATRON_LM = SWITCHES | {
+    name: key for table in (VALUES, LATENT_ATTENTION, DELTA_NET, EXPERTS) for name, (key, _) in table.items()
 }
 OURS = {
     **TYPED_KNOBS,
-    **_MEGATRON_LM,
+    **{name.replace("-", "_"): key for name, key in _MEGATRON_LM.items()},
     **by_name(
         {
             "layout": "parallelism parallel parallel_config",

@@ -198,36 +198,32 @@ WITHOUT_EFFECT = frozenset(
     """.split()
 )
 """Arguments that do not change what is trained: kernels, transfers, logs, checkpoints of a process, inference."""
-SAME_VALUE = {
-    "num-layers": "model.num_layers",
-    "hidden-size": "model.hidden_size",
-    "num-attention-heads": "model.num_attention_heads",
-    "kv-channels": "model.head_dim",
-    "vocab-size": "model.vocab_size",
-    "no-rope-freq": "model.megatron.no_rope_freq",
-    "tensor-model-parallel-size": "layout.tp",
-    "pipeline-model-parallel-size": "layout.pp",
-    "context-parallel-size": "layout.cp",
-    "expert-model-parallel-size": "layout.ep",
-    "num-virtual-stages-per-pipeline-rank": "layout.vpp",
-    "decoder-first-pipeline-num-layers": "layout.first_stage_layers",
-    "decoder-last-pipeline-num-layers": "layout.last_stage_layers",
-    "micro-batch-size": "train.micro_batch_size",
-    "global-batch-size": "train.global_batch_size",
-    "train-iters": "train.num_steps",
-    "lr": "optimizer.lr",
-    "lr-decay-iters": "optimizer.decay_steps",
-    "lr-warmup-iters": "optimizer.warmup_steps",
-    "seq-length": "data.seq_length",
-    "tokenizer-model": "data.tokenizer",
-    "save": "run.dir",
-    "save-retain-interval": "checkpoint.keep_every_steps",
-    "tensorboard-dir": "",
-    "wandb-exp-name": "run.name",
-    "mtp-num-layers": "model.mtp_depths",
-}
-"""Argument -> key with the same value."""
-WITH_DEFAULTS: dict[str, tuple[str, Any]] = {
+VALUES: dict[str, tuple[str, Any]] = {
+    "num-layers": ("model.num_layers", None),
+    "hidden-size": ("model.hidden_size", None),
+    "num-attention-heads": ("model.num_attention_heads", None),
+    "kv-channels": ("model.head_dim", None),
+    "vocab-size": ("model.vocab_size", None),
+    "no-rope-freq": ("model.megatron.no_rope_freq", None),
+    "tensor-model-parallel-size": ("layout.tp", None),
+    "pipeline-model-parallel-size": ("layout.pp", None),
+    "context-parallel-size": ("layout.cp", None),
+    "expert-model-parallel-size": ("layout.ep", None),
+    "num-virtual-stages-per-pipeline-rank": ("layout.vpp", None),
+    "decoder-first-pipeline-num-layers": ("layout.first_stage_layers", None),
+    "decoder-last-pipeline-num-layers": ("layout.last_stage_layers", None),
+    "micro-batch-size": ("train.micro_batch_size", None),
+    "global-batch-size": ("train.global_batch_size", None),
+    "train-iters": ("train.num_steps", None),
+    "lr": ("optimizer.lr", None),
+    "lr-decay-iters": ("optimizer.decay_steps", None),
+    "lr-warmup-iters": ("optimizer.warmup_steps", None),
+    "seq-length": ("data.seq_length", None),
+    "tokenizer-model": ("data.tokenizer", None),
+    "save": ("run.dir", None),
+    "save-retain-interval": ("checkpoint.keep_every_steps", None),
+    "wandb-exp-name": ("run.name", None),
+    "mtp-num-layers": ("model.mtp_depths", None),
     "seed": ("train.seed", 1234),
     "norm-epsilon": ("model.norm_epsilon", 1e-5),
     "init-method-std": ("model.init_std", 0.02),
@@ -242,7 +238,7 @@ WITH_DEFAULTS: dict[str, tuple[str, Any]] = {
     "adam-eps": ("optimizer.epsilon", 1e-8),
     "log-interval": ("metrics.console_interval_steps", 100),
 }
-"""Argument -> key, and Megatron-LM's default."""
+"""Argument -> key with the same value, and Megatron-LM's default."""
 SWITCHES = {
     "qk-layernorm": "model.qk_norm",
     "add-qkv-bias": "model.qkv_bias",
@@ -300,8 +296,7 @@ FLAGS = frozenset(SWITCHES) | frozenset(
     """.split()
 )
 """Translated arguments without a value."""
-_TABLES = (SAME_VALUE, WITH_DEFAULTS, LATENT_ATTENTION, DELTA_NET, EXPERTS)
-TRANSLATED = FLAGS.union(*_TABLES) | frozenset(
+TRANSLATED = FLAGS.union(VALUES, LATENT_ATTENTION, DELTA_NET, EXPERTS) | frozenset(
     """
     cp-comm-type cpu-offloading-num-layers data-path distributed-timeout-minutes eval-interval eval-iters
     experimental-attention-variant expert-tensor-parallel-size ffn-hidden-size fp8-format fp8-recipe initial-loss-scale
@@ -312,8 +307,8 @@ TRANSLATED = FLAGS.union(*_TABLES) | frozenset(
     persistent-save-interval position-embedding-type pretrained-checkpoint profile-ranks profile-step-end
     profile-step-start recompute-granularity recompute-method recompute-modules recompute-num-layers rope-scaling-factor
     rotary-base rotary-percent rotary-scaling-factor rotary-seq-len-interpolation-factor save-interval softmax-type
-    split test-data-path tokenizer-type train-data-path train-samples transformer-impl valid-data-path wandb-project
-    window-attn-skip-freq window-size yarn-beta-fast yarn-beta-slow yarn-original-max-position-embeddings
+    split tensorboard-dir test-data-path tokenizer-type train-data-path train-samples transformer-impl valid-data-path
+    wandb-project window-attn-skip-freq window-size yarn-beta-fast yarn-beta-slow yarn-original-max-position-embeddings
     """.split()
 )
 """Arguments that `megatron_lm.py` reads."""

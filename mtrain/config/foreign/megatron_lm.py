@@ -14,10 +14,9 @@ from mtrain.config.foreign.megatron_arguments import (
     EXPERTS,
     LATENT_ATTENTION,
     REFUSED,
-    SAME_VALUE,
     SWITCHES,
     TRANSLATED,
-    WITH_DEFAULTS,
+    VALUES,
     WITHOUT_EFFECT,
 )
 from mtrain.config.foreign.megatron_reading import Arguments, given_arguments
@@ -77,14 +76,9 @@ class _Megatron(Arguments):
     def _simple(self) -> None:
         if self._number("cpu-offloading-num-layers", 0):
             self._put("cpu-offloading-num-layers", "train.offload_layers")
-        for name, key in SAME_VALUE.items():
-            if key:
-                self._put(name, key)
-        for name, (key, default) in WITH_DEFAULTS.items():
-            self._put(name, key, default)
+        self._put_all(VALUES)
         for name, key in SWITCHES.items():
-            if self._is_on(name):
-                self._put_value(key, True, name)
+            self._switch(name, key)
         if self._number("tensor-model-parallel-size", 1) == 1:
             self._found.drop("layout.sp")  # Megatron-LM ignores it then
 
@@ -123,13 +117,11 @@ class _Megatron(Arguments):
         else:
             self._put_value("model.activation", "gelu", *(name for name in (bias, fused) if self._is_on(name)))
         used = self._found.origins["model.activation"]
-        names = ("openai-gelu", fused)
-        self._found.without_effect += [f"--{name}" for name in names if self._is_on(name) and f"--{name}" not in used]
+        self._unused(*(name for name in ("openai-gelu", fused) if f"--{name}" not in used))
 
     def _attention(self) -> None:
         if self._is_on("multi-latent-attention"):
-            for name, (key, default) in LATENT_ATTENTION.items():
-                self._put(name, key, default)
+            self._put_all(LATENT_ATTENTION)
             self._found.drop("model.head_dim")  # Megatron-LM reads its own sizes in latent attention
             if self._is_on("qk-layernorm"):
                 self._found.origins["model.mla.kv_lora_rank"] += "; --qk-layernorm normalises latents, as always here"
@@ -141,8 +133,7 @@ class _Megatron(Arguments):
                 )
         kind = self._value("experimental-attention-variant")
         if kind in ("gdn", "gated_delta_net"):
-            for name, (key, default) in DELTA_NET.items():
-                self._put(name, key, default)
+            self._put_all(DELTA_NET)
         elif kind is not None:
             self._lost("experimental-attention-variant", "only gated_delta_net (gdn) is known here")
 
@@ -164,15 +155,13 @@ class _Megatron(Arguments):
     def _rope(self) -> None:
         kind = self._value("position-embedding-type", "learned_absolute")
         if self._is_on("use-rotary-position-embeddings"):
-            if kind == "rope":
-                self._found.without_effect.append("--use-rotary-position-embeddings")
+            self._unused(*(["use-rotary-position-embeddings"] if kind == "rope" else []))
             kind = "rope"
         is_rotary = kind in _ROPE or self._is_on("multi-latent-attention")
-        if self._is_on("max-position-embeddings") and is_rotary:
-            self._found.without_effect.append("--max-position-embeddings")
-        elif self._is_on("max-position-embeddings"):
+        if is_rotary:
+            self._unused("max-position-embeddings")
+        else:
             self._lost("max-position-embeddings", "there is no table of positions here")
-        if not is_rotary:
             self._found.lost.append(f"{self._origin('position-embedding-type')}, {kind}: positions are rotary here")
         self._put("rotary-base", "model.rope.base", 10000)
         self._put("rotary-percent", "model.rope.partial", 1.0)
@@ -208,19 +197,17 @@ class _Megatron(Arguments):
         elif scale != 1:
             factor = 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
             self._put_value("model.rope.attention_factor", factor, "mscale")
-        elif self._is_on("mscale"):
-            self._found.without_effect.append("--mscale")
+        else:
+            self._unused("mscale")
 
     def _experts(self) -> None:
         if not self._is_on("num-experts"):
             return
-        for name, (key, default) in EXPERTS.items():
-            self._put(name, key, default)
+        self._put_all(EXPERTS)
         put, ffn = self._put_value, self._found.get("model.ffn_hidden_size")
         self._put("moe-ffn-hidden-size", "model.experts.ffn_hidden_size", ffn)
-        for name, key in (("moe-shared-expert-gate", "shared_gate"), ("moe-router-pre-softmax", "pre_softmax")):
-            if self._is_on(name):
-                put(f"model.experts.{key}", True, name)
+        self._switch("moe-shared-expert-gate", "model.experts.shared_gate")
+        self._switch("moe-router-pre-softmax", "model.experts.pre_softmax")
         if self._is_on("moe-router-enable-expert-bias"):
             put("model.experts.expert_bias", True, "moe-router-enable-expert-bias")
             self._put("moe-router-bias-update-rate", "model.experts.bias_update_rate", 1e-3)
@@ -264,8 +251,7 @@ class _Megatron(Arguments):
             stages = layers // self._degree("pipeline-model-parallel-size")
             each = self._number("num-layers-per-virtual-pipeline-stage")
             put("layout.vpp", stages // each if each else 0, "num-layers-per-virtual-pipeline-stage")
-            if self._is_on("num-virtual-stages-per-pipeline-rank"):
-                self._lost("num-virtual-stages-per-pipeline-rank", "the layers of a stage are given, too; keep one")
+            self._lost("num-virtual-stages-per-pipeline-rank", "the layers of a stage are given, too; keep one")
         if self._degree("context-parallel-size") > 1 and self._is_on("cp-comm-type"):
             ways = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
             kinds = set(self._values("cp-comm-type") or [])
@@ -276,7 +262,7 @@ class _Megatron(Arguments):
 
     def _steps(self) -> None:
         size = self._number("global-batch-size")
-        if self._is_on("train-samples") and self._is_on("train-iters"):
+        if self._is_on("train-samples"):
             self._lost("train-iters", "--train-samples is given, too; keep one")
         for name, key in (
             ("train-samples", "train.num_steps"),
@@ -338,14 +324,13 @@ class _Megatron(Arguments):
     def _recomputation(self) -> None:
         put, kind = self._put_value, self._value("recompute-granularity")
         if self._is_on("recompute-activations"):
-            if self._is_on("recompute-granularity"):
-                self._lost("recompute-granularity", "--recompute-activations, which is given, too, means selective")
+            self._lost("recompute-granularity", "--recompute-activations, which is given, too, means selective")
             kind = "selective"
         put("train.recompute", kind, "recompute-activations", "recompute-granularity")
         if kind == "full" and self._value("recompute-method") == "block":
             self._put("recompute-num-layers", "train.recompute_layers")
-        elif kind == "full" and self._is_on("recompute-num-layers"):  # layers that are recomputed at one time
-            self._found.without_effect.append("--recompute-num-layers")
+        elif kind == "full":  # layers that are recomputed at one time
+            self._unused("recompute-num-layers")
         modules = self._values("recompute-modules") if kind == "selective" else None
         if modules is not None:
             put("train.recompute_modules", [each for each in modules if each in _RECOMPUTED], "recompute-modules")
@@ -354,9 +339,9 @@ class _Megatron(Arguments):
 
     def _data(self) -> None:
         put, sources = self._put_value, self._found.content.setdefault("data", {})
-        if self._is_on("tokenizer-type") and self._value("tokenizer-type") in _KNOWN_BY_THEIR_FILES:
-            self._found.without_effect.append("--tokenizer-type")
-        elif self._is_on("tokenizer-type"):
+        if self._value("tokenizer-type") in _KNOWN_BY_THEIR_FILES:
+            self._unused("tokenizer-type")
+        else:
             self._lost(
                 "tokenizer-type", "data.tokenizer is a sentencepiece .model, a tokenizer.json or a folder with one"
             )
@@ -365,7 +350,7 @@ class _Megatron(Arguments):
             return
         put("data.kind", "sft" if self._is_on("sft") else "indexed", "sft")
         names = {"data-path": "train", "train-data-path": "train", "valid-data-path": "valid", "test-data-path": "test"}
-        if self._is_on("data-path") and self._is_on("train-data-path"):
+        if self._is_on("train-data-path"):
             self._lost("data-path", "--train-data-path is given, too; keep one")
         for name, part in names.items():
             if self._is_on(name):
@@ -386,7 +371,7 @@ class _Megatron(Arguments):
     def _validation(self, data: Mapping[str, Any]) -> None:
         count, size = self._number("eval-iters", 100), self._number("global-batch-size")
         if not (data.get("valid") or data.get("split", [0, 0])[1]):
-            self._found.without_effect += [f"--{name}" for name in ("eval-interval", "eval-iters") if self._is_on(name)]
+            self._unused("eval-interval", "eval-iters")
             return
         if count == 0:
             self._put("eval-iters", "valid.interval_steps")
@@ -394,7 +379,10 @@ class _Megatron(Arguments):
             return
         self._put("eval-interval", "valid.interval_steps", 1000)
         if size is None:
-            self._lost("eval-iters", "valid.max_samples counts samples; give --global-batch-size, too")
+            given = " ".join(self._values("eval-iters") or [])
+            self._found.lost.append(
+                f"--eval-iters {given}: valid.max_samples counts samples; give --global-batch-size, too"
+            )
         else:
             self._put_value("valid.max_samples", (count or 0) * size, "eval-iters")
 

@@ -88,5 +88,19 @@ class Arguments:
                 f"--{names[0]} {' '.join(self._values(names[0]) or [])} is not a value that Megatron-LM takes; fix it"
             )
 
+    def _put_all(self, table: Mapping[str, tuple[str, Any]]) -> None:
+        for name, (key, default) in table.items():
+            self._put(name, key, default)
+
+    def _switch(self, name: str, key: str) -> None:
+        if self._is_on(name):
+            self._put_value(key, True, name)
+
+    def _unused(self, *names: str) -> None:
+        self._found.without_effect += [f"--{name}" for name in names if self._is_on(name)]
+
     def _lost(self, name: str, why: str) -> None:
-        self._found.lost.append(f"--{name} {' '.join(self._values(name) or [])}: {why}")
+        """Reports an argument without equivalent, if it is given."""
+        values = self._values(name)
+        if values is not None:
+            self._found.lost.append(f"--{name} {' '.join(values)}: {why}")
