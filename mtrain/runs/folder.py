@@ -37,7 +37,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per line and step."""
+        """Metrics: one JSON object per line and step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -52,7 +52,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """One subfolder per saved step."""
+        """Folder with one subfolder per saved step."""
         return self.path / "checkpoints"
 
     @property
@@ -67,37 +67,37 @@ class RunFolder:
 
     @property
     def exports(self) -> Path:
-        """One Hugging Face folder per exported step."""
+        """Folder with one Hugging Face folder per exported step."""
         return self.path / "exports"
 
     @property
     def logs(self) -> Path:
-        """Text output of the ranks."""
+        """Folder with the text output of the ranks."""
         return self.path / "logs"
 
     @property
     def ledger(self) -> Path:
-        """Samples trained in each step, one file per data-parallel rank."""
+        """Folder with the samples trained in each step, one file per data-parallel rank."""
         return self.path / "ledger"
 
     @property
     def heartbeats(self) -> Path:
-        """State of each rank, one file per rank."""
+        """Folder with the state of each rank, one file per rank."""
         return self.path / "heartbeats"
 
     @property
     def starts(self) -> Path:
-        """One file per start (`mtrain.runs.starts`)."""
+        """Folder with one file per start (`mtrain.runs.starts`)."""
         return self.path / "starts"
 
     @property
     def profile(self) -> Path:
-        """Traces and tables of profiled steps."""
+        """Folder with traces and tables of profiled steps."""
         return self.path / "profile"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files for TensorBoard."""
+        """Folder with event files for TensorBoard."""
         return self.path / "tensorboard"
 
     @property
@@ -116,7 +116,7 @@ class RunFolder:
 
     @property
     def lock_file(self) -> Path:
-        """Locked by the run that works here; its text names that run, or the last one."""
+        """File that the run working here locks; its text names that run, or the last one."""
         return self.path / ".lock"
 
     def create(self) -> None:
@@ -140,7 +140,7 @@ class RunFolder:
 
     @property
     def chat_templates(self) -> Path:
-        """Chat templates of the conversations, under their names in a tokenizer's folder."""
+        """Folder with the chat templates of the conversations, under their names in a tokenizer's folder."""
         return self.path / "chat_templates"
 
     def write_chat_templates(self, files: Mapping[str, str]) -> None:

@@ -65,16 +65,12 @@ def _curves(labels: Sequence[str], points: Sequence[tuple[tuple[int, float], ...
 
 
 _PLAIN_WIDTH = 160
-"""Width of a line, in characters, where the output is no terminal, so that no row is broken in two."""
+"""Line width in characters without a terminal, so that no row is broken in two."""
 
 
 def report_comparison(run_a: Path, run_b: Path, rtol: float | None, output: Path) -> bool:
-    """Compares two runs, prints the result and writes `compare.html` and `compare.png`; returns whether they are equal.
-
-    Raises:
-        DataError: A folder lacks its configuration or metrics, a file is damaged, or the runs share no step.
-        MachineError: A file cannot be read or written.
-    """
+    """Compares two runs, prints the result and writes `compare.html` and `compare.png`; returns whether they are
+    equal."""
     comparison = compare_runs(run_a, run_b, rtol)
     page, picture = output / "compare.html", output / "compare.png"
     with disk_faults(f"write the comparison to {output}"):
@@ -87,7 +83,7 @@ def report_comparison(run_a: Path, run_b: Path, rtol: float | None, output: Path
 
 
 def print_comparison(comparison: Comparison, files: Sequence[Path]) -> None:
-    """Prints differences, verdict and the written files to standard output; plain lines where that is no terminal."""
+    """Prints differences, verdict and written files; plain lines without a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PLAIN_WIDTH)
@@ -157,7 +153,6 @@ def _in_one_line(changes: Sequence[Change]) -> str:
 
 
 def _table(comparison: Comparison, plain: bool) -> Table:
-    """Makes the table with one row per quantity."""
     table = Table(pad_edge=False)
     if plain:
         table.box = None

@@ -1,4 +1,4 @@
-"""Comparison of two run folders: where configuration, environment and numbers differ, and what rounding allows."""
+"""Compares two run folders: where configuration, environment and numbers differ, and what rounding allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL_RTOL = 1e-5
 """Tolerance of float32, and of learning rates, which are float64 in every precision."""
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Unit roundoff of the precisions below float32, the finer first: 2^-p for p significant bits."""
+"""Unit roundoff below float32, finer first: 2^-p for p significant bits."""
 
 NORM_ROUNDINGS = 10
 """Factor for gradient norms. A gradient has about 26 roundings per layer, forward and backward; independent ones add up
@@ -48,8 +48,8 @@ def allowed(rtol: float | None, precisions: Sequence[str | None]) -> Allowed:
     """Returns the tolerances of `--rtol`, else those that rounding in the coarser of the runs' precisions needs.
 
     Args:
-        rtol: Tolerance that the user gave; None where the precision decides.
-        precisions: Value of `train.precision` of each run; None where a run has not recorded it.
+        rtol: Tolerance from the user; None: the precision decides.
+        precisions: `train.precision` of each run; None if it was not recorded.
     """
     if rtol is not None:
         return Allowed(rtol, rtol, rtol, "--rtol")
@@ -66,12 +66,11 @@ def expected_difference(
     changes: Sequence[Change],
     environments: Sequence[Mapping[str, str] | None],
 ) -> str | None:
-    """Explains why the two runs differ by definition; None where they should not.
+    """Explains why the two runs differ by definition; None if they should not.
 
     Args:
         configs: Dotted key -> value, for each run.
-        changes: Changes between the configurations.
-        environments: Environments of both runs; None where one is not recorded.
+        environments: Environments of both runs; None if not recorded.
     """
     keys = [key for key in (*DROPOUT_KEYS, *LAYOUT_DEPENDENT_KEYS) if any(config.get(key) for config in configs)]
     if not keys:
@@ -100,14 +99,14 @@ DENOMINATOR_RTOL = 1e-12
 
 @dataclass(frozen=True)
 class Quantity:
-    """Number that both runs record at each step, over the steps that both have."""
+    """A number that both runs record at each step, over their shared steps."""
 
     kind: Kind
     name: str
-    """Name of the kind, with the term where there are several, such as `loss of z`."""
+    """Name of the kind, with the term if there are several, such as `loss of z`."""
     steps: tuple[int, ...]
     a: tuple[float, ...]
-    """Values of run A; nan where it has none."""
+    """Values of run A; nan if it has none."""
     b: tuple[float, ...]
     rtol: float
     """Largest relative difference that counts as equal."""
@@ -123,15 +122,13 @@ class Quantity:
         return max(self.differences)
 
     def first_step_beyond(self, rtol: float) -> int | None:
-        """Returns the first step whose relative difference is larger than `rtol`; None where there is none."""
+        """Returns the first step whose relative difference is larger than `rtol`; None if there is none."""
         pairs = zip(self.steps, self.differences, strict=True)
         return next((step for step, difference in pairs if difference > rtol), None)
 
 
 @dataclass(frozen=True)
 class FirstDivergence:
-    """First step and quantity in which two runs differ."""
-
     step: int
     name: str
     """Name of the quantity."""
@@ -157,21 +154,21 @@ class Comparison:
     names: tuple[str, str]
     """Names of the two runs, distinct."""
     num_steps: tuple[int, int]
-    """Number of steps that each run has recorded."""
+    """Steps that each run has recorded."""
     allowed: Allowed
     """Tolerances of losses, gradient norms and learning rates."""
     expected: str | None
-    """Reason why the runs differ by definition; None where they should not."""
+    """Why the runs differ by definition; None if they should not."""
     changes: tuple[Change, ...]
     """Changes of the configuration, `old` from A and `new` from B."""
     environment: tuple[Change, ...]
-    """Changes of the environment; they may explain differences in the last digits, nothing more."""
+    """Changes of the environment, which may explain differences in the last digits only."""
     tokens: tuple[str, str]
     """Description of the tokens in each run's shared steps."""
     on_the_way: tuple[str, ...]
-    """Descriptions of keys that a run changed at a later start."""
+    """Keys that a run changed at a later start."""
     unrecorded: tuple[str, ...]
-    """Names of the runs that have not recorded their environment."""
+    """Runs that have not recorded their environment."""
     quantities: tuple[Quantity, ...]
     """Quantities in the order of KINDS, the main term first."""
 
@@ -182,7 +179,7 @@ class Comparison:
 
     @property
     def divergence(self) -> FirstDivergence | None:
-        """First divergence by step, then in the order of the quantities; None where the runs are equal."""
+        """First divergence by step, then in the order of the quantities; None if the runs are equal."""
         found = [
             (step, place)
             for place, quantity in enumerate(self.quantities)
@@ -198,13 +195,11 @@ class Comparison:
 
 
 def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
-    """Compares two run folders, also while the runs are in progress.
+    """Compares two run folders, even while the runs are in progress.
 
     Args:
-        run_a: Folder `run.dir` of one run.
-        run_b: Folder `run.dir` of the other run.
-        rtol: Largest relative difference of losses, gradient norms and learning rates that counts as equal; None
-            uses the rounding of the runs' precision. Denominators must be equal.
+        rtol: Largest relative difference of losses, gradient norms and learning rates that counts as equal; None uses
+            the rounding of the runs' precision. Denominators must be equal.
 
     Raises:
         ConfigError: `rtol` is negative or not finite.
@@ -245,7 +240,7 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
 
 
 def relative_difference(a: float, b: float) -> float:
-    """Returns |a - b| / max(|a|, |b|): 0 where both are the same, including nan; inf where only one is finite."""
+    """Returns |a - b| / max(|a|, |b|): 0 if both are the same, including nan; inf if only one is finite."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     if not (math.isfinite(a) and math.isfinite(b)):
@@ -308,7 +303,7 @@ def _quantities(pairs: list[tuple[StepRecord, StepRecord]], allowed: Allowed) ->
 
 
 def _value(record: StepRecord, kind: Kind, term: str) -> float:
-    """Returns a record's number; nan for a term it does not have and for the loss of a step without loss tokens."""
+    """Returns a record's number; nan for a missing term and for the loss of a step without loss tokens."""
     match kind:
         case "denominator" | "loss" if term:
             shown = record.terms.get(term)

@@ -1,5 +1,4 @@
-"""Comparison of more than two runs: each with the first one, as a table, one page of curves, and a page for each
-pair."""
+"""Compares more than two runs, each with the first: a table, a page of curves, and a page for each pair."""
 
 from __future__ import annotations
 
@@ -31,9 +30,8 @@ class ComparedRun:
     """One of several runs, and its comparison with the first."""
 
     label: str
-    """Name of its folder, distinct, and `run.name` where it has one."""
+    """Name of its folder, distinct, and `run.name` if it has one."""
     notes: str
-    """Text of `run.notes`."""
     records: tuple[StepRecord, ...]
     comparison: Comparison | None
     """Comparison with the first run; None for the first one itself."""
@@ -50,12 +48,10 @@ class ComparedRun:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the run equals the first one."""
         return self.comparison is None or self.comparison.divergence is None
 
     @property
     def last(self) -> StepRecord:
-        """Newest step of the run."""
         return self.records[-1]
 
 
@@ -63,13 +59,7 @@ def report_several(runs: Sequence[Path], rtol: float | None, output: Path) -> bo
     """Compares each run with the first, prints a table and writes the pages; returns whether all are equal.
 
     Args:
-        runs: Folders of three runs or more.
         rtol: Largest relative difference that counts as equal; None uses the rounding of the runs' precision.
-        output: Folder for `compare.html` and a page for each pair.
-
-    Raises:
-        DataError: A folder lacks its configuration or metrics, a file is damaged, or two runs share no step.
-        MachineError: A file cannot be read or written.
     """
     found = compare_several(runs, rtol)
     with disk_faults(f"write the comparison to {output}"):
@@ -87,11 +77,6 @@ def report_several(runs: Sequence[Path], rtol: float | None, output: Path) -> bo
 
 
 def compare_several(runs: Sequence[Path], rtol: float | None) -> list[ComparedRun]:
-    """Compares every other run with the first one.
-
-    Raises:
-        DataError: A folder lacks its configuration or metrics, a file is damaged, or two runs share no step.
-    """
     names = distinct_names(list(runs))
     found = []
     for number, (run, name) in enumerate(zip(runs, names, strict=True)):

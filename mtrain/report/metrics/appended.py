@@ -1,7 +1,7 @@
 """Append-only files that survive a full disk.
 
-A full disk must not end a run: entries that cannot be written are kept in memory and written when there is room again.
-A file holds only whole entries, in order, each once.
+A full disk must not end a run: entries that cannot be written stay in memory until there is room again. A file holds
+only whole entries, in order, each once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mtrain.base.files import disk_faults
 _log = logging.getLogger(__name__)
 
 MOST_WAITING_BYTES = 64_000_000
-"""Limit of waiting data; beyond it the oldest entries are dropped and counted: about 100,000 steps."""
+"""Limit of waiting data, about 100,000 steps; beyond it the oldest entries are dropped and counted."""
 
 
 class _Entry(NamedTuple):
@@ -28,19 +28,9 @@ class _Entry(NamedTuple):
 
 
 class AppendedFile:
-    """File to which entries are appended."""
-
     def __init__(self, path: Path, first: bytes = b"", most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
-        """Opens the file, which may exist.
-
-        Args:
-            path: Path of the file, whose folder must exist.
-            first: Bytes that are written together with the first entry.
-            most_waiting_bytes: Limit of the data that wait in memory.
-
-        Raises:
-            MachineError: The file cannot be opened.
-        """
+        """Opens the file, which may exist, in an existing folder; raises MachineError if that fails. `first` is written
+        with the first entry."""
         self._path, self._most_waiting_bytes = path, most_waiting_bytes
         with disk_faults(f"open {path}"):
             self._file = path.open("ab", buffering=0)
@@ -53,12 +43,7 @@ class AppendedFile:
         self._is_torn = False
 
     def append(self, step: int, data: bytes) -> None:
-        """Hands the entry to the operating system, after those that wait; where the disk refuses, it waits, too.
-
-        Args:
-            step: Step of the entry, for messages.
-            data: Content of the entry; written as a whole or not at all.
-        """
+        """Writes the entry, whole or not at all, after those that wait; if the disk refuses, it waits as well."""
         self._waiting.append(_Entry(step, data))
         self._waiting_bytes += len(data)
         while self._waiting_bytes > self._most_waiting_bytes:
@@ -89,7 +74,7 @@ class AppendedFile:
             )
 
     def _flush(self) -> OSError | None:
-        """Writes what waits, in order; returns the error that stopped it, or None."""
+        """Writes what waits, in order; returns the error that stopped it."""
         while self._waiting:
             try:
                 self._write(self._first + self._waiting[0].data)
@@ -100,7 +85,7 @@ class AppendedFile:
         return None
 
     def _write(self, data: bytes) -> None:
-        """Writes all of the data or, where the disk refuses, nothing."""
+        """Writes all of the data or, if the disk refuses, nothing."""
         if self._is_torn:
             self._take_back()
         rest = data

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the authoritative record of a run, from which every other view can be made again."""
+"""metrics.jsonl: the authoritative record of a run; every other view can be made from it."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ _LONGEST_LINE = 1 << 20
 
 
 class JsonlSink:
-    """Sink that appends one line per record; written lines stay readable if the process is killed.
+    """Appends one line per record; written lines stay readable if the process is killed.
 
     A resumed run continues the file: opening it at step k removes what an earlier start wrote beyond k.
     """
@@ -30,26 +30,22 @@ class JsonlSink:
         self._file = AppendedFile(path)
 
     def write(self, record: Record) -> None:
-        """Appends the record and hands it to the operating system at once; it waits where the disk refuses."""
+        """Writes the record at once; it waits if the disk refuses."""
         self._file.append(record.step, to_json_line(record).encode())
 
     def close(self) -> None:
-        """Closes the file.
-
-        Raises:
-            MachineError: The disk has refused records to the end.
-        """
+        """Closes the file; raises MachineError if the disk has refused records to the end."""
         self._file.close()
 
 
 def rewind(path: Path, resume_step: int) -> None:
-    """Removes records beyond `resume_step`, in one move; a partial line at the end is removed, too.
+    """Removes records beyond `resume_step`, in one move, and a partial line at the end.
 
     A run that starts at step 0 keeps nothing: its validation before the first step is repeated as well. A warning tells
     the user if steps are missing, because an earlier start ended before the disk accepted them.
 
     Raises:
-        DataError: A line other than the last is damaged; the message names it.
+        DataError: A line before the last is damaged; the message names it.
         MachineError: The disk refuses.
     """
     if not path.exists():
@@ -77,16 +73,12 @@ def _is_kept(record: Record, resume_step: int) -> bool:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yields records in the order of the file; text after the last newline is still being written and is left out.
-
-    Raises:
-        DataError: A line is damaged; the message names it.
-    """
+    """Yields records in file order; an unfinished last line is ignored. Raises DataError for a damaged line."""
     return (record for _, record in _whole_lines(path))
 
 
 def last_step(path: Path) -> int:
-    """Returns the last step in the file; 0 where there is no file, or no readable step in it."""
+    """Returns the last step in the file; 0 without one."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * _LONGEST_LINE))

@@ -16,18 +16,18 @@ from mtrain.report.metrics.record import ChangeRecord, StepRecord, ValidRecord
 from mtrain.report.metrics.shown import curve_colour
 
 SMOOTH_ABOVE_STEPS = 100
-"""Length above which a curve is drawn in a light tone under its running mean over a fiftieth of the steps."""
+"""Longer curves are drawn in a light tone under their running mean over a fiftieth of the steps."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Records of one run that its picture shows."""
+    """Records of a run for its picture."""
 
     steps: list[StepRecord]
     """Records in order of the step; of a step that was written twice, the last."""
     passes: list[ValidRecord]
     changes: list[ChangeRecord]
-    """Keys whose value a later start changed, in the order of their steps."""
+    """Keys that a later start changed, in order of their steps."""
 
     @property
     def comparable_passes(self) -> list[ValidRecord]:
@@ -41,11 +41,7 @@ class Curves:
 
 
 def load_curves(run_folder: Path) -> Curves:
-    """Reads a run folder, also while the run is in progress.
-
-    Raises:
-        DataError: The folder has no metrics.jsonl, it holds no record, or a line of it is damaged.
-    """
+    """Reads a run folder, even while the run is in progress."""
     path = run_folder / "metrics.jsonl"
     if not path.is_file():
         raise DataError(f"{path} is not there; give the run.dir of a run that has made at least one step")
@@ -60,16 +56,8 @@ def load_curves(run_folder: Path) -> Curves:
 
 
 def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
-    """Draws training and validation loss above the gradient norm, with all runs over the same axis of steps.
-
-    Args:
-        run_folders: Folders of one or more runs; a run's curves have the same colour in both panels.
-        picture: Path of the PNG to write, in one move.
-
-    Raises:
-        DataError: A run has nothing to draw.
-        MachineError: The picture cannot be written.
-    """
+    """Draws training and validation loss above the gradient norm; all runs share the axis of steps, and a run has the
+    same colour in both panels."""
     runs = [load_curves(folder) for folder in run_folders]
     names = distinct_names(run_folders)
     figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
@@ -103,15 +91,7 @@ def running_mean(values: Sequence[float], half_window: int) -> list[float]:
 def draw_curve(
     axes: Any, label: str, points: Sequence[tuple[int, float]], colour: str, *, dashed: bool = False
 ) -> None:
-    """Draws one run's quantity over steps; a long curve in a light tone under its running mean.
-
-    Args:
-        axes: Axes of matplotlib.
-        label: Label in the legend.
-        points: Pairs of (step, value).
-        colour: Colour as matplotlib names it.
-        dashed: Whether to draw dashes, so that an equal curve below stays visible.
-    """
+    """Draws one run's quantity over steps; a long curve in a light tone under its running mean."""
     line = "--" if dashed else "-"
     steps, values = [step for step, _ in points], [value for _, value in points]
     if len(points) <= SMOOTH_ABOVE_STEPS:
@@ -122,7 +102,6 @@ def draw_curve(
 
 
 def finish_axes(axes: Any, label: str, *, is_log: bool) -> None:
-    """Sets the label and the grid of one panel."""
     axes.set_ylabel(label)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -131,7 +110,7 @@ def finish_axes(axes: Any, label: str, *, is_log: bool) -> None:
 
 
 def distinct_names(run_folders: Iterable[Path]) -> list[str]:
-    """Returns the folders' last names, or their whole paths where two last names are the same."""
+    """Returns the folders' last names, or their whole paths if two last names are the same."""
     paths = [folder.resolve() for folder in run_folders]
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]

@@ -1,8 +1,7 @@
 """Records of a step, a validation or a change, and their lines of JSON.
 
-metrics.jsonl holds one object per line. Floats are written with enough digits to read back the same float64. JSON
-cannot express non-finite numbers, so they are written as the strings "NaN", "Infinity" and "-Infinity", which `float()`
-reads.
+metrics.jsonl holds one object per line. Floats have enough digits to read back the same float64; numbers that are not
+finite are the strings "NaN", "Infinity" and "-Infinity", which `float()` reads.
 """
 
 import json
@@ -151,11 +150,6 @@ def to_json_line(record: Record) -> str:
 
 
 def from_json_line(line: str) -> Record:
-    """Reads one line of metrics.jsonl.
-
-    Raises:
-        DataError: The line is not a record.
-    """
     try:
         values = json.loads(line)
         kind, by_name = values.pop("kind"), _terms_read(values, "terms")
@@ -193,7 +187,7 @@ def _plain(value: object) -> Json:
 
 
 def _terms_read(values: dict[str, Json], name: str) -> dict[str, TermRecord]:
-    """Removes a field of terms from the values and reads it; empty in records of versions that did not have it."""
+    """Takes a field of terms from the values; empty in records of versions without it."""
     return {term: TermRecord(**_fields_read(TermRecord, each)) for term, each in values.pop(name, {}).items()}
 
 
@@ -216,7 +210,7 @@ def _value_read(name: str, kind: Any, value: Json) -> Json:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Returns tag -> number; empty for a record without numbers."""
+    """Returns tag -> number."""
     match record:
         case ChangeRecord():
             return {}
@@ -254,5 +248,5 @@ def _per_second(count: float | None, seconds: float) -> float | None:
 
 
 def _term_means(record: StepRecord | ValidRecord, prefix: str) -> dict[str, float]:
-    """Returns the means of terms that have a denominator."""
+    """Returns the means of terms with a denominator."""
     return {f"{prefix}/{name}": term.loss for name, term in record.terms.items() if term.denominator != 0}

@@ -1,4 +1,4 @@
-"""Numbers and curves as people see them: all that shows them takes names, digits and colours from here."""
+"""Numbers and curves as people see them: every view takes names, digits and colours from here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtrain.report.metrics.record import StepRecord, ValidRecord
 
 LAYOUT_DEPENDENT = "(of this layout only)"
 _UNIT_NAMES = frozenset({"tokens/s"})
-"""Names that are written after their number."""
+"""Units that follow their number."""
 
 
 def step_numbers(record: StepRecord) -> dict[str, str]:
@@ -68,12 +68,9 @@ SATURATION, LIGHTNESS = 0.75, 0.40
 
 
 def curve_hue(slot: int) -> int:
-    """Returns the hue of a curve, in degrees.
+    """Returns the hue of curve `slot`, counted from 0, in degrees.
 
     Hues differ by the golden angle: that works for any number of curves, and neighbours stay far apart.
-
-    Args:
-        slot: Index of the curve in its picture, from 0.
     """
     return round(215 + 137.508 * slot) % 360
 

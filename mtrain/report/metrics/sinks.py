@@ -1,4 +1,4 @@
-"""Sinks for records: console, TensorBoard and others as one. One rank writes; the others have an empty `Sinks`."""
+"""Sinks for records: console, TensorBoard, and several as one. One rank writes; the others have an empty `Sinks`."""
 
 import io
 import itertools
@@ -33,30 +33,26 @@ _log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Receiver of records in the order of their steps."""
+    """Receives records in the order of their steps."""
 
-    def write(self, record: Record) -> None:
-        """Takes one record."""
+    def write(self, record: Record) -> None: ...
 
     def close(self) -> None:
         """Finishes; no record follows."""
 
 
 class Fence:
-    """Sink that checks, before a record is written, whether this start of the run still owns the folder."""
+    """Checks, before a record is written, whether this start of the run still owns the folder."""
 
     def __init__(self, check: Callable[[], None]) -> None:
-        """Args:
-        Function that raises where another start has taken the folder over.
-        """
+        """`check` raises if another start has taken the folder over."""
         self._check = check
 
     def write(self, record: Record) -> None:
         """Calls `check`, which may raise."""
         self._check()
 
-    def close(self) -> None:
-        """Does nothing, as nothing is open."""
+    def close(self) -> None: ...
 
 
 class Sinks:
@@ -83,18 +79,17 @@ class Sinks:
                 _log.warning(f"warning: {fault}")
 
     def write(self, record: Record) -> None:
-        """Hands the record to every sink."""
         for sink in self._sinks:
             sink.write(record)
 
     def write_text(self, tag: str, text: str, step: int) -> None:
-        """Hands a text to the sinks that can show texts."""
+        """Passes a text to the sinks that can show texts."""
         for sink in self._sinks:
             if isinstance(sink, TensorBoardSink | TrackerSink):
                 sink.write_text(tag, text, step)
 
     def close(self) -> None:
-        """Closes every sink, also where one of them fails.
+        """Closes every sink, even if one of them fails.
 
         Raises:
             MachineError: A disk has refused records to the end; the message names all files that lack some.
@@ -115,15 +110,15 @@ def _close(sink: Sink, faults: list[MachineError]) -> None:
 
 
 ETA_WINDOW_STEPS = 50
-"""Number of steps whose pace predicts the remaining time; includes validation and saving between them."""
+"""Steps whose pace predicts the remaining time, including validation and saving between them."""
 
 
 _BAR_WIDTH, _SHORTEST_BAR = 40, 8
-"""Width of the bar in characters, and where the terminal is narrow."""
+"""Width of the bar in characters, and on a narrow terminal."""
 
 
 class ConsoleSink:
-    """Sink that shows steps with loss, gradient norm, tokens per second and remaining time."""
+    """Shows steps with loss, gradient norm, tokens per second and remaining time."""
 
     def __init__(
         self,
@@ -137,11 +132,9 @@ class ConsoleSink:
         """Starts the display.
 
         Args:
-            num_steps: Number of steps of the whole run.
-            resume_step: Number of steps already done.
             interval_steps: Interval of plain lines, which also appear at the last step; the bar moves at every step.
-            console: Console to write to; standard output by default. The bar is drawn where it is a terminal.
-            clock: Function that returns seconds from any origin and never goes back.
+            console: Standard output by default; the bar is drawn on a terminal only.
+            clock: Returns seconds from any origin and never goes back.
         """
         self._num_steps = num_steps
         self._interval_steps = interval_steps
@@ -154,7 +147,6 @@ class ConsoleSink:
             self._start_bar(resume_step)
 
     def write(self, record: Record) -> None:
-        """Shows the record."""
         match record:
             case StepRecord():
                 self._pace.mark(record.step)
@@ -191,8 +183,8 @@ class ConsoleSink:
             self._print(f"step {record.step}/{self._num_steps}  {'  '.join([as_line(numbers), *ends])}")
 
     def _fitted(self, numbers: dict[str, str], ends: list[str]) -> str:
-        """Returns the text after the bar: as many numbers as the terminal has room for, at least the first, the loss;
-        the bar gets shorter before a number goes."""
+        """Returns the text after the bar: as many numbers as fit, at least the first, the loss; the bar gets shorter
+        before a number goes."""
         room = self._console.width - len("train  ") - len(f" {self._num_steps}/{self._num_steps} ")
         kept = dict(numbers)
         while True:
@@ -215,7 +207,7 @@ class Pace:
         self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW_STEPS + 1)
 
     def mark(self, step: int) -> None:
-        """Notes that `step` steps are done now."""
+        """Records that `step` steps are done now."""
         self._marks.append((step, self._clock()))
 
     def remaining_s(self, num_steps: int) -> float | None:
@@ -230,20 +222,14 @@ _numbers = itertools.count()
 
 
 class TensorBoardSink:
-    """Sink that writes every number of a record as a scalar at its step.
+    """Writes every number of a record as a scalar at its step.
 
-    TensorBoard's own writer hands events to a thread that a full disk ends, and leaves a partial event, after which its
-    reader sees nothing; so whole events are appended here.
+    TensorBoard's own writer uses a thread that a full disk ends, and leaves a partial event, after which its reader
+    sees nothing; so whole events are appended here.
     """
 
     def __init__(self, folder: Path, resume_step: int, texts: Mapping[str, str] | None = None) -> None:
-        """Opens an event file.
-
-        Args:
-            folder: Folder of all event files of the run.
-            resume_step: Step after which TensorBoard hides what an earlier start wrote.
-            texts: Texts of this start by tag, such as its configuration; shown verbatim.
-        """
+        """Opens an event file; `texts` by tag, such as the configuration of this start, are shown verbatim."""
         with disk_faults(f"write TensorBoard events in {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
         # names sort by time; TensorBoard reads the folder's files in that order
@@ -257,7 +243,7 @@ class TensorBoardSink:
         self._file = AppendedFile(folder / name, b"".join(map(_framed, begin)))
 
     def write(self, record: Record) -> None:
-        """Appends the record's scalars, as one event; it waits where the disk refuses."""
+        """Appends the record's scalars as one event; it waits if the disk refuses."""
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record).items()]
         event = Event(wall_time=time.time(), step=record.step, summary=Summary(value=values))
         self._file.append(record.step, _framed(event))
@@ -267,17 +253,12 @@ class TensorBoardSink:
         self._file.append(step, _framed(_text_event(tag, text, step)))
 
     def close(self) -> None:
-        """Closes the file.
-
-        Raises:
-            MachineError: The disk has refused events to the end.
-        """
+        """Closes the file; raises MachineError if the disk has refused events to the end."""
         self._file.close()
 
 
 def _text_event(tag: str, text: str, step: int) -> Event:
-    """Makes an event as the text plugin reads it: a tensor of strings, in Markdown, where four spaces keep lines
-    verbatim."""
+    """Makes an event for the text plugin: a tensor of strings, in Markdown, where four spaces keep lines verbatim."""
     lines = "\n".join(f"    {line}" for line in text.splitlines())
     tensor = TensorProto(
         dtype=DT_STRING, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]), string_val=[lines.encode()]

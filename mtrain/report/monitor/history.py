@@ -24,15 +24,15 @@ class StartOfHistory:
     began_s: float
     """Unix time at which the start began."""
     resumed_step: int | None
-    """Number of updates completed before its first one; None where it ended before that was known."""
+    """Updates before its first one; None if it ended before that was known."""
     num_repeated: int
-    """Number of updates of earlier starts that this start repeated."""
+    """Updates of earlier starts that this start repeated."""
     last_step: int
-    """Number of updates completed at its end, as far as it is known."""
+    """Updates completed at its end, as far as known."""
     seconds: float
-    """Wall time until its end, or until its last sign of life."""
+    """Wall time until its end, or its last sign of life."""
     end: str
-    """Description of how it ended."""
+    """How it ended."""
     layout: str
     num_ranks: int
 
@@ -56,18 +56,14 @@ class RunHistory:
     starts: Sequence[StartOfHistory]
     beats: Sequence[Beat]
     config: str
-    """Configuration as YAML; empty where there is none."""
+    """Configuration as YAML; empty if unknown."""
     environment: dict[str, str]
     answers: Sequence[Answer] = ()
-    """Answers to `eval.prompts`, in the order in which they were given."""
+    """Answers to `eval.prompts`, in order of time."""
 
 
 def read_history(path: Path, now_s: float) -> RunHistory:
-    """Reads a run folder, also while the run is in progress.
-
-    Args:
-        path: Folder `run.dir`.
-        now_s: Current Unix time.
+    """Reads a run folder, even while the run is in progress; `now_s` is Unix time.
 
     Raises:
         DataError: The folder holds no run or no step yet, or a file of it is damaged.
@@ -88,7 +84,7 @@ def read_history(path: Path, now_s: float) -> RunHistory:
 
 
 def _answers(path: Path) -> Iterator[Answer]:
-    """Reads the answers; the last line may be half written while the run goes on."""
+    """Reads the answers; the last line may be incomplete while the run goes on."""
     if not path.exists():
         return
     with disk_faults(f"read {path}"):

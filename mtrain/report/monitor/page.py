@@ -27,7 +27,7 @@ _MOST_PATHS = 3
 
 
 def identity_of(run: RunHistory) -> dict[str, str]:
-    """Returns what the head of the page says of a run; what its files do not tell is left out."""
+    """Returns the head of the page, without what the run's files do not tell."""
     keys = flat_keys(run.config) if run.config else {}
     found = {"model": _model(keys), "data": _data(keys), "devices": _devices(run.environment)}
     return {name: text for name, text in found.items() if text}
@@ -72,10 +72,10 @@ def _devices(environment: Mapping[str, str]) -> str:
 
 _TRAINING, _VALIDATION = "training", "validation"
 _WIDE = 30.0
-"""Ratio of a norm's largest to its smallest value from which its axis is logarithmic."""
+"""Ratio of a norm's largest to its smallest value above which its axis is logarithmic."""
 _MAX_ROWS = 300
 _MAX_ANSWERS = 60
-"""Largest number of answers that are shown, the latest ones."""
+"""Most answers that are shown, the latest ones."""
 _GIB = 2**30
 
 
@@ -83,23 +83,14 @@ class HistoryLine(NamedTuple):
     """One line of the list of events."""
 
     time: str
-    """Time for people; empty where it is unknown."""
+    """Time for people; empty if unknown."""
     step: int
     kind: str
     text: str
 
 
 def write_run_page(run: Path, page: Path) -> None:
-    """Writes the report of a run, in one move.
-
-    Args:
-        run: Path of the run folder.
-        page: File to write.
-
-    Raises:
-        DataError: The folder holds no run or no step yet, or a file of it is damaged.
-        MachineError: A file cannot be read or written.
-    """
+    """Writes the report of a run, in one move."""
     write_page(page, run_page(read_history(run, time.time())))
 
 
@@ -188,7 +179,7 @@ def _marks(run: RunHistory) -> list[int]:
 
 
 def _legend(run: RunHistory) -> list[Curve]:
-    """Returns the legend of curves that share a picture; empty where none do."""
+    """Returns the legend of curves that share a picture; empty if none do."""
     names = [_TRAINING, *_set_names(run.curves.passes)]
     return [Curve(name, name, slot, ()) for slot, name in enumerate(names)] if len(names) > 1 else []
 
@@ -249,7 +240,7 @@ def _quantities(run: RunHistory) -> Iterator[tuple[str, str, list[Curve]]]:
 
 
 def _of_term(records: Sequence[StepRecord | ValidRecord], term: str) -> Iterator[tuple[int, float]]:
-    """Yields step and mean of a term, where it has a denominator."""
+    """Yields step and mean of a term, if it has a denominator."""
     for record in records:
         if term in record.terms and record.terms[term].denominator:
             yield record.step, record.terms[term].loss
@@ -261,7 +252,7 @@ def _of(steps: Sequence[StepRecord], value: Callable[[StepRecord], float | None]
 
 
 def _validation_curves(passes: Sequence[ValidRecord]) -> list[Curve]:
-    """Returns the validation curves: one for each set, or a single one where sets have no names."""
+    """Returns the validation curves: one for each set, or a single one if sets have no names."""
     curves = []
     for slot, label in enumerate(_set_names(passes), start=1):
         name = label.removeprefix(f"{_VALIDATION}: ")
@@ -275,7 +266,7 @@ def _validation_curves(passes: Sequence[ValidRecord]) -> list[Curve]:
 
 
 def _lines(run: RunHistory) -> Iterator[HistoryLine]:
-    """Yields all events but saves, by time where it is known, else first."""
+    """Yields all events but saves, by time if it is known, else first."""
     reported = [
         (event.time_s, HistoryLine(_clock(event.time_s), event.step, str(event.kind), _said(event.text, event.rank)))
         for event in run.events

@@ -10,17 +10,15 @@ from mtrain.base.heartbeat import Beat, Phase
 from mtrain.runs.events import ENDS, EventKind, RunEvent
 
 SILENT_AFTER_S = 15.0
-"""Time after which a rank is silent: it beats every second; a shared file system shows it some seconds later."""
+"""Seconds after which a rank is silent: it beats every second; a shared file system shows it some seconds later."""
 _RANKS_A_SECOND = 100
 """Scale of that time for large runs: each of n ranks beats every n / 500 seconds, and five missed beats make it
 silent."""
 _CLOCKS_S = 5.0
-"""Largest difference between the clocks of nodes."""
+"""Largest difference between the clocks of nodes, in seconds."""
 
 
 class RunState(StrEnum):
-    """State of a run."""
-
     STARTING = "starting"
     """The ranks build model and data."""
     RUNNING = "running"
@@ -32,7 +30,7 @@ class RunState(StrEnum):
     SILENT = "silent"
     """The run has not ended, but none of its ranks shows a sign of life."""
     UNKNOWN = "not started"
-    """The folder is there, but nothing shows a start."""
+    """The folder exists, but nothing shows a start."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,9 @@ class Standing:
 
     state: RunState
     since_s: float | None
-    """Unix time since which it holds; None where it is unknown."""
+    """Unix time since which it holds; None if unknown."""
     reason: str = ""
-    """Reason why the run failed or stopped."""
+    """Why the run failed or stopped."""
     silent_ranks: tuple[int, ...] = ()
     """Ranks that show no sign of life while others do, or that have not begun."""
 
@@ -60,30 +58,25 @@ class Signs:
     beats: Sequence[Beat]
     """Latest beat of each rank that has one, of any start."""
     world_size: int
-    """World size of the latest start; 0 where it is unknown."""
+    """World size of the latest start; 0 if unknown."""
     steps: int
-    """Number of steps done."""
+    """Steps done."""
     num_steps: int | None
-    """Number of steps to do; None where it is unknown."""
+    """Steps to do; None if unknown."""
     requeue: str | None
-    """Text of the requeue marker; None where there is none."""
+    """Text of the requeue marker; None without one."""
     written_s: float | None
-    """Unix time of the last write to metrics.jsonl; None where there is none."""
+    """Unix time of the last write to metrics.jsonl; None without one."""
 
 
 def latest_start(events: Sequence[RunEvent]) -> Sequence[RunEvent]:
-    """Returns the events of the latest start, from its start on; empty where there was none."""
+    """Returns the events of the latest start, from its start on."""
     places = [place for place, event in enumerate(events) if event.kind is EventKind.START]
     return events[places[-1] :] if places else ()
 
 
 def standing(signs: Signs, now_s: float) -> Standing:
-    """Determines the state at a moment.
-
-    Args:
-        signs: Signs from the run folder.
-        now_s: Current Unix time.
-    """
+    """Determines the state at the Unix time `now_s`."""
     events = latest_start(signs.events)
     since_s = events[0].time_s - _CLOCKS_S if events else 0.0
     beats = [beat for beat in signs.beats if beat.written_s >= since_s]
@@ -129,7 +122,7 @@ def _reason(failures: Sequence[RunEvent]) -> str:
 
 
 def _left_with_error(beats: Sequence[Beat]) -> Standing | None:
-    """Returns the state where ranks left by an error that no event records; else None."""
+    """Returns the state if ranks left by an error that no event records; else None."""
     left = [beat for beat in beats if beat.left_with not in (None, "done")]
     own = [beat for beat in left if beat.left_with != "RankLostError"] or left
     if not own:
@@ -149,7 +142,7 @@ def _ended_without_events(signs: Signs, beats: Sequence[Beat]) -> Standing | Non
 
 
 def _without_life(events: Sequence[RunEvent], beats: Sequence[Beat], signs: Signs, limit_s: float) -> Standing:
-    """Returns the state when no rank beats; `limit_s` is the Unix time before which a sign of life is too old."""
+    """Returns the state when no rank beats; signs of life before the Unix time `limit_s` are too old."""
     times = [*(beat.written_s for beat in beats), *(event.time_s for event in events)]
     if not events and signs.written_s is not None:
         times.append(signs.written_s)

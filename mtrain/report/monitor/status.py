@@ -1,6 +1,7 @@
 """Status of a run folder at one moment, for `mtrain status`, while the folder may be written to.
 
-It loads neither torch nor the configuration's schema, so that it answers at once."""
+It loads neither torch nor the configuration's schema, so it answers at once.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from mtrain.runs.goodput import Goodput, goodput_of
 from mtrain.runs.starts import read_starts
 
 _TAIL_BYTES = 2**18
-"""Number of bytes at the end of metrics.jsonl that are read: some hundred steps of a long run."""
+"""Bytes at the end of metrics.jsonl that are read: some hundred steps of a long run."""
 PACE_STEPS = 50
-"""Number of steps whose pace predicts the remaining time, with what lies between them."""
+"""Steps whose pace predicts the remaining time, including what happens between them."""
 _MAX_ALARMS = 5
 
 
@@ -45,30 +46,29 @@ class RunStatus:
     last_pass: ValidRecord | None
     """Latest validation; None before the first."""
     eta_s: float | None
-    """Seconds to the last step, at the pace of the latest ones; None where none can be predicted."""
+    """Seconds to the last step, at the latest pace; None if unknown."""
     world_size: int
-    """Number of ranks of the latest start; 0 where it is unknown."""
+    """Ranks of the latest start; 0 if unknown."""
     num_beating: int
-    """Number of ranks of the latest start that have not left and are not silent."""
+    """Ranks of the latest start that have not left and are not silent."""
     memory_bytes: int | None
-    """Largest memory of a rank in its last step; None where no rank has recorded it."""
+    """Largest memory of a rank in its last step; None if unknown."""
     last_checkpoint: int | None
     """Step of the newest checkpoint; None without one."""
     saved_s: float | None
-    """Unix time at which that checkpoint was saved."""
+    """Unix time of that checkpoint."""
     num_starts: int
     alarms: tuple[str, ...]
     """Alarms of the latest start, the newest last."""
     goodput: Goodput | None = None
-    """Goodput so far, over all starts; None where no start has written an account."""
+    """Goodput over all starts; None without an account."""
     failure: FailureRecord | None = None
-    """First cause, where the latest start has failed; else None."""
+    """First cause if the latest start has failed."""
     summary: str = ""
-    """Summary of that failure for people; empty without one."""
+    """Summary of that failure for people."""
 
     @property
     def step(self) -> int:
-        """Number of steps done."""
         return 0 if self.last is None else self.last.step
 
     def as_json(self) -> dict[str, Any]:
@@ -99,16 +99,7 @@ class RunStatus:
 
 
 def read_status(path: Path, now_s: float | None = None) -> RunStatus:
-    """Reads the status of a run folder.
-
-    Args:
-        path: Folder `run.dir` of a run.
-        now_s: Current Unix time; by default the clock is read.
-
-    Raises:
-        DataError: The folder holds no run.
-        MachineError: The folder cannot be read.
-    """
+    """Reads the status of a run folder at the Unix time `now_s`, by default now."""
     if not is_run_folder(path):
         raise DataError(f"{path} holds no run: neither events.jsonl nor metrics.jsonl nor config.yaml; give a run.dir")
     folder, now_s = RunFolder(path), time.time() if now_s is None else now_s
@@ -154,18 +145,12 @@ def read_status(path: Path, now_s: float | None = None) -> RunStatus:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Says whether the folder holds files of a run."""
     folder = RunFolder(path)
     return any(file.is_file() for file in (folder.events, folder.metrics, folder.config))
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
-    """Finds the run folders that arguments name, in their order: run folders, folders of runs, and patterns.
-
-    Raises:
-        DataError: An argument names no run.
-        MachineError: A folder cannot be listed.
-    """
+    """Finds the run folders that arguments name, in order: run folders, folders of runs, and patterns."""
     found: dict[Path, None] = {}
     for name in names:
         runs = [run for path in _expanded(name) for run in _runs_below(path)]
@@ -199,7 +184,7 @@ def _runs_below(path: Path, levels: int = 2) -> list[Path]:
 
 
 def _tail(path: Path) -> tuple[list[StepRecord], list[ValidRecord]]:
-    """Reads the latest steps and validations, each by step; a torn line, or one being written, is left out."""
+    """Reads the latest steps and validations, each by step; an incomplete line is left out."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
@@ -233,7 +218,7 @@ def _eta_s(steps: Sequence[StepRecord], num_steps: int | None, latest: Sequence[
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """Reads the latest beat of each rank that has one, by rank; `folder` is the run's `heartbeats`."""
+    """Reads the latest beat of each rank that has one; `folder` is the run's `heartbeats`."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -260,7 +245,7 @@ def _saved_s(folder: RunFolder, step: int, events: Sequence[RunEvent]) -> float 
 
 
 def _old_config(path: Path) -> dict[str, Any]:
-    """Reads `num_steps` of a run that has no events."""
+    """Reads `num_steps` of a run without events."""
     from mtrain.base.yaml_text import read_yaml  # only here, as it takes longer to load than all the rest
 
     with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):

@@ -25,20 +25,15 @@ _COLOURS = {
 }
 _HEADINGS = ("run", "state", "step", "eta", "loss", "valid_loss", "tokens/s", "memory", "ranks", "checkpoint", "alarms")
 _LEAST = ("memory", "tokens/s", "valid_loss", "ranks", "checkpoint", "loss", "eta")
-"""Columns that a narrow terminal lacks, from the first to go to the last; it keeps run, state, step and alarms."""
+"""Columns that a narrow terminal drops, in this order; it keeps run, state, step and alarms."""
 _FOLDED_WIDTH = {"run": 16, "state": 12, "alarms": 16}
-"""Width in which a column whose texts are folded can be read, in characters."""
+"""Readable width, in characters, of columns whose texts are folded."""
 _MAX_RANKS = 8
 _ENDED = (RunState.FINISHED, RunState.FAILED, RunState.STOPPED)
 
 
 def status_view(found: Sequence[RunStatus], width: int | None) -> RenderableType:
-    """Formats the status of one run as a block of lines, of several as a table.
-
-    Args:
-        found: Status of each run.
-        width: Width of the terminal in characters; None where there is none.
-    """
+    """Formats one run as a block of lines, several as a table; `width` is None without a terminal."""
     return _block(found[0]) if len(found) == 1 else _table(found, width)
 
 
@@ -115,7 +110,7 @@ def _table(found: Sequence[RunStatus], width: int | None) -> Table:
 
 
 def _fitting(rows: Sequence[dict[str, Text]], width: int) -> list[str]:
-    """Returns the headings of the columns for which a terminal has room; those of _LEAST go one after the other."""
+    """Returns the columns that fit a terminal; those of _LEAST are dropped one after the other."""
     widths = {each: max([len(each), *(len(row[each]) for row in rows)]) for each in _HEADINGS}
     needed = {each: min(size, _FOLDED_WIDTH.get(each, size)) + len(" | ") for each, size in widths.items()}
     for heading in _LEAST:

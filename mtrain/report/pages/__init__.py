@@ -1,1 +1,1 @@
-"""Pages of `mtrain`: single files of HTML, from templates, with charts."""
+"""Pages of `mtrain`: single HTML files from templates, with charts."""

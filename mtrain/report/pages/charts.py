@@ -1,7 +1,7 @@
 """Curves over steps as SVG inside a page: equal curves stay visible, and the page's style sheet sets the colours.
 
 matplotlib draws them with placeholder colours, which become variables of the style sheet, so that one picture serves
-light and dark screens. Every curve has the key by which the page's script finds it.
+light and dark screens. The page's script finds a curve by its key.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter
 from mtrain.report.metrics.shown import SATURATION, curve_hue
 
 WIDTH, VALUE_HEIGHT, DIFFERENCE_HEIGHT = 400, 200, 150
-"""Sizes of charts in pixels, as all lengths here: at 72 dots per inch matplotlib's points are pixels."""
+"""Sizes of charts in pixels, like all lengths here: at 72 dots per inch matplotlib's points are pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 16, 24
 _DASH = 6
-"""Length of one curve's dash on a line that several share."""
+"""Length of a curve's dash on a shared line."""
 _MAX_MARKED_POINTS = 24
-"""Largest number of points with markers; longer curves are lines without markers."""
+"""Longer curves are lines without markers."""
 _MAX_TICKS = 6
 _MARKERS = "osD^v"
 _INK, _GRID, _PAPER, _LIMIT = _NAMED = ("#000001", "#000002", "#000003", "#000004")
@@ -58,13 +58,13 @@ class Curve:
     key: str
     """Key of the legend entry that highlights the curve."""
     label: str
-    """Text that is shown when the pointer rests on the curve."""
+    """Text that the pointer shows."""
     slot: int
-    """Number of the curve among all curves of the page; determines colour, marker and turn."""
+    """Number of the curve on the page; determines colour, marker and turn."""
     points: tuple[tuple[int, float], ...]
     """Points (step, value), by step."""
     stands_out: bool = False
-    """Whether the curve is drawn on top and with filled markers; it shares its line with others of its kind only."""
+    """Whether the curve is drawn on top and with filled markers; it shares its line only with curves of its kind."""
 
 
 class _Thousands(ScalarFormatter):
@@ -93,7 +93,6 @@ def value_chart(name: str, curves: Sequence[Curve], backdrop: Sequence[tuple[int
     """Draws curves of one quantity; equal curves alternate in a dashed line.
 
     Args:
-        name: Description of the picture, for screen readers.
         curves: Curves, at least one, with at least one point in total.
         backdrop: Points of the reference, drawn as a broad band in the background; may be empty.
     """
@@ -114,9 +113,8 @@ def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None
     """Draws relative differences, which are not negative, on a logarithmic axis; equal ones are drawn side by side.
 
     Args:
-        name: Description of the picture, for screen readers.
         curves: Curves, at least one, with at least one point in total.
-        tolerance: Tolerance, drawn as a line if it is above 0.
+        tolerance: Drawn as a line if it is above 0.
     """
     points = list(itertools.chain.from_iterable(curve.points for curve in curves))
     values, steps = [value for _, value in points], sorted({step for step, _ in points})
@@ -143,10 +141,7 @@ def history_chart(name: str, curves: Sequence[Curve], marks: Sequence[int], *, i
     """Draws curves of one run of any length: many steps as means of neighbours, in a band of their range.
 
     Args:
-        name: Description of the picture, for screen readers.
-        curves: Curves, at least one, with at least one point in total; a curve that stands out has a marker at each of
-            its points.
-        marks: Steps at which a vertical line is drawn.
+        curves: Curves, at least one, with at least one point in total; one that stands out has a marker at each point.
         is_log: Whether the axis of values is logarithmic, for which values must be positive.
     """
     points = list(itertools.chain.from_iterable(curve.points for curve in curves))
@@ -192,7 +187,6 @@ class _Decades:
     """Axis of whole powers of ten, with room below for 0 and above for values that are not finite."""
 
     low: int
-    """Lowest power of ten."""
     high: int
 
     @classmethod
@@ -219,7 +213,7 @@ class _Decades:
 
 
 def _panel(height: int, steps: Sequence[int], padding: float) -> tuple[Figure, Any]:
-    """Makes a figure with axes over whole steps; `padding` is the part of them that stays free on either side."""
+    """Makes a figure with axes over whole steps; `padding` is the share of them that stays free on either side."""
     figure = Figure((WIDTH / 72, height / 72), frameon=False)
     size = ((WIDTH - _LEFT - _RIGHT) / WIDTH, (height - _TOP - _BOTTOM) / height)
     axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / height, *size))
@@ -257,13 +251,7 @@ def _span(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _draw_shared_line(axes: Any, curves: Sequence[Curve], first_turn: int) -> None:
-    """Draws curves that are likely to be equal: turn 0 as a solid line, others as dashes; markers take turns too.
-
-    Args:
-        axes: Axes of matplotlib.
-        curves: Curves that share a line.
-        first_turn: Turn of the first curve; 1 leaves a turn to the curves below.
-    """
+    """Draws curves that are likely to be equal: turn 0 as a solid line, others as dashes; markers alternate as well."""
     num_turns = first_turn + len(curves)
     for turn, curve in enumerate(curves):
         line, gid = _lines(curve.points), f"curve {curve.key}"
@@ -325,14 +313,6 @@ def _values(figure: Figure, curves: Sequence[Curve]) -> str:
 
 
 def _svg(figure: Figure, attributes: Mapping[str, str], salt: str, labels: Mapping[str, str] = {}) -> Markup:
-    """Returns the picture as an element of HTML.
-
-    Args:
-        figure: Figure to convert.
-        attributes: Attributes of the element.
-        salt: Text that differs for every picture of a page, because the names of markers apply to the whole page.
-        labels: Texts that the pointer shows, by the key of the curve.
-    """
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": salt}):
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

@@ -1,4 +1,4 @@
-"""Rendering of pages from templates: single files that open without a network."""
+"""Renders pages from templates: single files that open without a network."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from mtrain.base.files import disk_faults, write_atomically
 from mtrain.report.pages.charts import swatch
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
-"""Pattern of control characters, and of surrogates, which UTF-8 cannot encode."""
+"""Control characters, and surrogates, which UTF-8 cannot encode."""
 
 
 def render(template: str, **values: object) -> str:
-    """Returns the text of a page; values that are not Markup are escaped.
-
-    Args:
-        template: File name of the template.
-        values: Values that the template uses; a missing one is an error.
-    """
+    """Returns the text of a page; values that are not Markup are escaped, and a missing one is an error."""
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,
@@ -34,11 +29,7 @@ def render(template: str, **values: object) -> str:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Writes the text of a page, whole or not at all.
-
-    Raises:
-        MachineError: The file cannot be written.
-    """
+    """Writes a page, whole or not at all."""
     with disk_faults(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, page)
@@ -50,5 +41,4 @@ def moment(iso: str) -> str:
 
 
 def short(value: float) -> str:
-    """Formats a deviation with two digits."""
     return "0" if value == 0 else f"{value:.1e}"

@@ -1,1 +1,1 @@
-"""External trackers: W&B, MLflow and Trackio get a run's numbers from a thread that training never waits for."""
+"""External trackers: a thread that training never waits for sends a run's numbers to W&B, MLflow and Trackio."""

@@ -27,7 +27,7 @@ _WORD = re.compile(r"apikey|auth|authorization|bearer|credentials?|passphrase|pa
 _PAIR = re.compile(r"(api|access|private|signing|encryption)_key")
 _LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _SHORTEST_SECRET = 6
-"""Length in characters from which a value is removed; a shorter one would match ordinary words."""
+"""Shorter secret values are kept, since they would match ordinary words."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -96,11 +96,7 @@ class TrackedRun:
 
 
 def refuse_missing(trackers: Sequence[TrackerName]) -> None:
-    """Refuses trackers whose library is not installed; imports none.
-
-    Raises:
-        ConfigError: Libraries are missing; the message names all of them.
-    """
+    """Refuses trackers whose library is not installed, without importing any; the message names all of them."""
     if missing := [name for name in trackers if importlib.util.find_spec(name) is None]:
         names, verb = ", ".join(missing), "are" if len(missing) > 1 else "is"
         raise ConfigError(
@@ -112,15 +108,7 @@ def refuse_missing(trackers: Sequence[TrackerName]) -> None:
 def tracked_run(
     folder: Path, project: str, run: Any, config: Mapping[str, Any], environment: Mapping[str, str]
 ) -> TrackedRun:
-    """Makes the facts about a run for trackers.
-
-    Args:
-        folder: The run folder.
-        project: Project under which trackers file the run.
-        run: Section `run` of the configuration.
-        config: Dotted key -> value, of the whole configuration.
-        environment: Versions, device and layout of the start.
-    """
+    """Makes a run's facts for trackers; `config` is dotted key -> value."""
     reported = {**config, **{f"environment.{name}": value for name, value in environment.items()}}
     words = without_secrets({"name": run.name or folder.resolve().name, "notes": run.notes}, os.environ)
     clean = without_secrets(reported, os.environ)
@@ -193,7 +181,7 @@ class _MLflow:
     """MLflow, at MLFLOW_TRACKING_URI."""
 
     _MOST_PARAMETERS = 100
-    """Largest number of parameters in one call."""
+    """Most parameters in one call."""
     _LONGEST_VALUE = 6000
 
     def __init__(self, run: TrackedRun) -> None:
@@ -234,7 +222,7 @@ class _MLflow:
 
 
 class _Trackio:
-    """Trackio, on this machine or in a space of Hugging Face (TRACKIO_SPACE_ID); it knows runs by their names."""
+    """Trackio, on this machine or in a Hugging Face space (TRACKIO_SPACE_ID); it identifies runs by name."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio

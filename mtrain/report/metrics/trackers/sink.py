@@ -15,19 +15,18 @@ from mtrain.report.metrics.record import Record, scalars
 _log = logging.getLogger(__name__)
 
 MOST_WAITING = 10_000
-"""Number of records that may wait for a slow tracker; later ones are dropped and counted."""
+"""Most records that wait for a slow tracker; later ones are dropped and counted."""
 PATIENCE_S = 10.0
-"""Time that the end of a run waits for a tracker."""
+"""Seconds that the end of a run waits for a tracker."""
 
 
 class Tracker(Protocol):
     """Run at a tracker; any method may fail or hang."""
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Sends the numbers of a step."""
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
     def log_text(self, step: int, tag: str, text: str) -> None:
-        """Sends a text, to be shown verbatim; does nothing where the tracker cannot show one."""
+        """Sends a text to be shown verbatim, if the tracker can show one."""
 
     def finish(self) -> None:
         """Ends this start of the run, which later starts may continue."""
@@ -40,19 +39,12 @@ class _Text(NamedTuple):
 
 
 class TrackerSink:
-    """Sink that hands records to a thread, which opens the tracker and sends them."""
+    """Passes records to a thread, which opens the tracker and sends them."""
 
     def __init__(
         self, name: str, opened: Callable[[], Tracker], most_waiting: int = MOST_WAITING, patience_s: float = PATIENCE_S
     ) -> None:
-        """Starts the thread.
-
-        Args:
-            name: Name of the tracker, for messages.
-            opened: Function that connects; called in the thread.
-            most_waiting: Number of records that may wait.
-            patience_s: Time that `close` waits for the tracker.
-        """
+        """Starts the thread, which calls `opened` to connect."""
         self._name, self._opened, self._patience_s = name, opened, patience_s
         self._waiting: queue.Queue[Record | _Text] = queue.Queue(most_waiting)
         self._closing = threading.Event()
@@ -62,11 +54,11 @@ class TrackerSink:
         self._work = started(self._feed, f"tracker {name}")
 
     def write(self, record: Record) -> None:
-        """Hands the record over at once; drops it where the tracker has ended or is too far behind."""
+        """Passes the record on at once; drops it if the tracker has ended or is too far behind."""
         self._hand_over(record)
 
     def write_text(self, tag: str, text: str, step: int) -> None:
-        """Hands a text over in the same way as a record."""
+        """Passes a text on in the same way as a record."""
         self._has_texts = True
         self._hand_over(_Text(step, tag, text))
 
