@@ -14,28 +14,21 @@ from mtrain.data.loader import Given, RowPlan, RowsOfRank
 
 
 class GlobalBatches:
-    """Splits samples that every rank is given alike, so that each rank takes its own part."""
+    """Splits samples that all ranks hold, so that each rank takes its part."""
 
     def __init__(self, config: Config, groups: Groups) -> None:
         self._config, self._groups = config, groups
         self._rows = RowsOfRank(config, groups.dp_rank, groups.layout.dp)
 
     def samples(self, batch: Sequence[Datum], extras: Sequence[str] = ()) -> Given:
-        """Checks and converts all samples, on every rank, so that all refuse the same one.
-
-        Args:
-            batch: Samples of the global batch.
-            extras: Names of the extras that each sample must have.
-
-        Raises:
-            DataError: There is no sample, or one does not fit the configuration.
-        """
+        """Checks and converts all samples, on every rank, so that all refuse the same one; each needs these
+        `extras`."""
         if not checked_batch(batch):
             raise _nothing_given("batch has")
         return self._given(batch, extras)
 
     def plan(self, samples: Given, size: int) -> RowPlan:
-        """Assigns samples to rows; `size` is their number."""
+        """Assigns `size` samples to rows."""
         return self._rows.plan(samples, size)
 
     def own(
@@ -49,11 +42,7 @@ class GlobalBatches:
         return rows.microbatches(plan, samples, has_first)
 
     def passes(self, batches: Iterable[Sequence[Datum]], extras: Sequence[str]) -> Iterator[list[Microbatch] | None]:
-        """Yields this rank's microbatches of each `train.global_batch_size` samples.
-
-        Raises:
-            DataError: There is no sample, or one does not fit the configuration.
-        """
+        """Yields this rank's microbatches of each `train.global_batch_size` samples."""
         if not isinstance(batches, Iterable) or isinstance(batches, str | bytes | Mapping):
             raise _of_type("batches are", batches, "lists of Datum, one a batch")
         data, size = itertools.chain.from_iterable(map(checked_batch, batches)), self._rows.global_batch_size
@@ -72,11 +61,7 @@ class GlobalBatches:
 
 
 def checked_config(config: Config) -> Config:
-    """Returns the configuration of an engine, whose program brings its own batches.
-
-    Raises:
-        ConfigError: It is none, or it counts samples of files.
-    """
+    """Returns the configuration of an engine, whose program brings its own batches."""
     if not isinstance(config, Config):
         raise ConfigError(f"Engine needs a Config, as load_config makes it, but got a {type(config).__name__}")
     if config.train.num_epochs is not None:
@@ -88,11 +73,7 @@ def checked_config(config: Config) -> Config:
 
 
 def checked_batch(batch: Sequence[Datum]) -> Sequence[Datum]:
-    """Returns the batch, which a program may have given in any type.
-
-    Raises:
-        DataError: It is no sequence of Datum.
-    """
+    """Returns the batch, which a program may have passed as any type."""
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
         raise _of_type("the batch is", batch, "a list of Datum")
     for slot, datum in enumerate(batch):
@@ -103,11 +84,11 @@ def checked_batch(batch: Sequence[Datum]) -> Sequence[Datum]:
 
 def _of_type(what: str, given: object, needed: str) -> DataError:
     error = DataError(f"{what} of type {type(given).__name__}, but must be {needed}")
-    error.on_every_rank = True  # all ranks are given the same
+    error.on_every_rank = True  # all ranks hold the same
     return error
 
 
 def _nothing_given(what: str) -> DataError:
     error = DataError(f"the {what} no sample, but at least one is needed; leave the call out where there is none")
-    error.on_every_rank = True  # all ranks are given the same
+    error.on_every_rank = True  # all ranks hold the same
     return error

@@ -53,16 +53,16 @@ class Engine(Turns):
     single rank without a launcher). If the program has initialised it already, the engine uses that and leaves it open
     at the end. A process can have one engine at a time; after `close` it can open another, under another layout.
 
-    Initial weights are those of a run of `mtrain train`: from `checkpoint.initialize_from` or `model.hf`, or drawn from
+    Initial weights are those of `mtrain train`: from `checkpoint.initialize_from` or `model.hf`, or drawn from
     `train.seed`, the same under any layout. Of `data.*` only `data.seq_length`, the length of a sample, and
     `data.packing` are used.
 
-    Batches are global: every rank is given all samples and takes its own. Any number of samples is allowed; empty rows,
-    which count nothing, complete the last microbatch. With `data.packing` rows hold several samples, which do not
-    attend to each other.
+    Batches are global: every rank passes all samples, and the engine takes the rank's part. Any number of samples is
+    allowed; empty rows, which count nothing, complete the last microbatch. With `data.packing` rows hold several
+    samples, which do not attend to each other.
 
-    Raises of all methods: RankLostError and MachineError inside a `with` block, where another rank is gone or memory
-    runs out; RuntimeError after `close`.
+    All methods may raise RankLostError or MachineError inside a `with` block, when another rank is gone or memory runs
+    out, and RuntimeError after `close`.
     """
 
     def __init__(self, config: Config) -> None:
@@ -93,7 +93,7 @@ class Engine(Turns):
                 self._base = SharedBase(self._built_step)
                 held.callback(self._base.close)
             self._batches = GlobalBatches(config, groups)
-            # a failure above closes all that was opened; from here on `close` does
+            # a failure above closes everything that was opened; from here on `close` does
             self._held = held.pop_all()
             open_engines.add(self)
 
@@ -121,19 +121,19 @@ class Engine(Turns):
     ) -> ForwardResult:
         """Returns the log-probability of each token under the current weights; no gradient, no dropout.
 
-        One all-reduce of the result over all ranks, in addition to those of the forward pass.
+        The result takes one all-reduce over all ranks, in addition to those of the forward pass.
 
         Args:
             batch: Samples of the global batch.
-            entropy: Whether to compute the entropy of each distribution too, which costs one more all-reduce over TP
-                for each chunk of tokens, and a pass over the logits.
+            entropy: Whether to compute the entropy of each distribution, which costs one more all-reduce over TP for
+                each chunk of tokens, and a pass over the logits.
             temperature: Divisor of the logits, for log-probabilities and entropies of a sampler with that temperature.
-                None: `Datum.temperature` of each sample, 1 where it has none.
-            routed_experts: Whether to return the experts that each token was sent to, for `Datum.routed_experts` of
-                later passes; one more all-reduce over all ranks for each layer with experts.
+                None: `Datum.temperature` of each sample, by default 1.
+            routed_experts: Whether to return each token's experts, for `Datum.routed_experts` of later passes; one more
+                all-reduce over all ranks for each layer with experts.
 
         Raises:
-            ConfigError: Routed experts are asked for or given, and the model has no experts, or drops tokens.
+            ConfigError: Routed experts are requested or given, and the model has no experts, or drops tokens.
             DataError: A sample does not fit the configuration.
         """
         asked = AskedScores(entropy, temperature, routed_experts)
@@ -148,9 +148,6 @@ class Engine(Turns):
         Returns:
             Score of each sample, on every rank: the sum of the log-probabilities of its weighted tokens, in nats, or
             their mean if loss.aggregation=seq-mean-token-mean; for a reward model the reward.
-
-        Raises:
-            DataError: A sample does not fit the configuration, or is member of no group.
         """
         return scores_of_samples(batch, self._built().model, self._batches)
 
@@ -162,21 +159,21 @@ class Engine(Turns):
     ) -> None:
         """Accumulates the undivided gradient of a batch; several calls can form one step.
 
-        Numerators and denominators are added up too, and `optim_step` divides once: calls with parts of a batch are
+        Numerators and denominators are summed as well, and `optim_step` divides once: calls with parts of a batch are
         equivalent to one call with all of it, bit for bit if the microbatches are the same (parts of a multiple of dp x
         micro_batch_size samples). Nothing is reduced over data-parallel ranks, and the host does not wait.
 
         Args:
             batch: Samples of the global batch.
-            loss: Loss to use instead of `loss.function`: a name, as that key accepts it, or a function TermInputs ->
-                LossPair under the contract of docs/extending/loss.md. Weights follow `loss.aggregation`. None: the loss
-                of the configuration.
-            options: Options of a loss that is given by its name, as in `loss.options`.
+            loss: Loss instead of `loss.function`: a name, as for that key, or a function TermInputs -> LossPair under
+                the contract of docs/extending/loss.md. Weights follow `loss.aggregation`. None: the loss of the
+                configuration.
+            options: Options of a named loss, as in `loss.options`.
 
         Raises:
-            ConfigError: The loss function is not known, does not accept the options, breaks its contract or needs a
-                teacher where there is none; or this is a second call, and terms with denominators of their own need the
-                whole batch in the first one.
+            ConfigError: The loss function is not known, does not accept the options, breaks its contract or lacks its
+                teacher; or this is a second call, and terms with denominators of their own need the whole batch in the
+                first one.
             DataError: A sample does not fit the configuration, or lacks an extra that the loss needs; the gradients of
                 earlier calls are kept. An error during the pass loses them.
             NumericError: An extra is not finite; the gradients of earlier calls are kept.
@@ -198,12 +195,12 @@ class Engine(Turns):
 
         Args:
             lr: Learning rate; None: that of `optimizer.*` for this step.
-            options: Options of AdamW from this step on; None: as they are, at first those of `optimizer.*`.
+            options: Options of AdamW from this step on; None: unchanged, initially those of `optimizer.*`.
 
         Raises:
             ConfigError: Options are given, but the optimizer is Muon.
-            NumericError: A loss, a denominator or the gradient norm is not finite or cannot be right. The gradients are
-                lost, the weights unchanged. On all ranks.
+            NumericError: A loss, a denominator or the gradient norm is not finite or impossible, on all ranks. The
+                gradients are lost, the weights unchanged.
             RuntimeError: There was no `forward_backward` since the last step.
             ValueError: An update with this learning rate and these options could leave the range of float32. The
                 gradients are kept.
@@ -233,14 +230,14 @@ class Engine(Turns):
 
         Args:
             batches: Global batches of any sizes; read once, `train.global_batch_size` samples at a time.
-            loss: Loss to use instead of `loss.function`, as for `forward_backward`.
-            options: Options of a loss that is given by its name.
+            loss: Loss instead of `loss.function`, as for `forward_backward`.
+            options: Options of a named loss.
 
         Raises:
             NumericError, ConfigError, DataError: See `forward_backward` and `optim_step`.
         """
         built = self._built()
-        # data are read once, so whether some sample has a temperature or routed experts is not known; without it is 1,
+        # data are read once, so whether a sample has a temperature or routed experts is unknown; without it is 1,
         # and routers choose
         has_routes = self.config.model.experts is not None
         objective = replace(self._objective_of(loss, options), has_temperatures=True, has_routes=has_routes)
@@ -257,20 +254,20 @@ class Engine(Turns):
         """Generates an answer to each prompt with the current weights, with its log-probabilities; no dropout.
 
         Neither the layout nor the other prompts change an answer: a token is drawn from the seed, the number of its
-        prompt and its position. To draw several answers to one prompt, give it several times.
+        prompt and its position. Repeat a prompt to draw several answers to it.
 
         Args:
             prompts: Token ids of each prompt, the same on all ranks; at least one token each.
             sampling: Rules for drawing tokens and ending an answer. None: SamplingParams().
-            max_sequences: Largest number of answers in progress on a data-parallel or context-parallel rank, for whose
-                keys and values memory is allocated.
-            routed_experts: Whether to return the experts that each token was sent to, for `Datum.routed_experts`.
+            max_sequences: Most answers in progress on a data-parallel or context-parallel rank; memory is allocated for
+                their keys and values.
+            routed_experts: Whether to return each token's experts, for `Datum.routed_experts`.
 
         Returns:
             Answer to each prompt, on every rank.
 
         Raises:
-            ConfigError: The model's layers cannot generate, or routed experts are asked for and it has no experts.
+            ConfigError: The model's layers cannot generate, or it has no experts to return.
             NumericError: The logits are not finite.
             ValueError: A prompt is empty, or holds a number that is no id of the vocabulary.
         """
@@ -340,23 +337,23 @@ class Engine(Turns):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields the current weights whole, under Hugging Face's names, for an inference engine; uses no disk.
 
-        The tensors are bit for bit those that `export_hf` writes, in the order of the model; a table that a folder
-        holds under two names is yielded once. (With adapters on a GPU the sum with the frozen matrix is rounded on the
-        GPU, in an export on the CPU.) Tensors are on the engine's device, in the precision that the run computes in,
-        and the caller may keep them.
+        The tensors are bit for bit those of `export_hf`, in the order of the model; a table that a folder holds under
+        two names is yielded once. (With adapters on a GPU the sum with the frozen matrix is rounded on the GPU, in an
+        export on the CPU.) Tensors are on the engine's device, in the precision of the run, and the caller may keep
+        them.
 
         Every rank must iterate to the end, and must not call another method of the engine meanwhile: tensors are
         gathered during the iteration, a bucket at a time, by one broadcast from each rank that holds a part of it.
 
         Args:
-            content: Weights of a model with adapters to yield: "merged", "base" for the frozen model, or "adapter" for
-                the adapters alone under PEFT's names, the only weights that change.
+            content: Weights of a model with adapters: "merged", "base" for the frozen model, or "adapter" for the
+                adapters under PEFT's names, the only weights that change.
             everywhere: Whether every rank gets the tensors; if not, only rank 0 does, and others iterate over nothing.
             bucket_bytes: Size of the tensors that are gathered together; a rank that gets them needs about three times
                 as much.
 
         Raises:
-            ConfigError: Adapters are asked for where there are none.
+            ConfigError: The model has no adapters to yield.
             DataError: No Hugging Face family can describe the model.
         """
         return self._hf_tensors(content).stream(bucket_bytes, everywhere)
@@ -371,14 +368,14 @@ class Engine(Turns):
         Args:
             group: Group of rank 0 and the receivers on rank 0, with a backend that sends from the engine's device; it
                 need not be part of the default process group. None on the other ranks.
-            content: Weights to send; see `named_hf_tensors`.
-            bucket_bytes: Size of the tensors that are gathered and sent together; see `named_hf_tensors`.
+            content: Weights to send, as for `named_hf_tensors`.
+            bucket_bytes: Size as for `named_hf_tensors`.
 
         Returns:
             Number of bytes that were sent.
 
         Raises:
-            ConfigError: Rank 0 has no group, or adapters are asked for where there are none.
+            ConfigError: Rank 0 has no group, or the model has no adapters to send.
             DataError: No Hugging Face family can describe the model.
         """
         on_first_rank(lambda: need_group(group))
@@ -387,19 +384,19 @@ class Engine(Turns):
     def weight_deltas(
         self, content: HfContent = "merged", dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> WeightDeltas:
-        """Returns a sender of `named_hf_tensors` that sends only what has changed since it last did.
+        """Returns a sender of `named_hf_tensors` that sends only what has changed since the last sync.
 
         Args:
-            content: Weights to send; see `named_hf_tensors`.
+            content: Weights to send, as for `named_hf_tensors`.
             dtype: Dtype that the receiver computes in, to which tensors in the run's precision are rounded: a change
                 that rounding hides is not sent. None: as they are.
-            bucket_bytes: Size of the tensors that are gathered together; see `named_hf_tensors`.
+            bucket_bytes: Size as for `named_hf_tensors`.
 
         Raises:
-            ConfigError: Adapters are asked for where there are none.
+            ConfigError: The model has no adapters to send.
             DataError: No Hugging Face family can describe the model.
         """
-        self._hf_tensors(content, dtype)  # a first plan, so that what is wrong is said here
+        self._hf_tensors(content, dtype)  # a first plan, so that errors are raised here
         return WeightDeltas(lambda: self._hf_tensors(content, dtype), bucket_bytes, self.device)
 
     def __enter__(self) -> Self:

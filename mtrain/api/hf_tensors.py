@@ -1,6 +1,6 @@
 """Weights of a distributed model under Hugging Face's names and shapes, gathered a bucket at a time.
 
-Names, shapes and bits are those of the folder that an export writes: the same tables define both. No disk is used.
+Names, shapes and bits are those of an export: the same tables define both. No disk is used.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mtrain.hf.schema.peft import PeftTensor
 from mtrain.hf.schema.table import FilledSlice, stream_tensor
 
 HfContent: TypeAlias = Literal["merged", "base", "adapter"]
-"""Weights of a model with adapters: the merged model, the frozen model alone, or the adapters alone under PEFT's names.
-Without adapters merged and base are the same."""
+"""Weights of a model with adapters: merged, the frozen model alone, or the adapters alone under PEFT's names. Without
+adapters merged and base are the same."""
 
 
 class _Unit(NamedTuple):
@@ -43,11 +43,10 @@ class _Unit(NamedTuple):
     """Global names of these parameters."""
     tensors: Sequence[NamedKind]
     make: Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
-    """Function of the whole parameters by name that returns `tensors`."""
+    """Computes `tensors` from the whole parameters by name."""
 
     @property
     def size_bytes(self) -> int:
-        """Returns the size of `tensors`."""
         return sum(each.kind.size_bytes for each in self.tensors)
 
 
@@ -57,15 +56,13 @@ class HfTensors:
     def __init__(self, model: RankModel, content: HfContent, dtype: torch.dtype | None = None) -> None:
         """Plans the tensors; gathers none yet.
 
-        Collective over the world: two all-gathers of objects, and the gathering of parameters that an update has left.
+        Collective over the world: two all-gathers of objects, and the gathering of the model's updated parameters.
 
         Args:
-            model: Model of this rank; its parameters are gathered first.
-            content: Weights to export.
             dtype: Dtype of the tensors that the run holds in its precision; None: that precision.
 
         Raises:
-            ConfigError: Adapters are asked for where the configuration has none.
+            ConfigError: The configuration has no adapters to export.
             DataError: No Hugging Face family can describe the model. On all ranks.
             ValueError: The content is none of `HfContent`.
         """
@@ -100,10 +97,7 @@ class HfTensors:
     def by_rank(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Yields every tensor on one rank: bucket i on rank i modulo their number, a bucket on each rank at a time.
 
-        Collective over the world, up to the end of the iteration. A tensor comes to the same rank each time.
-
-        Args:
-            bucket_bytes: Size of the tensors that are gathered together, as for `stream`.
+        Collective over the world, up to the end of the iteration. A tensor always goes to the same rank.
         """
         buckets, count = self._buckets(bucket_bytes), dist.get_world_size()
         for first in range(0, len(buckets), count):
@@ -111,7 +105,7 @@ class HfTensors:
             yield [each for bucket in made for each in bucket]  # those of other ranks are empty
 
     def _made(self, bucket: Sequence[_Unit], receiver: int | None) -> Iterator[tuple[str, Tensor]]:
-        """Gathers a bucket, and yields its tensors where they are needed: on one rank, or on all if None."""
+        """Gathers a bucket, and yields its tensors on one rank, or on all if `receiver` is None."""
         whole = self._whole.gather([name for unit in bucket for name in unit.sources], receiver)
         if whole is None:
             return
@@ -121,10 +115,7 @@ class HfTensors:
 
     def send(self, bucket_bytes: int, group: dist.ProcessGroup | None) -> int:
         """Sends all tensors to the other ranks of `group` if this rank has one; other ranks help to gather them.
-
-        Returns:
-            Number of bytes that were sent, on all ranks.
-        """
+        Returns the number of bytes, on all ranks."""
         tensors, buckets = self.stream(bucket_bytes, everywhere=False), self.buckets(bucket_bytes)
         if group is not None:
             send_tensors(tensors, buckets, group, self._device)
@@ -150,7 +141,7 @@ class HfTensors:
             case "adapter":
                 yield from self._adapter_units(family)
             case "merged" | "base":
-                # what learns whole is not part of the frozen model
+                # what is trained as a whole is not part of the frozen model
                 adapter = self._config.adapter if self._content == "base" else None
                 for filled in family.table(source.model).slices:
                     if adapter is None or not is_learned_whole(self._config.model, adapter, filled.key):
@@ -202,7 +193,7 @@ class HfTensors:
             yield _Unit(names, kinds, _peft_maker(each, names, dtype, len(kinds)))
 
     def _sent_as(self, key: str, held: torch.dtype) -> torch.dtype:
-        """Returns the dtype of the exported tensor where the run holds or computes it in another."""
+        """Returns the dtype of the exported tensor if the run holds or computes it in another."""
         is_precision = held == DTYPES[self._config.train.precision]
         return held if self._dtype is None or not is_precision else dtype_outside(key, self._dtype)
 

@@ -34,15 +34,13 @@ from mtrain.core.step.scoring_pass import sequence_scores
 
 
 class AskedScores(NamedTuple):
-    """What a pass over a global batch reports in addition to log-probabilities, and at which temperature."""
+    """What a pass over a global batch reports besides log-probabilities, and at which temperature."""
 
     entropy: bool = False
-    """Whether the entropy is wanted."""
     temperature: float | None = None
-    """Divisor of the logits; None: that of each sample, 1 where it has none."""
+    """Divisor of the logits; None: that of each sample, by default 1."""
     routed_experts: bool = False
-    """Whether the experts of the tokens are wanted, which costs one all-reduce over the world per layer with
-    experts."""
+    """Whether to report the tokens' experts; one all-reduce over the world per layer with experts."""
 
 
 class LabelScores(NamedTuple):
@@ -52,9 +50,10 @@ class LabelScores(NamedTuple):
     """
 
     scores: Tensor
-    """Log-probabilities of the labels, and entropies if wanted, in nats, [1 or 2, rows, seq] float32 on the device."""
+    """[1 or 2, rows, seq] float32 on the device, in nats: log-probabilities of the labels, and entropies if
+    requested."""
     routed_experts: Tensor | None
-    """Experts that the tokens were sent to, [rows, seq, layers, top_k] int32 on the CPU; None if not wanted."""
+    """[rows, seq, layers, top_k] int32 on the CPU: experts of the tokens; None if not requested."""
 
 
 @torch.no_grad()
@@ -65,23 +64,19 @@ def label_scores(
     extras: Sequence[str],
     asked: AskedScores,
 ) -> LabelScores:
-    """Returns the log-probability of the label at each position of a global batch, and the entropy if wanted.
+    """Returns the log-probability of the label at each position of a global batch, and the entropy if requested.
 
-    The pass is forward only. One all-reduce of the result over the world at the end, in addition to megatron-core's own
-    collectives.
+    One all-reduce of the result over the world at the end, in addition to megatron-core's own collectives. The model's
+    parameters are gathered first, and it is left in training mode.
 
     Args:
-        model: Model of this rank; its parameters are gathered first, and it is left in training mode.
         batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
-        num_microbatches: Number of these microbatches.
-        extras: Names of the extras that the batches have.
-        asked: What is reported.
     """
     model.optimizer.gather_parameters()
     config, groups = model.config, model.groups
     size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, extras)
-    rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # without the tokens further ahead
+    rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # without MTP
     found = torch.zeros(1 + asked.entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
     columns = torch.arange(seq)
     if layout.cp > 1:
@@ -110,11 +105,7 @@ def label_scores(
 
 
 def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> None:
-    """Refuses passes of the frozen model where it cannot be had.
-
-    Raises:
-        ConfigError: There are no adapters, or a head or a table that is trained as a whole.
-    """
+    """Refuses passes of the frozen model without adapters, or with a head or table that is trained as a whole."""
     if adapter is None:
         raise ConfigError(
             "adapters_off needs a model with adapters, but the configuration has no adapter section; train one "
@@ -134,17 +125,13 @@ def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> N
 
 
 def reading(objective: Objective, batch: Sequence[Datum]) -> Objective:
-    """Returns the objective of a global batch, which reads what its samples give in addition to tokens and weights."""
+    """Returns the objective of a global batch, which reads what its samples contain besides tokens and weights."""
     has_temperatures = any(datum.temperature is not None for datum in checked_batch(batch))
     return replace(objective, has_temperatures=has_temperatures, has_routes=have_routes(batch))
 
 
 def scores_of_samples(batch: Sequence[Datum], model: RankModel, batches: GlobalBatches) -> list[float]:
-    """Returns the score of each sample of a global batch for a preference loss. Collective over the world.
-
-    Raises:
-        DataError: A sample does not fit the configuration, or is member of no group.
-    """
+    """Returns the score of each sample of a global batch for a preference loss. Collective over the world."""
     has_routes = have_routes(checked_batch(batch))
     extras = (ROUTED_EXPERTS,) if has_routes else ()
     samples = batches.samples(batch, extras)
@@ -154,16 +141,10 @@ def scores_of_samples(batch: Sequence[Datum], model: RankModel, batches: GlobalB
 
 
 def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, batches: GlobalBatches) -> ForwardResult:
-    """Returns log-probabilities of a global batch, and what else is asked for. Collective over the world.
-
-    Args:
-        batch: Samples of the global batch.
-        asked: What is reported.
-        model: Model of this rank.
-        batches: Splits samples over ranks.
+    """Returns log-probabilities of a global batch, and what else is requested. Collective over the world.
 
     Raises:
-        ConfigError: The model has a head; or routed experts are wanted of a model that has none to report.
+        ConfigError: The model has a head, or no experts to report.
         DataError: A sample does not fit the configuration.
     """
     if (head := model.config.model.head) is not None:

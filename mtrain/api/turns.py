@@ -1,4 +1,4 @@
-"""Models that share one frozen base, and take turns on it: adapters by name, and states that are put aside."""
+"""Models that share one frozen base in turns: adapters by name, and saved states."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from mtrain.training.resume import initialize, load_base, load_start_adapter
 
 
 class Accumulated(NamedTuple):
-    """Gradients of a step that is not finished."""
+    """Gradients of an unfinished step."""
 
     open_step: OpenStep
     gradients: list[Tensor]
@@ -64,10 +64,6 @@ class SharedBase:
     """Chunks of a frozen model, which hold one of several sets of adapters at a time."""
 
     def __init__(self, first: BuiltStep) -> None:
-        """
-        Args:
-            first: Step that the model was built with.
-        """
         self._sets = {id(first): AdapterSet(map(unwrap, first.model.chunks))}
         self._names: dict[str, BuiltStep] = {}
         self._current: BuiltStep | None = first
@@ -75,7 +71,7 @@ class SharedBase:
         """Whether the engine that built the model was closed."""
 
     def add(self, name: str, adapter: AnyAdapter, objective: Objective) -> BuiltStep:
-        """Builds adapters with an optimizer, and puts them in; they are still to be drawn. Collective."""
+        """Builds adapters with an optimizer, and installs them; their weights are not drawn yet. Collective."""
         first = self._current
         assert first is not None, "the caller has put a set in"
         self._take_out()
@@ -88,7 +84,7 @@ class SharedBase:
         return made
 
     def put_in(self, built: BuiltStep) -> BuiltStep:
-        """Makes a set that of the model, and returns it."""
+        """Installs a set of adapters in the model, and returns it."""
         if self._current is not built:
             self._take_out()
             self._sets[id(built)].put_in()
@@ -97,11 +93,9 @@ class SharedBase:
         return built
 
     def has(self, name: str) -> bool:
-        """Says whether there are adapters of a name."""
         return name in self._names
 
     def remove(self, name: str) -> None:
-        """Frees adapters."""
         if self.is_closed:
             return
         gone = self._names.pop(name)
@@ -111,14 +105,14 @@ class SharedBase:
         let_go(gone.model.chunks)
 
     def close(self) -> None:
-        """Lets all sets go."""
+        """Releases all sets."""
         self.is_closed, self._current = True, None
         self._names.clear()
         self._sets.clear()
 
     def _take_out(self) -> None:
         if self._current is not None:
-            # hooks that wait for gathered parameters are on the modules of the base, too
+            # hooks that wait for gathered parameters are on the modules of the base as well
             self._current.model.optimizer.gather_parameters()
             self._sets[id(self._current)].take_out()
             self._current = None
@@ -128,7 +122,6 @@ class Turns:
     """State of a model that is trained on an engine, and what lets several take turns; the base class of `Engine`."""
 
     config: Config
-    """Configuration of the model."""
     step: int = 0
     """Number of completed updates."""
     _groups: Groups
@@ -142,11 +135,11 @@ class Turns:
     _is_bare: bool = False
 
     def adapter(self, name: str, section: Mapping[str, Any] | None = None, seed: int | None = None) -> Self:
-        """Adds an adapter to the frozen model, with an optimizer, gradients and a step of its own.
+        """Adds an adapter to the frozen model, with its own optimizer, gradients and step.
 
-        Calls of several adapters, and of the engine's own one, may be mixed in any order: each is to the bit what it is
-        alone. All share the frozen weights; the memory of an adapter is that of its parameters, gradients and optimizer
-        state, as `mtrain check` gives it, until its `close`.
+        Calls of several adapters, and of the engine's own one, may be mixed in any order: each gives the bits that it
+        gives alone. All share the frozen weights; until its `close` an adapter needs memory for its parameters,
+        gradients and optimizer state, as `mtrain check` reports.
 
         Args:
             name: Name, which no other adapter has.
@@ -154,11 +147,11 @@ class Turns:
             seed: Seed of the initial weights; None: `train.seed`.
 
         Returns:
-            Engine of this adapter. All methods of `Engine` work with it; `close` frees the adapter alone, and the
-            engine's own `close` ends all.
+            Engine of this adapter, with all methods of `Engine`; its `close` frees the adapter alone, and the engine's
+            own `close` ends all.
 
         Raises:
-            ConfigError: There is one of this name, the model has no frozen base, or cannot have such an adapter.
+            ConfigError: The name is taken, the model has no frozen base, or cannot have such an adapter.
         """
         self._built()
         adapter, base = self.config.adapter, self._base
@@ -199,7 +192,7 @@ class Turns:
         of `forward` or `scores` before the first `optim_step`.
 
         Raises:
-            ConfigError: The configuration has no `adapter`, or something of the model is trained as a whole.
+            ConfigError: The configuration has no `adapter`, or a part of the model is trained as a whole.
             RuntimeError: `forward_backward` was called inside the block, where there is nothing to train.
         """
         check_adapters_off(self.config.adapter, self.config.model)
@@ -211,10 +204,10 @@ class Turns:
                 self._is_bare = False
 
     def hold(self, weights_only: bool = False) -> Held:
-        """Copies what training has changed to the host's memory: with adapters the adapters alone.
+        """Copies what training has changed to host memory: with adapters the adapters alone.
 
         Args:
-            weights_only: Whether to copy the weights that compute alone, which is enough to sample from them.
+            weights_only: Whether to copy the compute weights alone, which is enough to sample from them.
         """
         model = self._built().model
         weights = held_weights(model)
@@ -226,7 +219,7 @@ class Turns:
         return Held(weights, held_optimizer(model), self.step, self._total_tokens, accumulated)
 
     def put_back(self, held: Held) -> None:
-        """Makes what was held the engine's state again; after weights alone, only passes and answers may follow."""
+        """Restores a state of `hold`; after weights alone, only passes and answers may follow."""
         model = self._built().model
         put_back_weights(held.weights, model)
         if held.optimizer is None:
@@ -239,7 +232,7 @@ class Turns:
             self._open, self._tokens = held.accumulated.open_step, held.accumulated.tokens
 
     def begin_anew(self, seed: int | None = None) -> None:
-        """Takes weights and optimizer back to step 0: new adapters, or the weights that the engine began with.
+        """Resets weights and optimizer to step 0: new adapters, or the weights that the engine began with.
 
         Args:
             seed: Seed of the adapters; None: `train.seed`. With `adapter.path` they are those of the folder again.
@@ -259,13 +252,13 @@ class Turns:
         self.forget_optimizer()
 
     def forget_optimizer(self) -> None:
-        """Sets moments, step and gradients back to 0; the weights stay."""
+        """Resets moments, step and gradients to 0; the weights stay."""
         clear_optimizer(self._built().model)
         self.drop_gradients()
         self.step = self._total_tokens = 0
 
     def drop_gradients(self) -> None:
-        """Forgets the gradients since the last step."""
+        """Drops the gradients since the last step."""
         self._open, self._tokens = None, 0
 
     def close(self) -> None:
@@ -285,11 +278,7 @@ class Turns:
         return self._built_step if self._base is None else self._base.put_in(self._built_step)
 
     def _checked_adapter(self, section: Mapping[str, Any]) -> AnyAdapter:
-        """Checks a section by all rules of the configuration.
-
-        Raises:
-            ConfigError: A rule is broken.
-        """
+        """Checks a section by all rules of the configuration."""
         try:
             given = {**self.config.model_dump(), "adapter": dict(section)}
             found = Config.model_validate(with_fused_targets(given)).adapter

@@ -1,4 +1,4 @@
-"""What has changed in a distributed model's weights since they were last sent, for an inference engine."""
+"""Changes of a distributed model's weights since they were last sent, for an inference engine."""
 
 from __future__ import annotations
 
@@ -16,42 +16,34 @@ from mtrain.hf.io.weight_delta import Change, Part, weights_fingerprint
 
 
 class WeightDeltas:
-    """Sender of weights by what changes from one sync to the next; every method is collective.
+    """Sends weights as changes from one sync to the next; every method is collective.
 
-    The tensors of the last sync are kept in host memory, each on one rank: a copy of the model in the dtype that is
-    sent, divided over all ranks. A rank gathers its share, compares it, and sends on what has changed.
+    The tensors of the last sync stay in host memory, each on one rank: a copy of the model in the dtype that is sent,
+    divided over all ranks. A rank gathers its share, compares it, and sends the changes.
     """
 
     def __init__(self, plan: Callable[[], HfTensors], bucket_bytes: int, device: torch.device) -> None:
-        """
-        Args:
-            plan: Function that plans the tensors of the weights of the moment.
-            bucket_bytes: Size of the tensors that are gathered together.
-            device: Device of this rank.
-        """
+        """`plan` plans the tensors of the current weights."""
         names = [uuid.uuid4().hex]
         dist.broadcast_object_list(names, src=0)
         self._plan, self._bucket_bytes, self._device, self._session = plan, bucket_bytes, device, names[0]
         self.sync = 0
-        """Number of the last sync that had changes to send."""
+        """Number of the last sync with changes."""
         self._held: dict[str, Tensor] = {}
         self._fingerprints: dict[str, str] = {}
         self._is_interrupted = True
 
     def parts(self, everywhere: bool = False, full: bool = False) -> Iterator[Tensor]:
-        """Yields what has changed since the last sync, as [bytes] uint8 on the CPU, for `WeightCopy.apply`.
+        """Yields the changes since the last sync, as [bytes] uint8 on the CPU, for `WeightCopy.apply`; nothing without
+        changes.
 
-        Nothing is yielded where nothing has changed. Every rank must iterate to the end, and must not call another
-        method of the engine meanwhile. The first sync has all weights, and so has one after an interrupted one. Costs
-        the gathers of `named_hf_tensors` to one rank each, and for each bucket one all-gather of a number and one
-        message.
+        Every rank must iterate to the end, and must not call another method of the engine meanwhile. The first sync has
+        all weights, and so has one after an interrupted one. Costs the gathers of `named_hf_tensors` to one rank each,
+        and for each bucket one all-gather of a number and one message.
 
         Args:
             everywhere: Whether every rank gets the parts; if not, only rank 0 does, and others iterate over nothing.
             full: Whether to send all weights; it is enough that one rank says so.
-
-        Raises:
-            DataError: No Hugging Face family can describe the model.
         """
         asked = torch.tensor(int(full or self._is_interrupted), device=self._device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
@@ -74,12 +66,12 @@ class WeightDeltas:
         self._is_interrupted = False
 
     def broadcast(self, group: dist.ProcessGroup | None, full: bool = False) -> int:
-        """Sends what has changed since the last sync to other processes, which call `WeightCopy.receive`.
+        """Sends the changes since the last sync to other processes, which call `WeightCopy.receive`.
 
         Args:
             group: Group of rank 0 and the receivers on rank 0, with a backend that sends from the engine's device; it
                 need not be part of the default process group. None on the other ranks.
-            full: Whether to send all weights, as a receiver asks for; it is enough that one rank says so.
+            full: Whether to send all weights, as a receiver may request; it is enough that one rank says so.
 
         Returns:
             Number of bytes that this rank sent.
@@ -110,7 +102,7 @@ class WeightDeltas:
         return found
 
     def _delivered(self, own: Tensor, everywhere: bool) -> Iterator[Tensor | None]:
-        """Yields each rank's part where there is one, or None on ranks that do not get it."""
+        """Yields each rank's part if there is one, or None on ranks that do not get it."""
         rank, count = dist.get_rank(), dist.get_world_size()
         lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(count)]
         dist.all_gather(lengths, torch.tensor([own.numel()], device=self._device))

@@ -21,19 +21,16 @@ from mtrain.runs.folder import RunFolder
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """Largest content of a run folder; metrics, logs and ledgers, which are small, are not counted."""
+    """Largest content of a run folder; metrics, logs and ledgers are small and not counted."""
 
     checkpoint_bytes: int
-    """Size of one checkpoint."""
     num_checkpoints: int
-    """Number of checkpoints that are kept, and one that is being written while none has been deleted for it yet."""
+    """Checkpoints that are kept, and one that is being written before another is deleted."""
     export_bytes: int
-    """Size of one export."""
     num_exports: int
 
     @property
     def total_bytes(self) -> int:
-        """Sums up checkpoints and exports."""
         return self.checkpoint_bytes * self.num_checkpoints + self.export_bytes * self.num_exports
 
 
@@ -50,8 +47,8 @@ def disk_need(config: Config) -> DiskNeed:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Estimates the size of a checkpoint: weights in the run's precision, the optimizer's numbers in fp32; for adapters
-    those alone.
+    """Estimates a checkpoint: weights in the run's precision, the optimizer's numbers in fp32; for adapters those
+    alone.
 
     Replicas are written once, and padding of the vocabulary not at all, so the size does not depend on the layout.
     """
@@ -67,12 +64,7 @@ _GIB = 2**30
 
 
 def look_at_disk(config: Config, findings: Findings) -> None:
-    """Compares the space that the run will need with the free space and with what an earlier start has written already.
-
-    Args:
-        config: Configuration of the run.
-        findings: Findings to add to.
-    """
+    """Compares the space that the run needs with the free space and with what an earlier start has written."""
     folder, need = RunFolder(Path(config.run.dir)), disk_need(config)
     place = _nearest(folder.path)
     with findings.looking():

@@ -1,4 +1,4 @@
-"""Check of the files that a configuration names: whether they exist, are whole, and fit the model."""
+"""Checks the files that a configuration names: whether they exist, are whole, and fit the model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,8 @@ from mtrain.preflight.findings import Findings
 def look_at_files(config: Config, findings: Findings) -> None:
     """Opens each data and tokenizer file that a run would open, so that all faults are found at once.
 
-    It reads the whole index of an indexed corpus, and tokens at a few places; it makes the first record of each record
-    file into a sample, under the run's chat template.
-
-    Args:
-        config: Configuration of the run.
-        findings: Findings to add to.
+    It reads the index of an indexed corpus, tokens at a few places, and the first record of each record file as a
+    sample under the run's chat template.
     """
     tokenizer = None
     if config.data.tokenizer is not None:
@@ -54,7 +50,6 @@ def look_at_files(config: Config, findings: Findings) -> None:
 
 
 def source_paths(data: FilesSection) -> list[str]:
-    """Returns the paths of all sources, each once."""
     held_out = [each for sections in data.valid_sets.values() for each in sections]
     return list(dict.fromkeys(each.path for each in (*data.all_sources, *held_out, *data.test)))
 
@@ -84,7 +79,6 @@ class _Texts:
         return f"{tokenizer.path}: {tokenizer.vocab_size:,} tokens of model.vocab_size={model.vocab_size:,} ({rows})"
 
     def look_at_records(self, data: SftSection) -> None:
-        """Makes the first record of each file into a sample."""
         config, findings = self.config, self.findings
         vocab_size, compares = config.model.vocab_size, compared(config.loss, data)
         from mtrain.data.encoding.encoder import (
@@ -134,11 +128,7 @@ class _Texts:
                 self._look_for_learnable(data, encoder)
 
     def _look_for_learnable(self, data: SftSection, encoder: SampleEncoder) -> None:
-        """Opens the data as a run does if none of the first records shows that there is something to learn.
-
-        Raises:
-            DataError: No sample has anything to learn.
-        """
+        """Opens the data as a run does if none of the first records shows that there is something to learn."""
         from mtrain.data.formats.record_files import record_files
         from mtrain.data.formats.records import chunks
 

@@ -12,22 +12,20 @@ from mtrain.plan.search.layer_cost import PackedSteps
 
 @dataclass
 class Findings:
-    """Facts and faults, in the order in which they were found."""
+    """Facts and faults, in order of discovery."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of what was checked and what was found."""
+    """Pairs of subject and finding."""
     faults: list[MtrainError] = field(default_factory=list)
     packed_steps: Callable[[int], PackedSteps] | None = None
-    """Returns, for a number of data-parallel ranks, what the steps of the run hold; None where its samples share no
-    rows, or were not opened."""
+    """Number of data-parallel ranks -> what the steps hold; None if samples share no rows, or were not opened."""
 
     def fact(self, name: str, value: str) -> None:
-        """Notes that something is as it should be."""
         self.facts.append((name, value))
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Notes a fault that ends the block, and goes on, so that all are found at once."""
+        """Records a fault that ends the block, and goes on, so that all are found at once."""
         try:
             yield
         except MtrainError as fault:
@@ -35,6 +33,5 @@ class Findings:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the kind of fault that a start would meet first: configuration, data, machine; 0 without a
-        fault."""
+        """Exit code of the fault that a start would meet first: configuration, data, machine; 0 without a fault."""
         return min((fault.exit_code for fault in self.faults), default=0)

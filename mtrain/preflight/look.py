@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from mtrain.data.sources import OpenedData
 
 _SOON_TOKENISED_BYTES, _SOON_READ_BYTES = 64 << 20, 1 << 30
-"""Size of records, and of a checkpoint, up to which a check reads them; more would take too long."""
+"""Size of records, and of a checkpoint, up to which a check reads them."""
 
 
 def look_at_start(config: Config, findings: Findings, needs_weights: bool, is_now: bool) -> None:
-    """Goes through a start, up to where it would need ranks and devices; the arguments are those of `look`."""
+    """Goes through a start up to where it would need ranks and devices; arguments as for `look`."""
     folder = RunFolder(Path(config.run.dir))
     if config.checkpoint.export_hf_every_steps:
         with findings.looking():
@@ -88,12 +88,13 @@ class Start:
     config: Config
     findings: Findings
     needs_weights: bool = True
-    """Whether a folder of `model.hf` that holds no weights yet is a fault."""
+    """Whether a `model.hf` folder without weights is a fault."""
 
     def is_soon_opened(self) -> bool:
         """Says whether opening the data takes seconds only, as for an indexed corpus and for few records.
 
-        Random tokens are opened only where the configuration asks for more than tokens, which could be refused."""
+        Random tokens are opened only if the configuration asks for more than tokens, which could be refused.
+        """
         config = self.config
         if isinstance(config.data, MockSection):
             return config.sequences_per_sample > 1 or config.model.output.head_rows > 0
@@ -134,8 +135,8 @@ class Start:
             self._look_at_reference(config.loss.reference)
 
     def _inputs(self) -> dict[str, str]:
-        """Returns the fingerprints of what the run reads besides its training data; without that of a teacher, whose
-        weights would have to be loaded."""
+        """Returns the fingerprints of the run's inputs besides training data, without a teacher's, whose weights would
+        have to be loaded."""
         if _is_usual(self.config.loss):
             return {}
         from mtrain.core.loss.functions.sources import source_fingerprints
@@ -143,7 +144,7 @@ class Start:
         return source_fingerprints(self.config.loss)
 
     def look_at_model(self, name: str) -> None:
-        """Checks the weights that a new run, or a service, begins with; the finding has this name."""
+        """Checks the initial weights of a run or a service; the finding has this name."""
         config, findings = self.config, self.findings
         if config.checkpoint.initialize_from is not None:
             from mtrain.checkpoint.state.start_weights import check_megatron_weights, check_weights  # megatron-core
@@ -198,11 +199,7 @@ def _entry(start: Path) -> CheckpointEntry:
 
 
 def _verified(find: Callable[[Mapping[int, str]], Newest]) -> CheckpointEntry | None:
-    """Returns the newest checkpoint that is valid. As at a start, all its bytes are read, unless that takes long.
-
-    Args:
-        find: Function that returns the newest checkpoint but for unusable ones, given as step -> reason.
-    """
+    """Returns the newest valid checkpoint. As at a start, all its bytes are read, unless that takes long."""
     from mtrain.checkpoint.store.verification import verify_files
 
     unusable: dict[int, str] = {}
@@ -222,9 +219,6 @@ def look(config: Config, findings: Findings, needs_weights: bool = True, *, is_n
     """Goes through a start, checks its disks for room, and looks for the libraries of its trackers.
 
     Args:
-        config: Configuration of the run.
-        findings: Findings to add to.
-        needs_weights: Whether a folder of `model.hf` that holds no weights yet is a fault.
         is_now: Whether the run would start now; if not, the one that works in its folder may have ended by then.
     """
     if config.metrics.trackers:

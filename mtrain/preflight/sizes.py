@@ -18,12 +18,7 @@ from mtrain.preflight.findings import Findings
 
 
 def look_at_sizes(epochs: Epochs, findings: Findings) -> None:
-    """Adds a fact for each source of files, and one for each epoch.
-
-    Args:
-        epochs: Configuration and opened training data of the run.
-        findings: Findings to add to.
-    """
+    """Adds a fact for each source of files, and one for each epoch."""
     stream, data = epochs.stream, epochs.config.data
     if isinstance(stream, Blended) and isinstance(data, FilesSection):
         for (name, _), source in zip(stream.named_sizes, stream.sources):
@@ -33,16 +28,11 @@ def look_at_sizes(epochs: Epochs, findings: Findings) -> None:
 
 
 _MOST_STEPS = 16
-"""Number of steps that are packed to find their mean."""
+"""Steps that are packed to find their mean."""
 
 
 def packed_steps(epochs: Epochs, dp_size: int) -> PackedSteps:
-    """Packs the first steps of the run, and some until its end, as training does; returns their means.
-
-    Args:
-        epochs: Configuration, with packing, and opened training data of the run.
-        dp_size: Number of data-parallel ranks.
-    """
+    """Packs the first steps of the run, and some until its end, as training does; returns their means."""
     config, stream = epochs.config, epochs.stream
     shape, steps = StepShape.of(config, dp_size), steps_of(config, stream)
     counts, pairs, num_rows = [], 0, 0
@@ -57,7 +47,7 @@ def packed_steps(epochs: Epochs, dp_size: int) -> PackedSteps:
 
 
 def _size(source: SampleSource, seq_length: int) -> str:
-    """Describes the records of a source; of running text, which has none, the samples."""
+    """Describes the records of a source, or the samples of running text."""
     if not isinstance(source, SftDataset | PreferenceDataset):
         return f"{len(source):,} samples of {seq_length:,} tokens"
     cache = source.cache
@@ -69,7 +59,7 @@ def _size(source: SampleSource, seq_length: int) -> str:
 
 
 def _passes(epochs: Epochs, data: FilesSection) -> Iterator[str]:
-    """Yields how often the run passes each source of its first blend, and of a lone one the steps of an epoch."""
+    """Yields how often the run passes each source of its first blend, and the steps of an epoch of a lone one."""
     if data.curriculum:
         return
     config, num_steps = epochs.config, epochs.config.train.num_steps

@@ -1,7 +1,7 @@
-"""Decision which rank is lost, from repeated looks at a node's ranks and, when these make no progress, at other nodes.
+"""Decides which rank is lost, from repeated looks at a node's ranks and, when these make no progress, at other nodes.
 
 A training step ends on all ranks or on none, so a job hangs when none of its ranks makes progress. Then the others wait
-for the rank that is at the earliest place. Time in which the watchdog itself did not run does not count.
+for the rank at the earliest place. Time in which the watchdog itself did not run does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_NAMED = 8
 
 
 class Lost(StrEnum):
-    """Way in which a rank is lost."""
+    """How a rank is lost."""
 
     STOPPED = "is stopped"
     """The rank shows no sign of life: it uses no processor time, and its heartbeat thread does not run."""
@@ -31,7 +31,7 @@ class Lost(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits in seconds within which a rank has to make progress."""
+    """Limits in seconds within which a rank has to make progress."""
 
     step_s: float
     """Limit in data, forward_backward, update and validation; also for a sign of life in any phase."""
@@ -40,7 +40,7 @@ class Limits:
     save_s: float
 
     def of(self, phase: str, is_first_step: bool) -> float:
-        """Returns the limit of a phase; infinite where nothing shows progress."""
+        """Returns the limit of a phase; infinite if nothing shows progress."""
         match Phase(phase):
             case Phase.START | Phase.BUILD:
                 return max(self.start_s, self.step_s)
@@ -63,10 +63,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Loss:
-    """Rank that is lost, as far as the watchdog can tell."""
+    """A lost rank, as far as the watchdog can tell."""
 
     rank: int
-    """Number of the rank; negative where only the node is known."""
+    """Number of the rank; negative if only the node is known."""
     how: Lost
     place: str
     silent_s: float
@@ -97,16 +97,13 @@ class _Clock:
 
 
 class Judge:
-    """Judge that remembers earlier looks; it is asked again and again."""
+    """Remembers earlier looks; call it again and again."""
 
     def __init__(self, limits: Limits, longest_gap_s: float, others: Callable[[], Mapping[int, Beat]] = dict) -> None:
-        """
-        Args:
-            limits: Limits after which a rank is lost.
-            longest_gap_s: Longest time between two looks that counts; a longer gap means that the node or the watchdog
-                was suspended.
-            others: Function that returns the beats of other nodes' ranks; called when this node's ranks make no
-                progress.
+        """Args:
+        longest_gap_s: Longest time between two looks that counts; a longer gap means that the node or the watchdog
+            was suspended.
+        others: Returns the beats of other nodes' ranks; called when this node's ranks make no progress.
         """
         self._limits, self._longest_gap_s, self._others = limits, longest_gap_s, others
         self._life: dict[int, _Clock] = {}
@@ -118,16 +115,10 @@ class Judge:
         self._looked_s: float | None = None
         self._beats: Mapping[int, Beat] = {}
         self.nearness = 0.0
-        """Part of its limit that the slowest rank has used up at the latest look; at 1 it is lost."""
+        """Share of its limit that the slowest rank had used at the latest look; at 1 it is lost."""
 
     def look(self, now: float, seen: Sequence[Seen], expected: int) -> Loss | None:
-        """Returns the rank that is lost; None where there is none.
-
-        Args:
-            now: Time of a monotonic clock.
-            seen: Ranks of this node that have begun and have not left by themselves.
-            expected: Number of ranks that should be among `seen`.
-        """
+        """Returns the lost rank; None if there is none."""
         passed_s = min(now - (now if self._looked_s is None else self._looked_s), self._longest_gap_s)
         self._looked_s = now
         gone = [one for one in seen if one.process is None]

@@ -1,4 +1,4 @@
-"""Meeting place of a node's ranks and their watchdog: a folder in memory that belongs to one launch on one node."""
+"""Where a node's ranks and their watchdog meet: a folder in memory that belongs to one launch on one node."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ _OF_SRUN = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_NODEI
 
 
 def node_folder(environ: Mapping[str, str]) -> Path:
-    """Returns a folder that is the same for all ranks of one launch on one node, and for no other; does not create it.
-
-    Args:
-        environ: Environment variables that the launcher has set.
-    """
+    """Returns the folder shared by the ranks of one launch on one node, and by no others; does not create it."""
     if environ.get("MTRAIN_LAUNCH"):
         names: tuple[str, ...] = _OF_LOCAL_LAUNCH
     elif "RANK" in environ:
@@ -37,12 +33,10 @@ def node_folder(environ: Mapping[str, str]) -> Path:
 
 
 def pulse_file(folder: Path, rank: int) -> Path:
-    """Returns the file to which the rank writes its pulse."""
     return folder / f"rank_{rank:05d}"
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Returns the file to which the rank's own handler writes its stacks."""
     return folder / f"stack_{rank:05d}"
 
 

@@ -14,17 +14,16 @@ class ProcessState(NamedTuple):
     """State of a process at one time."""
 
     letter: str
-    """State letter: R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger."""
+    """R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger."""
     cpu_s: float
     """Processor time that the process has used."""
     tracer: int
-    """Process that debugs it; 0 where there is none."""
+    """Process that debugs it; 0 if there is none."""
     caught_signals: int
-    """Bit mask of the signals that the process has a handler for."""
+    """Bit mask of the signals with a handler."""
 
     @property
     def is_stopped(self) -> bool:
-        """Whether SIGSTOP or a terminal has stopped the process."""
         return self.letter == "T"
 
     @property
@@ -33,12 +32,11 @@ class ProcessState(NamedTuple):
         return self.tracer != 0
 
     def catches(self, number: int) -> bool:
-        """Says whether the process has a handler for a signal."""
         return bool(self.caught_signals >> (number - 1) & 1)
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """Reads the state of a process; None where it has ended, or cannot be seen."""
+    """Reads the state of a process; None if it has ended or cannot be seen."""
     try:
         # the name, in parentheses, may contain anything
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Rank's side of the watchdog: its pulse, its answer to requests for stacks, and the start of the watchdog's
+"""A rank's side of the watchdog: its pulse, its answer to requests for stacks, and the start of the watchdog's
 process."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MOST_STARTS = 2
 def watched(config: Config, environment: RankEnvironment) -> Iterator[Pulse | None]:
     """Gives this rank a pulse inside the block, and its node a watchdog, which the node's first rank starts.
 
-    Enter it before torch is loaded, so that a rank that hangs during loading is found, too. Yields None where nobody
-    watches: watch.enabled=false, or a single rank runs at a terminal, perhaps in a debugger.
+    Enter it before torch is loaded, so that a rank that hangs during loading is found. Yields None if nobody watches:
+    watch.enabled=false, or a single rank at a terminal, perhaps in a debugger.
     """
     alone_at_a_terminal = not has_launcher(environment) and sys.stdin is not None and sys.stdin.isatty()
     if not config.watch.enabled or alone_at_a_terminal:

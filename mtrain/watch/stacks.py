@@ -1,4 +1,4 @@
-"""Stacks of ranks that hang: by a handler of their own in C, which needs no interpreter lock, and from outside."""
+"""Stacks of hanging ranks: by their own handler in C, which needs no interpreter lock, and from outside."""
 
 from __future__ import annotations
 
@@ -70,11 +70,7 @@ def ask(states: Sequence[PulseState]) -> list[PulseState]:
 
 
 def _send_to_main_thread(pid: int, number: int) -> None:
-    """Sends a signal to the main thread only; to the process, where the C library lacks the call.
-
-    Raises:
-        OSError: The process has ended, or belongs to another user.
-    """
+    """Sends a signal to the main thread only; to the process if the C library lacks the call."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "tgkill"):  # glibc before 2.30, musl
         os.kill(pid, number)
@@ -83,17 +79,12 @@ def _send_to_main_thread(pid: int, number: int) -> None:
 
 
 def dump(folder: Path, states: Sequence[PulseState], lost: int, out: Path) -> dict[int, Path]:
-    """Writes a file of stacks for each rank. A stopped rank is continued for that, so it should be ended at once
-    afterwards.
+    """Writes a file of stacks for each rank; returns rank -> file, for those that could be written. A continued rank,
+    which was stopped, should be ended at once afterwards.
 
     Args:
-        folder: Folder of the node.
-        states: States of the ranks.
         lost: Rank that the others wait for; more is collected about it.
         out: Folder for the files; it is created.
-
-    Returns:
-        Rank -> its file, for those that could be written.
     """
     seen = {state.rank: process_state(state.pid) for state in states}
     in_kernel = {state.rank: kernel_view(state.pid) for state in states}

@@ -26,34 +26,33 @@ from mtrain.watch.process import memory_kills, process_state
 from mtrain.watch.stacks import ask, dump, innermost
 
 ENDING = "ending"
-"""File next to the pulses: the watchdog ends the job; the folder is deleted when it has reported everything."""
+"""File next to the pulses: the watchdog is ending the job; it deletes the folder after its report."""
 
 ORDERED = "ordered"
-"""File next to the pulses: the launcher ends all ranks now, so that none of them counts as lost."""
+"""File next to the pulses: the launcher ends all ranks now, so none of them counts as lost."""
 
 _LOOKS_PER_TIMEOUT = 30
 _LOOK_S = (0.1, 0.5)
 _LONGEST_GAP = 4.0
 """Longest gap that counts, in looks; in a longer one the ranks did not run either."""
 _FIRST_S = 60.0
-"""Time in which the first rank has to appear."""
+"""Seconds in which the first rank has to appear."""
 _HEAD_START_S = 3.0
-"""Time that the lost rank's node has to end it, so that it is the first to end."""
+"""Seconds that the lost rank's node has to end it, so that it is the first to end."""
 _OLD_S = 600.0
 _EARLY = 0.8
-"""Part of a rank's limit after which all ranks are asked for their stacks."""
+"""Share of a rank's limit after which all ranks are asked for their stacks."""
 _GRACE_S = 6.0
-"""Time in which the other ranks may leave by themselves after one has been ended."""
+"""Seconds in which the other ranks may leave by themselves after one has been ended."""
 _GONE_S = 0.7
-"""Time before an ended rank counts as lost: a launcher that ends all ranks ends the watchdog, too."""
+"""Seconds before an ended rank counts as lost: a launcher that ends all ranks ends the watchdog as well."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the watchdog, as the node's first rank passes them."""
+    """Settings of the watchdog, from the node's first rank."""
 
     node: str
-    """Folder of the pulses."""
     run_dir: str
     local_world_size: int
     world_size: int
@@ -65,7 +64,6 @@ class Settings:
     launch: str | None
 
     def as_json(self) -> str:
-        """Returns the settings as one line of JSON."""
         return json.dumps(asdict(self))
 
 
@@ -73,9 +71,6 @@ class Watchdog:
     """Watchdog of one node in one start."""
 
     def __init__(self, settings: Settings) -> None:
-        """Args:
-        Settings from the command line.
-        """
         self._settings, self._node, self._run_dir = settings, Path(settings.node), Path(settings.run_dir)
         shortest, longest = _LOOK_S
         self._look_s = min(max(settings.step_s / _LOOKS_PER_TIMEOUT, shortest), longest)
@@ -112,7 +107,6 @@ class Watchdog:
             ask([state for state in states if state.left_with is None])
 
     def _is_over(self) -> bool:
-        """Says whether no rank is left to watch."""
         if self._is_ordered():
             return True
         states = self._states()
@@ -141,7 +135,7 @@ class Watchdog:
         return {rank: beat for rank, beat in beats if beat is not None and beat.start == number}
 
     def _named(self, loss: Loss, states: Sequence[PulseState]) -> Loss:
-        """Adds the number of a rank that has never begun, where there is only one node."""
+        """Adds the number of a rank that has never begun, if there is only one node."""
         if loss.rank >= 0 or self._settings.local_world_size != self._settings.world_size:
             return loss
         missing = set(range(self._settings.world_size)) - {state.rank for state in states}
