@@ -12,20 +12,10 @@ from mtrain.config.schema.train import TrainSection
 _GIB, _MIB = 2**30, 2**20
 _COLUMNS = ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "update", "total")
 _HOST_COLUMN = ("pinned on the host",)
-"""Header of the column that is added where activations or moments move to the host."""
+"""Column that is added if activations or moments move to the host."""
 
 
 def plan_lines(config: Config, world_size: int, notes_on_folder: Sequence[str] = ()) -> list[str]:
-    """Returns the plan of a run as plain lines.
-
-    Args:
-        config: Configuration of the run.
-        world_size: Number of its ranks.
-        notes_on_folder: Notes on the folder that model.hf names.
-
-    Raises:
-        ConfigError: The configuration does not run on `world_size` ranks.
-    """
     summary = _Summary(config, Layout.from_config(config, world_size))
     notes = [*known_issues.notes(config), *adapters.notes(config), *notes_on_folder]
     lines = [f"{name:<18}{value}" for name, value in summary.facts().items()]
@@ -37,13 +27,13 @@ def plan_lines(config: Config, world_size: int, notes_on_folder: Sequence[str] =
 
 
 class _Summary(NamedTuple):
-    """A configuration and its layout, of which the facts are printed."""
+    """Facts of a configuration and its layout."""
 
     config: Config
     layout: Layout
 
     def facts(self) -> dict[str, str]:
-        """Returns what is printed of the layout, the batch and the model, by name."""
+        """Returns the printed facts of layout, batch and model, by name."""
         config, layout = self.config, self.layout
         train, model = config.train, config.model
         at_most = "" if config.data.packing is None else "at most "
@@ -81,7 +71,6 @@ class _Summary(NamedTuple):
         } | ({"passed to megatron": f"{passed} (each proven by tests/parity; no other field passes)"} if passed else {})
 
     def _rows(self) -> str:
-        """Describes what a data-parallel rank computes in a step."""
         config, layout = self.config, self.layout
         microbatches = f"{most_microbatches(config, layout)} microbatches x {config.train.micro_batch_size}"
         if config.data.packing is None:

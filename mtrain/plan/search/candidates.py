@@ -1,7 +1,7 @@
 """Ways to divide a number of ranks, each with a lower bound of the time of a step.
 
-The bound is the sum over all layers, which is the same for every pipeline: so it is computed once for each division of
-the layers' own work (tp, cp, ep, etp, micro-batch), and the many pipelines over it cost a few multiplications.
+The bound sums over all layers and is the same for every pipeline, so it is computed once for each division of the
+layers (tp, cp, ep, etp, micro-batch); the many pipelines over it cost a few multiplications.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ _NO_SPLIT: dict[str, Any] = {"first_stage_layers": None, "last_stage_layers": No
 
 
 class WeightDegrees(NamedTuple):
-    """Degrees by which weights are divided."""
-
     tp: int
     pp: int
     ep: int
@@ -34,7 +32,8 @@ class WeightDegrees(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A layout and micro-batch size; what `mtrain train` would refuse is refused when the candidate is tried."""
+    """A layout and micro-batch size; layouts that `mtrain train` would refuse are refused when the candidate is
+    tried."""
 
     degrees: WeightDegrees
     cp: int
@@ -43,7 +42,7 @@ class Candidate(NamedTuple):
     vpp: int
     micro_batch_size: int
     least_seconds: float
-    """Lower bound of the seconds of a step, whatever is recomputed."""
+    """Lower bound of a step's seconds, whatever is recomputed."""
 
     def section(self, num_layers: int) -> LayoutSection:
         """Returns the section `layout.*` of the candidate."""
@@ -57,14 +56,8 @@ class Candidate(NamedTuple):
 def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: int) -> Iterator[Candidate]:
     """Yields every division of exactly `num_gpus` ranks whose weights, gradients and moments alone fit.
 
-    Sequence parallelism is on wherever tp is above 1: no estimate here is better without. Tensor parallelism stays
-    inside a node.
-
-    Args:
-        config: Configuration of the run; its layout, micro-batch size and recomputation are not used.
-        num_gpus: Number of GPUs, the world size.
-        cluster: Cluster on which the run is to run.
-        usable_bytes: Bytes of a GPU's memory that may be filled.
+    Sequence parallelism is on for every tp above 1: no estimate here is better without. Tensor parallelism stays inside
+    a node. Layout, micro-batch size and recomputation of `config` are not used.
     """
     bounds: dict[tuple[Any, ...], float] = {}
     kinds = known_issues.context_kinds(config)
@@ -126,8 +119,8 @@ def state_bytes(config: Config, degrees: WeightDegrees, num_gpus: int) -> int:
 
 
 def stage_split(num_layers: int, pp: int, vpp: int) -> dict[str, int] | None:
-    """Returns the number of layers in the first and last stage where layers do not divide evenly: fewer than in other
-    stages, as embeddings and logits share these stages. None where a stage would have no layer."""
+    """Returns the layers of the first and last stage if layers do not divide evenly: fewer than in others, since these
+    stages also have embeddings and logits. None if a stage would have no layer."""
     stages = pp * vpp
     each = -(-num_layers // stages)
     lacking = each * stages - num_layers
@@ -149,7 +142,7 @@ def _stage_layers(num_layers: int, pp: int, split: dict[str, int]) -> tuple[int,
 
 @functools.cache
 def _virtual_stages(num_layers: int, pp: int, may_interleave: bool) -> list[int]:
-    """Lists the possible numbers of virtual stages a rank; interleaving needs as many microbatches as ranks."""
+    """Lists the possible virtual stages a rank; interleaving needs as many microbatches as ranks."""
     most = num_layers // pp + 1 if pp > 1 and may_interleave else 1
     return [each for each in range(1, most + 1) if stage_split(num_layers, pp, each) is not None]
 

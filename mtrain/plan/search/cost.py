@@ -1,10 +1,9 @@
 """Time of a step, by components: pure functions of a configuration, a layout and a cluster.
 
-A step takes as long as its slowest pipeline stage needs for all microbatches, the bubble before and after, the
-transfers that nothing hides, and the update. Assumed to be hidden are: gradients' sums by the last backward pass and
-parameters' gathering by the first forward pass, where the configuration overlaps them; transfers between stages of an
-interleaved schedule except for its warm-up; half of a backward pass's transfers of tensor parallelism, which run while
-the gradients of weights are computed.
+A step takes as long as its slowest pipeline stage needs for all microbatches, plus the bubble, exposed transfers, and
+the update. Assumed to be hidden: sums of gradients behind the last backward pass and gathering of parameters behind the
+first forward pass, if the configuration overlaps them; transfers between stages of an interleaved schedule except for
+its warm-up; half of the tensor-parallel transfers of a backward pass, behind the gradients of weights.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from mtrain.plan.search.hardware import Group, Transfer, gathered, reduced, sent
 from mtrain.plan.search.layer_cost import LayerCost, Workload, layer_cost, logits_seconds
 
 UPDATE_BYTES = 30
-"""Bytes read and written for each parameter that a rank updates: gradient, main weight, both moments, weight."""
+"""Bytes read and written per updated parameter: gradient, main weight, both moments, weight."""
 
 
 @dataclass(frozen=True)
@@ -33,33 +32,29 @@ class StepTime:
     matrices: float
     attention: float
     elementwise: float
-    """Time of norms, activations, logits' losses, and of the host where it needs longer."""
+    """Norms, activations, the logits' losses, and the host if it needs longer."""
     recompute: float
-    """Time of forward passes of layers or modules that run again, with their transfers."""
+    """Forward passes of layers or modules that run again, with their transfers."""
     tp: float
     cp: float
     ep: float
     p2p: float
-    """Time of transfers between stages."""
+    """Transfers between stages."""
     bubble: float
     dp: float
-    """Time of gradients and parameters, as far as nothing hides it."""
+    """Exposed time of gradients and parameters."""
     update: float
 
     def parts(self) -> dict[str, float]:
-        """Returns each component by name."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def total(self) -> float:
-        """Sums up all components."""
         return sum(self.parts().values())
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of a step of one candidate."""
-
     time: StepTime
     nvlink_bytes: float
     """Bytes that a rank sends inside its node."""
@@ -67,7 +62,6 @@ class StepCost:
 
     @property
     def bubble_share(self) -> float:
-        """Returns the bubble's share of the step."""
         return self.time.bubble / self.time.total
 
 
@@ -118,7 +112,7 @@ def step_cost(work: Workload) -> StepCost:
 
 
 def least_microbatch_seconds(work: Workload) -> float:
-    """Predicts the seconds of all stages together for one microbatch, forward and backward, with nothing recomputed."""
+    """Predicts the seconds of all stages together for one microbatch, forward and backward, without recomputation."""
     return sum(stage.total for stage in _stages(work))
 
 
@@ -152,8 +146,8 @@ def _stages(work: Workload) -> list[_Stage]:
 
 @once_a_model
 def _kinds(model: ModelSection) -> tuple[list[int], dict[int, list[int]]]:
-    """Returns, for each layer, the first layer that costs the same: of the same parts, and with the same window or
-    none; and for each of these, how many of its kind are among the first n layers."""
+    """Returns, for each layer, the first layer that costs the same (the same parts and kind of window), and, for each
+    of these, how many of its kind are among the first n layers."""
     first: dict[tuple[int, bool], int] = {}
     keys = ((parts, sees_everything(model, layer)) for layer, parts in enumerate(kinds(model)))
     found = [first.setdefault(key, layer) for layer, key in enumerate(keys)]
@@ -170,7 +164,7 @@ def _num_again(work: Workload, num_layers: int) -> int:
 
 
 def _backward(work: Workload) -> float:
-    """Returns the products of a backward pass for each of a forward pass: gradients of inputs and, where trained, of
+    """Returns the products of a backward pass for each of a forward pass: gradients of inputs and of trained
     weights."""
     return 2.0 if work.config.adapter is None else 1.0
 
@@ -181,10 +175,10 @@ def _add(stage: _Stage, work: Workload, cost: LayerCost, count: int, again: floa
     stage.matrices += count * cost.matrices * (1 + _backward(work))
     stage.attention += count * cost.attention * 3.5  # backward computes the scores once more
     stage.elementwise += count * 3 * (cost.elementwise + slow)
-    stage.tp += count * cost.tp.seconds * 2  # backward has another transfer, during the gradients of weights
+    stage.tp += count * cost.tp.seconds * 2  # backward has another transfer, behind the gradients of weights
     stage.cp += count * (cost.cp.seconds + cost.cp_backward.seconds)
     stage.ep += count * cost.ep.seconds * 2
-    # where sequences are divided, backward gathers the inputs of a part once more for the gradients of weights
+    # if sequences are divided, backward gathers the inputs of a part once more for the gradients of weights
     transfers = cost.tp * (2.5 if work.layout.sp else 2) + cost.cp + cost.cp_backward + cost.ep * 2
     stage.sent += transfers * count
     forward = cost.compute + cost.tp.seconds + cost.cp.seconds + cost.ep.seconds
@@ -219,7 +213,7 @@ def _between_stages(work: Workload) -> Transfer:
 
 
 def _data_parallel(work: Workload, stage: _Stage, held: RankParameters) -> tuple[Transfer, float]:
-    """Predicts sums of gradients and gathering of parameters, and how many of their seconds computation hides."""
+    """Predicts sums of gradients and gathering of parameters, and the seconds of both that computation hides."""
     layout, cluster, train = work.layout, work.cluster, work.config.train
     groups = (
         (held.dense, Group(layout.dp * layout.cp, layout.tp)),

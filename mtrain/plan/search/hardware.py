@@ -1,13 +1,11 @@
-"""GPUs and their links, as the makers state them, and the shares of these rates that programs reach.
+"""GPUs and their links according to their makers, and the shares of these rates that programs reach.
 
 Everything here is an assumption that can be overridden; docs/machines/planning.md has the sources and the check against
 published numbers.
 
-Time and bytes of transfers between ranks, by the alpha-beta model: a latency, and bytes over a bandwidth.
-
-Ranks are numbered so that tp is innermost, then cp, then dp, then pp (mtrain/arch/layout.py). A group whose members lie
-`stride` ranks apart fits into a node where stride x size does; else some of its members share a node, and together use
-as many network cards.
+Transfers between ranks follow the alpha-beta model: a latency, and bytes over a bandwidth. Ranks are numbered with tp
+innermost, then cp, dp, pp (mtrain/arch/layout.py). A group whose members are `stride` ranks apart fits into a node if
+stride x size does; else the members that share a node use as many network cards together.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from mtrain.base.errors import ConfigError
 
 GIB = 2**30
 USABLE_MEMORY = 0.9
-"""Share of a GPU's memory that the estimate may fill: context, libraries, buffers of communication and fragmentation
-take the rest."""
+"""Share of a GPU's memory that the estimate may fill; context, libraries, communication buffers and fragmentation take
+the rest."""
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device; rates a second, bandwidths in one direction."""
+    """One device; rates per second, bandwidths in one direction."""
 
     name: str
     flops: float
@@ -37,9 +35,9 @@ class Gpu:
     memory_bandwidth: float
     """Bytes a second between a GPU and its memory."""
     nvlink_bandwidth: float
-    """Bytes a second between this GPU and all others of its node."""
+    """Bytes a second between this GPU and the others of its node."""
     network_bandwidth: float
-    """Bytes a second between this GPU and other nodes: a network card for each GPU is assumed."""
+    """Bytes a second between this GPU and other nodes, with a network card for each GPU."""
     matrix_efficiency: float
     """Share of the peak that a product of large matrices reaches under the device's power limit."""
     attention_efficiency: float
@@ -53,13 +51,11 @@ GPUS = {
     "h200": Gpu("h200", 989e12, 67e12, 140 * GIB, 4.8e12, 450e9, 50e9, 0.64, 0.42),
     "b200": Gpu("b200", 2250e12, 75e12, 180 * GIB, 8.0e12, 900e9, 50e9, 0.62, 0.38),
 }
-"""Known GPUs by name, from data sheets of NVIDIA (SXM, dense): what they call GB of memory are about as many GiB."""
+"""Known GPUs by name, from NVIDIA's data sheets (SXM, dense), whose GB of memory are about as many GiB."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind, in nodes of one size."""
-
     gpu: Gpu
     gpus_per_node: int = 8
     link_efficiency: float = 0.8
@@ -69,15 +65,10 @@ class Cluster:
     network_latency_s: float = 30e-6
     """Latency of one collective between nodes."""
     launch_s: float = 4e-6
-    """Time that the host needs to launch each kernel."""
+    """Time in which the host launches a kernel."""
 
 
 def gpu_named(name: str) -> Gpu:
-    """Returns the GPU of this name.
-
-    Raises:
-        ConfigError: No GPU has this name.
-    """
     if name.lower() not in GPUS:
         raise ConfigError(
             f"--gpu {name} is not known; choose {', '.join(GPUS)}, and give what differs by --tflops, --nvlink-gbs and "
@@ -87,11 +78,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def memory_size(text: str) -> int:
-    """Returns the bytes of a size such as 80GiB, 141GB or 79.5 GiB.
-
-    Raises:
-        ConfigError: The text is no size.
-    """
+    """Returns the bytes of a size such as 80GiB, 141GB or 79.5 GiB."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise ConfigError(f"--gpu-memory {text} is no size; write it as 80GiB or 141GB")
@@ -119,14 +106,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate with each other."""
-
     size: int
     stride: int
     """Distance of neighbours in the order of ranks."""
 
     def members_in_a_node(self, cluster: Cluster) -> int:
-        """Counts the members of the group that share a node."""
         return max(1, min(self.size, cluster.gpus_per_node // self.stride))
 
 
@@ -146,7 +130,7 @@ def gathered(cluster: Cluster, group: Group, whole_bytes: float) -> Transfer:
 
 
 def reduced(cluster: Cluster, group: Group, whole_bytes: float) -> Transfer:
-    """Predicts an all-reduce: a reduce-scatter and an all-gather, one after the other."""
+    """Predicts an all-reduce as a reduce-scatter and an all-gather."""
     return gathered(cluster, group, whole_bytes) * 2
 
 
@@ -163,7 +147,7 @@ def exchanged(cluster: Cluster, group: Group, own_bytes: float) -> Transfer:
 
 
 def sent(cluster: Cluster, stride: int, num_bytes: float) -> Transfer:
-    """Predicts a transfer from one rank to another whose number is higher by `stride`."""
+    """Predicts a transfer to the rank `stride` higher."""
     if stride < cluster.gpus_per_node:
         bandwidth = cluster.gpu.nvlink_bandwidth * cluster.link_efficiency
         return Transfer(cluster.nvlink_latency_s + num_bytes / bandwidth, nvlink_bytes=num_bytes)

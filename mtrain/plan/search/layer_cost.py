@@ -1,7 +1,7 @@
 """Cost of one layer, and of the logits, on a rank for one microbatch: pure functions of sizes.
 
-Products of matrices run at the peak of the device times an efficiency that falls with their smallest dimension, and
-not faster than the memory feeds them; fused attention has an efficiency of its own; everything else is bound by memory.
+Products of matrices run at the device's peak times an efficiency that falls with their smallest dimension, and not
+faster than memory feeds them; fused attention has its own efficiency; everything else is bound by memory.
 """
 
 from __future__ import annotations
@@ -19,40 +19,38 @@ from mtrain.config import Config
 from mtrain.plan.search.hardware import Cluster, Group, Transfer, exchanged, gathered
 
 HALF_EFFICIENT = 160
-"""Smallest dimension of a product at which half the efficiency is left: tiles of 128 x 256 elements fill a device
-partly."""
+"""Smallest dimension of a product that halves the efficiency: tiles of 128 x 256 elements fill a device partly."""
 LAUNCHES = 45
-"""Number of kernels of a layer in one direction."""
+"""Kernels of a layer in one direction."""
 TOUCHES = 2.5
-"""Number of times that elementwise kernels read or write, forward, each element that the backward pass keeps."""
+"""How often elementwise kernels read or write, forward, each element that the backward pass keeps."""
 
 
 class PackedSteps(NamedTuple):
     """Means over the steps of a run whose samples share rows."""
 
     num_microbatches: float
-    """Number of forward passes of a rank in a step."""
+    """Forward passes of a rank in a step."""
     attended_share: float
     """Pairs of tokens that attention sees, each sample alone, relative to rows of one sample."""
 
 
 class Workload(NamedTuple):
-    """A configuration under a layout on a cluster, for which times are predicted."""
+    """A configuration under a layout on a cluster."""
 
     config: Config
     layout: Layout
     cluster: Cluster
     packed: PackedSteps | None = None
-    """Means over the steps, where the lengths of samples are known; None: as if no samples shared a row."""
+    """Means over the steps if the lengths of samples are known; None: as if no samples shared a row."""
 
     @property
     def num_microbatches(self) -> float:
-        """Returns the number of forward passes of a rank in a step."""
         return most_microbatches(self.config, self.layout) if self.packed is None else self.packed.num_microbatches
 
     @property
     def tokens(self) -> float:
-        """Counts the positions of a microbatch that one rank holds, not divided by sequence parallelism."""
+        """Counts the positions of a microbatch on one rank, not divided by sequence parallelism."""
         return self.config.train.micro_batch_size * self.config.row_width / self.layout.cp
 
     @property
@@ -63,13 +61,12 @@ class Workload(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Returns the peak of a device at the run's precision, in operations a second."""
+        """Returns the device's peak at the run's precision, in FLOP/s."""
         gpu = self.cluster.gpu
         return gpu.fp32_flops if self.config.train.precision == "fp32" else gpu.flops
 
     @property
     def element_bytes(self) -> int:
-        """Returns the bytes of an activation's element."""
         return element_bytes(self.config.train)
 
 
@@ -81,7 +78,7 @@ class LayerCost:
     attention: float
     elementwise: float
     least: float
-    """Seconds that the host needs to launch all kernels."""
+    """Seconds in which the host launches all kernels."""
     tp: Transfer
     cp: Transfer
     cp_backward: Transfer
@@ -89,7 +86,6 @@ class LayerCost:
 
     @property
     def compute(self) -> float:
-        """Returns the seconds of all arithmetic."""
         return max(self.matrices + self.attention + self.elementwise, self.least)
 
 
@@ -123,8 +119,7 @@ def layer_cost(work: Workload, layer: int) -> LayerCost:
 
 
 def logits_seconds(work: Workload) -> float:
-    """Predicts the output layer's forward pass for one predicted token, and that of the losses, which read the
-    logits."""
+    """Predicts the output layer's forward pass for one predicted token, and the losses, which read the logits."""
     width = output_columns(work.config.model, work.layout.tp)
     product = product_seconds(work, work.tokens, width, work.config.model.hidden_size)
     return product + TOUCHES * work.tokens * width * 4 / work.cluster.gpu.memory_bandwidth
@@ -168,7 +163,7 @@ def _transfers(work: Workload, layer: int) -> tuple[Transfer, Transfer]:
 
 
 def _context_transfers(work: Workload, layer: int, attention: float) -> tuple[Transfer, Transfer]:
-    """Predicts the transfers of cp, forward and backward; `attention` is the seconds of its products forward."""
+    """Predicts the transfers of cp, forward and backward; `attention` are the seconds of its products forward."""
     layout, cluster, tokens = work.layout, work.cluster, work.tokens
     model, size, cp = work.config.model, work.element_bytes, layout.cp
     group = Group(cp, layout.tp)
@@ -197,5 +192,5 @@ def _context_transfers(work: Workload, layer: int, attention: float) -> tuple[Tr
 
 
 def _behind(transfer: Transfer, seconds: float) -> Transfer:
-    """Returns the transfer with the time that is left when it overlaps with `seconds` of arithmetic."""
+    """Returns the part of the transfer that `seconds` of arithmetic do not hide."""
     return replace(transfer, seconds=max(0.0, transfer.seconds - seconds))

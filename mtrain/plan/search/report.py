@@ -31,7 +31,6 @@ _HEADER = ("", "layout", "micro-batch", "recompute", "GiB", "bubble", "NVLink GB
 
 
 def recompute_name(train: TrainSection) -> str:
-    """Returns a short name of what is recomputed."""
     if train.recompute_modules is None:
         return train.recompute + ("" if train.recompute_layers is None else f" {train.recompute_layers}")
     return "+".join(train.recompute_modules)
@@ -106,7 +105,7 @@ def _difference(more: dict[str, float]) -> str:
 
 
 def as_json(found: Found, cluster: Cluster) -> dict[str, Any]:
-    """Returns the same results for programs: seconds, bytes and shares."""
+    """Returns the results for programs: seconds, bytes and shares."""
     return {
         "counts": vars(found.counts),
         "gpu": vars(cluster.gpu),

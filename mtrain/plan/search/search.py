@@ -1,5 +1,5 @@
-"""Search for the fastest layouts that fit: candidates are tried in the order of a lower bound of their time, and only
-as far as that bound requires."""
+"""Searches the fastest layouts that fit: candidates are tried in the order of a lower bound of their time, and only as
+far as that bound requires."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout, micro-batch size and recomputation, its memory and its cost."""
+    """A layout, micro-batch size and recomputation, with memory and cost."""
 
     config: Config
     layout: Layout
@@ -34,36 +34,28 @@ class Choice:
 
 @dataclass
 class Counts:
-    """Counts of the steps of a search."""
-
     bounded: int = 0
-    """Number of divisions of the ranks, with micro-batch sizes, whose time has a lower bound."""
+    """Divisions of the ranks, with micro-batch sizes, that have a lower bound."""
     tried: int = 0
-    """Number of those that the bound did not exclude and that `mtrain train` would accept."""
+    """Divisions that the bound did not exclude and that `mtrain train` would accept."""
     measured: int = 0
-    """Number of memory estimates."""
+    """Memory estimates."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search."""
-
     choices: list[Choice]
-    """Choices with different layouts, the fastest first; empty where nothing fits."""
+    """Choices with different layouts, the fastest first; empty if nothing fits."""
     closest: Choice | None
-    """Choice that needs least memory, where nothing fits; None where no layout is legal."""
+    """If nothing fits, the choice that needs least memory; None if no layout is legal."""
     counts: Counts
 
 
 def search(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int, num_choices: int = 5) -> Found:
-    """Finds the fastest choices that fit.
+    """Finds the fastest choices that fit; layout, micro-batch size and recomputation of `config` are to be chosen.
 
     Args:
-        config: Configuration of a run whose layout, micro-batch size and recomputation are to be chosen.
-        num_gpus: Number of GPUs, the world size.
-        cluster: Cluster on which the run is to run.
-        memory_bytes: Memory of one GPU in bytes; the estimate may fill USABLE_MEMORY of it.
-        num_choices: Number of choices to find.
+        memory_bytes: Memory of one GPU; the estimate may fill USABLE_MEMORY of it.
     """
     counts, usable = Counts(), int(memory_bytes * USABLE_MEMORY)
     ordered = sorted(candidates(config, num_gpus, cluster, usable), key=lambda each: each.least_seconds)
@@ -81,7 +73,7 @@ def search(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int, n
 
 
 def with_layout(config: Config, section: LayoutSection, micro_batch_size: int) -> Config:
-    """Returns the configuration under another layout. Recomputation is chosen after this; every other key stays."""
+    """Returns the configuration under another layout, still without recomputation; every other key stays."""
     changes = {
         "micro_batch_size": micro_batch_size,
         "recompute": "none",
@@ -100,11 +92,11 @@ class _Best:
 
     @property
     def limit(self) -> float:
-        """Returns the time that a choice has to undercut to be kept."""
+        """Returns the time that a choice has to undercut."""
         return self.choices[-1].cost.time.total if len(self.choices) == self.size else float("inf")
 
     def add(self, choice: Choice) -> None:
-        """Keeps the choice where it is among the fastest."""
+        """Keeps the choice if it is among the fastest."""
         key = _weights_key(choice.layout)
         same = [each for each in self.choices if _weights_key(each.layout) == key]
         if same and same[0].cost.time.total <= choice.cost.time.total:
@@ -114,12 +106,12 @@ class _Best:
 
 
 def _weights_key(layout: Layout) -> tuple[int, ...]:
-    """Returns a key that is equal for layouts that hold the same weights on a rank, whatever the schedule."""
+    """Returns a key that is equal for layouts with the same weights on a rank, whatever the schedule."""
     return layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
 
 
 def _try(work: Workload, usable: int, best: _Best, counts: Counts) -> None:
-    """Tries the layout with as little recomputation as lets it fit, if it can be among the best."""
+    """Tries the layout with the least recomputation with which it fits, if it can be among the best."""
     for given in recomputations(work.config):
         cost = step_cost(work._replace(config=given))
         if cost.time.total >= best.limit:
@@ -132,7 +124,7 @@ def _try(work: Workload, usable: int, best: _Best, counts: Counts) -> None:
 
 
 def recomputations(config: Config) -> Iterator[Config]:
-    """Yields ways to recompute, from nothing to everything, each of which takes longer than the one before."""
+    """Yields ways to recompute, from nothing to everything, each slower than the one before."""
     has_dense = any(config.model.has_dense(layer) for layer in dict.fromkeys(kinds(config.model)))
     parts = (["mlp"] if has_dense else []) + (["moe"] if config.model.experts is not None else [])
     for recompute, modules in (
@@ -146,7 +138,7 @@ def recomputations(config: Config) -> Iterator[Config]:
 
 
 def is_legal(config: Config) -> bool:
-    """Says whether the configuration keeps every rule, including rules on keys that were changed without validation."""
+    """Says whether the configuration keeps every rule, also for keys that were changed without validation."""
     try:
         Config.model_validate(config.model_dump())
     except ValidationError:
@@ -155,7 +147,7 @@ def is_legal(config: Config) -> bool:
 
 
 def heaviest(config: Config, layout: Layout, usable: int = _NO_LIMIT) -> MemoryEstimate:
-    """Estimates the rank that needs most memory; stops at the first rank that needs more than `usable`."""
+    """Estimates the rank that needs most memory; stops at the first rank above `usable`."""
     found: list[MemoryEstimate] = []
     for pp_rank in sorted(range(layout.pp), key=lambda each: (each not in (0, 1, layout.pp - 1), each)):
         found.append(memory_per_rank(config, layout, pp_rank))

@@ -1,4 +1,4 @@
-"""Verdict whether a run fits into a GPU's memory, and what to change where it does not."""
+"""Says whether a run fits into a GPU's memory, and what to change if it does not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEGREES = ("tp", "cp", "pp", "ep")
 
 @dataclass(frozen=True)
 class Remedy:
-    """Other values for some keys, and the choice that results from them."""
+    """Changed keys, and the choice that results."""
 
     keys: Mapping[str, Any]
     choice: Choice
@@ -34,14 +34,8 @@ class Remedy:
 
 
 def smallest_change(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Remedy | None:
-    """Finds one change that makes the run fit, else two together; the fastest of those; None where two are not enough.
-
-    Args:
-        config: Configuration of a run that does not fit.
-        num_gpus: Number of GPUs, the world size, which stays.
-        cluster: Cluster on which the run is to run.
-        memory_bytes: Memory of one GPU in bytes; the estimate may fill USABLE_MEMORY of it.
-    """
+    """Finds one change that makes the run fit, else two together; the fastest of those; None if two are not enough. The
+    estimate may fill USABLE_MEMORY of `memory_bytes`."""
     single = list(_changes(config, num_gpus, cluster))
     pairs = ({**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys())
     for group in (single, pairs):
@@ -52,7 +46,7 @@ def smallest_change(config: Config, num_gpus: int, cluster: Cluster, memory_byte
 
 
 def _changes(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """Yields changes each of which needs less memory, or may."""
+    """Yields changes that need less memory, or may."""
     train, layout = config.train, config.layout
     size = train.micro_batch_size
     while size > 1:
@@ -80,7 +74,7 @@ def _changes(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[dict[s
 def _tried(
     config: Config, keys: Mapping[str, Any], num_gpus: int, cluster: Cluster, memory_bytes: int
 ) -> Remedy | None:
-    """Evaluates a change; None where it is not legal or does not fit."""
+    """Evaluates a change; None if it is illegal or does not fit."""
     changed = with_keys(config, keys)
     if changed is None or broken_rules(changed, num_gpus):
         return None
@@ -92,7 +86,7 @@ def _tried(
 
 
 def with_keys(config: Config, keys: Mapping[str, Any]) -> Config | None:
-    """Returns the configuration with other values for dotted keys; None where a rule refuses them."""
+    """Returns the configuration with other values for dotted keys; None if a rule refuses them."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in keys.items():
         section, name = key.split(".")
@@ -111,13 +105,7 @@ def _shown(value: object) -> str:
 
 
 def verdict(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> str:
-    """Describes that the run fits, and with how much room.
-
-    Args:
-        config: Configuration of the run.
-        num_gpus: Number of GPUs, the world size.
-        cluster: Cluster on which the run is to run; the fastest of several remedies is named.
-        memory_bytes: Memory of one GPU in bytes; the estimate may fill USABLE_MEMORY of it.
+    """Says that the run fits, and with how much room; the estimate may fill USABLE_MEMORY of `memory_bytes`.
 
     Raises:
         ConfigError: The run does not fit; the message names the smallest change with which it does.

@@ -1,4 +1,4 @@
-"""A choice as a configuration file: the machine stands in a comment of its first line, and is read from there."""
+"""A choice as a configuration file, whose first line states the machine in a comment."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mtrain.plan.search.search import Choice
 
 _GIB = 2**30
 _MACHINE = re.compile(r"^# GPUs: (\d+) x (\w+) (\d+(?:\.\d+)?) ?Gi?B\b", re.MULTILINE)
-"""Pattern of the line that states the machine; GB of a GPU are GiB, as its maker writes them."""
+"""Line that states the machine; GB of a GPU are GiB, as its maker writes them."""
 _HEAD_BYTES = 4096
 
 
 class StatedMachine(NamedTuple):
-    """Machine that a configuration states, in a line such as `# GPUs: 64 x h100 80 GiB`."""
+    """Machine in a line such as `# GPUs: 64 x h100 80 GiB`."""
 
     num_gpus: int
     memory_bytes: int
@@ -30,7 +30,7 @@ class StatedMachine(NamedTuple):
 
 
 def stated_machine(paths: Iterable[Path]) -> StatedMachine | None:
-    """Reads the machine that the files state, the last one of several; None where no file states one."""
+    """Reads the machine that the last of the files states; None if none does."""
     found = None
     for path in paths:
         if path.is_file():
@@ -42,25 +42,16 @@ def stated_machine(paths: Iterable[Path]) -> StatedMachine | None:
 
 
 _CHOSEN = ("micro_batch_size", "recompute", "recompute_modules", "recompute_layers")
-"""Keys of `train` that a plan chooses, as it chooses all of `layout`; every other key is the user's."""
+"""Keys of `train` that a plan chooses besides `layout`; every other key is the user's."""
 
 
 def write_choice(
     choice: Choice, given: Mapping[str, Any], left_out: Sequence[str], cluster: Cluster, memory_bytes: int, path: Path
 ) -> None:
-    """Writes the user's sections with the chosen layout, micro-batch size and recomputation; nothing is overwritten.
+    """Writes the user's sections with the chosen layout, micro-batch size and recomputation; overwrites nothing.
 
     Args:
-        choice: Layout that was chosen, with the micro-batch size and recomputation.
-        given: Sections as the user's files and overrides give them.
         left_out: Keys that a run needs, but `given` lacks; the file names them in a comment.
-        cluster: Cluster on which the run is to run.
-        memory_bytes: Memory of one GPU in bytes.
-        path: Path of the new file.
-
-    Raises:
-        ConfigError: The file exists.
-        MachineError: The file cannot be written.
     """
     if path.exists():
         raise ConfigError(f"{path} exists, and nothing is overwritten; name another file, or move it away")
@@ -77,7 +68,7 @@ def write_choice(
 
 
 def chosen_content(choice: Choice, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sections of `given` with the chosen keys in place of their own."""
+    """Replaces the chosen keys in the sections of `given`."""
     layout = choice.config.layout.model_dump(exclude_defaults=True)
     others = {key: value for key, value in given["train"].items() if key not in _CHOSEN}
     train = {**choice.config.train.model_dump(include=set(_CHOSEN), exclude_defaults=True), **others}
