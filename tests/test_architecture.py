@@ -139,17 +139,17 @@ def _imports_of(prefix: str) -> Callable[[Module], Iterator[int]]:
     return find
 
 
-def _mentions_of(name: str) -> Callable[[Module], Iterator[int]]:
+def _mentions_of(*names: str) -> Callable[[Module], Iterator[int]]:
     """Finds names, attributes and imports, not comments or texts."""
 
     def find(module: Module) -> Iterator[int]:
         for node in module.nodes:
             match node:
-                case ast.Name(id=found) | ast.Attribute(attr=found) if found == name:
+                case ast.Name(id=found) | ast.Attribute(attr=found) if found in names:
                     yield node.lineno
-                case ast.alias(name=found) if name in found.split("."):
+                case ast.alias(name=found) if {*names} & {*found.split(".")}:
                     yield node.lineno
-                case ast.ImportFrom(module=str(found)) if name in found.split("."):
+                case ast.ImportFrom(module=str(found)) if {*names} & {*found.split(".")}:
                     yield node.lineno
 
     return find
@@ -202,9 +202,25 @@ CONFINED = (
     Confined(
         "megatron",
         _imports_of("megatron"),
-        r"mtrain/core/(ranks|layers|engine|step)/.*|mtrain/checkpoint/state/(base|gather)\.py"
-        r"|mtrain/data/formats/megatron_indexed\.py",
+        r"mtrain/core/(ranks|layers|engine|step)/.*|mtrain/data/formats/megatron_indexed\.py",
         "def f():\n    from megatron.core import tensor_parallel",
+    ),
+    Confined(
+        # Everything else asks a ShardedModel, so a second data-parallel engine is a second class.
+        "an attribute of megatron-core's data parallelism",
+        _mentions_of(
+            "DistributedDataParallel",
+            "DistributedDataParallelConfig",
+            "DistributedOptimizer",
+            "bucket_groups",
+            "finalize_model_grads",
+            "gbuf_ranges",
+            "grad_data",
+            "main_grad",
+            "zero_grad_buffer",
+        ),
+        r"mtrain/core/engine/sharded_model\.py|tools/bench/.*",
+        "def f(parameter):\n    return parameter.main_grad",
     ),
     Confined(
         "parallel_state",

@@ -272,7 +272,7 @@ class Engine(Turns):
             ValueError: A prompt is empty, or holds a number that is no id of the vocabulary.
         """
         model = self._built().model
-        model.optimizer.gather_parameters()
+        model.sharded.gather_parameters()
         return generate(model, prompts, sampling, max_sequences, routed_experts)
 
     def save(self, run_dir: Path | str | None = None) -> Path:

@@ -72,7 +72,7 @@ class HfTensors:
             raise ConfigError(
                 "content='adapter' needs a model with adapters, but the configuration has no adapter section"
             )
-        model.optimizer.gather_parameters()
+        model.sharded.gather_parameters()
         self._config, self._content, self._device = model.config, content, model.groups.device
         self._dtype = dtype
         self._whole = WholeParameters(model.chunks, model.groups)

@@ -72,7 +72,7 @@ def label_scores(
     Args:
         batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
     """
-    model.optimizer.gather_parameters()
+    model.sharded.gather_parameters()
     config, groups = model.config, model.groups
     size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, extras)

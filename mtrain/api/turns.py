@@ -28,9 +28,9 @@ from mtrain.checkpoint.state.held import (
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AnyAdapter
 from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.rank_model import RankModel, build_adapters
 from mtrain.core.layers.adapters.adapter import AdapterSet, adapters_off
-from mtrain.core.layers.build import build_adapters, let_go, unwrap
+from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import draw_adapters
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
@@ -76,10 +76,10 @@ class SharedBase:
         assert first is not None, "the caller has put a set in"
         self._take_out()
         config = first.model.config.model_copy(update={"adapter": adapter})
-        chunks = build_adapters(first.model.chunks, config, first.model.groups)
-        model = RankModel(config, first.model.groups, chunks, Optimizer(config, chunks, first.model.groups))
+        sharded = build_adapters(first.model.chunks, config, first.model.groups)
+        model = RankModel(config, first.model.groups, sharded, Optimizer(config, sharded, first.model.groups))
         made = BuiltStep(model, first.teacher, TrainingStep(model, objective, first.teacher))
-        self._sets[id(made)] = AdapterSet(map(unwrap, chunks))
+        self._sets[id(made)] = AdapterSet(map(unwrap, model.chunks))
         self._names[name], self._current = made, made
         return made
 
@@ -102,7 +102,7 @@ class SharedBase:
         if self._current is gone:
             self._take_out()
         self._sets.pop(id(gone)).unhook()
-        let_go(gone.model.chunks)
+        gone.model.sharded.release()
 
     def close(self) -> None:
         """Releases all sets."""
@@ -112,8 +112,8 @@ class SharedBase:
 
     def _take_out(self) -> None:
         if self._current is not None:
-            # hooks that wait for gathered parameters are on the modules of the base as well
-            self._current.model.optimizer.gather_parameters()
+            # hooks that wait for gathered parameters are on the modules of the base, too
+            self._current.model.sharded.gather_parameters()
             self._sets[id(self._current)].take_out()
             self._current = None
 
@@ -269,7 +269,7 @@ class Turns:
     def _let_go(self) -> None:
         open_engines.discard(self)
         if self._built_step is not None:
-            let_go(self._built_step.model.chunks)
+            self._built_step.model.sharded.release()
         self._open = self._built_step = None
 
     def _built(self) -> BuiltStep:

@@ -16,9 +16,7 @@ from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, ChangeInfo
 from mtrain.config import Config, adapters, known_issues
 from mtrain.config.schema.sections import Sections
-from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.build import build_model
+from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.layers.layer_spec import choose
 from mtrain.core.loss.functions.sources import source_fingerprints
 from mtrain.core.loss.objective import Objective, objective_of
@@ -104,18 +102,14 @@ def build_step(
     """Builds the model with initial weights, its optimizer and its step. Collective over the world.
 
     Args:
-        config: Configuration of the run.
         groups: Newly opened process groups: dropout draws from the random states that they seeded.
-        objective: Objective that is minimised.
-        teacher_of: Function that returns the teacher.
         weights_follow: Whether the caller loads or draws the weights; until then they are nan.
 
     Raises:
         ConfigError: A backend is not installed, or the teacher does not fit.
         DataError: The teacher is missing or damaged.
     """
-    chunks = build_model(config, groups, weights_follow)
-    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    model = build_rank_model(config, groups, weights_follow)
     teacher = teacher_of(config, groups)
     return BuiltStep(model, teacher, TrainingStep(model, objective, teacher))
 
@@ -124,10 +118,8 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     """Builds the model and the optimizer, and resumes from the newest checkpoint. Collective.
 
     Args:
-        config: Configuration of the run.
         groups: Newly opened process groups: dropout draws from the random states that they seeded.
         folder: Run folder, whose lock the first rank holds.
-        teacher_of: Function that returns the teacher.
 
     Raises:
         ConfigError: A loss function cannot be loaded, or a backend is not installed.

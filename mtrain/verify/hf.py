@@ -23,8 +23,8 @@ from mtrain.config import Config
 from mtrain.config.schema.loss import MAIN_TERM, LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection
-from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.build import build_model
+from mtrain.core.engine.rank_model import RankModel, build_model
+from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from mtrain.hf.io.source import FolderTensors, source_for
@@ -291,9 +291,9 @@ def _run(groups: Groups, config: Config, num_steps: int, made_of: Collaborators)
     config = made_of.config(config)
     assert config.model.hf is not None, "the command line names it"
     loader = opened_loader(groups, lambda: made_of.loader(config, groups.dp_rank, groups.layout.dp, made_of.collate))
-    chunks = build_model(config, groups, weights_follow=True)
-    made_of.change_model(chunks)
-    model = RankModel(config, groups, chunks, made_of.optimizer(config, chunks, groups))
+    sharded = build_model(config, groups, weights_follow=True)
+    made_of.change_model(sharded.chunks)
+    model = RankModel(config, groups, sharded, made_of.optimizer(config, sharded, groups))
     load_hf_weights(Path(config.model.hf), model)
     training = TrainingStep(model, own_objective(config), None, made_of.step(groups))
     values = []

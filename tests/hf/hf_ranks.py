@@ -1,5 +1,6 @@
 """Functions of ranks in the tests of conversions."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,10 +15,9 @@ from mtrain.checkpoint.store.directory import load_entry
 from mtrain.config import Config
 from mtrain.convert.origin import source_of
 from mtrain.convert.verifying import our_logits, random_tokens
-from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.optimizer_state import FlatSlice
-from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.build import build_frozen_model, build_model
+from mtrain.core.engine.rank_model import build_rank_model
+from mtrain.core.engine.sharded_model import FlatSlice
+from mtrain.core.layers.build import build_frozen_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.hf.io.source import FolderTensors
 
@@ -38,16 +38,14 @@ def weights(groups: Groups, checkpoint: Path, config: Config) -> dict[str, Any]:
 def started_weights(groups: Groups, config: Config) -> dict[str, Any]:
     """Returns the weights by global name after a start from `model.hf` and an empty update, which writes the
     optimizer's main weights into the model; on rank 0, else empty."""
-    chunks = build_model(config, groups)
-    optimizer = Optimizer(config, chunks, groups)
-    model = RankModel(config, groups, chunks, optimizer)
+    model = build_rank_model(config, groups)
     assert config.model.hf is not None
     load_hf_weights(Path(config.model.hf), model)
-    optimizer.zero_grad()
-    optimizer.local_grad_norm_sq()
-    optimizer.update(0.0, 0.0)
-    optimizer.gather_parameters()
-    return gathered(chunks, groups)
+    model.optimizer.zero_grad()
+    model.optimizer.local_grad_norm_sq()
+    model.optimizer.update(0.0, 0.0)
+    model.sharded.gather_parameters()
+    return gathered(model.chunks, groups)
 
 
 class Outside(NamedTuple):
@@ -63,12 +61,12 @@ class Outside(NamedTuple):
 
 def read_outside_parameters(groups: Groups, config: Config) -> Outside:
     """Measures the memory of what a start from `model.hf` reads, apart from its parameters."""
-    chunks = build_model(config, groups)
+    model = build_rank_model(config, groups)
     found = Outside(0, 0, 0)
 
     def counted(saved: Any, shards: Any, may_be_left: Any, vocab_size: int, after_each: Any) -> None:
         nonlocal found
-        inside = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
+        inside = {parameter.untyped_storage().data_ptr() for chunk in model.chunks for parameter in chunk.parameters()}
         storages = [shard.data.untyped_storage() for shard in shards]
         is_outside = [storage.data_ptr() not in inside for storage in storages]
         sizes = [storage.nbytes() * outside for storage, outside in zip(storages, is_outside, strict=True)]
@@ -85,14 +83,14 @@ def read_outside_parameters(groups: Groups, config: Config) -> Outside:
 
     assert config.model.hf is not None
     with mock.patch.object(reader, "load_shards", counted):
-        load_hf_weights(Path(config.model.hf), RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
+        load_hf_weights(Path(config.model.hf), model)
     return found
 
 
 def reads_of_a_start(groups: Groups, config: Config) -> list[tuple[str, str, TensorSlice]]:
     """Records the calls of a start from `model.hf`: reads of the folder (read or expect, key, slice) and settings of
     main weights."""
-    chunks = build_model(config, groups)
+    model = build_rank_model(config, groups)
     asked: list[tuple[str, str, TensorSlice]] = []
 
     def noted(name: str) -> Any:
@@ -112,11 +110,11 @@ def reads_of_a_start(groups: Groups, config: Config) -> list[tuple[str, str, Ten
 
     assert config.model.hf is not None
     with noted("read"), noted("expect"), mock.patch.object(FlatSlice, "set_main", noted_set):
-        load_hf_weights(Path(config.model.hf), RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
+        load_hf_weights(Path(config.model.hf), model)
     return asked
 
 
-def gathered(chunks: list[Any], groups: Groups) -> dict[str, Any]:
+def gathered(chunks: Sequence[Any], groups: Groups) -> dict[str, Any]:
     """Gathers values by global name, as numpy; on rank 0, else empty."""
     whole = gather_whole(parameter_shards(chunks, groups)) or {}
     return {name: value.float().numpy() for name, value in whole.items()}

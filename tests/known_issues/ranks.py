@@ -34,8 +34,8 @@ from mtrain.config import Config
 from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
+from mtrain.core.engine.rank_model import build_model
 from mtrain.core.layers.attention.context_parallel import CoreAttention
-from mtrain.core.layers.build import build_model
 from mtrain.core.layers.transformer_config import transformer_config
 from mtrain.core.loss.pair import LossPair
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
@@ -187,25 +187,26 @@ def gradients_without_tokens(groups: Groups, config: Config) -> tuple[float, flo
     """Returns the largest gradient after a batch without loss tokens whose other terms left ones: theirs, ours."""
     largest = []
     for is_ours in (False, True):
-        chunks = build_model(config, groups)
-        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        for parameter in parameters:
-            parameter.main_grad.fill_(1.0)
+        sharded = build_model(config, groups)
+        gradients = [gradient for _, gradient in sharded.local_gradients()]
+        for gradient in gradients:
+            gradient.fill_(1.0)
         if is_ours:
-            finalize_gradients(chunks, StepSums(PairAccumulator([MAIN_TERM], groups.device), {MAIN_TERM: 0.0}), groups)
+            finalize_gradients(sharded, StepSums(PairAccumulator([MAIN_TERM], groups.device), {MAIN_TERM: 0.0}), groups)
         else:
-            finalize_model_grads(chunks, torch.zeros((), dtype=torch.int32), groups.collection)
-        largest.append(max(float(parameter.main_grad.abs().max()) for parameter in parameters))
+            finalize_model_grads(list(sharded.chunks), torch.zeros((), dtype=torch.int32), groups.collection)
+        largest.append(max(float(gradient.abs().max()) for gradient in gradients))
     return largest[0], largest[1]
 
 
 def divided_by_finalisation(groups: Groups, config: Config, weights: float) -> tuple[float, float]:
     """Returns the result of the division of a gradient of 1 by the weights of a batch: theirs, ours."""
-    chunks = build_model(config, groups)
-    for parameter in chunks[0].parameters():
-        parameter.main_grad.fill_(1.0)
-    finalize_model_grads(chunks, torch.tensor(weights), groups.collection)
-    theirs = float(next(chunks[0].parameters()).main_grad.max())
+    sharded = build_model(config, groups)
+    gradients = [gradient for _, gradient in sharded.local_gradients()]
+    for gradient in gradients:
+        gradient.fill_(1.0)
+    finalize_model_grads(list(sharded.chunks), torch.tensor(weights), groups.collection)
+    theirs = float(gradients[0].max())
     return theirs, divided_gradient(groups, config, 1.0, weights)
 
 
@@ -233,7 +234,8 @@ def reduced_gradient(groups: Groups, per_token: bool, average_in_collective: boo
 
 def gradient_factors(groups: Groups, config: Config) -> set[float]:
     """Returns the factors by which our DDP multiplies gradients before it sums them."""
-    return {buffer.gradient_scaling_factor for chunk in build_model(config, groups) for buffer in chunk.buffers}
+    chunks: Sequence[Any] = build_model(config, groups).chunks
+    return {buffer.gradient_scaling_factor for chunk in chunks for buffer in chunk.buffers}
 
 
 def drawn_on_a_gpu(groups: Groups) -> Any:
@@ -244,7 +246,7 @@ def drawn_on_a_gpu(groups: Groups) -> Any:
 
 def drawn_here(groups: Groups, config: Config) -> Any:
     """Returns our whole initial model by global name, on rank 0."""
-    whole = gather_whole(parameter_shards(build_model(config, groups), groups))
+    whole = gather_whole(parameter_shards(build_model(config, groups).chunks, groups))
     return None if whole is None else {name: values.numpy() for name, values in whole.items()}
 
 
@@ -324,10 +326,11 @@ def recomputed_modules(groups: Groups, config: Config) -> list[str] | None:
 
 def divided_gradient(groups: Groups, config: Config, gradient: float, denominator: float) -> float:
     """Returns the result of our one division of a gradient."""
-    chunks = build_model(config, groups)
-    for parameter in chunks[0].parameters():
-        parameter.main_grad.fill_(gradient)
+    sharded = build_model(config, groups)
+    gradients = [each for _, each in sharded.local_gradients()]
+    for each in gradients:
+        each.fill_(gradient)
     pairs = PairAccumulator([MAIN_TERM], groups.device)
     pairs.add({MAIN_TERM: LossPair(torch.zeros(()), torch.tensor(denominator, dtype=torch.float64))})
-    finalize_gradients(chunks, StepSums(pairs, {MAIN_TERM: denominator}), groups)
-    return float(next(chunks[0].parameters()).main_grad.max())
+    finalize_gradients(sharded, StepSums(pairs, {MAIN_TERM: denominator}), groups)
+    return float(gradients[0].max())

@@ -13,7 +13,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.core.engine import optimizer_state
 from mtrain.core.engine.optimizer_state import MAIN, STATES
 from mtrain.core.layers.build import unwrap
 from mtrain.core.ranks.groups import Groups
@@ -44,7 +43,7 @@ def adam_steps(groups: Groups, config: Config) -> dict[str, set[int]]:
         if name == "theirs":
             part.load_state_dict(part.state_dict())
         else:
-            optimizer_state.set_adam_step(parts.model.optimizer.inner, 1)
+            parts.model.optimizer.state.set_adam_step(1)
         update(parts, groups, config)
         found[name] = {int(state["step"]) for state in part.optimizer.state.values()}
     return found
@@ -67,16 +66,14 @@ def states_before_the_first_update(groups: Groups, config: Config) -> tuple[bool
         can_tell = False
     else:
         can_tell = True
-    assert all(
-        states.keys() == set(STATES) for _, states in optimizer_state.flat_slice_states(parts.model.optimizer.inner)
-    )
-    optimizer_state.set_adam_step(parts.model.optimizer.inner, 7)
-    return can_tell, optimizer_state.adam_step(parts.model.optimizer.inner)
+    assert all(states.keys() == set(STATES) for _, states in parts.model.optimizer.state.flat_slice_states())
+    parts.model.optimizer.state.set_adam_step(7)
+    return can_tell, parts.model.optimizer.state.adam_step()
 
 
 def updated_parameters(parts: Parts) -> list[Tensor]:
     """Returns the parameters that this rank updates."""
-    return [flat_slice.parameter for flat_slice in optimizer_state.flat_slices(parts.model.optimizer.inner)]
+    return [flat_slice.parameter for flat_slice in parts.model.optimizer.state.flat_slices()]
 
 
 def set_one_state(groups: Groups, config: Config) -> str:

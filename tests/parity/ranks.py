@@ -18,9 +18,9 @@ from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import PairAccumulator, StepSums, TermTotals, Totals
 from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.rank_model import RankModel, build_model
 from mtrain.core.engine.schedule import LossOfLogits, run_forward, run_schedule
-from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import sharded_tensors
 from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.layers.output_layer import Logits
@@ -69,11 +69,11 @@ def build(
     groups: Groups, config: Config, parameters: Mapping[str, Any] | None = None, has_routes: bool = False
 ) -> Built:
     """Builds model, optimizer and step, with given global parameters or with the initial weights."""
-    chunks = build_model(config, groups, weights_follow=parameters is not None)
+    sharded = build_model(config, groups, weights_follow=parameters is not None)
     if parameters is not None:
-        set_parameters(chunks, groups, parameters)
-    optimizer = Optimizer(config, chunks, groups)  # copies the weights where it keeps its own
-    model = RankModel(config, groups, chunks, optimizer)
+        set_parameters(sharded.chunks, groups, parameters)
+    optimizer = Optimizer(config, sharded, groups)  # copies the weights where it keeps its own
+    model = RankModel(config, groups, sharded, optimizer)
     return Built(model, TrainingStep(model, _objective(config, has_routes)))
 
 
@@ -93,7 +93,7 @@ def train(
     """Trains one optimizer step for each global batch."""
     built = build(groups, config, parameters, has_routes=have_routes(batches[0]))
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
-    built.model.optimizer.gather_parameters()
+    built.model.sharded.gather_parameters()
     return Outcome(steps, arrays(gather_whole(parameter_shards(built.model.chunks, groups))))
 
 
@@ -114,7 +114,7 @@ def train_each(groups: Groups, runs: Sequence[Run]) -> list[Outcome]:
 def run_step(built: Built, groups: Groups, config: Config, batch: GlobalBatch, number: int) -> StepOutcome:
     """Gathers the gradients of a batch, and makes the update of step `number`."""
     totals = built.training.forward_backward(own_microbatches(batch, groups, config))
-    gradients = arrays(gather_whole(gradient_shards(built.model.chunks, groups)))
+    gradients = arrays(gather_whole(gradient_shards(built.model.sharded, groups)))
     update = built.training.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
     norm = 0.0 if update is None else update.grad_norm
     return StepOutcome(totals.objective, dict(totals.terms), norm, gradients, totals.diagnostics)
@@ -175,7 +175,7 @@ def bits_around_a_step(
         run_step(built, groups, config, batch, number)
     before = _bits(built)
     totals = built.training.forward_backward(own_microbatches(batches[-1], groups, config))
-    largest = max(float(shard.data.abs().max()) for shard in gradient_shards(built.model.chunks, groups))
+    largest = max(float(shard.data.abs().max()) for shard in gradient_shards(built.model.sharded, groups))
     built.training.update(totals, config.optimizer.lr)
     num_states = sum(len(state) for inner in _inner(built) for state in inner.state.values())
     return Bits(before, _bits(built), num_states, totals.is_empty, totals.objective, largest)
@@ -187,7 +187,7 @@ def _inner(built: Built) -> list[torch.optim.Optimizer]:
 
 
 def _bits(built: Built) -> list[bytes]:
-    tensors = [parameter for chunk in built.model.chunks for parameter in chunk.parameters()]
+    tensors: list[Tensor] = [parameter for chunk in built.model.chunks for parameter in chunk.parameters()]
     for inner in _inner(built):
         tensors += [main for group in inner.param_groups for main in group["params"]]
         tensors += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -260,8 +260,8 @@ def scaled_gradients(
             config,
         )
         scale = numerator_scale * built.model.optimizer.loss_scale()
-        finalize_gradients(built.model.chunks, StepSums(accumulator, {MAIN_TERM: 0.0}, gradient_scale=scale), groups)
-        found.append(arrays(gather_whole(gradient_shards(built.model.chunks, groups))))
+        finalize_gradients(built.model.sharded, StepSums(accumulator, {MAIN_TERM: 0.0}, gradient_scale=scale), groups)
+        found.append(arrays(gather_whole(gradient_shards(built.model.sharded, groups))))
     return found
 
 

@@ -13,8 +13,8 @@ from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.build import build_frozen_model, build_model
+from mtrain.core.engine.rank_model import RankModel, build_model
+from mtrain.core.layers.build import build_frozen_model
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.ranks.groups import Groups
@@ -43,15 +43,15 @@ def train_with_teacher(
     """Trains one optimizer step for each global batch, next to a teacher with given global parameters."""
     teacher, frozen = build_teacher(groups, teacher_config, teacher_parameters)
     before = [parameter.clone() for chunk in frozen for parameter in chunk.parameters()]
-    chunks = build_model(config, groups)
-    set_parameters(chunks, groups, parameters)
-    optimizer = Optimizer(config, chunks, groups)
+    sharded = build_model(config, groups)
+    set_parameters(sharded.chunks, groups, parameters)
+    optimizer = Optimizer(config, sharded, groups)
     objective = replace(Objective.from_config(config.loss, config.model), has_routes=have_routes(batches[0]))
-    model = RankModel(config, groups, chunks, optimizer)
+    model = RankModel(config, groups, sharded, optimizer)
     built = Built(model, TrainingStep(model, objective, teacher))
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
-    optimizer.gather_parameters()
-    outcome = Outcome(steps, arrays(gather_whole(parameter_shards(chunks, groups))))
+    sharded.gather_parameters()
+    outcome = Outcome(steps, arrays(gather_whole(parameter_shards(sharded.chunks, groups))))
     after = [parameter for chunk in frozen for parameter in chunk.parameters()]
     moved = any(not torch.equal(old, new) or new.grad is not None for old, new in zip(before, after, strict=True))
     return Taught(outcome, moved)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.core.engine import optimizer_state
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from tests.core.offload.copies import Copies
@@ -51,13 +50,12 @@ def _measured(groups: Groups, config: Config) -> Measured:
         with Allocations() as update:
             built.training.update(totals, config.optimizer.lr)
     weights = [parameter for chunk in built.model.chunks for parameter in chunk.parameters()]
-    buffers = [buffer for chunk in built.model.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-    found = optimizer_state.flat_slice_states(built.model.optimizer.inner)
+    found = built.model.optimizer.state.flat_slice_states()
     states = [state for _, by_name in found for state in by_name.values()]
     return Measured(
         gradients,
         _size(weights),
-        _size([buffer.grad_data for buffer in buffers]),
+        _size([*built.model.sharded.gradient_buffers()]),
         # in float32 the main weights are the weights
         _size([*weights, *states]) - _size(weights),
         forward.peak,
@@ -67,11 +65,11 @@ def _measured(groups: Groups, config: Config) -> Measured:
 
 
 def _gradients(built: Built) -> dict[str, str]:
+    named = (each for chunk in built.model.chunks for each in chunk.named_parameters())
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named}
     return {
-        name: hashlib.sha256(parameter.main_grad.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for chunk in built.model.chunks
-        for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad
+        names[parameter]: hashlib.sha256(gradient.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for parameter, gradient in built.model.sharded.local_gradients()
     }
 
 

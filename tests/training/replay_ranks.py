@@ -136,7 +136,7 @@ def _made(engine: Engine, batches: Sequence[Batch]) -> list[StepResult]:
 
 def _weights(engine: Engine) -> Arrays | None:
     model = engine._built().model
-    model.optimizer.gather_parameters()
+    model.sharded.gather_parameters()
     return arrays(gather_whole(parameter_shards(model.chunks, model.groups)))
 
 

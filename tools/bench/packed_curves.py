@@ -27,8 +27,7 @@ from mtrain.arch.lr import learning_rate
 from mtrain.cli.messages import one_message
 from mtrain.config import Config
 from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.build import build_model
+from mtrain.core.engine.rank_model import RankModel, build_model
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
@@ -157,10 +156,10 @@ def train(pool: Pool, content: dict[str, Any], ranks: int, fault: str | None = N
 def train_on_rank(groups: Groups, config: Config, fault: str | None) -> Series:
     """Returns loss and grad-norm of each step."""
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
-    chunks = build_model(config, groups)
+    sharded = build_model(config, groups)
     if fault is not None:
-        PLANTS[fault].change_model(chunks)
-    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+        PLANTS[fault].change_model(sharded.chunks)
+    model = RankModel(config, groups, sharded, Optimizer(config, sharded, groups))
     step = TrainingStep(model, Objective.from_config(config.loss, config.model))
     found: Series = {"loss": [], "grad_norm": []}
     for number in range(config.train.num_steps):

@@ -41,10 +41,9 @@ if __name__ == "__main__":
 from mtrain.arch.layout import Layout
 from mtrain.checkpoint.state.save import Saver
 from mtrain.config import Config
-from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.engine.training_state import local_shards
-from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.layers.build import unwrap
 from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.ranks import Pool
 
@@ -101,8 +100,7 @@ def configured(num_layers: int, hidden_size: int) -> Config:
 def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Row:
     """Measures all contenders in turn, on all ranks at once."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # theirs starts processes
-    chunks = build_model(config, groups)
-    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    model = build_rank_model(config, groups)
     parts = local_shards(model)
     for part in parts:
         if part.data.is_floating_point():

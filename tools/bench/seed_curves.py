@@ -27,9 +27,7 @@ from mtrain.arch.layout import Layout
 from mtrain.arch.lr import learning_rate
 from mtrain.cli.messages import one_message
 from mtrain.config import Config
-from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.build import build_model
+from mtrain.core.engine.rank_model import build_rank_model
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
@@ -135,8 +133,7 @@ def train(pool: Pool, content: dict[str, Any], rule: str, sp: int) -> Series:
 def train_on_rank(groups: Groups, config: Config, exact: Config) -> Series:
     """Trains by `config`, then computes the loss of held-out samples as `exact` defines it: one sum / one sum."""
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
-    chunks = build_model(config, groups)
-    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    model = build_rank_model(config, groups)
     step = TrainingStep(model, Objective.from_config(config.loss, config.model))
     found: Series = {"loss": [], "grad_norm": [], "held_out": []}
     for number in range(config.train.num_steps):

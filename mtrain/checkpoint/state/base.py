@@ -6,12 +6,11 @@ every layout; a run that resumes from them loads the model again and compares.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
 from mtrain.base.errors import DataError
@@ -19,7 +18,6 @@ from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of, shown
 from mtrain.checkpoint.store.manifest import BaseInfo, Manifest
 from mtrain.config import Config
-from mtrain.core.engine import optimizer_state
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.adapters.adapter import adapters_of, is_adapter_key
 from mtrain.core.layers.adapters.linear import LinearAdapter
@@ -60,7 +58,7 @@ def settle_magnitudes(model: RankModel) -> None:
     for adapter in adapters_of(model.chunks):
         if isinstance(adapter, LinearAdapter):
             norms |= adapter.reset_magnitudes()
-    optimizer_state.set_main_weights(model.optimizer.inner, norms)
+    model.optimizer.state.set_main_weights(norms)
 
 
 def base_of(model: RankModel) -> BaseInfo | None:
@@ -134,7 +132,9 @@ def _models(chunks: Sequence[nn.Module]) -> list[Any]:
 
 def _fingerprint(places: Sequence[ShardedParameter], groups: Groups, vocab_size: int, name_of_model: str) -> str:
     sums = torch.zeros(2, dtype=torch.int64, device=groups.device)
-    for part in _own_parts(places):
+    # each element on one rank of the world
+    written = (place for place in places if is_written_here(place))
+    for part in (part for place in written for part in shards(place, place.key, place.data)):
         axes = part.prepend_axis_num  # leading axes, which number layers and experts
         shape, offset, values = part.global_shape[axes:], part.global_offset[axes:], part.data
         if part.allow_shape_mismatch:  # a table: tp decides how many rows are padding
@@ -150,10 +150,3 @@ def _fingerprint(places: Sequence[ShardedParameter], groups: Groups, vocab_size:
         error.on_every_rank = True  # after the sum all ranks know the same
         raise error
     return shown(total)
-
-
-def _own_parts(places: Iterable[ShardedParameter]) -> Iterator[ShardedTensor]:
-    """Yields parts of the tensors; each element on one rank of the world."""
-    for place in places:
-        if is_written_here(place):
-            yield from shards(place, place.key, place.data)

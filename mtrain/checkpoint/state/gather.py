@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtrain.base.tensor_slice import TensorSlice
+from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import sharded_tensors
 from mtrain.core.layers.layer_spec import global_name
@@ -25,22 +25,19 @@ from mtrain.core.state.shard import Shard
 from mtrain.hf.io.broadcast import TensorKind, buffer_bytes, views
 
 
-def parameter_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:
+def parameter_shards(chunks: Sequence[nn.Module], groups: Groups) -> list[Shard]:
     """Copies this rank's parameters, in their own dtype, to the CPU; buffers too, which have no gradient."""
     return _shards(chunks, groups, lambda value: value)
 
 
-def gradient_shards(chunks: Sequence[DistributedDataParallel], groups: Groups) -> list[Shard]:
+def gradient_shards(sharded: ShardedModel, groups: Groups) -> list[Shard]:
     """Copies this rank's reduced gradients, in float32, to the CPU.
 
-    Call it between the schedule and the optimizer's update, which clips in place. With the distributed optimizer a rank
-    has only its own part of the sum, so the parts are first gathered: one all-gather over DP x CP for each bucket.
+    Call it between the schedule and the optimizer's update, which clips in place. Gathers the gradients first where
+    each rank has those of its own part alone.
     """
-    for chunk in chunks:
-        if chunk.ddp_config.use_distributed_optimizer:  # else every rank has the whole sum already
-            _complete_gradients(chunk)
-    # DDP's float32 view; buffers have none and are left out
-    return _shards(chunks, groups, lambda parameter: getattr(parameter, "main_grad", None))
+    # buffers and frozen parameters have none and are left out
+    return _shards(sharded.chunks, groups, sharded.whole_gradients().get)
 
 
 def gather_whole(shards: Sequence[Shard]) -> dict[str, Tensor] | None:
@@ -100,18 +97,7 @@ def _bits(values: Tensor) -> Tensor:
     return values.flatten().view(torch.uint8)
 
 
-def _complete_gradients(chunk: DistributedDataParallel) -> None:
-    for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-        group = bucket_group.intra_distributed_optimizer_instance_group  # DP x CP, for experts their own replicas
-        for bucket in bucket_group.buckets:
-            # buckets are padded to a multiple of the ranks, so parts are equal; cloned, or input and output overlap
-            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
-
-
-def _shards(
-    chunks: Sequence[DistributedDataParallel], groups: Groups, value_of: Callable[[Tensor], Tensor | None]
-) -> list[Shard]:
+def _shards(chunks: Sequence[nn.Module], groups: Groups, value_of: Callable[[Tensor], Tensor | None]) -> list[Shard]:
     shards = []
     for chunk in chunks:
         # fused parameters come as their parts, so that names and shapes are the same for every tp
@@ -150,9 +136,7 @@ class WholeParameters:
     def __init__(self, chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
         """Finds out which rank has which boxes: one all-gather of a list of boxes over the world.
 
-        Args:
-            chunks: Model chunks of this rank, their parameters complete; later updates are seen.
-            groups: The process groups.
+        The parameters have to be complete; later updates are seen.
         """
         self._device, self._rank = groups.device, groups.rank
         self._own = dict(_own_parts(chunks, groups))

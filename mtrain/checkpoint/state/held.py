@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtrain.core.engine import optimizer_state
 from mtrain.core.engine.optimizer_state import MAIN
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.build import unwrap
@@ -37,14 +36,14 @@ class HeldOptimizer:
 @torch.no_grad()
 def held_weights(model: RankModel) -> HeldWeights:
     """Copies the trained weights. Collective, where updated parameters still have to be gathered."""
-    model.optimizer.gather_parameters()
+    model.sharded.gather_parameters()
     return HeldWeights([_copy(each) for each in _trained(model)])
 
 
 @torch.no_grad()
 def put_back_weights(held: HeldWeights, model: RankModel) -> None:
     """Makes the model compute with held weights; the optimizer's main weights stay as they are."""
-    model.optimizer.gather_parameters()
+    model.sharded.gather_parameters()
     for parameter, value in zip(_trained(model), held.values, strict=True):
         parameter.copy_(value)
 
@@ -52,9 +51,9 @@ def put_back_weights(held: HeldWeights, model: RankModel) -> None:
 @torch.no_grad()
 def held_optimizer(model: RankModel) -> HeldOptimizer:
     """Copies the optimizer's state with its main weights. One all-reduce of a number."""
-    inner = model.optimizer.inner
+    optimizer = model.optimizer.state
     states = [_copy(each) for _, each in _states(model)]
-    return HeldOptimizer(states, optimizer_state.adam_step(inner), optimizer_state.loss_scaler(inner))
+    return HeldOptimizer(states, optimizer.adam_step(), optimizer.loss_scaler())
 
 
 @torch.no_grad()
@@ -62,8 +61,8 @@ def put_back_optimizer(held: HeldOptimizer, model: RankModel) -> None:
     """Sets a held state of the optimizer."""
     for (_, state), value in zip(_states(model), held.states, strict=True):
         state.copy_(value)
-    optimizer_state.set_adam_step(model.optimizer.inner, held.adam_step)
-    optimizer_state.set_loss_scaler(model.optimizer.inner, held.loss_scaler)
+    model.optimizer.state.set_adam_step(held.adam_step)
+    model.optimizer.state.set_loss_scaler(held.loss_scaler)
 
 
 @torch.no_grad()
@@ -72,17 +71,17 @@ def clear_optimizer(model: RankModel) -> None:
     for name, state in _states(model):
         if name != MAIN:
             state.zero_()
-    optimizer_state.set_adam_step(model.optimizer.inner, 0)
+    model.optimizer.state.set_adam_step(0)
 
 
 def held_gradients(model: RankModel) -> list[Tensor]:
     """Copies the accumulated gradients."""
-    return [_copy(each) for each in _gradients(model)]
+    return [_copy(each) for each in model.sharded.gradient_buffers()]
 
 
 def put_back_gradients(held: list[Tensor], model: RankModel) -> None:
     """Sets held gradients."""
-    for buffer, value in zip(_gradients(model), held, strict=True):
+    for buffer, value in zip(model.sharded.gradient_buffers(), held, strict=True):
         buffer.copy_(value)
 
 
@@ -94,13 +93,8 @@ def _trained(model: RankModel) -> Iterator[Tensor]:
 
 
 def _states(model: RankModel) -> Iterator[tuple[str, Tensor]]:
-    for _, states in optimizer_state.flat_slice_states(model.optimizer.inner):
+    for _, states in model.optimizer.state.flat_slice_states():
         yield from sorted(states.items())
-
-
-def _gradients(model: RankModel) -> Iterator[Tensor]:
-    for chunk in model.chunks:
-        yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
 def _copy(values: Tensor) -> Tensor:

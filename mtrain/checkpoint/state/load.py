@@ -28,7 +28,6 @@ from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import BaseInfo
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
-from mtrain.core.engine import optimizer_state
 from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.optimizer_state import MAIN, STATES
 from mtrain.core.engine.rank_model import RankModel
@@ -74,7 +73,6 @@ def save_checkpoint(
 
     Args:
         folder: Folder `checkpoints` of the run, seen by all ranks.
-        model: Model to save.
         step: Number of optimizer updates completed.
         tokens: Number of text tokens consumed.
         inputs: Fingerprints of what determines its numbers besides the data, by key.
@@ -104,7 +102,7 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
             ranks; the model may be half overwritten then.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
-    optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
+    model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
     # Before the tensors are opened: a wrong batch size or precision should be reported as such, and not as a wrong
     # dtype of some tensor.
     base = base_of(model)
@@ -116,7 +114,7 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
     places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
     shards = [shard for place in places.values() for shard in whole_of(place, place.key, place.data)]
     # straight into the optimizer's own tensors, whatever dp cuts them into: no rank sees a whole state
-    for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
+    for flat_slice, states in optimizer.state.flat_slice_states():
         place = places[flat_slice.parameter]
         for name, values in states.items():
             shards += run_of(place, optimizer_key(name, place.key), values.view(-1), flat_slice.start, flat_slice.end)
@@ -132,9 +130,9 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
 
     load_shards(saved, shards, may_be_left, state.vocab_size)
     # after the reading: states that `flat_slice_states` has just made count from 0
-    optimizer_state.set_adam_step(optimizer.inner, state.adam_step)
+    optimizer.state.set_adam_step(state.adam_step)
     # without it fp16 would begin at the initial scale again and skip its first steps
-    optimizer_state.set_loss_scaler(optimizer.inner, state.loss_scaler)
+    optimizer.state.set_loss_scaler(state.loss_scaler)
     if is_same_layout:
         rng.set_random_states(randomness)
     else:
@@ -155,7 +153,7 @@ def load_weights(entry: CheckpointEntry, model: RankModel) -> None:
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model. On all ranks.
     """
-    model.optimizer.gather_parameters()
+    model.sharded.gather_parameters()
     on_first_rank(lambda: _refuse_adapters(entry))
     # adapters are not part of a model that a run starts from
     places = base_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
@@ -169,7 +167,7 @@ def load_adapters(entry: CheckpointEntry, model: RankModel) -> None:
     Raises:
         DataError: The checkpoint is damaged, or of another frozen model. On all ranks.
     """
-    model.optimizer.gather_parameters()
+    model.sharded.gather_parameters()
     base = base_of(model)
     on_first_rank(lambda: check_base(entry.manifest, base, entry.path))
     places = checkpoint_parameters([unwrap(chunk) for chunk in model.chunks], model.groups)
@@ -184,7 +182,7 @@ def fill(parameter: Tensor, values: Tensor) -> None:
 
 def filler_of(optimizer: Optimizer) -> Callable[[Tensor, Tensor], None]:
     """Returns a function that fills a parameter, and the optimizer's main weights in the precision of the values."""
-    updated = {flat_slice.parameter: flat_slice for flat_slice in optimizer_state.flat_slices(optimizer.inner)}
+    updated = {flat_slice.parameter: flat_slice for flat_slice in optimizer.state.flat_slices()}
 
     def fill_both(parameter: Tensor, values: Tensor) -> None:
         fill(parameter, values)
@@ -202,9 +200,6 @@ def load_frozen_weights(
 
     Args:
         entry: Checkpoint from the checkpoint directory; of any layout.
-        chunks: This rank's model chunks.
-        groups: The process groups.
-        model: Section of the architecture.
         main: Whether to read the float32 main weights where they exist, rather than those that computed.
 
     Raises:

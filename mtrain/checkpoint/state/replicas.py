@@ -47,10 +47,6 @@ class ReplicaCheck:
     """Compares the replicas of one model; all methods are collective over the world."""
 
     def __init__(self, groups: Groups) -> None:
-        """
-        Args:
-            groups: The process groups.
-        """
         self._groups = groups
         self._coefficients: dict[int, int] | None = None
 
@@ -58,14 +54,11 @@ class ReplicaCheck:
     def run(self, model: RankModel) -> None:
         """Compares all replicas. One all-reduce of one number; where replicas differ, two all-gathers of short objects.
 
-        Args:
-            model: Model whose replicas are compared.
-
         Raises:
             NumericError: Replicas differ; the message names the first tensor and the ranks, the same on all ranks.
             SpoiledStateError: A replica is not finite.
         """
-        model.optimizer.gather_parameters()
+        model.sharded.gather_parameters()
         held = self._held(model)
         total = torch.zeros((), dtype=torch.int64, device=self._groups.device)
         digests: list[tuple[Held, Tensor]] = []

@@ -51,7 +51,6 @@ from mtrain.checkpoint.store.retention import Keep, Retention, way_back
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.config.load import config_hash, config_yaml
-from mtrain.core.engine import optimizer_state
 from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.training_state import local_shards
@@ -97,8 +96,6 @@ class Saver:
         """
         Args:
             folder: Folder `checkpoints` of the run, seen by all ranks.
-            groups: The process groups.
-            config: Configuration of the run.
             origin: Facts about the run for the manifest.
             check: Called on the first rank before anything becomes visible or is deleted, and on any rank where a step
                 has been saved already; raises if another run has taken the folder over.
@@ -138,7 +135,6 @@ class Saver:
         tensors.
 
         Args:
-            model: Model to save.
             step: Number of optimizer updates completed.
             valid_loss: Loss of the validation at this step, if there was one.
             tokens: Number of text tokens that the run has consumed.
@@ -151,7 +147,7 @@ class Saver:
         """
         self.wait()  # one save in flight: another copy of the state would need as much memory again
         began = time.monotonic()
-        model.optimizer.gather_parameters()  # else a rank would save weights from before the update
+        model.sharded.gather_parameters()  # else a rank would save weights from before the update
         state = self._training_state(model.optimizer, step, history)
         staging = on_first_rank(lambda: self._named_staging(step))  # one folder name for all ranks
         fault_point("snapshot", self._groups.rank, step)
@@ -287,8 +283,8 @@ class Saver:
         return TrainingState(
             step=step,
             consumed_samples=step * self._config.train.global_batch_size,
-            adam_step=optimizer_state.adam_step(optimizer.inner),
-            loss_scaler=optimizer_state.loss_scaler(optimizer.inner),
+            adam_step=optimizer.state.adam_step(),
+            loss_scaler=optimizer.state.loss_scaler(),
             layout=str(self._groups.layout),
             device=self._groups.device.type,
             vocab_size=self._config.model.vocab_size,

@@ -61,7 +61,7 @@ def load_hf_weights(folder: Path, model: RankModel) -> None:
         DataError: The folder is damaged or holds another model. On all ranks.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
-    optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
+    model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
     # every rank opens the folder itself: what is mapped in one process cannot be given to another
     saved = on_all_ranks(lambda: FolderTensors(source_for(folder, config.model)))
 
@@ -99,7 +99,7 @@ def load_megatron_weights(folder: Path, model: RankModel) -> None:
         DataError: The checkpoint is damaged, would run code, or is of another model; on all ranks.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
-    optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
+    model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
     on_first_rank(lambda: check_run_config(folder, config.model))  # a small file: one rank reads it for all
     saved = on_all_ranks(lambda: CheckpointTensors(folder))
     # their names are mapped to ours and not the reverse: they write the same weight in several ways
@@ -189,7 +189,7 @@ def load_peft_adapter(folder: Path, model: RankModel) -> None:
         DataError: The folder is damaged or holds another adapter. On all ranks.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
-    optimizer.gather_parameters()  # a gather under way would overwrite what is loaded
+    model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
     adapter = config.adapter
     assert adapter is not None, "called for runs with adapters"
     saved = on_all_ranks(lambda: _opened(folder, config, adapter))
@@ -228,10 +228,6 @@ def check_weights(entry: CheckpointEntry, config: Config) -> None:
 
     If no family of Hugging Face describes the model, or it has a head, only the vocabulary is compared.
 
-    Args:
-        entry: Checkpoint to check.
-        config: Configuration of the run.
-
     Raises:
         DataError: The checkpoint is damaged, or of another model.
     """
@@ -252,7 +248,6 @@ def check_megatron_weights(folder: Path, config: Config) -> None:
 
     Args:
         folder: Folder from `megatron_folder`.
-        config: Configuration of the run.
 
     Raises:
         DataError: The checkpoint is damaged, or of another model.

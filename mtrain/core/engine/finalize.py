@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
 from mtrain.core.engine.loss_reduction import GlobalTotals, PlannedTotals, StepSums
+from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.loss.objective import Objective, power_of_two_near, side_term_factors
 from mtrain.core.ranks.groups import Groups
 
@@ -35,7 +35,6 @@ class NumeratorFactors:
             objective: Terms of the objective.
             is_fp16: Whether gradients are kept near 1 by a numerator_scale, a power of two that all stages must agree
                 on.
-            groups: The process groups.
         """
         self._coefficients, self._router_terms = objective.coefficients, objective.router_terms
         # fp16 needs 1 / D in advance, else sums over a batch overflow; terms with other denominators need the ratios
@@ -74,14 +73,12 @@ class NumeratorFactors:
             self._totals.on_device()
 
 
-Finalize = Callable[
-    [Sequence[DistributedDataParallel], StepSums, Groups, bool, Callable[[], Tensor] | None], GlobalTotals
-]
+Finalize = Callable[[ShardedModel, StepSums, Groups, bool, Callable[[], Tensor] | None], GlobalTotals]
 """Type of `finalize_gradients`, which describes the arguments."""
 
 
 def finalize_gradients(
-    chunks: Sequence[DistributedDataParallel],
+    sharded: ShardedModel,
     sums: StepSums,
     groups: Groups,
     stop_requested: bool = False,
@@ -90,16 +87,13 @@ def finalize_gradients(
     """Reduces the gradients of a step and divides them. Collective over the world.
 
     Args:
-        chunks: This rank's model chunks, after the last backward.
-        sums: Sums that the backward passes have filled.
-        groups: The process groups.
+        sharded: This rank's model, after the last backward.
         stop_requested: Flag joined over all ranks on the way, for instance "a stop signal has arrived here".
         local_grad_norm_sq: `Optimizer.local_grad_norm_sq`, where the totals shall have the norm of the reduced
             gradients. It is the norm before they are divided by D.
     """
-    # None: no token count of megatron-core, hence neither its broadcast and all-reduce of it nor its division. Returns
-    # when all reductions are done: DP x CP (experts: their own replicas), TP for norms under sp, tied tables.
-    finalize_model_grads(list(chunks), None, pg_collection=groups.collection)
+    # returns when all reductions are done: DP x CP (experts: their own replicas), TP for norms under sp, tied tables
+    sharded.finish_grad_sync(groups)
     # After the reductions, before the division: the norm is linear in the factor, which the host applies to it later,
     # and one collective carries losses and norm together.
     norm_sq = None if local_grad_norm_sq is None else local_grad_norm_sq() / sums.gradient_scale**2
@@ -108,7 +102,5 @@ def finalize_gradients(
     # Rounded to float32 where it meets the gradients. If it overflows there, the host refuses the denominator before
     # anything is applied (mtrain/core/step/totals.py).
     factor = torch.where(denominator == 0, 0.0, 1.0 / (denominator * sums.gradient_scale))
-    # In place on the whole float32 buffers, those of experts too: one multiplication per buffer, padding included.
-    for chunk in chunks:
-        chunk.scale_gradients(factor)
+    sharded.scale_gradients(factor)
     return totals

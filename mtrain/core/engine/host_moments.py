@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mtrain.arch.memory import MOMENTS_AT_ONCE_BYTES as MOMENTS_AT_ONCE_BYTES  # tests move less
-from mtrain.core.engine.optimizer_state import MOMENTS, GroupCounts, give_moments, mains_by_part
+from mtrain.core.engine.optimizer_state import MOMENTS, GroupCounts, OptimizerState, give_moments
 from mtrain.core.state.host_memory import CopyStream, HostBlocks
 
 _ALIGNED_ELEMENTS = 16
@@ -27,17 +26,12 @@ _ALIGNED_ELEMENTS = 16
 class HostMoments:
     """The moments of a rank between two updates; the optimizer must then not be used without it."""
 
-    def __init__(self, optimizer: MegatronOptimizer, device: torch.device) -> None:
-        """Gives every parameter moments of zeros; before the first update, and before anything is loaded.
-
-        Args:
-            optimizer: Optimizer of megatron-core, AdamW in all its parts.
-            device: Device that computes the updates.
-        """
+    def __init__(self, state: OptimizerState, device: torch.device) -> None:
+        """Gives every parameter moments of zeros; before the first update, and before anything is loaded."""
         self._arriving, self._leaving = CopyStream(device), CopyStream(device)
         self._groups: list[_Group] = []
         blocks = HostBlocks(device.type == "cuda", "the optimizer's moments")
-        for part, mains in mains_by_part(optimizer):
+        for part, mains in state.mains_by_part():
             groups = [_Group(part, each, device, blocks) for each in _grouped(mains)]
             if not groups:  # a rank may hold nothing that this optimizer updates
                 continue

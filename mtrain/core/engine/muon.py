@@ -2,9 +2,9 @@
 
 An update needs the whole matrix, while tensor parallelism divides it, the distributed optimizer cuts it anywhere, and
 fused projections hold several. So every tensor has one owner among the ranks of its pipeline stage. Pieces of the
-momentum travel to the owner, which orthogonalizes each matrix of the model as a single process would, and the update
 momentum are sent to the owner, which orthogonalizes each matrix of the model as a single process would, and the update
-is sent back to where the float32 main weights lie. The state stays sharded as AdamW's is, and a checkpoint holds it in
+is sent back to where the float32 main weights lie. The state stays sharded as AdamW's is, and a checkpoint holds it as
+global tensors of any layout.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mtrain.arch.features import segments
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import MuonSection
-from mtrain.core.engine.optimizer_state import momenta
+from mtrain.core.engine.optimizer_state import OptimizerState
+from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.layers.sharded_parameters import (
@@ -85,25 +84,20 @@ class Muon:
         self,
         section: MuonSection,
         model: ModelSection,
-        inner: MegatronOptimizer,
-        chunks: Sequence[DistributedDataParallel],
+        state: OptimizerState,
+        sharded: ShardedModel,
         groups: Groups,
     ) -> None:
-        """Builds the plan of rounds; collective over the stage: one gather of short objects.
+        """Gives matrices a momentum instead of moments, and plans the rounds.
 
-        Args:
-            section: Section with the constants.
-            model: Section that says which matrices a fused tensor holds.
-            inner: Optimizer of megatron-core; its matrices get a momentum instead of moments.
-            chunks: This rank's model chunks.
-            groups: The process groups.
+        Collective over the stage: one gather of short objects.
         """
         self._section, self._model, self._groups = section, model, groups
         self._rank, self._num_ranks = groups.stage.rank(), groups.stage.size()
         self._pieces: dict[str, list[_Piece]] = {}
         shapes: dict[str, Sizes] = {}
         # Pieces come in the order of the optimizer's parameters, which `_split` relies on at both ends of an exchange.
-        for name, shape, piece in _pieces(inner, chunks, groups):
+        for name, shape, piece in _pieces(state, sharded, groups):
             self._pieces.setdefault(name, []).append(piece)
             shapes[name] = shape
         own = {name: [piece.where for piece in pieces] for name, pieces in self._pieces.items()}
@@ -117,11 +111,7 @@ class Muon:
 
     @torch.no_grad()
     def update(self, lr: float) -> None:
-        """Makes one step of all matrices and removes their gradients, so that AdamW skips them.
-
-        Args:
-            lr: Learning rate.
-        """
+        """Makes one step of all matrices and removes their gradients, so that AdamW skips them."""
         for names in self._rounds:
             whole = self._collect(names)
             if whole is not None:
@@ -239,16 +229,14 @@ def orthogonalized(matrix: Tensor, num_steps: int) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def _pieces(
-    inner: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], groups: Groups
-) -> Iterator[tuple[str, Sizes, _Piece]]:
+def _pieces(state: OptimizerState, sharded: ShardedModel, groups: Groups) -> Iterator[tuple[str, Sizes, _Piece]]:
     """Yields global name and shape of every matrix of which this rank updates something, piece by piece."""
-    places = {place.data: place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
-    for flat_slice, momentum in momenta(inner, lambda parameter: is_matrix(places[parameter])):
+    places = {place.data: place for place in sharded_parameters(map(unwrap, sharded.chunks), groups)}
+    for flat_slice, momentum in state.momenta(lambda parameter: is_matrix(places[parameter])):
         place = places[flat_slice.parameter]
         # With a distributed optimizer there are no copies over DP x CP, only over TP; without it one of all replicas
         # sends.
-        is_sent = has_own_shard(place) if flat_slice.is_sharded else is_written_here(place)
+        is_sent = has_own_shard(place) if sharded.is_divided else is_written_here(place)
         # leading axes stack layers and experts: the axes after them are the matrix
         axes = next(shards(place, place.key, place.data)).prepend_axis_num
         for shard in run_of(place, place.key, momentum.view(-1), flat_slice.start, flat_slice.end):

@@ -7,7 +7,7 @@ pass, of which each step keeps one number per parameter before the ranks add the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.engine.training_state import local_state
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.layers.sharded_parameters import sharded_parameters, shards
-from mtrain.core.ranks.groups import Groups
 from mtrain.core.state.finite import NonFinite, described, non_finite
 
 
@@ -40,18 +40,16 @@ class _Seen(NamedTuple):
 
 
 @torch.no_grad()
-def largest_local_gradients(chunks: Sequence[torch.nn.Module]) -> Tensor | None:
+def largest_local_gradients(sharded: ShardedModel) -> Tensor | None:
     """Returns the largest absolute value of each parameter's gradient, before ranks add theirs.
 
-    Costs one pass over the gradients; no communication, no host synchronization.
-
-    Args:
-        chunks: This rank's model chunks in DDP, after the last backward pass.
+    To be called after the last backward pass. Costs one pass over the gradients; no communication, no host
+    synchronization.
 
     Returns:
         [parameters with gradients], on the device; None where there are none.
     """
-    gradients = [gradient for _, gradient in _gradients(chunks)]
+    gradients = [gradient for _, gradient in _gradients(sharded)]
     if not gradients:
         return None
     if gradients[0].device.type == "cpu":  # three times as fast as norms there; both keep nan
@@ -68,7 +66,7 @@ def cause_of_non_finite(model: RankModel, local_gradients: Tensor | None) -> Cau
         local_gradients: Result of `largest_local_gradients` in the step that failed; None where it was not computed.
     """
     parts = [held.shard for held in local_state(model)]
-    own = _Seen(non_finite(parts), _in_gradients(model.chunks, model.groups, local_gradients))
+    own = _Seen(non_finite(parts), _in_gradients(model, local_gradients))
     everyone: list[_Seen] = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     # weights first: a nan in one makes every later gradient nan, also on ranks whose own state is fine
@@ -79,22 +77,20 @@ def cause_of_non_finite(model: RankModel, local_gradients: Tensor | None) -> Cau
     return Cause("" if gradient is None else f"the gradient of {gradient}, before ranks add theirs up", is_state=False)
 
 
-def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields parameters with the float32 buffers in which their gradients are summed."""
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            if parameter.requires_grad and parameter.numel():
-                yield parameter, parameter.main_grad  # type: ignore[attr-defined]
+def _gradients(sharded: ShardedModel) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields parameters that have elements, with their gradients."""
+    return (pair for pair in sharded.local_gradients() if pair[0].numel())
 
 
-def _in_gradients(chunks: Sequence[torch.nn.Module], groups: Groups, largest: Tensor | None) -> NonFinite | None:
+def _in_gradients(model: RankModel, largest: Tensor | None) -> NonFinite | None:
     if largest is None:
         return None
     flags = largest.isfinite().tolist()
-    bad = [parameter for (parameter, _), is_finite in zip(_gradients(chunks), flags, strict=True) if not is_finite]
+    pairs = zip(_gradients(model.sharded), flags, strict=True)
+    bad = [parameter for (parameter, _), is_finite in pairs if not is_finite]
     if not bad:
         return None
-    places = {id(place.data): place for place in sharded_parameters([unwrap(chunk) for chunk in chunks], groups)}
+    places = {id(place.data): place for place in sharded_parameters(map(unwrap, model.chunks), model.groups)}
     place = places[id(bad[0])]
     first = next(shards(place, place.key, place.data))
     name = global_name(place.key, tuple(first.global_offset[: first.prepend_axis_num]))

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from mtrain.base.errors import ConfigError, NonFiniteError, NumericError
@@ -19,8 +16,9 @@ from mtrain.config.schema.bounds import FLOAT32_LARGEST
 from mtrain.config.schema.train import AdamWSection, MuonSection
 from mtrain.core.engine.host_moments import HostMoments
 from mtrain.core.engine.muon import Muon
-from mtrain.core.engine.optimizer_state import fuse
-from mtrain.core.layers.transformer_config import SMALLEST_LOSS_SCALE, optimizer_config
+from mtrain.core.engine.optimizer_state import OptimizerState
+from mtrain.core.engine.sharded_model import ShardedModel
+from mtrain.core.layers.transformer_config import SMALLEST_LOSS_SCALE
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.ranks.megatron import gradients_of_norm
 
@@ -95,7 +93,7 @@ class Skips:
     def __init__(self, most: int) -> None:
         """
         Args:
-            most: Number of skips in a row that is too many.
+            most: Number of skips in a row that ends the run.
         """
         self._most = most
         self.clear()
@@ -137,22 +135,12 @@ class Optimizer:
     host_moments: HostMoments | None = None
     """Moments on the host between updates; None where they stay on the device."""
 
-    def __init__(self, config: Config, chunks: Sequence[DistributedDataParallel], groups: Groups) -> None:
-        self.chunks = list(chunks)
-        translated = optimizer_config(config, groups.layout)
-        # Empty and not None, for which megatron-core would take its standard overrides: no decay of vectors and biases.
-        overrides = {} if config.optimizer.decay_norms_and_biases else get_standard_config_overrides(translated)
-        self.inner: MegatronOptimizer = get_megatron_optimizer(
-            translated,
-            self.chunks,
-            config_overrides=overrides,
-            # these groups would serve checkpoints in megatron-core's own forms, which are not used
-            use_gloo_process_groups=False,
-            pg_collection=groups.collection,
-        )
-        fuse(self.inner)
+    def __init__(self, config: Config, sharded: ShardedModel, groups: Groups) -> None:
+        self.sharded, self.inner = sharded, sharded.optimizer()
+        self.state = OptimizerState(self.inner, sharded)
+        self.state.fuse()
         if config.train.offload_optimizer:
-            self.host_moments = HostMoments(self.inner, groups.device)
+            self.host_moments = HostMoments(self.state, groups.device)
         self._device, self._collection = groups.device, groups.collection
         self._known_scale: tuple[Tensor | None, float] = (None, 1.0)
         self._is_fp16 = config.train.precision == "fp16"
@@ -160,10 +148,6 @@ class Optimizer:
         self._clip_grad = config.optimizer.clip_grad
         self._weight_decay = config.optimizer.weight_decay
         self._muon = self._muon_of(config, groups)
-        self._overlaps_gather = config.train.overlap_param_gather
-        if self._overlaps_gather:
-            # DistributedDataParallel has put its hooks in place already; they would gather weights that are complete.
-            self._set_gather_hooks(False, sync=False)  # nothing to gather before the first update
 
     def _muon_of(self, config: Config, groups: Groups) -> Muon | None:
         """Returns the optimizer of the matrices; None where AdamW updates everything."""
@@ -171,7 +155,7 @@ class Optimizer:
             case AdamWSection():
                 return None
             case MuonSection():
-                return self.muon(config.optimizer, config.model, self.inner, self.chunks, groups)
+                return self.muon(config.optimizer, config.model, self.state, self.sharded, groups)
             case _:
                 assert_never(config.optimizer)
 
@@ -215,9 +199,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Clears gradients before a step."""
-        for chunk in self.chunks:
-            # backward hooks add into these float32 buffers; `.grad` of parameters and main weights is cleared next
-            chunk.zero_grad_buffer()
+        self.sharded.zero_grad()  # backward passes add to these; `.grad` of parameters and main weights is cleared next
         self.inner.zero_grad()
 
     @property
@@ -253,10 +235,6 @@ class Optimizer:
         The clipping factor is clip_grad / (norm + 1e-6), as in torch and Megatron-LM. One host synchronization if the
         loss scale has moved.
 
-        Args:
-            lr: The learning rate.
-            grad_norm: Global L2 norm of the gradients.
-
         Raises:
             NonFiniteError: The gradient norm is not finite, or overflows or underflows in float32; weights and state
                 are untouched.
@@ -280,9 +258,7 @@ class Optimizer:
         # parameters; a distributed optimizer gathers them over DP x CP here, or in the next forward pass if that
         # overlaps.
         self.inner.step_with_ready_grads()
-        if self._overlaps_gather and not self.overlaps_param_gather:
-            # after the first update, and again if gather_parameters() has removed them
-            self._set_gather_hooks(True, sync=False)
+        self.sharded.gather_in_forward()
         if self._is_fp16:
             self._move_scales(overflowed=False)
             self._skips.clear()
@@ -301,9 +277,8 @@ class Optimizer:
         return _sum_of_squares([gradient for gradients in own for gradient in gradients], self._device)
 
     def _counts_here(self, part: Any) -> bool:
-        """Says whether this rank's gradients count: those of a distributed optimizer are parts, others are replicas."""
-        # its rank holds a part of the reduced gradient that no other one has
-        if isinstance(part, DistributedOptimizer):
+        """Says whether this rank's gradients count, as parts that no other rank has or as the first of the replicas."""
+        if self.sharded.is_divided:
             return True
         is_of_experts = any(group["is_expert_parallel"] for group in part.param_groups)
         replicas = self._collection.expt_dp if is_of_experts else self._collection.dp_cp
@@ -322,26 +297,6 @@ class Optimizer:
         if gradients:  # a rank may hold no part of any parameter
             # in place: without apex, megatron-core's own function copies each gradient and copies it back
             torch._foreach_mul_(gradients, factor)
-
-    @property
-    def overlaps_param_gather(self) -> bool:
-        """Says whether updated parameters arrive during the next forward pass (overlap_param_gather)."""
-        # the hooks themselves are the state: no second flag that could disagree
-        return self._overlaps_gather and bool(self.chunks[0].remove_forward_pre_hook_handles)
-
-    def gather_parameters(self) -> None:
-        """Makes the parameters of all chunks complete now; before validation, checkpoints and comparisons."""
-        if self.overlaps_param_gather:
-            self._set_gather_hooks(False, sync=True)
-
-    def _set_gather_hooks(self, enabled: bool, sync: bool) -> None:
-        for chunk in self.chunks:
-            # all chunks at once: a chunk without hooks would compute with weights that have not arrived
-            hooks: Any = chunk
-            if enabled:
-                hooks.enable_forward_pre_hook()
-            else:
-                hooks.disable_forward_pre_hook(param_sync=sync)
 
 
 def check_norm(grad_norm: float, clip_grad: float) -> None:

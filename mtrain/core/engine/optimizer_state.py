@@ -15,15 +15,15 @@ The float32 main weights are saved with the moments; half-precision weights are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor
 
+from mtrain.core.engine.sharded_model import FlatSlice, ShardedModel
 from mtrain.core.state.loss_scaler import LossScaler
 
 MAIN = "param"
@@ -37,77 +37,130 @@ STATES = (MAIN, *MOMENTS)
 only: there is no second one, and no count of updates."""
 
 
-class FlatSlice(NamedTuple):
-    """The part of a model parameter that this rank updates."""
+class OptimizerState:
+    """State of an optimizer of megatron-core on this rank, whatever part of the weights it updates."""
 
-    parameter: Tensor
-    """Model parameter on this tensor-parallel rank."""
-    main: Tensor
-    """Float32 main weights [end - start] (or the parameter's shape): the inner optimizer's own tensor."""
-    start: int
-    """Index of the first element in the flattened parameter."""
-    end: int
-    is_sharded: bool
-    """Whether other ranks of DP x CP update other parts, and none of them this one."""
+    def __init__(self, inner: MegatronOptimizer, sharded: ShardedModel) -> None:
+        self._inner, self._slices = inner, sharded.slices
 
-    def set_main(self, whole: Tensor) -> None:
-        """Copies this part's main weights from those of the whole parameter, a tensor of its shape."""
-        # a distributed optimizer has a flat range of the parameter, regardless of rows
-        part = whole.flatten()[self.start : self.end].view(self.main.shape)
-        if part.data_ptr() != self.main.data_ptr():  # float32 parameters are their own main weights
-            self.main.copy_(part)
+    def flat_slices(self) -> list[FlatSlice]:
+        """Returns everything that this rank updates."""
+        return [flat_slice for part in self._parts() for flat_slice in self._slices(part)]
 
+    def flat_slice_states(self) -> Iterator[tuple[FlatSlice, dict[str, Tensor]]]:
+        """Yields everything that this rank updates, with its state by name: the optimizer's own tensors [end - start].
 
-def flat_slices(optimizer: MegatronOptimizer) -> list[FlatSlice]:
-    """Returns everything that this rank updates."""
-    return [flat_slice for part in _parts(optimizer) for flat_slice in _flat_slices_of(part)]
+        Moments may lie on the host (train.offload_optimizer); then the host waits for the last update.
+        """
+        for part in self._parts():
+            if any(each.is_cuda != main.is_cuda for main, each in _first_moments(part)):
+                torch.cuda.current_stream().synchronize()  # on which the update ends with the copies to the host
+            for flat_slice in self._slices(part):
+                yield flat_slice, _states(part, flat_slice.main)
 
+    def momenta(self, has_momentum: Callable[[Tensor], bool]) -> Iterator[tuple[FlatSlice, Tensor]]:
+        """Gives parameters a momentum of zeros instead of Adam's state, before the first update, and yields them.
 
-def flat_slice_states(optimizer: MegatronOptimizer) -> Iterator[tuple[FlatSlice, dict[str, Tensor]]]:
-    """Yields everything that this rank updates, with its state by name: the optimizer's own tensors [end - start].
+        Yields:
+            Parts of these parameters that this rank updates, each with its momentum [end - start].
+        """
+        for part in self._parts():
+            for flat_slice in self._slices(part):
+                if has_momentum(flat_slice.parameter):
+                    momentum = torch.zeros_like(flat_slice.main, requires_grad=False)
+                    # under Adam's name: saved and loaded like any first moment; Adam never sees a gradient of these
+                    part.optimizer.state[flat_slice.main] = {_FIRST: momentum}
+                    yield flat_slice, momentum
 
-    Moments may lie on the host (train.offload_optimizer); then the host waits for the last update.
-    """
-    for part in _parts(optimizer):
-        if any(each.is_cuda != main.is_cuda for main, each in _first_moments(part)):
-            torch.cuda.current_stream().synchronize()  # on which the update ends with the copies to the host
-        for flat_slice in _flat_slices_of(part):
-            yield flat_slice, _states(part, flat_slice.main)
+    def mains_by_part(self) -> Iterator[tuple[Any, list[Tensor]]]:
+        """Yields each optimizer of megatron-core that updates something here, with the main weights that it updates."""
+        for part in self._parts():
+            yield part, [flat_slice.main for flat_slice in self._slices(part)]
 
+    def fuse(self) -> None:
+        """Makes torch's AdamW update a whole group in one pass over memory, on CPUs and GPUs; before the first update.
 
-def momenta(optimizer: MegatronOptimizer, has_momentum: Callable[[Tensor], bool]) -> Iterator[tuple[FlatSlice, Tensor]]:
-    """Gives parameters a momentum alone, of zeros, instead of Adam's state; before the first update.
+        Its state is that of the unfused form, which megatron-core asks for; the last bit of some weights differs, as
+        products are rounded in another order.
+        """
+        for part in self._parts():
+            if _steps_by_parameter(part):  # the others are fused already
+                # a key of each group: `step` reads it there, and groups may have been replaced since construction
+                for group in part.optimizer.param_groups:
+                    group["fused"], group["foreach"] = True, False
 
-    Args:
-        optimizer: Optimizer of megatron-core.
-        has_momentum: Says which of the model's parameters get one.
+    def set_adam_step(self, adam_step: int) -> None:
+        """Sets Adam's count of updates; each parameter has its own counter, which it advances."""
+        for part in self._parts():
+            if _steps_by_parameter(part):
+                for main in (flat_slice.main for flat_slice in self._slices(part)):
+                    state = part.optimizer.state[main]
+                    if not _is_momentum_alone(state):
+                        # a tensor for each: a shared one would advance once for every parameter in one update
+                        state["step"] = _count(adam_step, main)
+            else:
+                for group in _counting_groups(part):
+                    group["step"] = adam_step
 
-    Returns:
-        The parts of them that this rank updates, each with its momentum [end - start].
-    """
-    for part in _parts(optimizer):
-        for flat_slice in _flat_slices_of(part):
-            if has_momentum(flat_slice.parameter):
-                momentum = torch.zeros_like(flat_slice.main, requires_grad=False)
-                # under Adam's name: saved and loaded like any first moment; Adam itself never sees a gradient of these
-                part.optimizer.state[flat_slice.main] = {_FIRST: momentum}
-                yield flat_slice, momentum
+    @torch.no_grad()
+    def set_main_weights(self, whole: Mapping[Tensor, Tensor]) -> None:
+        """Sets float32 main weights of the optimizer and leaves the rest of its state as it is.
 
+        Args:
+            whole: Parameter -> float32 tensor of its shape; others, such as adapters on a model that is loaded, keep
+                their main weights.
+        """
+        for flat_slice in self.flat_slices():
+            if flat_slice.parameter in whole:
+                flat_slice.set_main(whole[flat_slice.parameter])
 
-def mains_by_part(optimizer: MegatronOptimizer) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Yields each optimizer of megatron-core that updates something here, with the main weights that it updates."""
-    for part in _parts(optimizer):
-        yield part, [flat_slice.main for flat_slice in _flat_slices_of(part)]
+    def adam_step(self) -> int:
+        """Returns the number of Adam's updates; fewer than the run's steps if fp16 overflowed or batches were empty.
+
+        Costs one all-reduce over the world: a rank may hold no part of any parameter.
+        """
+        steps = {0}  # for a rank that holds nothing, or before the first update
+        for part in self._parts():
+            if _steps_by_parameter(part):
+                states = part.optimizer.state.values()
+                counts = [state["step"] for state in states if not _is_momentum_alone(state)]
+                steps |= set(map(int, torch.stack(counts).tolist())) if counts else set()  # the host waits once for all
+            else:
+                steps |= {int(group.get("step", 0)) for group in _counting_groups(part)}
+        assert len(steps) <= 2, f"parameters were updated {sorted(steps)} times"
+        # MAX, since such ranks report 0; all that hold something agree, as every update steps all parameters
+        most = torch.tensor([max(steps)], dtype=torch.int64, device=torch.cuda.current_device())
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def loss_scaler(self) -> LossScaler | None:
+        """Returns the loss scale and its counters; None in precisions without one."""
+        first = self._inner.chained_optimizers[0]  # any will do: `Optimizer._unscaled` moves all scales together
+        if isinstance(first, FP32Optimizer) or first.grad_scaler is None:
+            return None
+        state = first.grad_scaler.state_dict()
+        return LossScaler(
+            scale=float(state["scale"]),
+            growth_tracker=state["growth_tracker"],
+            hysteresis_tracker=state["hysteresis_tracker"],
+        )
+
+    def set_loss_scaler(self, saved: LossScaler | None) -> None:
+        """Sets a saved loss scale; None only in precisions without one."""
+        assert (self.loss_scaler() is None) == (saved is None)
+        if saved is not None:
+            for part in self._inner.chained_optimizers:
+                # megatron-core calls .cuda() on the scale: it has to be a tensor [1], the counters plain numbers
+                part.grad_scaler.load_state_dict({**saved.model_dump(), "scale": torch.tensor([saved.scale])})
+
+    def _parts(self) -> list[Any]:
+        """Returns the optimizers that update something here: a stage may have no dense parameter that learns, and with
+        adapters of experts alone no stage has one."""
+        return [part for part in self._inner.chained_optimizers if not part.is_stub_optimizer]
 
 
 def give_moments(part: Any, main: Tensor, moments: Mapping[str, Tensor]) -> None:
-    """Puts moments in the place of those that Adam would make; before the first update.
-
-    Args:
-        part: Optimizer from `mains_by_part`.
-        main: Main weights from the same entry.
-        moments: Moments by name, MOMENTS; all zero.
-    """
+    """Replaces the moments that Adam would make at its first update; all are zero, by the names of MOMENTS."""
     state = part.optimizer.state[main]
     if _steps_by_parameter(part):
         # torch's Adam takes a state that is not empty for complete
@@ -119,12 +172,7 @@ class GroupCounts:
     """Counts of a fused Adam's updates, one per group: it counts calls, and an update may take several."""
 
     def __init__(self, part: Any) -> None:
-        """Remembers the counts before the first of the calls.
-
-        Args:
-            part: Optimizer from `mains_by_part`; an Adam of torch counts per parameter, which leaves nothing to do
-                here.
-        """
+        # torch's Adam counts per parameter, which leaves nothing to do here
         self._groups = [] if _steps_by_parameter(part) else _counting_groups(part)
         self._before = [int(group.get("step", 0)) for group in self._groups]
 
@@ -137,95 +185,6 @@ class GroupCounts:
         """Advances the counts after the last call, which may have skipped some of the groups."""
         for group, count in zip(self._groups, self._before, strict=True):
             group["step"] = count + 1
-
-
-def fuse(optimizer: MegatronOptimizer) -> None:
-    """Makes torch's AdamW update a whole group in one pass over memory, on CPUs and GPUs; before the first update.
-
-    Its state is that of the unfused form, which megatron-core asks for; the last bit of some weights differs, as
-    products are rounded in another order.
-    """
-    for part in _parts(optimizer):
-        if _steps_by_parameter(part):  # the others are fused already
-            # a key of each group: `step` reads it there, and groups may have been replaced since construction
-            for group in part.optimizer.param_groups:
-                group["fused"], group["foreach"] = True, False
-
-
-def set_adam_step(optimizer: MegatronOptimizer, adam_step: int) -> None:
-    """Sets Adam's count of updates; each parameter has its own counter, which it advances."""
-    for part in _parts(optimizer):
-        if _steps_by_parameter(part):
-            for main in (flat_slice.main for flat_slice in _flat_slices_of(part)):
-                state = part.optimizer.state[main]
-                if not _is_momentum_alone(state):
-                    # a tensor for each: a shared one would advance once for every parameter in one update
-                    state["step"] = _count(adam_step, main)
-        else:
-            for group in _counting_groups(part):
-                group["step"] = adam_step
-
-
-@torch.no_grad()
-def set_main_weights(optimizer: MegatronOptimizer, whole: Mapping[Tensor, Tensor]) -> None:
-    """Sets float32 main weights of the optimizer and leaves the rest of its state as it is.
-
-    Args:
-        optimizer: Optimizer of megatron-core.
-        whole: Parameter -> float32 tensor of its shape; others, such as adapters on a model that is loaded, keep their
-            main weights.
-    """
-    for flat_slice in flat_slices(optimizer):
-        if flat_slice.parameter in whole:
-            flat_slice.set_main(whole[flat_slice.parameter])
-
-
-def adam_step(optimizer: MegatronOptimizer) -> int:
-    """Returns the number of Adam's updates; fewer than the run's steps if fp16 overflowed or batches were empty.
-
-    Costs one all-reduce over the world: a rank may hold no part of any parameter.
-    """
-    steps = {0}  # for a rank that holds nothing, or before the first update
-    for part in _parts(optimizer):
-        if _steps_by_parameter(part):
-            states = part.optimizer.state.values()
-            counts = [state["step"] for state in states if not _is_momentum_alone(state)]
-            steps |= set(map(int, torch.stack(counts).tolist())) if counts else set()  # the host waits once for all
-        else:
-            steps |= {int(group.get("step", 0)) for group in _counting_groups(part)}
-    assert len(steps) <= 2, f"parameters were updated {sorted(steps)} times"
-    # MAX, since such ranks report 0; all that hold something agree, as every update steps all parameters
-    most = torch.tensor([max(steps)], dtype=torch.int64, device=torch.cuda.current_device())
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
-
-
-def loss_scaler(optimizer: MegatronOptimizer) -> LossScaler | None:
-    """Returns the loss scale and its counters; None in precisions without one."""
-    first = optimizer.chained_optimizers[0]  # any will do: `Optimizer._unscaled` moves all scales together
-    if isinstance(first, FP32Optimizer) or first.grad_scaler is None:
-        return None
-    state = first.grad_scaler.state_dict()
-    return LossScaler(
-        scale=float(state["scale"]),
-        growth_tracker=state["growth_tracker"],
-        hysteresis_tracker=state["hysteresis_tracker"],
-    )
-
-
-def set_loss_scaler(optimizer: MegatronOptimizer, saved: LossScaler | None) -> None:
-    """Sets a saved loss scale; None only in precisions without one."""
-    assert (loss_scaler(optimizer) is None) == (saved is None)
-    if saved is not None:
-        for part in optimizer.chained_optimizers:
-            # megatron-core calls .cuda() on the scale: it has to be a tensor [1], the counters plain numbers
-            part.grad_scaler.load_state_dict({**saved.model_dump(), "scale": torch.tensor([saved.scale])})
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Returns the optimizers that update something here: a stage may have no dense parameter that learns, and with
-    adapters of experts alone no stage has one."""
-    return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def _first_moments(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -249,26 +208,6 @@ def _counting_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
 def _count(updates: int, main: Tensor) -> Tensor:
     """Builds a parameter's count of updates where the fused AdamW needs it: on the device of the main weights."""
     return torch.full((), updates, dtype=torch.float32, device=main.device)
-
-
-def _flat_slices_of(part: MegatronOptimizer) -> Iterator[FlatSlice]:
-    if isinstance(part, DistributedOptimizer):
-        # gbuf_ranges: a list of buffers, each {dtypes: buckets}; param_map has only what this rank updates of a bucket.
-        for buckets in (ranges for buffer in part.gbuf_ranges for ranges in buffer.values()):
-            for parameter, place in (item for bucket in buckets for item in bucket["param_map"].items()):
-                group, order = part.model_param_group_index_map[parameter]
-                main = part.optimizer.param_groups[group]["params"][order]
-                # "param" counts elements inside the parameter; its siblings count in the padded buffer, which changes
-                # with dp.
-                yield FlatSlice(parameter, main, place["param"].start, place["param"].end, True)
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
-        # half-precision parameters have a float32 copy; float32 ones are their own main weights
-        groups = zip(part.float16_groups, part.fp32_from_float16_groups)
-        pairs = [pair for halves, mains in groups for pair in zip(halves, mains)]
-        pairs += [(parameter, parameter) for group in part.fp32_from_fp32_groups for parameter in group]
-        yield from (FlatSlice(parameter, main, 0, parameter.numel(), False) for parameter, main in pairs)
-    else:
-        yield from (FlatSlice(parameter, parameter, 0, parameter.numel(), False) for parameter in part.get_parameters())
 
 
 def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.distributed import DistributedDataParallel
+from torch import nn
 
 from mtrain.config import Config
 from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.sharded_model import DataParallel, ShardedModel
+from mtrain.core.layers.adapters.attach import attach
+from mtrain.core.layers.build import build_chunks, unwrap
+from mtrain.core.layers.compiled import compile_layers
+from mtrain.core.layers.init_weights import draw_weights
+from mtrain.core.layers.offload.activations import move_activations
+from mtrain.core.layers.transformer_config import transformer_config
 from mtrain.core.ranks.groups import Groups
 
 
@@ -19,7 +27,50 @@ class RankModel:
     """Configuration of the run."""
     groups: Groups
     """Process groups of this rank."""
-    chunks: list[DistributedDataParallel]
-    """Model chunks in DDP, one for each virtual pipeline stage."""
+    sharded: ShardedModel
+    """Model chunks, and what they share with other data-parallel ranks."""
     optimizer: Optimizer
     """Optimizer of these chunks."""
+
+    @property
+    def chunks(self) -> Sequence[nn.Module]:
+        """Model chunks, one for each virtual pipeline stage."""
+        return self.sharded.chunks
+
+
+def build_rank_model(config: Config, groups: Groups, weights_follow: bool = False) -> RankModel:
+    """Builds a model and its optimizer; see `build_model`."""
+    sharded = build_model(config, groups, weights_follow)
+    return RankModel(config, groups, sharded, Optimizer(config, sharded, groups))
+
+
+def build_model(config: Config, groups: Groups, weights_follow: bool = False, in_float64: bool = False) -> ShardedModel:
+    """Builds this rank's model chunks, one for each virtual stage, with layout-free initial weights.
+
+    Collective over the world where `train.compile` asks for compiled layers.
+
+    Args:
+        weights_follow: Whether the caller loads weights, or draws them once it knows that there are none to load: until
+            then they are nan.
+        in_float64: See `build_chunks`, also for errors.
+    """
+    translated, chunks = build_chunks(config, groups, in_float64)
+    for chunk in chunks:
+        # before the weights move into buffers, from which the main weights are copied
+        draw_weights(chunk, config, groups, others_follow=weights_follow)
+    sharded = DataParallel(config, groups, translated, chunks, in_float64)
+    compile_layers(sharded.chunks, config, groups)
+    if config.train.offload_layers is not None:
+        move_activations([chunk.decoder for chunk in chunks], config.train.offload_layers, groups.device)
+    return sharded
+
+
+def build_adapters(base: Sequence[nn.Module], config: Config, groups: Groups) -> ShardedModel:
+    """Builds the adapters of `config` on chunks whose own have been taken out, and wraps these anew."""
+    assert config.adapter is not None, "the caller wants adapters"
+    # megatron-core's callbacks are kept in it: each set has gradients and an optimizer of its own
+    translated = transformer_config(config, groups.layout, groups.device)
+    chunks = [unwrap(chunk) for chunk in base]
+    for chunk in chunks:
+        attach(chunk, config.model, config.adapter, groups.collection)
+    return DataParallel(config, groups, translated, chunks)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -17,6 +17,7 @@ from mtrain.config.schema.train import TrainSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.loss_reduction import PairAccumulator
 from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers.build import run_chunk
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.pair import LossPair
@@ -24,25 +25,23 @@ from mtrain.core.loss.pair import LossPair
 LossOfLogits = Callable[[Logits, Microbatch], tuple[Tensor, Mapping[str, LossPair]]]
 """(logits, sliced microbatch) -> (scalar to differentiate, pairs of all terms)."""
 
-Schedule = Callable[
-    [Sequence[DistributedDataParallel], Sequence[Microbatch], LossOfLogits, PairAccumulator, Config], None
-]
+Schedule = Callable[[Sequence[torch.nn.Module], Sequence[Microbatch], LossOfLogits, PairAccumulator, Config], None]
 """Type of `run_schedule`, which describes the arguments."""
 
 
-def connect(chunks: Sequence[DistributedDataParallel], optimizer: Optimizer, train: TrainSection) -> None:
+def connect(sharded: ShardedModel, optimizer: Optimizer, train: TrainSection) -> None:
     """Sets in megatron-core's schedules how to scale the loss and when to reduce gradients and gather parameters."""
     # one object for all chunks: the schedules read their callbacks from the TransformerConfig
-    translated = get_model_config(chunks[0])
+    translated = get_model_config(sharded.chunks[0])
     translated.grad_scale_func = optimizer.scale_loss
     # A function, so that megatron-core completes weight gradients that it has put off; the reduction is ours, because
     # it may have to wait for other passes.
     translated.finalize_model_grads_func = lambda *model, **options: None
     if train.overlap_grad_reduce:
         # without it every backward pass would reduce its bucket; with it only that of the last microbatch does
-        translated.no_sync_func = _one_or_list([chunk.no_sync for chunk in chunks])
+        translated.no_sync_func = _one_or_list([partial(sharded.no_sync, chunk) for chunk in sharded.chunks])
         # lets pipelines start the reduction of a chunk as soon as its last backward pass is done
-        translated.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
+        translated.grad_sync_func = _one_or_list([partial(sharded.start_grad_sync, chunk) for chunk in sharded.chunks])
 
 
 def _one_or_list(functions: list[Callable[..., Any]]) -> Callable[..., Any] | list[Callable[..., Any]]:
@@ -51,7 +50,7 @@ def _one_or_list(functions: list[Callable[..., Any]]) -> Callable[..., Any] | li
 
 
 def run_schedule(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[torch.nn.Module],
     batches: Sequence[Microbatch],
     loss: LossOfLogits,
     accumulator: PairAccumulator,
@@ -64,11 +63,8 @@ def run_schedule(
     its config says per-token loss. Gradients of different ranks are summed by `finalize_gradients`.
 
     Args:
-        chunks: This rank's model chunks.
         batches: This rank's microbatches, sliced for context parallelism.
-        loss: Loss function, called on the last stage.
-        accumulator: Receives the pairs.
-        config: Configuration, which gives the shape of a microbatch.
+        loss: Called on the last stage alone.
     """
 
     def consume(logits: Logits, batch: Microbatch) -> Tensor:
@@ -81,28 +77,19 @@ def run_schedule(
 
 
 @contextlib.contextmanager
-def deferred_grad_sync(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+def deferred_grad_sync(sharded: ShardedModel) -> Iterator[None]:
     """Keeps every gradient on its rank inside the block, whatever the schedule says: other passes will add to it."""
-    translated = get_model_config(chunks[0])
+    translated = get_model_config(sharded.chunks[0])
     # both: the schedules leave their own no_sync at the last microbatch, and grad_sync_func starts a reduction
     synced = translated.no_sync_func, translated.grad_sync_func
     translated.no_sync_func = translated.grad_sync_func = None
     try:
         with contextlib.ExitStack() as held:
-            for chunk in chunks:
-                # marks the buckets as not on their last microbatch, so backward hooks only add
-                held.enter_context(chunk.no_sync())
+            for chunk in sharded.chunks:
+                held.enter_context(sharded.no_sync(chunk))
             yield
     finally:
         translated.no_sync_func, translated.grad_sync_func = synced
-
-
-def start_grad_sync(chunks: Sequence[DistributedDataParallel], train: TrainSection) -> None:
-    """Begins the reduction that `deferred_grad_sync` has held back, where it otherwise overlaps the backward pass."""
-    # finish_grad_sync asserts that a reduction was started where it overlaps; without overlap it runs one itself
-    if train.overlap_grad_reduce:
-        for chunk in chunks:
-            chunk.start_grad_sync()
 
 
 @torch.no_grad()

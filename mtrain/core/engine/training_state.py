@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.fault_points import wanted_fault
-from mtrain.core.engine import optimizer_state
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.layer_spec import global_name
@@ -53,17 +52,16 @@ class Held(NamedTuple):
 
 @torch.no_grad()
 def local_state(model: RankModel) -> Iterator[Held]:
-    """Yields all of the state, replicas too, in the order of the model.
+    """Yields all of the state, replicas included, in the order of the model, whose parameters are complete.
 
-    Args:
-        model: Model with its parameters complete; one that was never updated gets zero moments.
+    A model that was never updated gets zero moments.
     """
     modules = [unwrap(chunk) for chunk in model.chunks]
     places = {place.data: place for place in sharded_parameters(modules, model.groups)}
     for place in places.values():
         # views, not copies: parameters are contiguous
         yield from _held(WEIGHTS, place, place.key, place.data.flatten(), (0, place.data.numel()))
-    for flat_slice, states in optimizer_state.flat_slice_states(model.optimizer.inner):
+    for flat_slice, states in model.optimizer.state.flat_slice_states():
         # the optimizer knows parameters as objects; the name comes from their place in the model
         place = places[flat_slice.parameter]
         for kind, values in states.items():
@@ -82,22 +80,18 @@ _SPOILED = {"nan": math.nan, "huge": 3e38}
 
 @torch.no_grad()
 def local_shards(model: RankModel) -> list[Shard]:
-    """Returns the shards that this rank writes, as views of the live state; no communication.
-
-    Args:
-        model: Model with its parameters complete; one that was never updated gets zero moments.
-    """
+    """Returns the shards that this rank writes, as views of the state of `local_state`; no communication."""
     chunks, optimizer, groups = model.chunks, model.optimizer, model.groups
     places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
     # weights are whole on every rank of DP x CP: each writes every n-th one
     parts = [
         part for place in places.values() if is_written_here(place) for part in whole_of(place, place.key, place.data)
     ]
-    for flat_slice, states in optimizer_state.flat_slice_states(optimizer.inner):
+    for flat_slice, states in optimizer.state.flat_slice_states():
         place = places[flat_slice.parameter]
         # A distributed optimizer's parts are no copies, so every rank of DP x CP writes its own; one of the copies over
         # TP is written.
-        if not (has_own_shard(place) if flat_slice.is_sharded else is_written_here(place)):
+        if not (has_own_shard(place) if model.sharded.is_divided else is_written_here(place)):
             continue
         for name, values in states.items():
             key = optimizer_key(name, place.key)
@@ -111,9 +105,6 @@ def non_finite_state(model: RankModel) -> str | None:
     """Says what a checkpoint would hold that is nan or inf, the same on all ranks; None where all is finite.
 
     Costs one all-gather of short objects.
-
-    Args:
-        model: Model with its parameters complete.
     """
     found: list[NonFinite | None] = [None] * dist.get_world_size()
     # over all ranks: each sees its own shards, and all have to stop or none

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any, assert_never
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
@@ -160,7 +158,7 @@ def _execution(train: TrainSection, device: torch.device) -> dict[str, Any]:
     dtype = DTYPES[train.precision]
     on_cpu = device.type == "cpu"
     return {
-        **_half_precision(train.precision),
+        **half_precision(train.precision),
         **_in_8_bits(train),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,  # what a stage receives into; both ends must agree
@@ -184,7 +182,7 @@ def _in_8_bits(train: TrainSection) -> dict[str, str]:
     return {} if train.fp8 is None else {"fp8": train.fp8, "fp8_recipe": train.fp8_recipe or "tensorwise"}
 
 
-def _half_precision(precision: Precision) -> dict[str, bool]:
+def half_precision(precision: Precision) -> dict[str, bool]:
     """Returns flags of the model's and the optimizer's config; without either, megatron-core computes in fp32."""
     match precision:
         case "fp32":
@@ -212,47 +210,3 @@ def _recomputed(train: TrainSection) -> dict[str, Any]:
             return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
         case _ as never:
             assert_never(never)
-
-
-def _divides_optimizer(config: Config, layout: Layout) -> bool:
-    """Says whether replicas share the optimizer's work; a single one would only copy gradients and weights."""
-    train = config.train
-    # ranks of tp are replicas of each other for experts alone
-    has_replicas = layout.dp * layout.cp > 1 or (config.model.experts is not None and layout.edp > 1)
-    return train.distributed_optimizer and (has_replicas or train.overlap_param_gather)
-
-
-def ddp_config(config: Config, layout: Layout) -> DistributedDataParallelConfig:
-    """Configures gradient buckets: always summed in float32, never averaged."""
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,  # sums over microbatches and ranks would lose bits in half precision
-        overlap_grad_reduce=config.train.overlap_grad_reduce,
-        overlap_param_gather=config.train.overlap_param_gather,
-        use_distributed_optimizer=_divides_optimizer(config, layout),
-        average_in_collective=False,  # a mean over ranks would divide before the one division
-    )
-
-
-def optimizer_config(config: Config, layout: Layout) -> OptimizerConfig:
-    """Configures AdamW with decoupled weight decay; the learning rate is set at every step."""
-    section = config.optimizer
-    return OptimizerConfig(
-        optimizer="adam",  # with Muon too, which updates only the matrices
-        lr=section.lr,  # replaced before every update, like weight_decay
-        min_lr=section.min_lr,
-        weight_decay=section.weight_decay,
-        adam_beta1=section.beta1,
-        adam_beta2=section.beta2,
-        adam_eps=section.epsilon,
-        decoupled_weight_decay=True,
-        clip_grad=section.clip_grad,
-        **_half_precision(config.train.precision),
-        params_dtype=DTYPES[config.train.precision],
-        initial_loss_scale=config.train.initial_loss_scale,
-        min_loss_scale=SMALLEST_LOSS_SCALE,
-        loss_scale_window=1000,
-        hysteresis=2,
-        use_distributed_optimizer=_divides_optimizer(config, layout),
-        overlap_param_gather=config.train.overlap_param_gather,
-        log_num_zeros_in_grad=False,
-    )

@@ -39,7 +39,6 @@ def forward_totals(
 
     Args:
         model: Model of this rank; its parameters are gathered first, and it is left in training mode.
-        objective: Objective that defines the terms.
         passes: Microbatches that this rank reads for each pass through the schedule, as many passes on all ranks; None
             on ranks that do not read data.
         teacher: Teacher; needed if a term compares with one.
@@ -48,7 +47,7 @@ def forward_totals(
         NumericError: A loss is not finite, or a denominator cannot be right.
     """
     # with overlap_param_gather the all-gather of the last update is left to the next forward pass
-    model.optimizer.gather_parameters()
+    model.sharded.gather_parameters()
     config, groups = model.config, model.groups
     terms = tuple(objective.functions)
     count = num_microbatches(config, groups)

@@ -143,7 +143,7 @@ def sequence_scores(
     Raises:
         DataError: A sequence is a member of no group.
     """
-    model.optimizer.gather_parameters()
+    model.sharded.gather_parameters()
     config, groups = model.config, model.groups
     own = [] if batches is None else list(batches)
     # ranks that receive their rows know neither how many sequences there are nor which they hold

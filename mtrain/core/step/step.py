@@ -19,7 +19,7 @@ from mtrain.core.engine.non_finite import largest_local_gradients
 from mtrain.core.engine.optimizer import Update
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.router_balance import RouterBalance
-from mtrain.core.engine.schedule import Schedule, connect, deferred_grad_sync, run_schedule, start_grad_sync
+from mtrain.core.engine.schedule import Schedule, connect, deferred_grad_sync, run_schedule
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.objective import Objective
 from mtrain.core.loss.pair import LossPair
@@ -71,13 +71,10 @@ class TrainingStep:
         """Connects the model's hooks for gradients and routers.
 
         Args:
-            model: Model that is trained.
-            objective: Objective that is minimised.
-            teacher: Teacher; needed if a term of the objective compares with one.
-            functions: Functions and classes that do the work.
+            teacher: Needed if a term of the objective compares with one.
         """
         self._model, self._config, self._groups = model, model.config, model.groups
-        self._chunks, self._optimizer = model.chunks, model.optimizer
+        self._sharded, self._optimizer = model.sharded, model.optimizer
         self._objective, self._teacher = objective, teacher
         self._num_microbatches, self._functions = num_microbatches(model.config, model.groups), functions
         self.routers = functions.routers(model.config, model.groups, model.chunks)
@@ -85,7 +82,7 @@ class TrainingStep:
         """Largest gradient of each parameter on this rank alone, in the last step; None if reductions overlap the
         backward pass, where it never exists."""
         # once: the hooks stay in the chunks' config for all steps
-        connect(model.chunks, model.optimizer, model.config.train)
+        connect(model.sharded, model.optimizer, model.config.train)
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
         """Accumulates, reduces and normalises the gradients of one global batch.
@@ -125,7 +122,6 @@ class TrainingStep:
         """Adds the gradients and sums of some microbatches, not divided by anything. Collective over the world.
 
         Args:
-            step: Step to add to.
             batches: Microbatches of this data-parallel rank, as for `forward_backward`.
             num_microbatches: Number of microbatches, the same on all ranks; None if only ranks with batches know it.
             objective: Objective that is differentiated; with the same terms in all passes of a step.
@@ -165,9 +161,9 @@ class TrainingStep:
         router_factors = functools.cache(lambda: self._optimizer.scale_loss(factors.of_routers()))
         with (
             self.routers.watching(step.sums.pairs, router_factors, max(batch.num_sequences for batch in rows)),
-            nullcontext() if is_last else deferred_grad_sync(self._chunks),
+            nullcontext() if is_last else deferred_grad_sync(self._sharded),
         ):
-            self._functions.run_schedule(self._chunks, rows, loss, step.sums.pairs, self._config)
+            self._functions.run_schedule(self._sharded.chunks, rows, loss, step.sums.pairs, self._config)
         # a rank that asked for no factor finishes the collective here, before the next one
         factors.wait()
         if self._optimizer.scales_loss:
@@ -202,11 +198,12 @@ class TrainingStep:
                 float32; on all ranks.
         """
         if not self._config.train.overlap_grad_reduce:
-            self.local_gradients = largest_local_gradients(self._chunks)
+            self.local_gradients = largest_local_gradients(self._sharded)
         if step.is_deferred:
-            start_grad_sync(self._chunks, self._config.train)
+            for chunk in self._sharded.chunks:
+                self._sharded.start_grad_sync(chunk)  # `deferred_grad_sync` has held it back
         norm_sq = self._optimizer.local_grad_norm_sq
-        reduced = self._functions.finalize(self._chunks, step.sums, self._groups, stop_requested, norm_sq)
+        reduced = self._functions.finalize(self._sharded, step.sums, self._groups, stop_requested, norm_sq)
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
         if (compared := step.preference) is not None:
@@ -234,7 +231,6 @@ class TrainingStep:
 
         Args:
             totals: Totals of the step.
-            lr: Learning rate.
             judge: Function of the gradient norm that is called before anything is applied, and raises to prevent it;
                 not called if fp16 overflowed.
 

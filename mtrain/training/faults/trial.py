@@ -12,7 +12,6 @@ from torch import Tensor
 from mtrain.base.errors import BadStepError, NonFiniteError, NumericError, SpoiledStateError
 from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.engine import optimizer_state
 from mtrain.core.engine.loss_reduction import StepTotals
 from mtrain.core.engine.non_finite import cause_of_non_finite
 from mtrain.core.engine.optimizer import Update
@@ -140,7 +139,7 @@ class StepTrial:
         if not self._guard.may_go_on:
             return None
         states = rng.random_states(self._run.model.groups) if self._draws else {}
-        return states, optimizer_state.loss_scaler(self._run.model.optimizer.inner)
+        return states, self._run.model.optimizer.state.loss_scaler()
 
     def _restore(self, before: tuple[dict[str, Tensor], LossScaler | None] | None) -> None:
         assert before is not None, "only a guard that goes on skips"
@@ -148,4 +147,4 @@ class StepTrial:
         if states:
             rng.set_random_states(states)
         if scaler is not None:
-            optimizer_state.set_loss_scaler(self._run.model.optimizer.inner, scaler)
+            self._run.model.optimizer.state.set_loss_scaler(scaler)

@@ -27,10 +27,8 @@ from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.config.messages import readable
 from mtrain.config.schema.adapter import AdapterSection
-from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.layers.adapters.adapter import adapters_off
-from mtrain.core.layers.build import build_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.ranks.init import on_first_rank
 from mtrain.hf.configuration import load_config
@@ -112,13 +110,8 @@ class Reference(NamedTuple):
             yield identity, held
 
     def built_apart(self, groups: Groups) -> RankModel:
-        """Builds a separate model for the reference if the run's model cannot hold it. Collective over the world.
-
-        Args:
-            groups: Process groups.
-        """
-        chunks = build_model(self.config, groups, weights_follow=True)
-        return RankModel(self.config, groups, chunks, Optimizer(self.config, chunks, groups))
+        """Builds a separate model for the reference if the run's model cannot hold it. Collective over the world."""
+        return build_rank_model(self.config, groups, weights_follow=True)
 
     def _load(self, model: RankModel) -> None:
         if self.saved is None:

@@ -113,7 +113,7 @@ class References:
         if self._reference is not None and not self._reference.fits(self._config):
             self._score_with(self._reference, self._reference.built_apart(self._groups))
             self._reference = None
-            # hooks and buffers of DistributedDataParallel are a reference cycle; the run's model needs their memory now
+            # hooks and buffers of gradients are a reference cycle; the run's model needs their memory now
             gc.collect()
             if self._groups.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -22,9 +22,7 @@ from mtrain.config import Config
 from mtrain.config.load import with_overrides
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.convert.origin import source_of_run
-from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.build import build_model
+from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.ranks.deterministic import deterministic
 from mtrain.core.ranks.groups import Groups, opened_groups
 from mtrain.core.ranks.init import joined_distributed
@@ -166,8 +164,7 @@ def loaded_model(entry: CheckpointEntry | None, config: Config, groups: Groups) 
     Raises:
         DataError: The weights are missing, damaged or of another model.
     """
-    chunks = build_model(config, groups, weights_follow=True)
-    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    model = build_rank_model(config, groups, weights_follow=True)
     if entry is None:
         initialize(model)
     elif entry.manifest.base is None:
@@ -175,5 +172,5 @@ def loaded_model(entry: CheckpointEntry | None, config: Config, groups: Groups) 
     else:
         load_base(model)
         load_adapters(entry, model)
-    model.optimizer.gather_parameters()
+    model.sharded.gather_parameters()
     return model

@@ -90,7 +90,7 @@ class PromptSamples:
         Raises:
             NumericError: The logits are not finite; on all ranks.
         """
-        run.model.optimizer.gather_parameters()
+        run.model.sharded.gather_parameters()
         ids = [each.ids for each in self._questions]
         completions = generate(run.model, ids, self._sampling)
         if self._asked is not None:

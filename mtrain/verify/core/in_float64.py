@@ -8,12 +8,12 @@ the last digit of float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mtrain.core.engine.optimizer import Optimizer
+from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers.build import unwrap
 from mtrain.core.ranks.groups import Groups
 from mtrain.verify.planted.collaborators import configured
@@ -25,13 +25,12 @@ without_gathers = configured("train", lambda train: {"overlap_param_gather": Fal
 class NeverUpdates(Optimizer):
     """Optimizer of a step whose gradients nobody applies: those of megatron-core know no float64."""
 
-    def __init__(self, chunks: Sequence[Any], groups: Groups) -> None:
-        self.chunks, self._device, self._is_fp16 = list(chunks), groups.device, False
+    def __init__(self, sharded: ShardedModel, groups: Groups) -> None:
+        self.sharded, self._device, self._is_fp16 = sharded, groups.device, False
 
     def zero_grad(self) -> None:
         """Clears the gradients."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        self.sharded.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Returns the loss as it is."""

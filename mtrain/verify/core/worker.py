@@ -12,8 +12,8 @@ from mtrain.config import Config
 from mtrain.config.extras import TEMPERATURE, as_configured
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.loss_reduction import StepTotals, TermTotals
-from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.build import build_frozen_model, build_model
+from mtrain.core.engine.rank_model import RankModel, build_model
+from mtrain.core.layers.build import build_frozen_model
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
@@ -149,23 +149,19 @@ class _Runner:
         self._steps: list[_WatchedStep] = []
         for in_float64 in (False, True) if needs_float64(config.model) else (False,):
             own = without_gathers(config) if in_float64 else config
-            chunks = build_model(own, groups, weights_follow=True, in_float64=in_float64)
-            shrink_chunks(chunks)
-            made_of.change_model(chunks)
-            set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config))
-            optimizer = NeverUpdates(chunks, groups) if in_float64 else made_of.optimizer(own, chunks, groups)
-            model, teacher = RankModel(own, groups, chunks, optimizer), small_teacher(own, groups, in_float64)
+            sharded = build_model(own, groups, weights_follow=True, in_float64=in_float64)
+            shrink_chunks(sharded.chunks)
+            made_of.change_model(sharded.chunks)
+            set_weights(sharded.chunks, groups, lambda name, shape: drawn(name, shape, config))
+            optimizer = NeverUpdates(sharded, groups) if in_float64 else made_of.optimizer(own, sharded, groups)
+            model, teacher = RankModel(own, groups, sharded, optimizer), small_teacher(own, groups, in_float64)
             self._models.append(model)
             self._steps.append(_WatchedStep(model, objective, teacher, made_of.step(groups)))
-        self._chunks, self._optimizer, self._training = (
-            self._models[0].chunks,
-            self._models[0].optimizer,
-            self._steps[0],
-        )
+        self._sharded, self._training = self._models[0].sharded, self._steps[0]
 
     def run(self) -> Outcome:
         """Trains all steps, or those up to the watched one."""
-        initial = gathered(parameter_shards(self._chunks, self._groups))
+        initial = gathered(parameter_shards(self._sharded.chunks, self._groups))
         watched = self._job.watched_step
         steps: list[StepOutcome] = []
         pieces: list[RecordedOutput] = []
@@ -188,18 +184,18 @@ class _Runner:
             self._seen.append(batches)
         wide = self._step_in_float64(number, batches) if len(self._models) > 1 else None
         totals = self._training.forward_backward(batches)
-        gradients = gathered(gradient_shards(self._chunks, self._groups))
+        gradients = gathered(gradient_shards(self._sharded, self._groups))
         grad_norm, said = self._update(totals)
-        self._optimizer.gather_parameters()
-        weights = gathered(parameter_shards(self._chunks, self._groups))
+        self._sharded.gather_parameters()
+        weights = gathered(parameter_shards(self._sharded.chunks, self._groups))
         values, said = step_values(number, totals, grad_norm), self._training.said or said
         return StepOutcome(values, said, gradients, weights, wide)
 
     def _step_in_float64(self, number: int, batches: list[Microbatch] | None) -> InFloat64:
-        chunks = self._models[1].chunks
-        copy_weights(chunks, self._chunks)
+        sharded = self._models[1].sharded
+        copy_weights(sharded.chunks, self._sharded.chunks)
         totals = self._steps[1].forward_backward(batches)
-        gradients = gathered(gradient_shards(chunks, self._groups))
+        gradients = gathered(gradient_shards(sharded, self._groups))
         return InFloat64(step_values(number, totals, 0.0).means, gradients)
 
     def _update(self, totals: StepTotals) -> tuple[float, str | None]:

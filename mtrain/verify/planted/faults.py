@@ -25,6 +25,7 @@ from mtrain.core.engine.optimizer import Optimizer, Update
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.router_balance import Factors, RouterBalance
 from mtrain.core.engine.schedule import LossOfLogits, run_schedule
+from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers.adapters.adapter import Adapter, is_adapter_key
 from mtrain.core.layers.adapters.linear import LinearAdapter
 from mtrain.core.layers.attention.context_parallel import RowAttention
@@ -72,8 +73,9 @@ def _not_marked(chunks: Sequence[nn.Module]) -> None:
 class _FrozenDecayed(Optimizer):
     @torch.no_grad()
     def update(self, lr: float, grad_norm: float) -> Update:
-        for parameter in (each for chunk in self.chunks for each in chunk.parameters() if not each.requires_grad):
-            parameter.mul_(1 - lr * self._weight_decay)
+        parameters = (each for chunk in self.sharded.chunks for each in chunk.parameters())
+        for frozen in (each for each in parameters if not each.requires_grad):
+            frozen.mul_(1 - lr * self._weight_decay)
         return super().update(lr, grad_norm)
 
 
@@ -81,11 +83,13 @@ def _without_scale(section: Any) -> dict[str, Any]:
     return {"alpha_pattern": {part: section.alpha_of(part) / section.scale_of(part) for part in section.parts}}
 
 
-def _whole_times_tp(chunks: Sequence[Any], sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
-    for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
-        if parameter.requires_grad and not is_adapter_key(name):
-            parameter.main_grad.mul_(groups.layout.tp)
-    return finalize_gradients(chunks, sums, groups, *others)
+def _whole_times_tp(sharded: ShardedModel, sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+    named = (each for chunk in sharded.chunks for each in chunk.named_parameters())
+    of_adapters: set[Tensor] = {parameter for name, parameter in named if is_adapter_key(name)}
+    for parameter, gradient in sharded.local_gradients():
+        if parameter not in of_adapters:
+            gradient.mul_(groups.layout.tp)
+    return finalize_gradients(sharded, sums, groups, *others)
 
 
 ADAPTER_PLANTS: dict[str, Collaborators] = {
@@ -235,8 +239,8 @@ def _norm_parameters(**marks: bool) -> Collaborators:
 def _finalized(change: Callable[[Groups], Groups]) -> Collaborators:
     """Reduces the gradients and sums of a step over other groups."""
 
-    def faulty(chunks: Sequence[Any], sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
-        return finalize_gradients(chunks, sums, change(groups), *others)
+    def faulty(sharded: ShardedModel, sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+        return finalize_gradients(sharded, sums, change(groups), *others)
 
     return Collaborators(step=step_of(finalize=faulty))
 
@@ -260,11 +264,10 @@ class _OwnReplica(Groups):
         return group
 
 
-def _rank_not_reduced(chunks: Sequence[Any], sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+def _rank_not_reduced(sharded: ShardedModel, sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
     if groups.dp_rank == 1:
-        for chunk in chunks:
-            chunk.scale_gradients(0.0)
-    return finalize_gradients(chunks, sums, groups, *others)
+        sharded.scale_gradients(0.0)
+    return finalize_gradients(sharded, sums, groups, *others)
 
 
 class _LocalPlan(NumeratorFactors):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mtrain.arch.lr import learning_rate
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.engine import optimizer_state
 from mtrain.core.engine.optimizer_state import MAIN
 from mtrain.core.layers.build import build_frozen_model, unwrap
 from mtrain.core.layers.init_weights import draw_weights
@@ -48,29 +47,29 @@ def _spoiled(change: Callable[[Any, int], None]) -> ResumePlant:
 
     @torch.no_grad()
     def goes_on(run: Run, before: RandomStates) -> Run:
-        inner = run.model.optimizer.inner
-        change(inner, optimizer_state.adam_step(inner))
+        optimizer = run.model.optimizer
+        change(optimizer, optimizer.state.adam_step())
         return run
 
     return ResumePlant(goes_on)
 
 
 def _no_moments(optimizer: Any, adam_step: int) -> None:
-    for _, states in optimizer_state.flat_slice_states(optimizer):
+    for _, states in optimizer.state.flat_slice_states():
         for name, values in states.items():
             if name != MAIN:
                 values.zero_()
 
 
 def _rounded(optimizer: Any, adam_step: int) -> None:
-    for flat_slice in optimizer_state.flat_slices(optimizer):
+    for flat_slice in optimizer.state.flat_slices():
         values = flat_slice.parameter.detach().flatten()[flat_slice.start : flat_slice.end]
         flat_slice.main.copy_(values.view(flat_slice.main.shape))
 
 
 def _shared_step(optimizer: Any, adam_step: int) -> None:
     shared = torch.tensor(float(adam_step))
-    for part in optimizer.chained_optimizers:
+    for part in optimizer.inner.chained_optimizers:
         for state in part.optimizer.state.values():
             state["step"] = shared
 
@@ -103,7 +102,7 @@ def _restarted_rate(run: Run, before: RandomStates) -> Run:
 
 def _initial_scale(run: Run, before: RandomStates) -> Run:
     scale = LossScaler(scale=run.model.config.train.initial_loss_scale, growth_tracker=0, hysteresis_tracker=2)
-    optimizer_state.set_loss_scaler(run.model.optimizer.inner, scale)
+    run.model.optimizer.state.set_loss_scaler(scale)
     return run
 
 
@@ -123,7 +122,7 @@ PLANTS: dict[str, ResumePlant] = {
     "samples-restarted": ResumePlant(_first_samples),
     "learning-rate-restarted": ResumePlant(_restarted_rate),
     "moments-not-restored": _spoiled(_no_moments),
-    "adam-step-off-by-one": _spoiled(lambda inner, count: optimizer_state.set_adam_step(inner, count + 1)),
+    "adam-step-off-by-one": _spoiled(lambda optimizer, count: optimizer.state.set_adam_step(count + 1)),
     "adam-step-shared": _spoiled(_shared_step),
     "main-weights-rounded": _spoiled(_rounded),
     "stale-shard": ResumePlant(_stale_shard),

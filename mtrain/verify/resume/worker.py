@@ -24,9 +24,9 @@ from mtrain.checkpoint.state.gather import gradient_shards, parameter_shards
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.engine import optimizer_state
 from mtrain.core.engine.loss_reduction import StepTotals
 from mtrain.core.engine.optimizer import Update
+from mtrain.core.engine.optimizer_state import STATES
 from mtrain.core.engine.training_state import WEIGHTS, Held, local_state
 from mtrain.core.layers.adapters.adapter import is_adapter_key
 from mtrain.core.ranks import rng
@@ -150,7 +150,7 @@ class WatchedStep(TrainingStep):
         if self._start.gathers:
             path = folder.checkpoints / step_name(run.start_step)
             seen.unlike_files = list(self._unlike_files(path)) if path.exists() else []
-            seen.initial = {kind: whole for kind in (WEIGHTS, *optimizer_state.STATES) if (whole := self._whole(kind))}
+            seen.initial = {kind: whole for kind in (WEIGHTS, *STATES) if (whole := self._whole(kind))}
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
         folded = self._all_folded(batches)
@@ -169,7 +169,7 @@ class WatchedStep(TrainingStep):
         self, totals: StepTotals, lr: float, judge: Callable[[float], None] = lambda grad_norm: None
     ) -> Update | None:
         gathers, run = self._start.gathers, self._run
-        gradients = gathered(gradient_shards(run.model.chunks, run.model.groups)) if gathers else None
+        gradients = gathered(gradient_shards(run.model.sharded, run.model.groups)) if gathers else None
         update = super().update(totals, lr, judge)
         self._done += 1
         self._note_state()
@@ -184,15 +184,15 @@ class WatchedStep(TrainingStep):
         if self._done < self._start.watched_from:
             return
         run = self._run
-        run.model.optimizer.gather_parameters()
+        run.model.sharded.gather_parameters()
         held_tensors: dict[tuple[str, str], list[torch.Tensor]] = {}
         for held in local_state(run.model):
             held_tensors.setdefault((held.kind, held.name), []).append(held.shard.data)
         for name, values in rng.random_states(run.model.groups).items():
             held_tensors["random", name] = [values]
         tensors = {key: _print(parts) for key, parts in held_tensors.items()}
-        counters = {"adam_step": float(optimizer_state.adam_step(run.model.optimizer.inner))}
-        scaler = optimizer_state.loss_scaler(run.model.optimizer.inner)
+        counters = {"adam_step": float(run.model.optimizer.state.adam_step())}
+        scaler = run.model.optimizer.state.loss_scaler()
         if scaler is not None:
             counters |= {f"loss_scaler.{name}": float(value) for name, value in scaler.model_dump().items()}
         self._seen.states[self._done] = State(tensors, counters)

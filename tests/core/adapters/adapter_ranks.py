@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +17,10 @@ from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.rank_model import RankModel, build_model, build_rank_model
 from mtrain.core.engine.schedule import run_forward
 from mtrain.core.layers.adapters.adapter import adapters_off
-from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.samples import Batches, SamplePlan
@@ -40,9 +41,10 @@ class Loaded(NamedTuple):
 
 def save(groups: Groups, config: Config, folder: Path) -> tuple[Weights | None, str]:
     """Saves drawn adapters, none of them zero; returns the weights (on rank 0) and the base's fingerprint."""
-    chunks = build_model(config, groups)
+    sharded = build_model(config, groups)
+    chunks = sharded.chunks
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if "_adapter." in name else None)
-    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    model = RankModel(config, groups, sharded, Optimizer(config, sharded, groups))
     save_checkpoint(folder / "checkpoints", model, step=1)
     base = base_of(model)
     assert base is not None
@@ -51,8 +53,8 @@ def save(groups: Groups, config: Config, folder: Path) -> tuple[Weights | None, 
 
 def load(groups: Groups, config: Config, folder: Path) -> Loaded:
     """Loads what `save` wrote, then tries again on a base that differs in one bit."""
-    chunks = build_model(config, groups)
-    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    model = build_rank_model(config, groups)
+    chunks = model.chunks
     settle_base(model)
     entry = checkpoint_at(folder).entry
     assert entry is not None
@@ -76,9 +78,9 @@ def load(groups: Groups, config: Config, folder: Path) -> Loaded:
 
 def logits(groups: Groups, config: Config) -> dict[str, Tensor]:
     """Returns the logits of one microbatch with drawn adapters, without them, and of a model that never had any."""
-    chunks = build_model(config, groups)
+    chunks = build_model(config, groups).chunks
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if "_adapter." in name else None)
-    plain = build_model(config.model_copy(update={"adapter": None}), groups)
+    plain = build_model(config.model_copy(update={"adapter": None}), groups).chunks
     batch = Batches(config, SamplePlan(0, 1), 0, 1).of_step(0)[0]
     found = {"on": logits_of(chunks, batch, config)}
     with adapters_off(chunks):
@@ -86,7 +88,7 @@ def logits(groups: Groups, config: Config) -> dict[str, Tensor]:
     return found | {"plain": logits_of(plain, batch, config), "on again": logits_of(chunks, batch, config)}
 
 
-def logits_of(chunks: list[torch.nn.Module], batch: Microbatch, config: Config) -> Tensor:
+def logits_of(chunks: Sequence[torch.nn.Module], batch: Microbatch, config: Config) -> Tensor:
     found: list[Tensor] = []
 
     def take(logits: Logits, batch: Microbatch) -> None:
@@ -98,15 +100,14 @@ def logits_of(chunks: list[torch.nn.Module], batch: Microbatch, config: Config) 
 
 def parameters(groups: Groups, config: Config) -> dict[str, Tensor]:
     """Returns this rank's parameters by their name in the first chunk."""
-    (chunk,) = build_model(config, groups)
+    (chunk,) = build_model(config, groups).chunks
     return {name: each.detach().clone() for name, each in unwrap(chunk).named_parameters()}
 
 
 def main_weights(groups: Groups, config: Config) -> list[tuple[int, torch.dtype]]:
     """Returns sizes and dtypes of what the optimizer updates: the adapters alone, as everything else is frozen."""
-    chunks = build_model(config, groups)
-    optimizer = Optimizer(config, chunks, groups)
-    held = [each for group in optimizer.inner.param_groups for each in group["params"]]
-    trained = sum(each.numel() for chunk in chunks for each in chunk.parameters() if each.requires_grad)
+    model = build_rank_model(config, groups)
+    held = [each for group in model.optimizer.inner.param_groups for each in group["params"]]
+    trained = sum(each.numel() for chunk in model.chunks for each in chunk.parameters() if each.requires_grad)
     assert sum(each.numel() for each in held) <= trained
     return [(each.numel(), each.dtype) for each in held]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,10 +10,9 @@ from torch import Tensor
 
 from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
-from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.rank_model import build_rank_model
 from mtrain.core.layers.adapters.adapter import adapters_off, is_adapter_key
-from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import draw_adapters
 from mtrain.core.ranks.groups import Groups
 from mtrain.training.resume import initialize
@@ -39,8 +39,9 @@ def first_values(groups: Groups, configs: list[Config]) -> list[First]:
 
 def _first(groups: Groups, config: Config) -> First:
     is_loaded = config.model.hf is not None or config.checkpoint.initialize_from is not None
-    chunks = build_model(config, groups, weights_follow=is_loaded)
-    initialize(RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
+    model = build_rank_model(config, groups, weights_follow=is_loaded)
+    initialize(model)
+    chunks = model.chunks
     adapters = _adapters(chunks, groups)
     batch = Batches(config, SamplePlan(0, 1), 0, 1).of_step(0)[0]
     logits = logits_of(chunks, batch, config)
@@ -54,6 +55,6 @@ def _first(groups: Groups, config: Config) -> First:
     return First(adapters, _adapters(chunks, groups), logits, of_base)
 
 
-def _adapters(chunks: list[torch.nn.Module], groups: Groups) -> Weights:
+def _adapters(chunks: Sequence[torch.nn.Module], groups: Groups) -> Weights:
     weights = gather_whole(parameter_shards(chunks, groups)) or {}
     return {name: value.clone() for name, value in weights.items() if is_adapter_key(name)}

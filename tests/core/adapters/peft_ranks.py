@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +18,8 @@ from mtrain.config.adapters import has_merged_form
 from mtrain.config.load import save_config
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.rank_model import RankModel, build_model, build_rank_model
 from mtrain.core.engine.schedule import run_forward
-from mtrain.core.layers.build import build_model
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.groups import Groups
 from mtrain.training.resume import initialize
@@ -37,9 +37,10 @@ class Saved(NamedTuple):
 
 def saved(groups: Groups, config: Config, tokens: Any) -> Saved:
     """Draws adapters, saves them into `run.dir` as a run does, and returns the logits and all weights."""
-    chunks = build_model(config, groups)
+    sharded = build_model(config, groups)
+    chunks = sharded.chunks
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config) if _is_pair(name) else None)
-    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    model = RankModel(config, groups, sharded, Optimizer(config, sharded, groups))
     initialize(model)
     assert config.adapter is not None
     section, adapter = config.model, config.adapter
@@ -64,9 +65,9 @@ def saved(groups: Groups, config: Config, tokens: Any) -> Saved:
 
 def started(groups: Groups, config: Config, tokens: Any) -> Any:
     """Returns the logits that a run begins with."""
-    chunks = build_model(config, groups)
-    initialize(RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
-    return _logits(groups, config, chunks, tokens)
+    model = build_rank_model(config, groups)
+    initialize(model)
+    return _logits(groups, config, model.chunks, tokens)
 
 
 def _is_pair(name: str) -> bool:
@@ -74,7 +75,7 @@ def _is_pair(name: str) -> bool:
     return name.endswith(("lora_a", "lora_b"))
 
 
-def _logits(groups: Groups, config: Config, chunks: list[Any], tokens: Any) -> Any:
+def _logits(groups: Groups, config: Config, chunks: Sequence[Any], tokens: Any) -> Any:
     """Returns [batch, seq, vocab_local] on the last stage, as numpy; None on others."""
     ids = torch.from_numpy(tokens)
     batch = Microbatch(

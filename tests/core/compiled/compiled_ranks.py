@@ -14,8 +14,8 @@ from torch import fx
 
 from mtrain.config import Config
 from mtrain.core.engine.generation import PassTokens, cached_model
+from mtrain.core.engine.rank_model import build_model
 from mtrain.core.layers import compiled
-from mtrain.core.layers.build import build_model
 from mtrain.core.ranks.groups import Groups
 from tests.parity.ranks import Outcome, Run, train
 
@@ -66,7 +66,7 @@ def names(groups: Groups, config: Config) -> list[list[str]]:
     found = []
     for choice in ("none", "layers"):
         train_section = config.train.model_copy(update={"compile": choice})
-        (chunk,) = build_model(config.model_copy(update={"train": train_section}), groups)
+        (chunk,) = build_model(config.model_copy(update={"train": train_section}), groups).chunks
         inner: Any = chunk.module
         keys = [shard.key for shard in inner.sharded_state_dict().values() if hasattr(shard, "key")]
         found.append([*(name for name, _ in chunk.named_parameters()), *keys])
@@ -92,7 +92,7 @@ def graphs_of_generation(groups: Groups, config: Config) -> int:
         return graph
 
     compiled.BACKEND = counted
-    chunks = build_model(config, groups)
+    chunks = build_model(config, groups).chunks
     graphs = 0
     with cached_model(config, groups, chunks, num_sequences=1, length=8) as model:
         model.next_logits([PassTokens(0, 0, [1, 2, 3])], of_prompts=True)

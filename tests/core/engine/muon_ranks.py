@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from mtrain.config import Config
-from mtrain.core.engine.optimizer_state import MAIN, flat_slice_states
+from mtrain.core.engine.optimizer_state import MAIN
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.sharded_parameters import sharded_parameters
 from mtrain.core.ranks.groups import Groups
@@ -40,7 +40,7 @@ def share(groups: Groups, config: Config) -> Share:
     parts = build(groups, config)
     keys = {place.data: place.key for place in sharded_parameters(map(unwrap, parts.model.chunks), groups)}
     counts, names = {True: 0, False: 0}, set()
-    for flat_slice, states in flat_slice_states(parts.model.optimizer.inner):
+    for flat_slice, states in parts.model.optimizer.state.flat_slice_states():
         is_alone = "exp_avg_sq" not in states
         counts[is_alone] += states["exp_avg"].numel()
         names |= set() if is_alone else {keys[flat_slice.parameter].split(".layers.")[-1]}
@@ -50,7 +50,7 @@ def share(groups: Groups, config: Config) -> Share:
 def overflow(groups: Groups, config: Config) -> Skipped:
     """Makes one step at a loss scale that no gradient survives."""
     parts = build(groups, config)
-    before = [states[MAIN].clone() for _, states in flat_slice_states(parts.model.optimizer.inner)]
+    before = [states[MAIN].clone() for _, states in parts.model.optimizer.state.flat_slice_states()]
     batches = StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0) if groups.tp_rank == 0 else None
     update = parts.training.update(parts.training.forward_backward(batches), config.optimizer.lr)
     assert update is not None
@@ -58,9 +58,9 @@ def overflow(groups: Groups, config: Config) -> Skipped:
 
 
 def _largest_momentum(parts: Parts) -> float:
-    return max(float(states["exp_avg"].abs().max()) for _, states in flat_slice_states(parts.model.optimizer.inner))
+    return max(float(states["exp_avg"].abs().max()) for _, states in parts.model.optimizer.state.flat_slice_states())
 
 
 def _has_moved(parts: Parts, before: list[torch.Tensor]) -> bool:
-    after = [states[MAIN] for _, states in flat_slice_states(parts.model.optimizer.inner)]
+    after = [states[MAIN] for _, states in parts.model.optimizer.state.flat_slice_states()]
     return not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

@@ -36,6 +36,6 @@ def step(groups: Groups, config: Config) -> Fused:
     with mock.patch.object(products, "add_product", noted):
         parts = build(groups, config)
         parts.training.forward_backward(StepLoader(config, groups.dp_rank, groups.layout.dp).batches(0))
-    gradients = [each.main_grad for chunk in parts.model.chunks for each in chunk.parameters() if each.requires_grad]
+    gradients = [gradient for _, gradient in parts.model.sharded.local_gradients()]
     assert all(each.dtype == torch.float32 for each in gradients)
     return Fused(shapes, [each.flatten().tolist() for each in gradients])

@@ -10,7 +10,8 @@ import torch
 from mtrain.arch.layout import Layout
 from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
-from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.engine.rank_model import build_model
+from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import draw, sharded_tensors
 from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import VOCAB
@@ -36,7 +37,7 @@ CASES = [
 
 def initial_weights(groups: Groups, config: Config) -> Arrays | None:
     """Returns the whole tensors on rank 0."""
-    return arrays(gather_whole(parameter_shards(build_model(config, groups), groups)))
+    return arrays(gather_whole(parameter_shards(build_model(config, groups).chunks, groups)))
 
 
 def weights_of(pool: Pool, one: Case, **changes: Any) -> Arrays:
@@ -132,7 +133,9 @@ def test_tensors_and_seeds_differ(pool: Pool, single: Arrays) -> None:
 
 def built_twice(groups: Groups, configs: list[Config]) -> list[list[Arrays]]:
     """Returns for each configuration the drawn weights, and those of a model built to be given its weights later."""
-    models = [[build_model(config, groups, weights_follow=follow) for follow in (False, True)] for config in configs]
+    models = [
+        [build_model(config, groups, weights_follow=follow).chunks for follow in (False, True)] for config in configs
+    ]
     return [
         [
             {each.key: each.data.detach().float().numpy() for each in sharded_tensors(unwrap(chunk), groups)}

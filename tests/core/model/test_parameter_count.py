@@ -8,7 +8,8 @@ from mtrain import arch
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.core.engine.muon import is_matrix
-from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.engine.rank_model import build_model
+from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.sharded_parameters import sharded_parameters
 from mtrain.core.ranks.groups import Groups
 from tests.config.samples import config
@@ -80,7 +81,7 @@ def num_built_parameters(groups: Groups, given: list[Config]) -> list[tuple[int,
 
 
 def _num_built(groups: Groups, given: Config) -> tuple[int, int]:
-    chunks = build_model(given, groups)
+    chunks = build_model(given, groups).chunks
     places = sharded_parameters([unwrap(chunk) for chunk in chunks], groups)
     num_parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     return num_parameters, sum(place.data.numel() for place in places if is_matrix(place))

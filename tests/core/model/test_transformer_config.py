@@ -7,8 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain.arch.layout import Layout
+from mtrain.core.engine.sharded_model import ddp_config, optimizer_config
 from mtrain.core.layers.language_model import scaled
-from mtrain.core.layers.transformer_config import ddp_config, optimizer_config, transformer_config
+from mtrain.core.layers.transformer_config import transformer_config
 from tests.config.samples import config
 
 FLUSH = {"overlap_p2p_comm": True, "overlap_p2p_comm_warmup_flush": True}
@@ -73,8 +74,9 @@ def test_products_in_8_bits_are_asked_for(changes: dict[str, Any], expected: tup
 )
 def test_replicas_alone_share_the_work_of_an_optimizer(layout: Layout, changes: dict[str, Any], expected: bool) -> None:
     given = config(**changes)
-    assert ddp_config(given, layout).use_distributed_optimizer == expected
-    assert optimizer_config(given, layout).use_distributed_optimizer == expected
+    ddp = ddp_config(given, layout)
+    optimizer = optimizer_config(given.optimizer, given.train, ddp)
+    assert ddp.use_distributed_optimizer == optimizer.use_distributed_optimizer == expected
 
 
 def test_other_fields_are_passed_on_under_every_layout() -> None:

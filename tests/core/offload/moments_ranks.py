@@ -9,7 +9,7 @@ from mtrain.config import Config
 from mtrain.core.engine import host_moments
 from mtrain.core.engine.host_moments import HostMoments
 from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.optimizer_state import MAIN, flat_slice_states
+from mtrain.core.engine.optimizer_state import MAIN
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from tests.core.engine import fused_adam_ranks
@@ -81,7 +81,7 @@ def memory(groups: Groups, config: Config) -> Memory:
         elsewhere += _num_elsewhere(optimizer, optimizer.host_moments)
     sizes = [
         sum(values.nbytes for name, values in states.items() if name != MAIN)
-        for _, states in flat_slice_states(optimizer.inner)
+        for _, states in optimizer.state.flat_slice_states()
     ]
     on_host = sum(each.nbytes for each in optimizer.host_moments.memory)
     return Memory(sum(sizes), on_host, max(sizes), update.peak, elsewhere)
@@ -91,7 +91,7 @@ def _num_elsewhere(optimizer: Optimizer, moments: HostMoments) -> int:
     places = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in moments.memory]
     return sum(
         not any(start <= values.data_ptr() < end for start, end in places)
-        for _, states in flat_slice_states(optimizer.inner)
+        for _, states in optimizer.state.flat_slice_states()
         for name, values in states.items()
         if name != MAIN
     )

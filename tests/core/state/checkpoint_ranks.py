@@ -23,10 +23,8 @@ from mtrain.checkpoint.state.save import Saver
 from mtrain.checkpoint.store.directory import load_entry, newest_good
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
-from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.optimizer_state import adam_step, flat_slices, loss_scaler
-from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.engine.rank_model import RankModel, build_rank_model
+from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import sharded_tensors
 from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.loss.objective import Objective
@@ -103,8 +101,7 @@ def in_few_passes(config: Config, groups: Groups) -> Config:
 
 def build(groups: Groups, config: Config) -> Parts:
     """Builds model, optimizer and step on the initial weights."""
-    chunks = build_model(config, groups)
-    model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+    model = build_rank_model(config, groups)
     return Parts(model, TrainingStep(model, Objective.from_config(config.loss, config.model)))
 
 
@@ -146,7 +143,7 @@ def train(
         update = parts.training.update(totals, config.optimizer.lr)
         assert update is not None
         steps.append(Step(totals.loss, update.grad_norm))
-    parts.model.optimizer.gather_parameters()
+    parts.model.sharded.gather_parameters()
     wholes |= {"end": whole(parts, groups)} if "end" in gathered_at else {}
     return Outcome(steps, begin, standing(parts), loaded, saved, wholes)
 
@@ -176,7 +173,7 @@ def start_from(groups: Groups, configs: Sequence[Config], folder: Path, step: in
     for config in configs:
         parts = build(groups, config)
         load_weights(_entry(folder, step), parts.model)
-        found.append((adam_step(parts.model.optimizer.inner), whole(parts, groups)))
+        found.append((parts.model.optimizer.state.adam_step(), whole(parts, groups)))
     return found
 
 
@@ -246,14 +243,14 @@ def read_by_megatron(groups: Groups, folder: Path, step: int) -> Arrays:
 
 def standing(parts: Parts) -> Standing:
     """Returns the state that this rank would continue from."""
-    inner = parts.model.optimizer.inner
+    inner, state = parts.model.optimizer.inner, parts.model.optimizer.state
     held = []
     for part in inner.chained_optimizers:
         state_of = {id(main): state for main, state in part.optimizer.state.items()}
-        held += [_arrays({"main": main, **state_of.get(id(main), {})}) for _, main, *_ in flat_slices(inner)]
+        held += [_arrays({"main": main, **state_of.get(id(main), {})}) for _, main, *_ in state.flat_slices()]
     parameters = [_numpy(parameter) for chunk in parts.model.chunks for parameter in chunk.parameters()]
     random_bytes = bytes(torch.get_rng_state().numpy())
-    return Standing(parameters, held, adam_step(inner), loss_scaler(inner), random_bytes)
+    return Standing(parameters, held, state.adam_step(), state.loss_scaler(), random_bytes)
 
 
 def whole(parts: Parts, groups: Groups) -> Whole:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.checkpoint.state.load import load_checkpoint, load_weights, save_checkpoint
 from mtrain.config import Config
-from mtrain.core.layers.build import build_model, unwrap
+from mtrain.core.engine.rank_model import build_model
+from mtrain.core.layers.build import unwrap
 from mtrain.core.ranks.all_reduce import AsyncAllReduce
 from mtrain.core.ranks.groups import Groups
 from tests.core.state.checkpoint_ranks import Arrays, Parts, _arrays, _entry, build
@@ -19,7 +20,7 @@ from tests.core.state.checkpoint_ranks import Arrays, Parts, _arrays, _entry, bu
 
 def initial_weights(groups: Groups, config: Config) -> Arrays:
     """Returns the whole tensors on rank 0."""
-    return _arrays(gather_whole(parameter_shards(build_model(config, groups), groups)))
+    return _arrays(gather_whole(parameter_shards(build_model(config, groups).chunks, groups)))
 
 
 def save_with_biases(groups: Groups, config: Config, folder: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.core.engine.optimizer_state import STATES, flat_slice_states
+from mtrain.core.engine.optimizer_state import STATES
 from mtrain.core.engine.rank_model import RankModel
 
 
@@ -16,7 +16,9 @@ from mtrain.core.engine.rank_model import RankModel
 def whole_states(model: RankModel) -> Iterator[tuple[Tensor, str, Tensor]]:
     """Yields (parameter, name of the state, float32 tensor of the parameter's shape). Collective."""
     optimizer = model.optimizer
-    held = {id(flat_slice.parameter): (flat_slice, states) for flat_slice, states in flat_slice_states(optimizer.inner)}
+    held = {
+        id(flat_slice.parameter): (flat_slice, states) for flat_slice, states in optimizer.state.flat_slice_states()
+    }
     shards = optimizer.inner.chained_optimizers[0].config.use_distributed_optimizer
     for parameter in (each for chunk in model.chunks for each in chunk.parameters() if each.requires_grad):
         for name in STATES:

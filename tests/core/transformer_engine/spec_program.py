@@ -117,7 +117,7 @@ def built(config: Config, groups: Groups, backend: Backend) -> Any:
     vars(build)["chosen_backend"] = lambda *given: backend
     with torch.no_grad():
         with a_gpu() if backend == "te" else nullcontext():
-            _, (chunk,) = build._build_chunks(config, groups, in_float64=False)
+            _, (chunk,) = build.build_chunks(config, groups)
         draw_weights(chunk, config, groups)
     return chunk
 

@@ -14,7 +14,6 @@ from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
 from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.engine.optimizer_state import adam_step, loss_scaler
 from mtrain.core.engine.training_state import local_state
 from mtrain.core.loss.pair import LossPair, TermInputs, weigh
 from mtrain.core.ranks.groups import Groups
@@ -97,11 +96,11 @@ def standing_after(groups: Groups, config: Config, left_out: int | None = None) 
 
     train_on(groups, config, StopSignal(), build)
     model = built[0].model
-    model.optimizer.gather_parameters()
+    model.sharded.gather_parameters()
     tensors = {f"{each.shard.key}{each.shard.at}": each.shard.data for each in local_state(model)}
     tensors["random"] = torch.get_rng_state()
     copies = {name: values.detach().float().numpy().copy() for name, values in tensors.items()}
-    return Standing(copies, adam_step(model.optimizer.inner), loss_scaler(model.optimizer.inner))
+    return Standing(copies, model.optimizer.state.adam_step(), model.optimizer.state.loss_scaler())
 
 
 def with_hook(groups: Groups, config: Config, rank: int, step: int, name: str) -> Ending:

@@ -16,9 +16,8 @@ from mtrain import Datum, Engine
 from mtrain.checkpoint.state.start_weights import load_hf_weights
 from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.engine.optimizer import Optimizer
-from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.build import build_model, run_chunk
+from mtrain.core.engine.rank_model import RankModel, build_rank_model
+from mtrain.core.layers.build import run_chunk
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.groups import Groups
 from mtrain.hf.configuration import load_config
@@ -42,16 +41,15 @@ def answers(
     """Returns the answers of each model under each sampling."""
     found = []
     for config in configs:
-        chunks = _loaded(config, groups)
-        model = RankModel(config, groups, chunks, Optimizer(config, chunks, groups))
+        model = _loaded(config, groups)
         found.append([generate(model, prompts, each, max_sequences) for each in samplings])
-        assert all(chunk.training for chunk in chunks), "generation leaves a model as it was"
+        assert all(chunk.training for chunk in model.chunks), "generation leaves a model as it was"
     return found
 
 
 def without_cache(groups: Groups, config: Config, sequences: Prompts) -> list[Any]:
     """Returns logits of whole sequences by one training forward pass each, [length, vocab_size], as numpy."""
-    (chunk,) = _loaded(config, groups)
+    (chunk,) = _loaded(config, groups).chunks
     chunk.eval()
     found = []
     with torch.no_grad():
@@ -64,11 +62,11 @@ def without_cache(groups: Groups, config: Config, sequences: Prompts) -> list[An
     return found
 
 
-def _loaded(config: Config, groups: Groups) -> list[Any]:
-    chunks = build_model(config, groups)  # with initial weights
+def _loaded(config: Config, groups: Groups) -> RankModel:
+    model = build_rank_model(config, groups)  # with initial weights
     if config.model.hf is not None:
-        load_hf_weights(Path(config.model.hf), RankModel(config, groups, chunks, Optimizer(config, chunks, groups)))
-    return chunks
+        load_hf_weights(Path(config.model.hf), model)
+    return model
 
 
 def engine_answers(groups: Groups, config: Config, prompts: Prompts, sampling: SamplingParams, folder: str) -> Any:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals
+from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.verify.core.result import LayoutResult
@@ -102,11 +104,13 @@ def test_documents_of_a_few_tokens_pass(pool: Pool, tmp_path: Path, family: str)
 def short_layout(groups: Groups, job: Job, place: str, share: float) -> Outcome:
     """Runs a layout whose gradient of one parameter lacks a share, in every precision."""
 
-    def short(chunks: Sequence[Any], *others: Any) -> GlobalTotals:
-        totals = finalize_gradients(chunks, *others)
-        for name, parameter in (each for chunk in chunks for each in chunk.named_parameters()):
-            if name.endswith(place):
-                parameter.main_grad.mul_(1 - share)
+    def short(sharded: ShardedModel, *others: Any) -> GlobalTotals:
+        totals = finalize_gradients(sharded, *others)
+        named = (each for chunk in sharded.chunks for each in chunk.named_parameters())
+        of_place: set[Tensor] = {parameter for name, parameter in named if name.endswith(place)}
+        for parameter, gradient in sharded.local_gradients():
+            if parameter in of_place:
+                gradient.mul_(1 - share)
         return totals
 
     return run_layout(groups, job, Collaborators(step=step_of(finalize=short)))
