@@ -26,6 +26,7 @@ from mtrain.arch import num_parameters
 from mtrain.arch.layout import Layout
 from mtrain.arch.lr import learning_rate
 from mtrain.config import Config
+from mtrain.core.batch.choices import choice_shapes
 from mtrain.core.batch.datum import Datum
 from mtrain.core.engine.optimizer import AdamOptions
 from mtrain.core.loss.functions.sources import source_fingerprints
@@ -239,8 +240,8 @@ class Engine(Turns):
         built = self._built()
         # data are read once, so whether a sample has a temperature or routed experts is unknown; without it is 1,
         # and routers choose
-        has_routes = self.config.model.experts is not None
-        objective = replace(self._objective_of(loss, options), has_temperatures=True, has_routes=has_routes)
+        choices = tuple(choice_shapes(self.config.model))
+        objective = replace(self._objective_of(loss, options), has_temperatures=True, choices=choices)
         totals = forward_totals(built.model, objective, self._batches.passes(batches, objective.extras), built.teacher)
         return EvalResult.of(totals.terms, totals.diagnostics)
 

@@ -19,11 +19,11 @@ from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.batch.datum import Datum, check_temperature, have_routes
+from mtrain.core.batch.datum import Datum, check_temperature, named_choices
 from mtrain.core.batch.order import slots
 from mtrain.core.batch.zigzag import zigzag_index_on
 from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.engine.recorded_routes import RecordedRoutes
+from mtrain.core.engine.recorded_choices import RecordedChoices
 from mtrain.core.engine.schedule import evaluating, run_forward
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.objective import Objective
@@ -90,18 +90,18 @@ def label_scores(
         if groups.counts_loss:  # otherwise every tensor-parallel rank would add the same numbers
             found[:, own.start : own.stop, columns] = scores
 
-    routes = RecordedRoutes(model) if asked.routed_experts else None
-    with evaluating(model.chunks), nullcontext() if routes is None else routes.recording():
+    experts = RecordedChoices(model, ROUTED_EXPERTS) if asked.routed_experts else None
+    with evaluating(model.chunks), nullcontext() if experts is None else experts.recording():
         run_forward(model.chunks, rows, take, config)
     dist.all_reduce(found)
-    if routes is None:
+    if experts is None:
         return LabelScores(found, None)
 
-    def write(table: Tensor, number: int, first: int, experts: Tensor) -> None:
+    def write(table: Tensor, number: int, first: int, chosen: Tensor) -> None:
         own = slots(number, groups.dp_rank, layout.dp, size)
-        table[own.start : own.stop, columns[first : first + len(experts)]] = experts.transpose(0, 1)
+        table[own.start : own.stop, columns[first : first + len(chosen)]] = chosen.transpose(0, 1)
 
-    return LabelScores(found, routes.gathered(found.shape[1], seq, size, write))
+    return LabelScores(found, experts.gathered(found.shape[1], seq, size, write))
 
 
 def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> None:
@@ -127,21 +127,24 @@ def check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> N
 def reading(objective: Objective, batch: Sequence[Datum]) -> Objective:
     """Returns the objective of a global batch, which reads what its samples contain besides tokens and weights."""
     has_temperatures = any(datum.temperature is not None for datum in checked_batch(batch))
-    return replace(objective, has_temperatures=has_temperatures, has_routes=have_routes(batch))
+    return replace(objective, has_temperatures=has_temperatures, choices=named_choices(batch))
 
 
 def scores_of_samples(batch: Sequence[Datum], model: RankModel, batches: GlobalBatches) -> list[float]:
-    """Returns the score of each sample of a global batch for a preference loss. Collective over the world."""
-    has_routes = have_routes(checked_batch(batch))
-    extras = (ROUTED_EXPERTS,) if has_routes else ()
+    """Returns the score of each sample of a global batch for a preference loss. Collective over the world.
+
+    Raises:
+        DataError: A sample does not fit the configuration, or is member of no group.
+    """
+    extras = named_choices(checked_batch(batch))
     samples = batches.samples(batch, extras)
     plan = batches.plan(samples, len(batch))
     own = batches.own(plan, samples, has_first=True, extras=extras)
-    return sequence_scores(model, own, plan.num_microbatches, has_routes).scores.tolist()
+    return sequence_scores(model, own, plan.num_microbatches, extras).scores.tolist()
 
 
 def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, batches: GlobalBatches) -> ForwardResult:
-    """Returns log-probabilities of a global batch, and what else is requested. Collective over the world.
+    """Returns log-probabilities of a global batch, and what else is asked for. Collective over the world.
 
     Raises:
         ConfigError: The model has a head, or no experts to report.
@@ -156,12 +159,11 @@ def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, b
         check_temperature(asked.temperature, "temperature")
     elif all(datum.temperature is None for datum in checked_batch(batch)):
         asked = asked._replace(temperature=1.0)
-    named = {TEMPERATURE: asked.temperature is None, ROUTED_EXPERTS: have_routes(batch)}
-    extras = tuple(name for name, is_there in named.items() if is_there)
+    extras = (*([TEMPERATURE] if asked.temperature is None else []), *named_choices(batch))
     samples = batches.samples(batch, extras)
     plan = batches.plan(samples, len(batch))
     own = batches.own(plan, samples, has_first=True, extras=extras)
-    scores, routes = label_scores(model, own, plan.num_microbatches, extras, asked)
+    scores, experts = label_scores(model, own, plan.num_microbatches, extras, asked)
     found = scores.cpu()
     places = samples.places(plan, model.groups.layout.dp)
     parts = [
@@ -172,5 +174,5 @@ def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, b
     return ForwardResult(
         [each[0] for each in of_samples],
         [each[1] for each in of_samples] if asked.entropy else [],
-        [] if routes is None else [routes[row, part].clone() for row, part in parts],
+        [] if experts is None else [experts[row, part].clone() for row, part in parts],
     )

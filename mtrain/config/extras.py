@@ -47,8 +47,8 @@ def columns_of(extra: str) -> list[str]:
     return [key + "".join(f"[{number}]" for number in place) for place in itertools.product(*map(range, sizes))]
 
 
-def route_columns(names: Sequence[str]) -> tuple[list[int], tuple[int, ...]]:
-    """Returns the positions of routed experts among columns, and their [layers, top_k]; both empty without them."""
+def choice_columns(names: Sequence[str]) -> tuple[list[int], tuple[int, ...]]:
+    """Returns the places of routed experts among columns, and their [layers, top_k]; nothing where there are none."""
     places = [place for place, name in enumerate(names) if name.startswith(f"{ROUTED_EXPERTS}[")]
     last = re.findall(r"\[(\d+)]", names[places[-1]]) if places else []
     return places, tuple(int(number) + 1 for number in last)

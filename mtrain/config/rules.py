@@ -353,8 +353,8 @@ def heads(config: Sections) -> Iterator[str]:
         yield f"{key} judges sequences of records, but data.kind={config.data.kind} has none; set data.kind=sft"
 
 
-def replayed_routes(model: ModelSection, data: AnyData) -> Iterator[str]:
-    """Checks that experts in records match the model's layers and can be replayed."""
+def replayed_choices(model: ModelSection, data: AnyData) -> Iterator[str]:
+    """Checks that experts in records are those of the model's layers, and that they can be taken."""
     sizes = dict(map(key_and_sizes, data.extras)).get(ROUTED_EXPERTS)
     if sizes is None:
         return

@@ -127,8 +127,7 @@ def _num_loss_tokens(sample: Sample) -> int:
 
 def _digest(sample: Sample) -> int:
     digest = hashlib.blake2b(np.float64(sample.weight).tobytes(), digest_size=8)
-    routes = () if sample.routed_experts is None else (sample.routed_experts,)
-    for part in (sample.tokens, sample.labels, sample.mask, *routes):
+    for part in (sample.tokens, sample.labels, sample.mask, *sample.choices.values()):
         digest.update(np.ascontiguousarray(part).tobytes())
     return int.from_bytes(digest.digest(), "little")
 

@@ -11,12 +11,12 @@ from typing import Literal
 import numpy as np
 
 from mtrain.base.errors import DataError, NumericError
-from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, route_columns
+from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, choice_columns
 from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput
+from mtrain.core.batch.choices import expert_fault
 from mtrain.core.batch.numbers import top_k_fault
-from mtrain.core.batch.routes import route_fault
 from mtrain.core.batch.sample import SampleEncoder
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
@@ -85,7 +85,7 @@ class SftCaches:
         _check_extras(cache, self._columns)
         vocab_size = self._model.vocab_size
         _check_top_k(cache, self._columns, vocab_size)
-        _check_routes(cache, self._columns, self._model)
+        _check_experts(cache, self._columns, self._model)
         if cache.highest_id >= vocab_size:
             raise DataError(
                 f"{path} holds token {cache.highest_id}, but model.vocab_size is {vocab_size}; take the model's "
@@ -166,10 +166,14 @@ def _check_top_k(cache: TokenCache, names: Sequence[str], vocab_size: int) -> No
         raise DataError(f"{place}: has, at token {number}, {fault.why}")
 
 
-def _check_routes(cache: TokenCache, names: Sequence[str], model: ModelSection) -> None:
-    """Refuses experts that the model does not have."""
-    places, _ = route_columns(names)
-    fault = route_fault(cache.extras, places, model) if places else None
+def _check_experts(cache: TokenCache, names: Sequence[str], model: ModelSection) -> None:
+    """Refuses experts that the model does not have.
+
+    Raises:
+        DataError: A number is no expert, or an expert stands twice.
+    """
+    places, _ = choice_columns(names)
+    fault = expert_fault(cache.extras, places, model) if places else None
     if fault is not None:
         place, number = _place_of_token(cache, fault.token)
         raise DataError(f"{place}: {ROUTED_EXPERTS} of token {number} {fault.why}")

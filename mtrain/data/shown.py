@@ -15,8 +15,10 @@ import numpy as np
 
 from mtrain.config import Config
 from mtrain.config.derived import compared, data_phases, phase_number
+from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.model import ModelSection
+from mtrain.core.batch.choices import choosing_layers
 from mtrain.core.batch.sample import Sample
 from mtrain.core.loss.aggregation import aggregate
 from mtrain.data.samples.preference import PreferenceDataset
@@ -115,10 +117,8 @@ def _weight(sample: Sample, compares: Literal["pairs", "answers"] | None) -> flo
 
 
 def _num_routed(sample: Sample, model: ModelSection) -> int | None:
-    if sample.routed_experts is None:
-        return None
-    layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
-    return int((sample.routed_experts[:, layers] >= 0).any(axis=(1, 2)).sum())
+    experts = sample.choices.get(ROUTED_EXPERTS)
+    return None if experts is None else int((experts[:, choosing_layers(model)] >= 0).any(axis=(1, 2)).sum())
 
 
 def _phase(data: AnyData, step: int) -> str:

@@ -37,7 +37,7 @@ from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials
 from mtrain.verify.core.ranks import Pool, environment_of, failure
 from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan
-from mtrain.verify.core.shrink import in_float32, notes_on_routes, refuse_incomparable
+from mtrain.verify.core.shrink import in_float32, refuse_incomparable, replay_notes
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import Sizes, denominator_tolerance
 from mtrain.verify.core.worker import own_objective, step_values
@@ -74,7 +74,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     refuse_without_reference(config)
     device, max_ranks = device_for(config.train, request.max_ranks)
     exact, changes = comparable(config)
-    changes = (*changes, *notes_on_routes(config.data, progress))
+    changes = (*changes, *replay_notes(config.data, progress))
     trials = _trials(exact, request, max_ranks)
     if request.fault is not None:
         chosen(request.fault, exact, {axis for trial in trials for axis in trial.axes})

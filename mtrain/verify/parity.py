@@ -71,7 +71,7 @@ def verify_parity(
     refuse_without_reference(config, EXTRAS)
     device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks, batch_size)
-    plan = replace(_plan(shrunk, config.model, request, progress), replays=config.data.has_routes)
+    plan = replace(_plan(shrunk, config.model, request, progress), choices=config.data.choices)
     pool = pool or Pool(device, PRELOADED, is_deterministic=config.train.deterministic)
     check = _Check(trials, plan, request.fault, pool)
     layouts = check.run(progress)

@@ -14,7 +14,8 @@ FIELDS = RowForm(
     *(4, {}, True, True, True),
     num_predictions=3,
     with_sources=True,
-    extras=("advantages", "weights", "routed_experts"),
+    extras=("advantages", "weights"),
+    choices={"routed_experts": (1, 1)},
 ).dtypes(TERMS)
 """Fields of a batch, with an extra that has the name of a field."""
 

@@ -161,7 +161,7 @@ def _fingerprint(batches: list[GlobalBatch]) -> int:
 
 
 def _routes(sample: Sample) -> bytes:
-    return b"" if sample.routed_experts is None else sample.routed_experts.tobytes()
+    return b"".join(each.tobytes() for each in sample.choices.values())
 
 
 def deviation(outcome: Outcome, oracle: list[StepResult], config: Config) -> Deviation:

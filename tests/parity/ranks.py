@@ -66,7 +66,7 @@ class Built(NamedTuple):
 
 
 def build(
-    groups: Groups, config: Config, parameters: Mapping[str, Any] | None = None, has_routes: bool = False
+    groups: Groups, config: Config, parameters: Mapping[str, Any] | None = None, choices: tuple[str, ...] = ()
 ) -> Built:
     """Builds model, optimizer and step, with given global parameters or with the initial weights."""
     sharded = build_model(config, groups, weights_follow=parameters is not None)
@@ -74,24 +74,24 @@ def build(
         set_parameters(sharded.chunks, groups, parameters)
     optimizer = Optimizer(config, sharded, groups)  # copies the weights where it keeps its own
     model = RankModel(config, groups, sharded, optimizer)
-    return Built(model, TrainingStep(model, _objective(config, has_routes)))
+    return Built(model, TrainingStep(model, _objective(config, choices)))
 
 
-def have_routes(batch: GlobalBatch) -> bool:
+def named_choices(batch: GlobalBatch) -> tuple[str, ...]:
     """Says whether a sample names the experts of its tokens."""
-    return any(sample.routed_experts is not None for sample in batch)
+    return tuple(dict.fromkeys(name for sample in batch for name in sample.choices))
 
 
-def _objective(config: Config, has_routes: bool) -> Objective:
+def _objective(config: Config, choices: tuple[str, ...]) -> Objective:
     found = Objective.from_config(config.loss, config.model)
-    return replace(found, has_routes=has_routes)
+    return replace(found, choices=choices)
 
 
 def train(
     groups: Groups, config: Config, parameters: Mapping[str, Any] | None, batches: Sequence[GlobalBatch]
 ) -> Outcome:
     """Trains one optimizer step for each global batch."""
-    built = build(groups, config, parameters, has_routes=have_routes(batches[0]))
+    built = build(groups, config, parameters, choices=named_choices(batches[0]))
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]
     built.model.sharded.gather_parameters()
     return Outcome(steps, arrays(gather_whole(parameter_shards(built.model.chunks, groups))))
@@ -124,8 +124,8 @@ def own_microbatches(batch: GlobalBatch, groups: Groups, config: Config) -> list
     """Returns the part of a global batch that this rank reads; None where tensor-parallel rank 0 reads for it."""
     if groups.tp_rank > 0:
         return None
-    has_routes = have_routes(batch)
-    extras = _objective(config, has_routes).extras if has_routes or (batch and batch[0].extras) else ()
+    choices = named_choices(batch)
+    extras = _objective(config, choices).extras if choices or (batch and batch[0].extras) else ()
     rows, samples = RowsOfRank(config, groups.dp_rank, groups.layout.dp, extras=extras), Given(batch)
     return rows.microbatches(rows.plan(samples, len(batch)), samples, has_first=True)
 

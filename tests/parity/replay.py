@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.sample import Sample
@@ -39,7 +40,7 @@ def weights_of(logits: Tensor, places: Tensor, section: ExpertsSection) -> Tenso
 @contextlib.contextmanager
 def replaying(batch: Sequence[Sample], model: ModelSection) -> Iterator[None]:
     """Makes the reference take the experts that samples name, in its next forward pass; depths choose themselves."""
-    if all(sample.routed_experts is None for sample in batch):
+    if not any(sample.choices for sample in batch):
         yield
         return
     assert model.experts is not None
@@ -47,8 +48,8 @@ def replaying(batch: Sequence[Sample], model: ModelSection) -> Iterator[None]:
     width = max(sample.width for sample in batch)
     given = np.full((len(batch), width, model.num_layers, section.top_k), -1)
     for row, sample in zip(given, batch, strict=True):
-        if sample.routed_experts is not None:
-            row[: sample.width] = sample.routed_experts
+        if ROUTED_EXPERTS in sample.choices:
+            row[: sample.width] = sample.choices[ROUTED_EXPERTS]
     routers = itertools.count()
     layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
 
@@ -87,6 +88,6 @@ def with_routes(batch: Sequence[Sample], model: ModelSection, seed: int = 5) -> 
     """Returns the samples with experts drawn at random; one sample in five names none."""
     rng = np.random.default_rng(seed)
     return [
-        sample if slot % 5 == 3 else replace(sample, routed_experts=drawn_routes(rng, sample.width, model))
+        sample if slot % 5 == 3 else replace(sample, choices={ROUTED_EXPERTS: drawn_routes(rng, sample.width, model)})
         for slot, sample in enumerate(batch)
     ]

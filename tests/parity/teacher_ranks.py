@@ -21,7 +21,7 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from mtrain.core.step.teacher import Teacher
 from tests.parity.batches import GlobalBatch
-from tests.parity.ranks import Built, Outcome, arrays, have_routes, own_microbatches, run_step, set_parameters
+from tests.parity.ranks import Built, Outcome, arrays, named_choices, own_microbatches, run_step, set_parameters
 
 
 class Taught(NamedTuple):
@@ -46,7 +46,7 @@ def train_with_teacher(
     sharded = build_model(config, groups)
     set_parameters(sharded.chunks, groups, parameters)
     optimizer = Optimizer(config, sharded, groups)
-    objective = replace(Objective.from_config(config.loss, config.model), has_routes=have_routes(batches[0]))
+    objective = replace(Objective.from_config(config.loss, config.model), choices=named_choices(batches[0]))
     model = RankModel(config, groups, sharded, optimizer)
     built = Built(model, TrainingStep(model, objective, teacher))
     steps = [run_step(built, groups, config, batch, number) for number, batch in enumerate(batches)]

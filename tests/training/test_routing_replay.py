@@ -86,11 +86,9 @@ def test_another_choice_is_replayed(pool: Pool, case: Case, changes: dict[str, A
         counts = sample.mask > 0
         np.testing.assert_allclose(likely[counts], -losses.detach().numpy()[counts], rtol=0, atol=1e-5)
         assert score == pytest.approx(float(likely[counts].sum()), rel=1e-5)
-        if sample.routed_experts is not None and len(sample.tokens):
-            np.testing.assert_array_equal(
-                np.where(sample.routed_experts >= 0, routes, -1),
-                sample.routed_experts,
-            )
+        if sample.choices and len(sample.tokens):
+            given = sample.choices["routed_experts"]
+            np.testing.assert_array_equal(np.where(given >= 0, routes, -1), given)
     weights = {name: value.numpy() for name, value in exact[-1].parameters.items()}
     assert worst(runs[0].after, weights, config) < TOLERANCE
 
@@ -163,16 +161,13 @@ def test_every_form_of_a_choice_is_taken() -> None:
     config = case(num_layers=LAYERS).config(**DEEPSEEK)
     more, small, unknown = np.concatenate([RIGHT, RIGHT[:1] - 9]), RIGHT.astype(np.int16), changed(1, 1, [-1] * 4)
     for given in (RIGHT, RIGHT.tolist(), torch.from_numpy(RIGHT), more, small, torch.from_numpy(small)):
-        found = sample_of(Datum([1, 2, 3, 4], routed_experts=given), "sample", config).routed_experts
-        assert found is not None
+        found = sample_of(Datum([1, 2, 3, 4], routed_experts=given), "sample", config).choices["routed_experts"]
         np.testing.assert_array_equal(found[:, 1], RIGHT[:, 1])
         assert (found[:, 0] == -1).all()
-    found = sample_of(Datum([1, 2, 3, 4], routed_experts=unknown), "sample", config).routed_experts
-    assert found is not None
+    found = sample_of(Datum([1, 2, 3, 4], routed_experts=unknown), "sample", config).choices["routed_experts"]
     np.testing.assert_array_equal(found[:, 1], unknown[:, 1])
     alone = sample_of(Datum([1], routed_experts=[]), "sample", config)
-    assert alone.routed_experts is not None
-    assert alone.routed_experts.shape == (1, LAYERS, 4)
+    assert alone.choices["routed_experts"].shape == (1, LAYERS, 4)
 
 
 @pytest.mark.parametrize(

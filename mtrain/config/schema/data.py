@@ -120,9 +120,9 @@ class DataSection(Section):
         return tuple(name for extra in self.extras for name in columns_of(extra))
 
     @property
-    def has_routes(self) -> bool:
-        """Whether records name the experts of their tokens."""
-        return ROUTED_EXPERTS in {key_and_sizes(extra)[0] for extra in self.extras}
+    def choices(self) -> tuple[str, ...]:
+        """Returns the extras that name choices of layers."""
+        return tuple(key for key, _ in map(key_and_sizes, self.extras) if key == ROUTED_EXPERTS)
 
     @property
     def source_names(self) -> tuple[str, ...]:

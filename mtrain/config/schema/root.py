@@ -79,8 +79,8 @@ class Config(Sections):
         return _lines(rules.router_losses(self.model, self.loss))
 
     @rule
-    def routes_are_of_the_model(self) -> str | None:
-        return _lines(rules.replayed_routes(self.model, self.data))
+    def choices_are_of_the_model(self) -> str | None:
+        return _lines(rules.replayed_choices(self.model, self.data))
 
     @rule
     def what_is_recomputed_is_there(self) -> str | None:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.core.loss.preference.member import GroupMember
 
 FieldPath = tuple[str, ...]
-"""Path of a tensor in a batch: a field, and inside it the loss term, the extra, or the depth and its field."""
+"""Path of a tensor in a batch: a field, and inside it the loss term, extra, choice, or the depth and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
-ROUTES: FieldPath = (ROUTED_EXPERTS,)
 _ALONE = (
     "tokens",
     "labels",
@@ -26,7 +24,6 @@ _ALONE = (
     "sequence_ids",
     "is_padding",
     "sources",
-    "routed_experts",
 )
 _OF_DEPTH = ("tokens", "labels", "is_padding")
 _COUNTS = ("num_padding_tokens", "num_loss_tokens", "num_pairs", "num_window_pairs", "num_output_rows", "members")
@@ -90,9 +87,9 @@ class Microbatch:
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Name -> [batch, seq] float32: values that loss functions read in addition to the weights, aligned with the
     labels; 0 at padding."""
-    routed_experts: Tensor | None = None
-    """[batch, seq, layers, top_k] int32: experts that routers take in place of their own choice; -1 where they choose,
-    as at padding. None: they choose everywhere."""
+    choices: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> [batch, seq, layers, k] int32: what layers take in place of their own choice (choices.py); -1 where they
+    choose, as at padding."""
     num_sequences: int = 0
     """Number of sequences in `sequence_ids`; the number of rows where `sequence_ids` is None."""
     num_padding_tokens: int = 0
@@ -117,6 +114,7 @@ class Microbatch:
         found |= {("weights", term): weights for term, weights in self.weights.items()}
         found |= {("denominator_weights", term): weights for term, weights in self.denominator_weights.items()}
         found |= {("extras", name): extra for name, extra in self.extras.items()}
+        found |= {("choices", name): choice for name, choice in self.choices.items()}
         for depth, targets in enumerate(self.mtp):
             found |= {("mtp", str(depth), name): getattr(targets, name) for name in _OF_DEPTH}
         return {path: tensor for path, tensor in found.items() if tensor is not None}
@@ -148,7 +146,7 @@ class Microbatch:
             sources=tensors.get(("sources",)),
             mtp=tuple(MtpTargets(tensors[tokens], tensors[labels], tensors.get(pad)) for tokens, labels, pad in depths),
             extras={path[1]: extra for path, extra in tensors.items() if path[0] == "extras"},
-            routed_experts=tensors.get(ROUTES),
+            choices={path[1]: choice for path, choice in tensors.items() if path[0] == "choices"},
             num_sequences=num_sequences,
         )
 

@@ -12,7 +12,7 @@ context parallelism needs no neighbour any more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.config.extras import ROUTED_EXPERTS
-from mtrain.config.schema.loss import MAIN_TERM, LossSection, TermSection, depth_term
-from mtrain.core.batch.batch import DOCUMENT_STARTS, ROUTES, FieldPath, Microbatch, MtpTargets
-from mtrain.core.batch.routes import routes_shape
+from mtrain.config.schema.loss import LossSection, TermSection, depth_term
+from mtrain.core.batch.batch import DOCUMENT_STARTS, FieldPath, Microbatch, MtpTargets
+from mtrain.core.batch.choices import choice_shapes
 from mtrain.core.batch.sample import Sample
 from mtrain.core.loss.aggregation import TokenTerms, aggregate
 
@@ -56,29 +55,29 @@ class RowForm:
     """Tokens that a windowed layer sees, the token itself included; None without such layers."""
     extras: tuple[str, ...] = ()
     """Names of the values that are read in addition to the weights; every sample has them."""
-    routes_shape: tuple[int, ...] = ()
-    """Layers and chosen experts of a token; empty without experts."""
+    choices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Choices that layers take from the batch: name -> [layers, k]."""
 
     @classmethod
     def of(cls, config: Config, extras: Sequence[str] = ()) -> RowForm:
-        """Returns the form of the rows of a run whose loss functions read these extras."""
-        shape = routes_shape(config.model)
+        """Returns the form of the rows of a run whose loss functions and layers read these extras."""
+        shapes = choice_shapes(config.model)
         return cls(
             width=config.row_width,
             terms=loss_terms(config.loss),
             is_packed=config.data.packing is not None,
             isolates_documents=config.data.isolate_documents,
-            with_padding=bool(shape),
+            with_padding=config.model.experts is not None,
             num_predictions=config.model.num_predictions,
             with_sources=bool(config.data.source_names),
             window=config.model.sliding_window,
-            extras=tuple(extras),
-            routes_shape=shape,
+            extras=tuple(name for name in extras if name not in shapes),
+            choices={name: shape for name, shape in shapes.items() if name in extras},
         )
 
     def dtypes(self, terms: Sequence[str]) -> dict[FieldPath, torch.dtype]:
-        """Returns the dtype of every tensor of a batch; each tensor is [batch, seq], the one of routed experts [batch,
-        seq, layers, top_k].
+        """Returns the dtype of every tensor of a batch; each tensor is [batch, seq], those of choices [batch, seq,
+        layers, k].
 
         Args:
             terms: Names of the loss terms that are computed from logits.
@@ -100,9 +99,8 @@ class RowForm:
         for term in terms:
             # denominator weights in float64: their sum is compared with the plan, and float32 loses counts above 2^24
             dtypes |= {("weights", term): torch.float32, ("denominator_weights", term): torch.float64}
-        if ROUTED_EXPERTS in self.extras:
-            dtypes[ROUTES] = torch.int32
-        return dtypes | {("extras", name): torch.float32 for name in self.extras if name != ROUTED_EXPERTS}
+        dtypes |= {("extras", name): torch.float32 for name in self.extras}
+        return dtypes | {("choices", name): torch.int32 for name in self.choices}
 
 
 class Place(NamedTuple):
@@ -174,9 +172,8 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
         extras={
             name: _laid([[piece.sample.extras[name] for piece in row] for row in laid], form.width, np.float32)
             for name in form.extras
-            if name != ROUTED_EXPERTS
         },
-        routed_experts=_routes(laid, form) if ROUTED_EXPERTS in form.extras else None,
+        choices={name: _choice(laid, name, form) for name in form.choices},
         num_sequences=num_sequences,
         num_padding_tokens=is_text.numel() - int(is_text.sum()),
         # counted by weights, not by the mask: a sample of weight 0 counts nothing
@@ -286,18 +283,16 @@ def _of_samples(rows: Sequence[Sequence[_PlacedSample]], name: str, width: int) 
     return _laid([[getattr(piece.sample, name) for piece in row] for row in rows], width, np.int64)
 
 
-def _routes(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> Tensor:
-    """Returns [rows, width, layers, top_k]: the experts of each position, -1 where no sample names any."""
-    nothing = np.full(form.routes_shape, -1, np.int32)
-    parts = [
-        [
-            np.broadcast_to(nothing, (piece.sample.width, *nothing.shape)) if given is None else given
-            for piece in row
-            for given in (piece.sample.routed_experts,)
-        ]
-        for row in rows
-    ]
-    return _laid(parts, form.width, np.int32, nothing.shape, filler=-1)
+def _choice(rows: Sequence[Sequence[_PlacedSample]], name: str, form: RowForm) -> Tensor:
+    """Returns [rows, width, layers, k]: the choice of each position, -1 where no sample names any."""
+    shape = form.choices[name]
+
+    def of_sample(sample: Sample) -> NDArray[np.int32]:
+        nothing = np.broadcast_to(np.int32(-1), (sample.width, *shape))
+        return sample.choices.get(name, nothing)
+
+    parts = [[of_sample(piece.sample) for piece in row] for row in rows]
+    return _laid(parts, form.width, np.int32, shape, filler=-1)
 
 
 def _laid(

@@ -16,8 +16,8 @@ from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured, col
 from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput
+from mtrain.core.batch.choices import Chosen, checked_experts, open_choice
 from mtrain.core.batch.numbers import TOP_K_IDS, TOP_K_LOGPROBS, real_numbers, token_ids, top_k_fault, whole_number
-from mtrain.core.batch.routes import Routes, checked_routes, unknown_routes
 from mtrain.core.batch.sample import Sample, shifted
 from mtrain.core.loss.preference.member import ROLES, GroupMember
 
@@ -107,20 +107,21 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
         datum = replace(datum, extras={**datum.extras, TEMPERATURE: given})
     if ROUTED_EXPERTS in datum.extras:
         raise _fault(f"{name} has an extra {ROUTED_EXPERTS!r}; give it as Datum.routed_experts")
-    routes = _routes(datum, len(ids), name, config.model)
+    experts = _experts(datum, len(ids), name, config.model)
     # position t predicts token t + 1, so the weight of the first token has no position
     extras = _extras(datum, len(ids), name, [extra for extra in needed if extra != ROUTED_EXPERTS])
     _check_top_k(extras, weights[1:] > 0, size, name)
     sample = shifted(ids, weights[1:], datum.weight, extras=extras)
-    if routes is not None:
+    if experts is not None:
         # a sequence of one token reads none, and takes one position of padding
-        sample = replace(sample, routed_experts=routes if len(routes) else unknown_routes(sample.width, config.model))
+        experts = experts if len(experts) else open_choice(sample.width, experts.shape[1:])
+        sample = replace(sample, choices={ROUTED_EXPERTS: experts})
     return sample if datum.member is None else sample.as_member(_checked_member(datum.member, name))
 
 
-def have_routes(batch: Sequence[Datum]) -> bool:
-    """Says whether a sample names the experts of its tokens."""
-    return any(datum.routed_experts is not None for datum in batch)
+def named_choices(batch: Sequence[Datum]) -> tuple[str, ...]:
+    """Returns the names of the choices that some sample gives."""
+    return (ROUTED_EXPERTS,) if any(datum.routed_experts is not None for datum in batch) else ()
 
 
 def check_temperature(given: float, name: str) -> None:
@@ -140,11 +141,11 @@ def check_temperature(given: float, name: str) -> None:
         )
 
 
-def _routes(datum: Datum, num_tokens: int, name: str, model: ModelSection) -> Routes | None:
+def _experts(datum: Datum, num_tokens: int, name: str, model: ModelSection) -> Chosen | None:
     if datum.routed_experts is None:
         return None
     try:
-        return checked_routes(datum.routed_experts, num_tokens, model, name)
+        return checked_experts(datum.routed_experts, num_tokens, model, name)
     except ValueError as fault:
         raise _fault(str(fault)) from None
 

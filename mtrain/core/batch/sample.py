@@ -72,9 +72,9 @@ class Sample:
     extras: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """Name -> [width]: values that a loss function reads in addition to the weights, such as advantages; shifted as
     labels are."""
-    routed_experts: NDArray[np.int32] | None = None
-    """[width, layers, top_k]: the experts of each token that is read, -1 where the router chooses; None where it
-    chooses everywhere."""
+    choices: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
+    """Name -> [width, layers, k]: what layers take in place of their own choice for each token that is read
+    (choices.py); -1 where the layer chooses."""
     source: int | None = None
     """Number of the source in data.train; None where the sample does not come from a blend."""
     member: GroupMember | None = None

@@ -135,8 +135,7 @@ def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
     """Runs `LanguageModel.forward` on a microbatch sliced for CP; outputs stay in the precision of the run."""
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
     options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
-    ahead, routes = batch.mtp, batch.routed_experts
-    given = (batch.tokens, batch.positions, batch.document_starts, _sequence_ids(batch), ahead, routes)
+    given = (batch.tokens, batch.positions, batch.document_starts, _sequence_ids(batch), batch.mtp, batch.choices)
     output: Tensor | Logits = chunk(*given, **options)
     return output
 

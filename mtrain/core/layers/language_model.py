@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, assert_never
 
 import torch
@@ -52,7 +53,7 @@ class LanguageModel(LanguageModule):
     looks_ahead = True
     """Whether tokens ahead are predicted, if the model has depths for them and the batch has the tokens."""
     replays = True
-    """Whether the experts that a batch names replace the routers' choice."""
+    """Whether layers take the choices that a batch names."""
     has_adapters = False
     """Whether only adapters (and what `learns_whole`) learn, here or on other stages."""
     learns_whole: Callable[[str], bool] | None = None
@@ -68,14 +69,7 @@ class LanguageModel(LanguageModule):
         groups: Groups,
         vp_stage: int | None,
     ) -> None:
-        """
-        Args:
-            model: Section of the architecture.
-            config: The same, and the run's precision and layout, in megatron-core's terms.
-            backend: Library of the layers' modules.
-            groups: The process groups.
-            vp_stage: Number of the chunk on this rank; None without virtual stages.
-        """
+        """Builds the chunk `vp_stage` of this rank; None without virtual stages."""
         super().__init__(config=config, pg_collection=groups.collection)
         layout = groups.layout
         stage = groups.pp_rank + (vp_stage or 0) * layout.pp  # virtual stages cycle through the ranks
@@ -119,7 +113,7 @@ class LanguageModel(LanguageModule):
     def _output(self, model: ModelSection, padded: int) -> OutputLayer | ScoreHead:
         match model.output:
             case TokenOutput():
-                # a stage that has the embeddings, too, multiplies by these
+                # a stage that has the embeddings multiplies by them
                 has_table = model.output.is_tied and hasattr(self, "embedding")
                 return OutputLayer(self.config, padded, self.tp_group, has_table, model.logit_softcap)
             case HeadOutput(rows):
@@ -139,7 +133,7 @@ class LanguageModel(LanguageModule):
         document_starts: Tensor | None,
         sequence_ids: Tensor | None,
         ahead: tuple[MtpTargets, ...] = (),
-        routed_experts: Tensor | None = None,
+        choices: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor | Logits:
         """Runs this stage.
 
@@ -150,9 +144,8 @@ class LanguageModel(LanguageModule):
             sequence_ids: [batch, seq_local] int64: the sequence of each position in the microbatch, negative where
                 there is no text; None where there is no router.
             ahead: Tokens and labels ahead, by depth; empty where only the next token is predicted.
-            routed_experts: [batch, seq_local, layers, top_k] int32: experts that routers take in place of their choice,
-                -1 where they choose; None where all choose. Depths of multi-token prediction always choose: inference
-                engines report the layers of the model alone.
+            choices: Choices that layers take in place of their own, see `Microbatch`. Depths of multi-token prediction
+                always choose: inference engines report the layers of the model alone.
 
         Returns:
             Last stage: logits, not yet computed, of all depths where `ahead` is given. Other stages: hidden states.
@@ -164,7 +157,7 @@ class LanguageModel(LanguageModule):
             hidden_states=self._embed(input_ids) if self.pre_process else None,
             attention_mask=document_starts,
             rotary_pos_emb=angles,
-            padding_mask=self._own_part(router_marks(sequence_ids, routed_experts if self.replays else None)),
+            padding_mask=self._own_part(router_marks(sequence_ids, choices if self.replays else {})),
         )
         if not self.post_process:
             return hidden_states
@@ -198,7 +191,8 @@ class LanguageModel(LanguageModule):
         return DeferredLogits(hidden_states, self.output_layer, table)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """Returns the table of which other stages may have a copy, whose gradients are summed; None without one."""
+        """Returns the table of embeddings or of the output; stages that share it sum its gradients. None: this stage
+        has neither."""
         if self.pre_process or self.mtp_process:
             table: Tensor = self.embedding.word_embeddings.weight
             return table

@@ -18,7 +18,7 @@ from torch import Tensor
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import label_columns
-from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, as_configured
+from mtrain.config.extras import TEMPERATURE, as_configured
 from mtrain.config.schema.loss import (
     HEAD_LOSSES,
     LOSS_FUNCTIONS,
@@ -69,8 +69,8 @@ class Objective:
     """Whether the model has a head that judges sequences instead of logits of tokens."""
     has_temperatures: bool = False
     """Whether the data give the temperature of each sample."""
-    has_routes: bool = False
-    """Whether the data name the experts of tokens."""
+    choices: tuple[str, ...] = ()
+    """Names of the choices that layers take from the data."""
 
     @classmethod
     def from_config(cls, section: LossSection, model: ModelSection | None = None) -> Objective:
@@ -170,14 +170,12 @@ class Objective:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Returns the names of the extras that the functions of all terms, and routers, read, each name once."""
+        """Returns the names of the extras that the functions of all terms, and layers, read, each name once."""
         functions = self.functions.values()
         found = dict.fromkeys(name for function in functions for name in extras_of(function))
         if self.has_temperatures and any(reads_temperature(function) for function in functions):
             found[TEMPERATURE] = None
-        if self.has_routes:
-            found[ROUTED_EXPERTS] = None
-        return tuple(found)
+        return (*found, *self.choices)
 
     @property
     def reported(self) -> Reported:
@@ -418,4 +416,4 @@ def objective_of(config: Config) -> Objective:
             "data.kind=sft, and give records these keys"
         )
     has_temperatures = TEMPERATURE in config.data.extra_columns
-    return replace(objective, has_temperatures=has_temperatures, has_routes=config.data.has_routes)
+    return replace(objective, has_temperatures=has_temperatures, choices=config.data.choices)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.core.batch.batch import DOCUMENT_STARTS, ROUTES, FieldPath, Microbatch
+from mtrain.core.batch.batch import DOCUMENT_STARTS, FieldPath, Microbatch
 from mtrain.core.batch.collate import RowForm
 from mtrain.core.batch.zigzag import slice_for_context_parallel
 from mtrain.core.ranks.groups import Groups, to_device
@@ -29,8 +29,9 @@ def broadcast_batches(
 ) -> list[Microbatch]:
     """Returns full rows on the device of every rank of the tensor-parallel group.
 
-    Costs two broadcasts over TP for all microbatches together, three where they name experts. Hosts of TP broadcast the
-    starts of documents, where rows have some, and before everything else two numbers, where rows are packed.
+    Costs two broadcasts over TP for all microbatches together, and one for each choice that they name. Hosts of TP
+    broadcast the starts of documents, where rows have some, and before everything else two numbers, where rows are
+    packed.
 
     Args:
         batches: Microbatches of the step on tensor-parallel rank 0; None elsewhere.
@@ -52,7 +53,8 @@ def broadcast_batches(
     assert count is not None, "without packing it follows from the configuration"
     form = RowForm.of(config, extras)
     fields = form.dtypes(terms)
-    has_documents, has_routes = (fields.pop(path, None) is not None for path in (DOCUMENT_STARTS, ROUTES))
+    has_documents = fields.pop(DOCUMENT_STARTS, None) is not None
+    choices = {path: fields.pop(path) for path in [("choices", name) for name in form.choices]}
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
     integers = [path for path in fields if path not in reals]
     shape = (config.train.micro_batch_size, form.width)  # whole rows; they are cut for CP afterwards
@@ -65,9 +67,9 @@ def broadcast_batches(
     others: dict[FieldPath, Sequence[Tensor]] = {}
     if has_documents:
         others[DOCUMENT_STARTS] = _document_starts(batches, (count, *shape), groups)
-    if has_routes:
-        of_routes = (count, 1, *shape, *form.routes_shape)
-        others[ROUTES] = _broadcast(batches, [ROUTES], torch.int32, of_routes, groups)[:, 0].unbind()
+    for path, dtype in choices.items():
+        of_choice = (count, 1, *shape, *form.choices[path[1]])
+        others[path] = _broadcast(batches, [path], dtype, of_choice, groups)[:, 0].unbind()
     return [
         Microbatch.of(
             {path: rows.to(fields[path]) for path, rows in zip(paths, [*whole, *real])}

@@ -62,7 +62,7 @@ def forward_totals(
     with evaluating(model.chunks):
         for own in passes:
             if objective.preference is not None:
-                found = preference_pass(model, objective.preference, own, count, objective.has_routes)
+                found = preference_pass(model, objective, own, count)
                 own, compared = found.batches, compared.plus(found.totals)
             # planned denominators are compared in validation too: it reveals a row that is counted twice
             sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)

@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.config.extras import ROUTED_EXPERTS
-from mtrain.config.schema.loss import MAIN_TERM
+
 from mtrain.core.batch.batch import Microbatch, PlacedMember
 from mtrain.core.engine.loss_reduction import TermTotals
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.schedule import evaluating, run_forward
 from mtrain.core.layers.output_layer import Logits
+from mtrain.core.loss.objective import Objective
+from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.core.loss.preference.member import ROLES
-from mtrain.core.loss.preference.scores import PreferenceLoss, ScoredSequences, agreed_fault, preference_marks
+from mtrain.core.loss.preference.scores import ScoredSequences, agreed_fault, preference_marks
 from mtrain.core.loss.sequences import PackedSequences, sum_by_sequence
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.ranks.groups import to_device
@@ -91,11 +92,7 @@ class SlotScores(ScoredSequences):
 
 
 def preference_pass(
-    model: RankModel,
-    loss: PreferenceLoss,
-    batches: Sequence[Microbatch] | None,
-    num_microbatches: int | None,
-    has_routes: bool = False,
+    model: RankModel, objective: Objective, batches: Sequence[Microbatch] | None, num_microbatches: int | None
 ) -> PreferencePass:
     """Scores a global batch, forward only, and weighs its tokens for the second pass. Collective over the world.
 
@@ -104,15 +101,16 @@ def preference_pass(
 
     Args:
         model: Model of this rank; its parameters are gathered first, and it runs without dropout.
-        loss: Preference loss that is minimised.
+        objective: Objective with a preference loss.
         batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
-        num_microbatches: Number of these microbatches; None if ranks without batches do not know it.
-        has_routes: Whether the batches name the experts of tokens.
+        num_microbatches: Number of them; None if ranks without batches do not know it.
 
     Raises:
         DataError: A sequence is no member of a group, a group is not complete, or a reference score is missing.
     """
-    found = sequence_scores(model, batches, num_microbatches, has_routes)
+    loss = objective.preference
+    assert loss is not None
+    found = sequence_scores(model, batches, num_microbatches, objective.choices)
     marks = preference_marks(loss)
     if marks is not None and marks.needs_reference:
         _check_references(found)
@@ -134,11 +132,11 @@ def sequence_scores(
     model: RankModel,
     batches: Sequence[Microbatch] | None,
     num_microbatches: int | None,
-    has_routes: bool = False,
+    choices: Sequence[str] = (),
 ) -> SlotScores:
     """Returns the score of every sequence of a global batch under the current weights; the same on all ranks.
 
-    The arguments are those of `preference_pass`.
+    The arguments are those of `preference_pass`; `choices` names those that layers take from the batches.
 
     Raises:
         DataError: A sequence is a member of no group.
@@ -151,8 +149,7 @@ def sequence_scores(
     size = to_device(torch.tensor(highest), groups.device)
     dist.all_reduce(size, op=dist.ReduceOp.MAX)
     table = to_device(_known(own if groups.counts_planned else [], int(size)), groups.device)
-    extras = (ROUTED_EXPERTS,) if has_routes else ()
-    shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, extras)
+    shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, choices)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]
     numbers = itertools.count()
 

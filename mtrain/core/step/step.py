@@ -185,7 +185,7 @@ class TrainingStep:
                 f"{objective.names[MAIN_TERM]} compares each answer with the whole batch; give the whole global batch "
                 "in one call"
             )
-        found = preference_pass(self._model, objective.preference, batches, num_microbatches, objective.has_routes)
+        found = preference_pass(self._model, objective, batches, num_microbatches)
         step.preference = found.totals.plus(step.preference or PreferenceTotals())
         return found.batches
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.config.extras import ROUTED_EXPERTS
-from mtrain.core.batch.routes import MAKERS, shaped_routes
+from mtrain.core.batch.choices import MAKERS, shaped_experts
 
 _MEDIA = frozenset({"image", "images", "image_url", "video", "videos", "audio", "audios"})
 """Keys of what is not text, in data for multimodal models."""
@@ -73,12 +73,12 @@ def token_extras(record: dict[str, Any], sizes: Mapping[str, tuple[int, ...]], n
     """
     found: list[NDArray[np.float32]] = []
     for name, shape in sizes.items():
-        # an engine that was not asked for routes gives null
+        # an engine that was not asked for experts gives null
         if name not in record or (name == ROUTED_EXPERTS and record[name] is None):
             what = f"[tokens, layers, k]; {MAKERS}" if name == ROUTED_EXPERTS else "one number, or one per token"
             raise DataError(f"has no {name!r}, which data.extras names; give {what}")
         if name == ROUTED_EXPERTS:
-            found.extend(_routes(record[name], num_tokens, shape))
+            found.extend(_experts(record[name], num_tokens, shape))
         elif not shape:
             found.append(_token_extra(record[name], name, num_tokens))
         else:
@@ -86,10 +86,10 @@ def token_extras(record: dict[str, Any], sizes: Mapping[str, tuple[int, ...]], n
     return np.stack(found, axis=1)
 
 
-def _routes(given: object, num_tokens: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns [columns, num_tokens]: the experts of each token; -1 for the last one, whose experts are not used."""
+def _experts(given: object, num_tokens: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Returns [columns, num_tokens]: the experts of each token; -1 for the last one, whose own are not used."""
     try:
-        values = shaped_routes(given, num_tokens, shape, "the record")
+        values = shaped_experts(given, num_tokens, shape, "the record")
     except ValueError as fault:
         raise DataError(str(fault)) from None
     rows = np.full((num_tokens, math.prod(shape)), -1, np.float32)

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.config.extras import route_columns
-from mtrain.core.batch.routes import Routes
+from mtrain.config.extras import ROUTED_EXPERTS, choice_columns
 from mtrain.core.batch.sample import Sample, TokenizedSample, shifted, with_label
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.formats.recognise import FileKind
@@ -32,16 +31,16 @@ _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refus
 def sample_of_record(found: TokenizedSample, start: int, end: int, extras: Sequence[str] = ()) -> Sample:
     """Builds a sample from the tokens `start` to before `end` of a record."""
     columns: dict[str, NDArray[np.float32] | float] = {}
-    routes: Routes | None = None
+    choices: dict[str, NDArray[np.int32]] = {}
     if extras:
         assert found.extras is not None, "the cache was made for them"
-        places, shape = route_columns(extras)
+        places, shape = choice_columns(extras)
         others = {*range(len(extras))} - {*places}
         columns = {extras[place]: found.extras[start + 1 : end, place] for place in sorted(others)}
         if places:
             # experts belong to the token that is read, other extras to the predicted one; a single token is padding
             rows = found.extras[start : end - 1, places] if end - start > 1 else np.full((1, len(places)), -1)
-            routes = rows.reshape(-1, *shape).astype(np.int32)
+            choices[ROUTED_EXPERTS] = rows.reshape(-1, *shape).astype(np.int32)
     sample = shifted(
         found.ids[start:end].astype(np.int64),
         # position t predicts token t + 1, so the weight of the first token is not used
@@ -49,7 +48,7 @@ def sample_of_record(found: TokenizedSample, start: int, end: int, extras: Seque
         weight=found.weight,
         extras=columns,
     )
-    return sample if routes is None else replace(sample, routed_experts=routes)
+    return replace(sample, choices=choices)
 
 
 class SftDataset:

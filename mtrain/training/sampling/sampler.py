@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.errors import NumericError
+from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.core.batch.numbers import token_ids, whole_number
 from mtrain.core.engine.generation import CachedModel, PassTokens, cached_model
 from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.engine.recorded_routes import RecordedRoutes
+from mtrain.core.engine.recorded_choices import RecordedChoices
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.ranks.init import any_rank
 from mtrain.training.sampling.choice import TokenPlace, choose, log_probs
@@ -102,10 +103,10 @@ def generate(
         len(prompts), sampling.max_new_tokens, 2 + 2 * sampling.num_likeliest, dtype=torch.float64, device=device
     )
     lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-    routes = RecordedRoutes(model) if routed_experts else None
+    experts = RecordedChoices(model, ROUTED_EXPERTS) if routed_experts else None
     with (
         cached_model(config, groups, chunks, num_sequences, length) as cached,
-        nullcontext() if routes is None else routes.recording(),
+        nullcontext() if experts is None else experts.recording(),
     ):
         replies = _Replies(cached, groups, {number: prompts[number] for number in own}, sampling, num_sequences)
         while _goes_on(replies.are_unfinished, groups):
@@ -118,10 +119,10 @@ def generate(
     found = [
         _completion(rows[:length], sampling) for rows, length in zip(drawn.tolist(), lengths.tolist(), strict=True)
     ]
-    if routes is None:
+    if experts is None:
         return found
-    whole = routes.gathered(len(prompts), length - 1, 1, replies.write_routes)
-    return [_with_routes(*each) for each in zip(found, prompts, whole, strict=True)]
+    whole = experts.gathered(len(prompts), length - 1, 1, replies.write_choice)
+    return [_with_experts(*each) for each in zip(found, prompts, whole, strict=True)]
 
 
 def _checked_sampling(sampling: SamplingParams | None, max_sequences: int) -> SamplingParams:
@@ -162,9 +163,9 @@ def _completion(rows: list[list[float]], sampling: SamplingParams) -> Completion
     return Completion(ids, [row[1] for row in rows], reason, likeliest if sampling.num_likeliest else [])
 
 
-def _with_routes(completion: Completion, prompt: Sequence[int], routes: Tensor) -> Completion:
+def _with_experts(completion: Completion, prompt: Sequence[int], experts: Tensor) -> Completion:
     end = len(prompt) + len(completion.token_ids) - 1  # the last token is never read
-    return replace(completion, routed_experts=routes[:end].clone())
+    return replace(completion, routed_experts=experts[:end].clone())
 
 
 class _Replies:
@@ -178,14 +179,7 @@ class _Replies:
         sampling: SamplingParams,
         num_sequences: int,
     ) -> None:
-        """
-        Args:
-            model: Model of the replica.
-            groups: Process groups.
-            prompts: Prompts of the replica, by their numbers among all.
-            sampling: Rules for drawing tokens and ending an answer.
-            num_sequences: Largest number of answers in progress.
-        """
+        """Takes the prompts of the replica by their numbers among all, and the most answers in progress."""
         self._model, self._groups, self._prompts, self._sampling = model, groups, prompts, sampling
         self._waiting = deque(prompts)
         self._free = deque(range(num_sequences))
@@ -223,14 +217,14 @@ class _Replies:
         self._model.from_last_stage(drawn)
         self._take(current, drawn.t().tolist())
 
-    def write_routes(self, table: Tensor, number: int, first: int, experts: Tensor) -> None:
-        """Writes the experts of a pass into the table [prompts, tokens, top_k]; see `RecordedRoutes`."""
+    def write_choice(self, table: Tensor, number: int, first: int, chosen: Tensor) -> None:
+        """Writes the choice of a pass into the table [prompts, tokens, k]; see `RecordedChoices`."""
         begin = 0
         for answer, start, count in self._passes[number]:
-            # the part of the piece that this tensor-parallel rank has routed
-            one, end = max(begin, first), min(begin + count, first + len(experts))
+            # the part of the piece for which this tensor-parallel rank has chosen
+            one, end = max(begin, first), min(begin + count, first + len(chosen))
             if one < end:
-                table[answer, start + one - begin : start + end - begin] = experts[one - first : end - first, 0]
+                table[answer, start + one - begin : start + end - begin] = chosen[one - first : end - first, 0]
             begin += count
 
     def _unread(self, answer: _Answer) -> PassTokens:

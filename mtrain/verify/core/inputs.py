@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain.config import Config
+from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.loss import TermSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.verify.core.result import Deviation
@@ -23,7 +24,7 @@ from mtrain.verify.reference.aggregation import token_weights
 from mtrain.verify.reference.schedule import published_rate
 from mtrain.verify.reference.text import Rows, Text, rows_of
 
-_IDS, _EXTRA, _ROUTES = "sequence ids", "extra ", "routed experts"
+_IDS, _EXTRA, _EXPERTS = "sequence ids", "extra ", "routed experts"
 
 Fields = dict[str, NDArray[Any]]
 """Fields of rows by name, [rows, ...] each."""
@@ -48,7 +49,7 @@ def expected_fields(texts: Sequence[Text], config: Config) -> Fields:
         "padding": ~rows.is_text,
         **{f"weights of {name}": weights for name, weights in _weights(rows, config).items()},
         **{f"{_EXTRA}{name}": each for name, each in rows.extras.items()},
-        **({} if rows.routed_experts is None else {_ROUTES: rows.routed_experts}),
+        **({} if rows.routed_experts is None else {_EXPERTS: rows.routed_experts}),
     }
     return {name: field.numpy() for name, field in fields.items()}
 
@@ -82,6 +83,7 @@ def sample_deviations(step: int, batches: Sequence[Microbatch], expected: Fields
 
 def _rows(batch: Microbatch) -> Iterator[Fields]:
     starts = torch.zeros_like(batch.tokens) if batch.document_starts is None else batch.document_starts
+    experts = batch.choices.get(ROUTED_EXPERTS)
     for row in range(len(batch.tokens)):
         padding = {} if batch.is_padding is None else {"padding": batch.is_padding[row].numpy()}
         yield {
@@ -92,7 +94,7 @@ def _rows(batch: Microbatch) -> Iterator[Fields]:
             **padding,
             **{f"weights of {term}": weights[row].numpy() for term, weights in batch.weights.items()},
             **{f"{_EXTRA}{name}": each[row].numpy() for name, each in batch.extras.items()},
-            **({} if batch.routed_experts is None else {_ROUTES: batch.routed_experts[row].numpy()}),
+            **({} if experts is None else {_EXPERTS: experts[row].numpy()}),
             **({} if batch.sequence_ids is None else {_IDS: batch.sequence_ids[row].numpy()}),
         }
 

@@ -16,9 +16,9 @@ from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE, columns_of
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.batch import Microbatch
+from mtrain.core.batch.choices import choice_shapes
 from mtrain.core.batch.datum import Datum
 from mtrain.core.batch.order import key_of
-from mtrain.core.batch.routes import routes_shape
 from mtrain.core.batch.sample import Sample, TokenizedSample, shifted
 from mtrain.core.loss.functions.load import extras_of, load_loss_function, reads_temperature
 from mtrain.data.encoding.checks import token_extras
@@ -59,7 +59,7 @@ class SamplePlan:
     """Number of the steps after them, on random tokens under random masks."""
     own_vocab_size: int = 0
     """Vocabulary size of the user's data; larger than the model's if token ids are taken modulo the model's."""
-    replays: bool = False
+    choices: tuple[str, ...] = ()
     """Whether random samples name the experts of their tokens, as the records of the user's data do."""
 
     @property
@@ -70,7 +70,7 @@ class SamplePlan:
     def describe(self) -> str:
         """Describes the plan for a report."""
         hard = f"{self.hard_steps} steps of random tokens under random masks (0 to 97 % masked, some samples entirely)"
-        hard += ", with experts that routers take" if self.replays else ""
+        hard += ", with experts that routers take" if self.choices else ""
         return f"{self.own_steps} steps of the run's own data, then {hard}" if self.own_steps else hard
 
 
@@ -107,7 +107,7 @@ class Batches:
             DataError: A file is damaged, too small, or does not fit the model.
         """
         self._config, self._plan, self._made_of = config, plan, made_of
-        extras = (*drawn_extras(config.loss), *[ROUTED_EXPERTS] * plan.replays)
+        extras = (*drawn_extras(config.loss), *plan.choices)
         self._rows = RowsOfRank(config, dp_rank, dp_size, made_of.collate, extras)
         ranks = (dp_rank, dp_size)
         self._loader = own_loader(config, plan.own_vocab_size, *ranks, made_of) if plan.own_steps else None
@@ -131,7 +131,7 @@ class Batches:
 
     def _hard_samples(self, step: int) -> list[Sample]:
         plan = self._plan
-        return HardBatch(self._config, step - plan.own_steps, plan.replays).samples(self._made_of)
+        return HardBatch(self._config, step - plan.own_steps, plan.choices).samples(self._made_of)
 
 
 def own_loader(
@@ -153,7 +153,8 @@ def _record(text: Text, model: ModelSection) -> TokenizedSample:
     extras = {name: each.tolist() for name, each in text.extras.items()}
     sizes: dict[str, tuple[int, ...]] = dict.fromkeys(extras, ())
     if text.routed_experts is not None:
-        extras[ROUTED_EXPERTS], sizes[ROUTED_EXPERTS] = text.routed_experts[:-1].tolist(), routes_shape(model)
+        extras[ROUTED_EXPERTS] = text.routed_experts[:-1].tolist()
+        sizes |= choice_shapes(model)
     return replace(found, extras=token_extras(extras, sizes, len(text.ids))) if extras else found
 
 
@@ -174,8 +175,8 @@ def _of_documents(text: Text) -> Sample:
     mask[edges - 1] = 0.0  # no token is predicted across an edge
     # float32 holds these numbers exactly
     extras = {name: each[1:].astype(np.float32) for name, each in text.extras.items()}
-    routes = None if text.routed_experts is None else text.routed_experts[:-1].astype(np.int32)
-    return replace(shifted(text.ids, mask, text.weight, starts, extras), routed_experts=routes)
+    choices = {} if text.routed_experts is None else {ROUTED_EXPERTS: text.routed_experts[:-1].astype(np.int32)}
+    return replace(shifted(text.ids, mask, text.weight, starts, extras), choices=choices)
 
 
 def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: int) -> NDArray[np.float64]:
@@ -229,7 +230,7 @@ class HardBatch:
     """Shrunk configuration."""
     number: int
     """Number of the batch, from 0."""
-    replays: bool = False
+    choices: tuple[str, ...] = ()
     """Whether the texts name the experts of their tokens."""
 
     @property
@@ -284,8 +285,8 @@ class HardBatch:
             count = min(_NUM_EDGES, size - 1)
             edges = tuple(sorted(rng.choice(np.arange(1, size), size=count, replace=False).tolist()))
             edges = edges if slot % _EDGES_EVERY == 0 else ()
-        extras, routes = self._extras(slot, size + 1), self._routes(slot, size + 1)
-        return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, extras, routes)
+        extras, experts = self._extras(slot, size + 1), self._experts(slot, size + 1)
+        return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, extras, experts)
 
     def _extras(self, slot: int, size: int) -> dict[str, NDArray[np.float64]]:
         """Draws the extras of a sample's tokens.
@@ -307,11 +308,11 @@ class HardBatch:
 
         return {name: drawn(name) for name in drawn_extras(self.config.loss)}
 
-    def _routes(self, slot: int, size: int) -> NDArray[np.int64] | None:
+    def _experts(self, slot: int, size: int) -> NDArray[np.int64] | None:
         """Draws other experts than routers would choose, some often and some seldom; one token in four of a layer has
         none."""
         model = self.config.model
-        if not self.replays or model.experts is None:
+        if not self.choices or model.experts is None:
             return None
         rng = np.random.default_rng([self.config.train.seed, self.kind, slot, 1])
         ranks = rng.random((size, model.num_layers, model.experts.num_experts))

@@ -171,9 +171,9 @@ def reads_files(data: AnyData) -> bool:
     return has_files(data) and not data.extras
 
 
-def notes_on_routes(data: AnyData, progress: Callable[[str], None]) -> tuple[str, ...]:
+def replay_notes(data: AnyData, progress: Callable[[str], None]) -> tuple[str, ...]:
     """Says, where the user's data name experts, that a check does not replay them; returns the line for its report."""
-    if not data.has_routes:
+    if not data.choices:
         return ()
     note = (
         f"data.extras: {ROUTED_EXPERTS} are not replayed in this check, every router chooses; mtrain verify parity "

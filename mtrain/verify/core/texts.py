@@ -50,7 +50,7 @@ def texts_of(config: Config, plan: SamplePlan) -> Texts:
     own, faults = _own_texts(config, plan) if plan.own_steps else ([], ())
     size = config.train.global_batch_size
     steps = [tuple(own[step * size : (step + 1) * size]) for step in range(plan.own_steps)]
-    steps += [tuple(HardBatch(config, number, plan.replays).texts()) for number in range(plan.hard_steps)]
+    steps += [tuple(HardBatch(config, number, plan.choices).texts()) for number in range(plan.hard_steps)]
     return Texts(tuple(steps), faults)
 
 

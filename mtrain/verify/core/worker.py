@@ -142,7 +142,7 @@ class _Runner:
         self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp, made_of) if reads else None
         objective = replace(
             own_objective(config, EXTRAS),
-            has_routes=job.plan.replays,
+            choices=job.plan.choices,
             has_temperatures=TEMPERATURE in drawn_extras(config.loss),
         )
         self._models: list[RankModel] = []

@@ -32,8 +32,8 @@ from mtrain.verify.core.shrink import (
     FEW_SAMPLES,
     Shrunk,
     has_valid_files,
-    notes_on_routes,
     reads_files,
+    replay_notes,
     small,
     small_schedule,
 )
@@ -78,7 +78,7 @@ def verify_preempt(
         raise ConfigError(f"--steps {request.num_steps} is too few to stop in each phase; give {LEAST_STEPS} or more")
     device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, base = small_run(config, request, max_ranks)
-    notes = notes_on_routes(config.data, progress)
+    notes = replay_notes(config.data, progress)
     if request.fault is not None:
         chosen(request.fault, base.config, (), PREEMPT_FAULTS)
     with tempfile.TemporaryDirectory(prefix="mtrain-preempt-") as folder:

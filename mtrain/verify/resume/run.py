@@ -31,7 +31,7 @@ from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials,
 from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, failure
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
-from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32, notes_on_routes, small, small_schedule
+from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32, replay_notes, small, small_schedule
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import tolerances
 from mtrain.verify.core.weights import forward_order
@@ -84,7 +84,7 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
     refuse_without_reference(config)
     device, max_ranks = device_for(config.train, request.max_ranks)
     plan = planned(config, request, max_ranks)
-    notes = notes_on_routes(config.data, progress)
+    notes = replay_notes(config.data, progress)
     if request.fault is not None:
         chosen(request.fault, plan.base.config, {CRASH}, RESUME_FAULTS)
     pool = pool or Pool(device, PRELOADED, is_deterministic=config.train.deterministic)

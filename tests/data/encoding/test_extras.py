@@ -249,9 +249,7 @@ def routes_of(config: Config, count: int) -> list[Any]:
     samples = StepLoader(config, 0, 1).samples(0)
     found = [samples.sample(slot) for slot in range(count)]
     assert all(each is not None and not each.extras for each in found)
-    return sorted(
-        each.routed_experts.tolist() for each in found if each is not None and each.routed_experts is not None
-    )
+    return sorted(each.choices["routed_experts"].tolist() for each in found if each is not None and each.choices)
 
 
 def test_experts_stand_with_the_tokens_that_are_read(routed: Callable[..., Config], tmp_path: Path) -> None:
@@ -263,8 +261,7 @@ def test_experts_stand_with_the_tokens_that_are_read(routed: Callable[..., Confi
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "rollouts.parquet")
     assert routes_of(routed([], train=[{"path": str(tmp_path / "rollouts.parquet")}]), 2) == wanted
     (batch,) = StepLoader(routed([ROUTED]), 0, 1, extras=("routed_experts",)).batches(0)[:1]
-    assert batch.routed_experts is not None
-    assert batch.routed_experts[0, :3].tolist() == ROUTES
+    assert batch.choices["routed_experts"][0, :3].tolist() == ROUTES
 
 
 def test_what_is_cut_off_a_record_takes_its_experts_along(routed: Callable[..., Config]) -> None:

@@ -57,7 +57,7 @@ class _ReplacedChoice:
         assert model.experts is not None
         self._chosen_by_torch, self._num_experts = torch.topk, model.experts.num_experts
         nothing = np.full((len(batch[0].tokens), model.num_layers, model.experts.top_k), -1)
-        given = np.stack([nothing if each.routed_experts is None else each.routed_experts for each in batch])
+        given = np.stack([each.choices.get("routed_experts", nothing) for each in batch])
         layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
         self._given = iter([torch.from_numpy(given[:, :, layer]).flatten(0, 1).long() for layer in layers])
 

@@ -203,7 +203,7 @@ class _WithoutReplay:
         if self._is_of_reference and isinstance(job, ExactJob):
             job = replace(job, steps=[[replace(text, routed_experts=None) for text in step] for step in job.steps])
         if not self._is_of_reference and isinstance(job, Job):
-            job = replace(job, plan=replace(job.plan, replays=False))
+            job = replace(job, plan=replace(job.plan, choices=()))
         return self._pool.run(function, layout, job, *others)
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, so that a further token costs one row of a forward pass.
+"""Tokens of the passes of generation, in which layers keep what they need of earlier tokens.
 
 A pass of generation reads one row of tokens, each of some sequence at some position: whole prompts one after the other
 (as documents), or one further token of each sequence. So sequences of any lengths go together without padding, and the
@@ -19,7 +19,7 @@ class CachedPass:
     def __init__(self, num_sequences: int, length: int, device: torch.device) -> None:
         """
         Args:
-            num_sequences: Number of places for sequences; one more serves tokens that only pad a row.
+            num_sequences: Largest number of sequences; a further one takes tokens that only pad a row.
             length: Length of the longest sequence, prompt and answer.
             device: Device of the model.
         """
@@ -57,17 +57,12 @@ class Remembering:
 
 @contextlib.contextmanager
 def remembering(modules: Iterable[Remembering], reading: CachedPass) -> Iterator[None]:
-    """Makes every layer keep what it reads inside the block.
-
-    Args:
-        modules: All such modules of this rank.
-        reading: Tokens of each pass.
-    """
-    held = list(modules)
+    """Makes all these modules of a rank keep what they read inside the block."""
+    layers = list(modules)
     try:
-        for each in held:
-            each.remember(reading)
+        for layer in layers:
+            layer.remember(reading)
         yield
     finally:
-        for each in held:
-            each.remember(None)
+        for layer in layers:
+            layer.remember(None)

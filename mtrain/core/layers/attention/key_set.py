@@ -41,17 +41,10 @@ class KeySet:
         return _segments(self.documents, tuple(runs), num_keys, device)
 
     def mask(self, num_queries: int, num_keys: int, num_sinks: int, device: torch.device) -> Tensor | None:
-        """Returns the mask of one piece, whose last query is at its last key.
+        """Returns the mask of one piece, [queries, sinks + keys] bool or with leading axes, on GPUs perhaps in torch's
+        own form; None where query i sees the keys 0 to i.
 
-        Args:
-            num_queries: Number of queries.
-            num_keys: Number of keys.
-            num_sinks: Number of keys before these, which every query sees.
-            device: Device of the mask.
-
-        Returns:
-            [queries, sinks + keys] bool, or with leading axes; on GPUs perhaps torch's own form of it. None: query i
-            sees the keys 0 to i.
+        The last query is at the last key. `num_sinks` keys come before the others, and every query sees them.
         """
         if self.chosen is not None:
             seen = self.chosen

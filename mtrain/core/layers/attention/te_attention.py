@@ -61,7 +61,7 @@ class DocumentAttention(TEDotProductAttention):
 
 
 class TransformerEngineLatentAttention(LatentAttention):
-    """Latent attention whose products and attention are TransformerEngine's; parameters are those of ours.
+    """Latent attention with TransformerEngine's products and attention, and with our parameters.
 
     Keys and values are computed before the exchange over context-parallel ranks, which its attention makes itself, of
     whole heads. megatron-core's own module for it is not used: it rotates by angles of its own.

@@ -6,7 +6,7 @@ megatron-core's own (transformer/moe/router.py) calls a function that exists onl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, assert_never
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.experts import ExpertsSection
 
 _EPSILON = 1e-20
@@ -60,22 +61,23 @@ def choose(
     )
 
 
-def router_marks(sequence_ids: Tensor | None, routed_experts: Tensor | None) -> Tensor | None:
+def router_marks(sequence_ids: Tensor | None, choices: Mapping[str, Tensor]) -> Tensor | None:
     """Joins what routers get of each position, for the one argument that megatron-core hands to all layers.
 
     As an argument of the layers it is kept and given again wherever they are recomputed.
 
     Args:
         sequence_ids: [batch, seq] int64: the sequence of each position; None where there is no router.
-        routed_experts: [batch, seq, layers, top_k] int32: experts to take; None where all routers choose.
+        choices: Choices that the batch names, see `Microbatch`.
 
     Returns:
         [batch, seq] int64, or [batch, seq, 1 + layers x top_k] int32; `Router` takes them apart.
     """
-    if routed_experts is None:
+    experts = choices.get(ROUTED_EXPERTS)
+    if experts is None:
         return sequence_ids
     assert sequence_ids is not None, "batches of models with experts say what is padding"
-    return torch.cat((sequence_ids.unsqueeze(-1).to(routed_experts.dtype), routed_experts.flatten(2)), dim=-1)
+    return torch.cat((sequence_ids.unsqueeze(-1).to(experts.dtype), experts.flatten(2)), dim=-1)
 
 
 def scores_of(logits: Tensor, section: ExpertsSection) -> Tensor:
@@ -146,13 +148,8 @@ class Router(MegatronModule):
         section: ExpertsSection,
         is_mtp_layer: bool = False,
     ) -> None:
-        """
-        Args:
-            config: Configuration with hidden size, precision of the weights, sequence parallelism.
-            pg_collection: The tensor-parallel group, over which the router's weights are replicated.
-            section: Section of the model's experts.
-            is_mtp_layer: Argument of megatron-core's newer versions, which number layers by it; not used.
-        """
+        """Takes megatron-core's arguments; all tensor-parallel ranks have the same weights, and is_mtp_layer, by which
+        newer versions number layers, is ignored."""
         super().__init__(config)
         self.section = section
         self.tp_group = pg_collection.tp  # read where shards are named

@@ -1,7 +1,9 @@
-"""Experts that a rollout chose, which routers take in place of their own choice.
+"""Discrete choices of layers, which a batch can name and layers then take in place of their own.
 
-They have the form that vLLM and SGLang return: [tokens, layers, top_k] integers, a row for each token that was read
-(the last token of a rollout never is), and every layer of the model, of which dense ones are not looked at.
+There is one kind so far, the experts of tokens. A choice has the form that vLLM and SGLang return: [tokens, layers, k]
+integers, a row for each token that was read (the last token of a rollout never is), and every layer of the model; what
+stands in layers that do not choose is ignored. `Microbatch.choices` carries it, cut for context parallelism like every
+field; `router_marks` hands it to the layers, recomputed ones included; `RecordedChoices` records and gathers it.
 """
 
 from __future__ import annotations
@@ -19,24 +21,29 @@ from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.numbers import listed
 
-Routes = NDArray[np.int32]
-"""[tokens, layers, top_k]: the experts of each token and layer; -1 where the router chooses."""
+Chosen = NDArray[np.int32]
+"""[tokens, layers, k]: the choice of each token and layer; -1 where the layer chooses."""
 _TOKENS_AT_A_TIME = 2**12
 """Tokens that are checked together; a cache may be larger than memory."""
 MAKERS = "vLLM (enable_return_routed_experts), SGLang (return_routed_experts) and Engine.generate make them so"
 
 
-def routes_shape(model: ModelSection) -> tuple[int, ...]:
-    """Returns [layers, top_k] of routed experts, dense layers included; empty for a model without experts."""
-    return () if model.experts is None else (model.num_layers, model.experts.top_k)
+def choice_shapes(model: ModelSection) -> dict[str, tuple[int, int]]:
+    """Returns [layers, k] of each choice that some layer of the model makes, by its name."""
+    return {} if model.experts is None else {ROUTED_EXPERTS: (model.num_layers, model.experts.top_k)}
 
 
-def unknown_routes(num_tokens: int, model: ModelSection) -> Routes:
-    """Returns the routes of tokens whose experts nobody has named."""
-    return np.full((num_tokens, *routes_shape(model)), -1, np.int32)
+def choosing_layers(model: ModelSection) -> NDArray[np.bool_]:
+    """Says which layers choose, [layers]."""
+    return np.array([model.has_experts(layer) for layer in range(model.num_layers)])
 
 
-def checked_routes(given: Any, num_tokens: int, model: ModelSection, name: str) -> Routes:
+def open_choice(num_tokens: int, shape: tuple[int, ...]) -> Chosen:
+    """Returns the choice of tokens for which nobody has named one."""
+    return np.full((num_tokens, *shape), -1, np.int32)
+
+
+def checked_experts(given: Any, num_tokens: int, model: ModelSection, name: str) -> Chosen:
     """Checks the experts of a sequence; returns those of the tokens that are read, [num_tokens - 1, layers, top_k].
 
     Args:
@@ -49,19 +56,18 @@ def checked_routes(given: Any, num_tokens: int, model: ModelSection, name: str) 
         ConfigError: The model cannot replay a choice.
         ValueError: The value is no choice of this model's experts.
     """
-    replaying(model, f"{name} has {ROUTED_EXPERTS}")
-    values, width = shaped_routes(given, num_tokens, routes_shape(model), name), math.prod(routes_shape(model))
-    fault = route_fault(values.reshape(-1, width), range(width), model)
+    shape = replayable(model, f"{name} has {ROUTED_EXPERTS}")
+    values, width = shaped_experts(given, num_tokens, shape, name), math.prod(shape)
+    fault = expert_fault(values.reshape(-1, width), range(width), model)
     if fault is not None:
         raise ValueError(f"{name}: {ROUTED_EXPERTS} of token {fault.token} {fault.why}")
-    found = unknown_routes(num_tokens - 1, model)
-    layers = _layers_with_experts(model)
+    found, layers = open_choice(num_tokens - 1, shape), choosing_layers(model)
     # what stands in a dense layer means nothing: vLLM writes 0
     found[:, layers] = values[:, layers]
     return found
 
 
-def shaped_routes(given: Any, num_tokens: int, shape: tuple[int, ...], name: str) -> NDArray[Any]:
+def shaped_experts(given: Any, num_tokens: int, shape: tuple[int, ...], name: str) -> NDArray[Any]:
     """Checks that there are integers of each token that is read; returns these, [num_tokens - 1, layers, top_k].
 
     Args:
@@ -86,14 +92,14 @@ def shaped_routes(given: Any, num_tokens: int, shape: tuple[int, ...], name: str
     return values[: num_tokens - 1]
 
 
-class RouteFault(NamedTuple):
+class ExpertFault(NamedTuple):
     """The first token whose experts the model does not have."""
 
     token: int
     why: str
 
 
-def route_fault(numbers: NDArray[Any], places: Sequence[int], model: ModelSection) -> RouteFault | None:
+def expert_fault(numbers: NDArray[Any], places: Sequence[int], model: ModelSection) -> ExpertFault | None:
     """Says what is wrong with numbers as experts of a model; returns None where nothing is.
 
     Args:
@@ -101,24 +107,20 @@ def route_fault(numbers: NDArray[Any], places: Sequence[int], model: ModelSectio
         places: Columns of the experts of a token, by layer.
         model: Architecture with the experts.
     """
-    assert model.experts is not None, "routes are of a model with experts"
-    layers = _layers_with_experts(model)
+    assert model.experts is not None, "only a model with experts reads them"
+    layers, shape = choosing_layers(model), choice_shapes(model)[ROUTED_EXPERTS]
     for start in range(0, len(numbers), _TOKENS_AT_A_TIME):
-        part = numbers[start : start + _TOKENS_AT_A_TIME, places].reshape(-1, *routes_shape(model))
+        part = numbers[start : start + _TOKENS_AT_A_TIME, places].reshape(-1, *shape)
         for is_bad, why in _faults(part, layers, model.experts):
             if is_bad.any():
                 token, layer = map(int, np.argwhere(is_bad)[0])
                 named = part[token, layer].astype(int).tolist()
-                return RouteFault(start + token, f"in layer {layer} are {named}, but {why}")
+                return ExpertFault(start + token, f"in layer {layer} are {named}, but {why}")
     return None
 
 
-def _layers_with_experts(model: ModelSection) -> NDArray[np.bool_]:
-    return np.array([model.has_experts(layer) for layer in range(model.num_layers)])
-
-
-def replaying(model: ModelSection, what: str) -> ExpertsSection:
-    """Returns the experts of a model that can take a choice from outside, and report its own.
+def replayable(model: ModelSection, what: str) -> tuple[int, int]:
+    """Returns [layers, top_k] of a model that can take experts from outside, and report its own.
 
     Args:
         model: Architecture with the experts.
@@ -134,7 +136,7 @@ def replaying(model: ModelSection, what: str) -> ExpertsSection:
             f"{what}, but model.experts.capacity_factor={model.experts.capacity_factor} drops tokens, so that a choice "
             "cannot be replayed; set capacity_factor=null, or leave them out"
         )
-    return model.experts
+    return choice_shapes(model)[ROUTED_EXPERTS]
 
 
 def _integers(given: Any, name: str) -> NDArray[Any]:
