@@ -24,7 +24,6 @@ from mtrain.config.schema.loss import MAIN_TERM, LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection
 from mtrain.core.engine.rank_model import RankModel, build_model
-from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from mtrain.hf.io.source import FolderTensors, source_for

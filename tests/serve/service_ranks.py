@@ -22,7 +22,7 @@ from mtrain import Engine
 from mtrain.base.errors import MachineError
 from mtrain.config import Config
 from mtrain.core.engine.generation import PassTokens, cached_model
-from mtrain.core.layers.build import build_model
+from mtrain.core.engine.rank_model import build_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.serve.link import Link, framed
 from mtrain.serve.losses import Batch
@@ -176,7 +176,7 @@ def remembered(groups: Groups, configs: Sequence[Config], length: int) -> list[R
     """Measures the caches of each model after a pass over three prompts."""
     found, num_sequences = [], 3
     for config in configs:
-        chunks = build_model(config, groups)
+        chunks = build_model(config, groups).chunks
         with cached_model(config, groups, chunks, num_sequences, length) as cached:
             cached.next_logits([PassTokens(place, 0, [1, 2, 3]) for place in range(num_sequences)], of_prompts=True)
             held = [vars(module).get(name) for chunk in chunks for module in chunk.modules() for name in _CACHES]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.config import Config
-from mtrain.config.schema.loss import LossSection, TermSection, depth_term
+from mtrain.config.schema.loss import MAIN_TERM, LossSection, TermSection, depth_term
 from mtrain.core.batch.batch import DOCUMENT_STARTS, FieldPath, Microbatch, MtpTargets
 from mtrain.core.batch.choices import choice_shapes
 from mtrain.core.batch.sample import Sample

@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch, PlacedMember
 from mtrain.core.engine.loss_reduction import TermTotals
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.schedule import evaluating, run_forward
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.objective import Objective
-from mtrain.core.loss.pair import MAIN_TERM
 from mtrain.core.loss.preference.member import ROLES
 from mtrain.core.loss.preference.scores import ScoredSequences, agreed_fault, preference_marks
 from mtrain.core.loss.sequences import PackedSequences, sum_by_sequence
