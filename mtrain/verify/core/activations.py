@@ -44,14 +44,7 @@ class ActivationRecorder:
     """Collects module outputs while it is open."""
 
     def __init__(self, chunks: Sequence[nn.Module], groups: Groups, config: Config, places: Places | None) -> None:
-        """Chooses what to record; the `with` block registers the hooks.
-
-        Args:
-            chunks: Chunks of the model on this rank.
-            groups: Process groups.
-            config: Configuration with the shape of rows.
-            places: Positions of the step's samples; None records nothing.
-        """
+        """Chooses what to record (places None: nothing); the `with` block registers the hooks."""
         self._groups, self._config, self._places = groups, config, places
         self._models = [] if places is None else [unwrap(chunk) for chunk in chunks]
         self._handles: list[RemovableHandle] = []
@@ -74,7 +67,7 @@ class ActivationRecorder:
             handle.remove()
 
     def add(self, module: str, microbatch: int, output: Tensor) -> None:
-        """Notes the part of an output that this rank holds."""
+        """Records this rank's part of an output."""
         assert self._places is not None, "nothing is watched"
         groups, layout, length = self._groups, self._groups.layout, self._config.row_width
         positions = zigzag_index(length, layout.cp, groups.cp_rank).numpy() if layout.cp > 1 else np.arange(length)
@@ -88,7 +81,7 @@ class ActivationRecorder:
 
 
 class _ChunkHooks:
-    """Hooks of one model chunk, which count its forward passes; recomputation in backward does not count."""
+    """Hooks of one model chunk; they count its forward passes, but not recomputation in backward."""
 
     def __init__(self, watch: ActivationRecorder, dp: int) -> None:
         self._watch, self._microbatch, self._is_forward = watch, -1, False
@@ -117,7 +110,7 @@ class _ChunkHooks:
 
 
 def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the watched modules of a chunk except the output layer, in forward order, with their global names."""
+    """Yields the watched modules of a chunk except the output layer, in forward order, by global name."""
     if model.pre_process:
         yield "embedding", model.embedding
     for layer in model.decoder.layers:
@@ -131,7 +124,7 @@ def named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def module_order(num_layers: int) -> list[str]:
-    """Returns the names of all watched modules of a model, in forward order."""
+    """Returns the names of all watched modules in forward order."""
     layers = [f"layer {number}{name and ' '}{name}" for number in range(num_layers) for name in (*IN_LAYER, "")]
     return ["embedding", *layers, "final_layernorm", OUTPUT_LAYER]
 

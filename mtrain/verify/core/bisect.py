@@ -15,18 +15,13 @@ from mtrain.verify.report.text import BEFORE_FORWARD, IN_WORDS, ReportText
 EVERY_LAYOUT = "every layout"
 
 Watched = Callable[[LayoutResult, int], str | None]
-"""Function of a layout and a step, counted from 1, that returns the first module whose output deviates; None if none
-does."""
+"""Function of a layout and a step, from 1: the first module whose output deviates, or None."""
 
 
 def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportText) -> Diagnosis | None:
     """Returns the diagnosis; None if every layout passes.
 
-    Args:
-        results: Results of all layouts.
-        watched: Function that runs a layout again and watches its modules; called once, for the smallest layout that
-            fails.
-        text: Texts of the check.
+    `watched` is called once, for the smallest layout that fails, and runs it again.
     """
     judged = _telling(results)
     axis = failing_axis(judged)
@@ -51,19 +46,14 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportTex
 
 
 def _telling(results: Sequence[LayoutResult]) -> list[LayoutResult]:
-    """Drops one process that could not run from the results, if others ran and none passes: it says nothing."""
+    """Drops a one-process layout that could not run if others ran and none passes: it says nothing."""
     if any(each.passed for each in results) or all(each.error is not None for each in results):
         return list(results)
     return [each for each in results if each.num_ranks > 1 or each.error is None]
 
 
 def with_advice(diagnosis: Diagnosis | None, functions: Sequence[str]) -> Diagnosis | None:
-    """Adds the contract of a loss function to the diagnosis if the run has one of the user's own.
-
-    Args:
-        diagnosis: Diagnosis; None if every layout passes.
-        functions: Loss functions that do not belong to this program.
-    """
+    """Adds the contract of the user's own loss functions, if there are any, to the diagnosis."""
     if diagnosis is None or not functions or diagnosis.axis == EVERY_LAYOUT:
         return diagnosis
     advice = (
@@ -77,8 +67,8 @@ def with_advice(diagnosis: Diagnosis | None, functions: Sequence[str]) -> Diagno
 def failing_axis(results: Sequence[LayoutResult]) -> str | None:
     """Returns the axes that failing layouts share: `cp`, `tp x pp`, `dp, cp`, `every layout`; None if all pass.
 
-    A layout is a set of axes. Axes of a smallest failing set that pass in a subset of it are innocent; the others are
-    at fault. Axes that each fail alone are separated by commas; axes that fail only together are joined by x.
+    Axes of a smallest failing layout that pass in a subset of its axes are innocent. Axes that each fail alone are
+    separated by commas; axes that fail only together are joined by x.
     """
     failures = _smallest_failures(results)
     if not failures:
@@ -95,7 +85,7 @@ def failing_axis(results: Sequence[LayoutResult]) -> str | None:
 
 
 def _smallest_failures(results: Sequence[LayoutResult]) -> list[LayoutResult]:
-    """Returns the layouts that fail although no layout with fewer of their axes does, the smallest first."""
+    """Returns failing layouts no subset of whose axes fails, smallest first."""
     failed = sorted((each for each in results if not each.passed), key=lambda each: (len(each.axes), each.num_ranks))
     return [each for each in failed if not any(set(other.axes) < set(each.axes) for other in failed)]
 
@@ -125,7 +115,7 @@ def _what(result: LayoutResult, first: Deviation | None, module: str | None, tex
 def first_deviating(
     found: Mapping[str, NDArray[Any]], exact: Mapping[str, NDArray[Any]], order: Sequence[str], tolerance: float
 ) -> str | None:
-    """Returns the first module whose output is not within the tolerance of its largest exact element."""
+    """Returns the first module that differs by more than the tolerance x its largest exact element."""
     for module in order:
         if module not in found or module not in exact:
             continue

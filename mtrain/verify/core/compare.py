@@ -1,4 +1,4 @@
-"""Comparison of a layout with the exact values: denominators, terms, gradients, norm and new weights of every step."""
+"""Comparison of a layout with exact denominators, terms, gradients, norms and new weights of every step."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True)
 class Expected:
-    """Expectations that are the same for all layouts; exact values depend on the weights of each."""
+    """Expectations that all layouts share; exact values depend on the weights of each."""
 
     tolerances: Sequence[Tolerance]
-    """Tolerances of all kinds."""
     tensors: Sequence[str]
     """Names of tensors in the order of the forward pass."""
     fields: Sequence[Fields]
     """Rows to train on, by step."""
     order_faults: Sequence[str]
-    """Faults in the order of samples."""
 
 
 def compared(
@@ -46,15 +44,7 @@ def compared(
     expected: Expected,
     seconds: float,
 ) -> LayoutResult:
-    """Returns the result of one layout.
-
-    Args:
-        trial: Layout that was run.
-        everyone: Outcomes that its ranks report.
-        exact: Exact values of each step at the layout's own weights.
-        expected: Expectations that are the same for all layouts.
-        seconds: Time that the layout took.
-    """
+    """Returns the result of one layout from the outcomes of its ranks; exact values are at its own weights."""
     first, config = everyone[0], trial.config
     guards = [f"step {step.values.step}: {step.guard}" for step in first.steps if step.guard is not None]
     guards += expected.order_faults
@@ -92,21 +82,13 @@ class StepComparison:
         rate: Callable[[int], float],
         start: Moments = Moments(0, {}, {}),  # noqa: B008
     ) -> None:
-        """Begins with the exact optimizer in its first state.
-
-        Args:
-            config: Configuration of the layout.
-            tolerances: Tolerances of all kinds.
-            tensors: Names of tensors in the order of the forward pass.
-            rate: Function that returns the learning rate of a step, counted from 1.
-            start: State of the optimizer before the first step that is compared.
-        """
+        """Begins with the exact optimizer in state `start`; `rate` gives the learning rate of a step, from 1."""
         self._config, self._tensors, self._rate = config, tensors, rate
         self._tolerance = {each.kind: each.value for each in tolerances}
         self._optimizer = exact_optimizer(config, start)
 
     def of(self, outcome: Outcome, exact: Sequence[Exact]) -> Iterator[Deviation]:
-        """Yields the deviations of an outcome, step by step."""
+        """Yields the deviations, step by step."""
         assert outcome.initial is not None, "rank 0 holds the gathered weights"
         before = outcome.initial.tensors
         for step, expected in zip(outcome.steps, exact):
@@ -129,7 +111,7 @@ class StepComparison:
             yield Deviation("denominator", term, found.step, deviation, tolerance)
 
     def _judged(self, found: StepOutcome, expected: Exact) -> Iterator[Deviation]:
-        """Yields deviations of losses and gradients, of those in float64 where there are some."""
+        """Compares losses and gradients, the float64 ones if the layout has them."""
         step, means, gradients = found.values.step, found.values.means, found.gradients
         if found.in_float64 is not None:
             means, gradients = found.in_float64.means, found.in_float64.gradients
@@ -138,7 +120,7 @@ class StepComparison:
         yield from self._gradients("gradient", step, gradients, expected)
 
     def _rounding(self, found: StepOutcome, expected: Exact, judged: Sequence[Deviation]) -> Iterator[Deviation]:
-        """Yields deviations of losses and gradients in float32, from those in float64 that were judged."""
+        """Compares the float32 losses and gradients of a layout that is judged in float64."""
         assert found.gradients is not None, "rank 0 holds what was gathered"
         amplified = max((each.value for each in judged if each.kind == "gradient"), default=0.0)
         limit = rounding_limit(self._tolerance["rounding"], amplified)
@@ -152,13 +134,13 @@ class StepComparison:
             yield Deviation(kind, term, step, relative(means[term], value), self._tolerance[kind])
 
     def _gradients(self, kind: str, step: int, found: Whole, expected: Exact) -> Iterator[Deviation]:
-        """Yields deviations of gradients in the order in which they are computed, from the loss backwards."""
+        """Compares gradients from the loss backwards, in the order of computation."""
         exact = expected.gradients
         for name in reversed([name for name in self._tensors if name in exact]):
             yield Deviation(kind, name, step, self._tensor(name, found, exact[name]), self._tolerance[kind])
 
     def _tensor(self, name: str, found: Whole, exact: NDArray[Any]) -> float:
-        """Returns the largest difference, to the exact value or between ranks, over the largest exact element."""
+        """Returns the largest error or difference between ranks, over the largest exact element."""
         own, padding = self._parts(name, found.tensors[name])
         exact = self._parts(name, exact)[0]
         if padding.any():
@@ -174,7 +156,7 @@ class StepComparison:
         return Deviation("grad_norm", "grad_norm", found.step, value, self._tolerance["grad_norm"])
 
     def _updated(self, before: Arrays, gradients: Arrays, values: StepValues, biases: Arrays) -> Updated:
-        """Applies the exact optimizer to the layout's gradients, and adds exact biases; an empty step is a no-op."""
+        """Applies the exact optimizer to the layout's gradients, and adds exact biases; no-op in an empty step."""
         scales = {name: np.abs(value) + 1e-30 for name, value in before.items()}
         if values.denominators["main"] == 0:
             return Updated(before, scales)
@@ -195,13 +177,13 @@ class StepComparison:
             yield Deviation("update", name, step, value, tolerance)
 
     def _parts(self, name: str, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Splits a tensor into its real rows and those of the padded vocabulary, which are exactly 0 in a sound run."""
+        """Splits a tensor into its real rows and its vocabulary padding, which must be exactly 0."""
         size = self._config.model.vocab_size
         return (values[:size], values[size:]) if name in TABLES else (values, values[:0])
 
 
 def relative(found: float, exact: float) -> float:
-    """Returns the difference relative to the exact value; inf if that is 0 and the other is not."""
+    """Returns the error relative to the exact value; inf if only that is 0, or `found` is not finite."""
     if exact == 0 or not math.isfinite(found):
         return 0.0 if found == exact else math.inf
     return abs(found - exact) / abs(exact)

@@ -1,4 +1,4 @@
-"""Exact values of steps at given weights: the reference on this process, in float64."""
+"""Exact values of steps at given weights: the reference in float64 on one process."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Exact:
 
     values: StepValues
     adds_exactly: frozenset[str]
-    """Terms whose denominator is a sum that float64 does not round."""
+    """Terms whose denominator float64 adds without rounding."""
     gradients: Arrays
     """Gradients of the normalised objective before clipping, float64."""
     biases: Arrays
-    """Biases of the choice of experts after the step, float64; empty if they are not updated."""
+    """Expert biases after the step, float64; empty if they are not updated."""
     outputs: dict[str, NDArray[Any]]
-    """Outputs by module, [seq, batch, columns], 0 where there is no text; empty if the step was not watched."""
+    """Outputs by module, [seq, batch, columns], 0 outside the text; empty if the step was not watched."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,15 @@ class ExactJob:
 
     config: Config
     steps: Sequence[Sequence[Text]]
-    """Samples of each step by slot."""
+    """Samples by step and slot."""
     first: int = 0
-    """Index of the first of these steps in the run."""
+    """Index of the first step in the run."""
     watches: bool = False
-    """Whether the outputs of modules in the last of these steps are wanted."""
+    """Whether to record module outputs of the last step."""
 
 
 def exact_steps(groups: Groups, job: ExactJob, weights: Sequence[Arrays]) -> list[Exact]:
-    """Computes loss and gradients of each step at the weights that a layout had before it.
-
-    Args:
-        groups: Process groups of one process.
-        job: Steps to evaluate.
-        weights: Weights before each step.
-    """
+    """Computes loss and gradients of each step at the weights before it, on the device of one-process groups."""
     evaluator = _Evaluator(groups.device, job.config)
     last = len(weights) - 1
     return [
@@ -81,14 +75,14 @@ class ExactRun(NamedTuple):
     names: list[str]
     """Names of all tensors in model order."""
     optimizer: AnyOptimizer
-    """Section with the norm to which gradients were clipped, and with the epsilon."""
+    """Section with the clipping norm and epsilon that were used."""
 
 
 def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
     """Runs all steps of the reference with exact updates.
 
-    The user's `clip_grad` and `epsilon` do not fit the gradients of a small model: they are replaced by half of the
-    first norm, so that gradients are clipped, and by the size of one of its elements.
+    The user's `clip_grad` and `epsilon` do not fit the gradients of a small model: half of the first norm and the size
+    of one of its elements replace them.
     """
     config, weights = job.config, initial_weights(job.config)
     evaluator, optimizer = _Evaluator(groups.device, config), None
@@ -111,7 +105,7 @@ def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
 
 
 def clipping(config: Config, grad_norm: float) -> Config:
-    """Returns the configuration with a `clip_grad` that halves gradients of this norm, if it clips at all."""
+    """Returns a configuration whose `clip_grad`, if it clips at all, halves gradients of this norm."""
     if config.optimizer.clip_grad == 0 or grad_norm == 0:
         return config
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad": grad_norm / 2})})
@@ -128,7 +122,7 @@ def initial_weights(config: Config, model: str = "trained") -> Arrays:
 def tensors_of(
     weights: Mapping[str, NDArray[Any]], shapes: Mapping[str, Sequence[int]], device: torch.device
 ) -> dict[str, Tensor]:
-    """Converts weights to float64 tensors of these shapes, without the padding of the vocabulary."""
+    """Converts weights to float64 tensors of these shapes; cuts vocabulary padding."""
     return {
         name: torch.from_numpy(weights[name][: shape[0]] if name in TABLES else weights[name]).to(device, torch.float64)
         for name, shape in shapes.items()
@@ -137,7 +131,7 @@ def tensors_of(
 
 
 class _Evaluator:
-    """Evaluates steps of one model, with its teacher."""
+    """Evaluates steps of one model and its teacher."""
 
     def __init__(self, device: torch.device, config: Config) -> None:
         self._device, self._config = device, config
@@ -147,7 +141,7 @@ class _Evaluator:
             self._teacher = Transformer(config.model, self._tensors(initial_weights(frozen, "teacher")))
 
     def step(self, number: int, weights: Mapping[str, NDArray[Any]], texts: Sequence[Text], watches: bool) -> Exact:
-        """Computes values and gradients of the step with this index at the given weights."""
+        """Computes values and gradients of the step with index `number`."""
         config = self._config
         rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, self._device)
         # what batches are compared with first, `samples`, has one rounding to float32
@@ -165,7 +159,7 @@ class _Evaluator:
         return tensors_of(weights, all_shapes(self._config), self._device)
 
     def _user_term(self, section: TermSection, scene: Scene) -> tuple[Tensor, float]:
-        """Calls a loss function of the user's, which has no second definition; returns numerator and denominator."""
+        """Calls the user's loss function, which has no second definition; returns numerator and denominator."""
         inputs = TermInputs(
             self._distribution(scene.logits),
             scene.labels,
@@ -210,7 +204,7 @@ def _outputs(found: Evaluated, rows: Rows) -> dict[str, NDArray[Any]]:
 
 
 def text_places(texts: Sequence[Text], config: Config) -> NDArray[np.bool_]:
-    """Says which positions hold text, [seq, batch]."""
+    """Marks positions that hold text, [seq, batch]."""
     rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
     is_text: NDArray[np.bool_] = rows.is_text.numpy().T
     return is_text

@@ -1,8 +1,7 @@
-"""A run's step in float64, at the run's own weights, with the rounding out of the way.
+"""A training step in float64 at the run's own weights.
 
-Layers that bring to a length what may be small amplify rounding by as much as the weights happen to say, so that no
-bound tells a fault from rounding in float32. Float64 has 29 more bits: amplified alike, its rounding stays far below
-the last digit of float32.
+Layers that normalise small vectors amplify rounding by a factor that depends on the weights, so no bound separates a
+fault from float32 rounding. Float64 has 29 more bits: its amplified rounding stays far below the last digit of float32.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.verify.planted.collaborators import configured
 
 without_gathers = configured("train", lambda train: {"overlap_param_gather": False})
-"""Function that returns a configuration whose forward pass gathers no weights of the update before it."""
+"""Returns a configuration without parameter gathers in the forward pass."""
 
 
 class NeverUpdates(Optimizer):
-    """Optimizer of a step whose gradients nobody applies: those of megatron-core know no float64."""
+    """Optimizer that never updates; those of megatron-core do not support float64."""
 
     def __init__(self, sharded: ShardedModel, groups: Groups) -> None:
         self.sharded, self._device, self._is_fp16 = sharded, groups.device, False
@@ -33,17 +32,17 @@ class NeverUpdates(Optimizer):
         self.sharded.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Returns the loss as it is."""
+        """Returns the loss unscaled."""
         return loss
 
     def local_grad_norm_sq(self) -> Tensor:
-        """Returns 0: the norm that a run reports is that of its own gradients."""
+        """Returns 0: a run reports the norm of its own gradients."""
         return torch.zeros((), dtype=torch.float64, device=self._device)
 
 
 @torch.no_grad()
 def copy_weights(chunks: Sequence[nn.Module], source: Sequence[nn.Module]) -> None:
-    """Copies this rank's weights, and the biases of the choice of experts, to chunks of another precision."""
+    """Copies this rank's weights and expert biases to chunks of another precision."""
     for to, origin in zip(map(unwrap, chunks), map(unwrap, source), strict=True):
         values = dict(origin.named_parameters()) | dict(origin.named_buffers())
         for name, place in (*to.named_parameters(), *to.named_buffers()):

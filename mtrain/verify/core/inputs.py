@@ -1,6 +1,6 @@
 """Comparison of a layout's samples and learning rates with the raw samples and the published schedule.
 
-Packed rows are split first: each sample is compared as if it had a row of its own.
+Packed rows are split first: each sample is compared as if it were alone in a row.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from mtrain.verify.reference.text import Rows, Text, rows_of
 _IDS, _EXTRA, _EXPERTS = "sequence ids", "extra ", "routed experts"
 
 Fields = dict[str, NDArray[Any]]
-"""Fields of rows by name, [rows, ...] each."""
+"""Fields of rows by name, [rows, ...]."""
 
 
 def rate_deviations(rates: Mapping[int, float], config: Config) -> Iterator[Deviation]:
-    """Yields the deviations of the run's learning rates, relative to the highest rate."""
+    """Yields deviations of learning rates, relative to the highest rate."""
     for number, found in rates.items():
         exact = published_rate(number, config.optimizer, config.train.num_steps)
         yield Deviation("lr", "lr", number + 1, abs(found - exact) / config.optimizer.lr, RATE_TOLERANCE)
 
 
 def expected_fields(texts: Sequence[Text], config: Config) -> Fields:
-    """Returns the rows of a global batch, by slot, made from the raw samples."""
+    """Returns the rows of a global batch by slot, made from the raw samples."""
     rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
     places = torch.arange(rows.tokens.shape[1])
     fields = {
@@ -63,10 +63,10 @@ def _weights(rows: Rows, config: Config) -> dict[str, torch.Tensor]:
 
 
 def sample_deviations(step: int, batches: Sequence[Microbatch], expected: Fields) -> Iterator[Deviation]:
-    """Yields the shares of samples that differ, however they are distributed over rows, ranks and microbatches.
+    """Yields the shares of samples that differ, however rows, ranks and microbatches hold them.
 
     Args:
-        step: Number of the step, counted from 1.
+        step: Step number, counted from 1.
         batches: All microbatches of the step, of all ranks.
         expected: Expected rows, from `expected_fields`.
     """
@@ -100,7 +100,7 @@ def _rows(batch: Microbatch) -> Iterator[Fields]:
 
 
 def _samples(row: Fields, batch: Microbatch, length: int) -> Iterator[Fields]:
-    """Yields the samples of a row, each as if alone in a row of this length; rows without samples are left out."""
+    """Yields the samples of a row, each as if alone in a row of this length; skips empty ones."""
     if batch.sequence_ids is None:
         yield row
         return
@@ -113,13 +113,13 @@ def _samples(row: Fields, batch: Microbatch, length: int) -> Iterator[Fields]:
 
 
 def _as_long(values: NDArray[Any], length: int, fill: bool) -> NDArray[Any]:
-    """Pads or cuts values to a length; only padding is cut, unless the sample is not an expected one."""
+    """Pads or cuts values to a length; expected samples only lose padding."""
     filler = np.full((max(0, length - len(values)), *values.shape[1:]), fill, values.dtype)
     return np.concatenate([values[:length], filler])
 
 
 def _paired(found: Sequence[Fields], tokens: NDArray[Any]) -> list[tuple[int, int]]:
-    """Returns the pairs (row, slot) of rows with the same tokens."""
+    """Pairs rows with slots that have the same tokens: (row, slot)."""
     slots: dict[bytes, list[int]] = defaultdict(list)
     for slot in reversed(range(len(tokens))):
         slots[tokens[slot].tobytes()].append(slot)
@@ -131,7 +131,7 @@ def _paired(found: Sequence[Fields], tokens: NDArray[Any]) -> list[tuple[int, in
 
 
 def _is_alike(name: str, row: Fields, exact: NDArray[Any], expected: Fields, slot: int) -> bool:
-    """Compares a field where it matters: labels where they count, positions and documents where there is text."""
+    """Compares a field where it matters: labels where they count, positions and documents where text is."""
     if name not in row:
         return name == "padding"  # not needed by this configuration
     own, is_text = row[name], ~expected["padding"][slot]

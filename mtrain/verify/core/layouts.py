@@ -1,4 +1,4 @@
-"""Layouts to compare: derived from the user's own, or named on the command line."""
+"""Layouts to compare: derived from the user's, or named on the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtrain.config.messages import readable
 from mtrain.config.schema.layout import CpComm, LayoutSection
 
 MAX_STAGES = 8
-"""Largest number of pipeline stages of a derived layout, virtual ones included: each needs a layer."""
+"""Largest number of (virtual) pipeline stages of a derived layout; each needs a layer."""
 
 _DEGREES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
 _TOKEN = re.compile(
@@ -29,7 +29,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Trial:
-    """Layout to try, independent of the sizes of the model."""
+    """Layout to try on a model of any size."""
 
     tp: int = 1
     sp: bool = False
@@ -41,45 +41,45 @@ class Trial:
     ep: int = 1
     etp: int = 1
     micro_batch_size: int | None = 1
-    """Samples per microbatch; None: a data-parallel rank's whole part of the global batch in one microbatch."""
+    """Samples per microbatch; None: a data-parallel rank's whole part of the global batch."""
     stage_shares: tuple[int, ...] | None = None
     """Relative numbers of layers of the (virtual) stages; None: equal numbers."""
 
     @property
     def num_ranks(self) -> int:
-        """Returns the number of processes that the layout needs."""
+        """Returns the number of processes."""
         return self.tp * self.pp * self.cp * self.dp
 
     @property
     def num_stages(self) -> int:
-        """Returns the number of pipeline stages, virtual ones included."""
+        """Returns the number of pipeline stages, including virtual ones."""
         return self.pp * self.vpp
 
     @property
     def batch_divisor(self) -> int:
-        """Returns the number of which the global batch must be a multiple."""
+        """Returns the divisor of every possible global batch size."""
         size = 1 if self.micro_batch_size is None else self.micro_batch_size
         return self.dp * size * (self.pp if self.vpp > 1 else 1)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Trial that fits a model, with its name."""
+    """Named trial that fits a model."""
 
     name: str
     axes: dict[str, str]
-    """Axes that the layout uses beyond one process with one microbatch."""
+    """Axes in use beyond one process with one microbatch."""
     config: Config
     layout: Layout
 
 
 def _doubled(trial: Trial) -> Trial:
-    """Returns the trial with twice the data parallelism."""
+    """Doubles data parallelism."""
     return replace(trial, dp=2 * trial.dp, micro_batch_size=2)
 
 
 def _seated(trial: Trial) -> Trial:
-    """Returns the trial with enough data parallelism for its expert ranks."""
+    """Raises data parallelism until the expert ranks fit."""
     places = trial.ep * trial.etp
     return replace(trial, dp=math.lcm(trial.dp, places // math.gcd(places, trial.tp * trial.cp)))
 
@@ -95,7 +95,7 @@ def _pipelines(section: LayoutSection, pp: int) -> Iterator[Trial]:
 
 
 def _user_shares(section: LayoutSection) -> tuple[int, ...] | None:
-    """Returns the user's uneven stages as shares; None if they are even. A named end counts 1, another stage 2."""
+    """Returns the user's uneven stages as shares; None if even. A named end counts 1, other stages 2."""
     num_stages = section.pp * section.vpp
     if num_stages > MAX_STAGES:
         return None
@@ -118,7 +118,7 @@ def _together(trials: Sequence[Trial], max_ranks: int) -> Trial:
 
 
 def _limited(trial: Trial, max_ranks: int) -> Trial:
-    """Reduces the largest degrees of a trial, none of them to 1, until it fits or cannot be smaller."""
+    """Reduces the largest degree, never to 1, until the trial fits or no degree can shrink."""
     while trial.num_ranks > max_ranks:
         degrees = {axis: getattr(trial, axis) for axis in ("tp", "pp", "cp", "ep")}
         axis = max(degrees, key=lambda name: degrees[name])
@@ -135,23 +135,22 @@ def _smallest_prime(number: int) -> int:
 
 
 def _divisor_below(degree: int, limit: int) -> int:
-    """Returns the largest divisor of `degree` that is not above `limit`."""
+    """Returns the largest divisor of `degree` up to `limit`."""
     return next(divisor for divisor in range(min(degree, limit), 0, -1) if degree % divisor == 0)
 
 
 @dataclass(frozen=True)
 class OwnTrials:
-    """Layouts that are tried because of the user's own."""
+    """Layouts derived from the user's."""
 
     config: Config
-    """Configuration of the user."""
     max_ranks: int
     """Largest number of ranks of a layout."""
 
     def derived(self) -> list[Trial]:
-        """Returns the default set of layouts.
+        """Returns the default layouts.
 
-        Every degree above 1 of the user's layout is tried, alone and together, over micro-batch sizes and data
+        Covers every degree above 1 of the user's layout, alone and combined, over micro-batch sizes and data
         parallelism, on at most `max_ranks` ranks; larger degrees are reduced to a divisor that fits.
         """
         max_ranks = self.max_ranks
@@ -171,7 +170,7 @@ class OwnTrials:
         return list(dict.fromkeys(fitting))
 
     def full(self) -> Trial:
-        """Returns the user's layout with all of its axes, on two data-parallel ranks if these fit."""
+        """Returns the user's layout with all axes, on two data-parallel ranks if they fit."""
         max_ranks = self.max_ranks
         fullest = tuple(variants[-1] for variants in self._parts().values())
         joint = _together(fullest, max_ranks)
@@ -181,7 +180,7 @@ class OwnTrials:
         return replace(joint, dp=2 * joint.dp) if 2 * joint.num_ranks <= max_ranks else joint
 
     def others(self) -> list[Trial]:
-        """Returns layouts on which a run is resumed: one process, each axis alone, tensor and data parallelism."""
+        """Returns layouts to resume on: one process, each axis alone, tensor parallelism, data parallelism."""
         config, max_ranks = self.config, self.max_ranks
         parts = self._parts()
         has_routers = config.model.experts is not None
@@ -192,7 +191,7 @@ class OwnTrials:
         return [trial for trial in dict.fromkeys(trials) if trial.num_ranks <= max_ranks]
 
     def _parts(self) -> dict[str, list[Trial]]:
-        """Returns the trials of each axis of the user's layout alone, most fully used last."""
+        """Returns trials of each axis of the user's layout alone, fullest last."""
         config, max_ranks = self.config, self.max_ranks
         section = config.layout
         tp, pp, cp = (_divisor_below(degree, max_ranks) for degree in (section.tp, section.pp, section.cp))
@@ -218,10 +217,10 @@ class OwnTrials:
 def parse_trials(text: str, layout: LayoutSection, max_ranks: int) -> list[Trial]:
     """Parses `tp2cp2,pp4,...`: names as in reports (`tp2sp-pp2vpp2-cp2ulysses-dp1-mbs4`) or parts of them.
 
-    Sizes that are not named are 1, the microbatch included; cp_comm is the user's.
+    Sizes not named are 1, including the microbatch; cp_comm defaults to the user's.
 
     Raises:
-        ConfigError: A name is no layout or needs more than `max_ranks` ranks; the message has a line for each.
+        ConfigError: A name is invalid or needs more than `max_ranks` ranks; the message has a line for each.
     """
     trials, faults = [], []
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -254,11 +253,7 @@ def _parsed(name: str, layout: LayoutSection, max_ranks: int) -> Trial:
 
 
 def _fields(name: str) -> dict[str, Any]:
-    """Parses the fields of a name.
-
-    Raises:
-        ConfigError: The name has an unknown part, the same field twice, or none.
-    """
+    """Parses the fields of a name; raises ConfigError for an unknown part, a repeated field, or none."""
     fields: dict[str, Any] = {}
     place = 0
     while place < len(name):
@@ -293,7 +288,7 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
     """Returns the trial on the shrunk model.
 
     Raises:
-        ConfigError: The model or the batch cannot be divided that way.
+        ConfigError: The model or the batch cannot be divided this way.
     """
     batch = shrunk.train.global_batch_size
     size = batch // trial.dp if trial.micro_batch_size is None else trial.micro_batch_size
@@ -313,10 +308,10 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
 
 
 def own_layout(config: Config, max_ranks: int) -> Prepared:
-    """Returns the configuration's own layout unchanged, on the fewest ranks that it can use.
+    """Returns the configuration's layout unchanged, on the fewest ranks that it can use.
 
     Raises:
-        ConfigError: The layout cannot run on any number of ranks up to `max_ranks`.
+        ConfigError: The layout fits no number of ranks up to `max_ranks`.
     """
     fault: ConfigError | None = None
     for num_ranks in range(1, max_ranks + 1):
@@ -382,7 +377,7 @@ def _axes(layout: Layout, num_microbatches: int) -> dict[str, str]:
 
 
 def shared_layers(num_layers: int, shares: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Distributes layers over the stages in these shares, at least one per stage, and unevenly if possible."""
+    """Distributes layers over stages in these shares, at least one each, unevenly if possible."""
     if shares is None:
         return None
     spare, total = num_layers - len(shares), sum(shares)
@@ -398,5 +393,5 @@ def shared_layers(num_layers: int, shares: tuple[int, ...] | None) -> tuple[int,
 
 
 def common_multiple(numbers: Sequence[int]) -> int:
-    """Returns the least common multiple; 1 for none."""
+    """Returns the least common multiple; 1 for no numbers."""
     return math.lcm(*numbers) if numbers else 1

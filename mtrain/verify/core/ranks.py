@@ -1,11 +1,10 @@
-"""Ranks on this machine: real processes that open a process group, call one function and end.
+"""Ranks on this machine: processes that open a process group, call one function and end.
 
-A fork server imports megatron-core once, and every call forks fresh ranks from it, in 20 ms each: on CPUs over gloo, on
-GPUs one per GPU over NCCL. So no call sees the state of another, and a rank that raises or hangs only affects its own
-call. (Reused ranks leak: the hooks of megatron-core's DDP tie each model to its process groups in a cycle through
-autograd that Python cannot collect, with 6 threads and 12 open files per group.) A process that has asked CUDA's driver
-for anything cannot be forked: where a package does so when it is imported, ranks on GPUs are spawned, which takes as
-long as all imports, 15 s and more.
+A fork server imports megatron-core once, and every call forks fresh ranks from it in 20 ms each: on CPUs over gloo, on
+GPUs one per GPU over NCCL. Calls share no state, and a rank that raises or hangs affects only its own call. Ranks are
+not reused because they leak: hooks of megatron-core's DDP tie each model to its process groups in an autograd cycle
+that Python cannot collect, with 6 threads and 12 open files per group. A process that has called CUDA's driver cannot
+be forked: if a package does so at import, ranks on GPUs are spawned, which repeats all imports (15 s and more).
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ from mtrain.base.signals import interrupts_blocked, was_interrupted
 TIMEOUT_S = 120
 _LOOK_S = 1.0
 _LEAST_SHARE = 0.01
-"""Share of one processor that ranks at work use at least, all together; those that wait for each other look at a file
-now and then."""
+"""Smallest share of one processor that all working ranks use together; waiting ranks only poll a file."""
 _GROUP_TIMEOUT_S = 1800
-"""Longest time in seconds that a rank waits for another in a collective: on a GPU, where waiting takes a processor."""
+"""Longest wait in a collective, in seconds: on a GPU waiting uses a processor, so `Patience` does not see a hang."""
 _PRELOADED = (
     "numpy",
     "mtrain.core.ranks",
@@ -52,7 +50,7 @@ _PRELOADED = (
 
 
 class RankFailedError(UnfinishedError):
-    """Failure of a rank that raised, died or hung, in one line; a note holds its traceback."""
+    """A rank raised, died or hung: one line; a note holds its traceback."""
 
 
 def environment_of(device: str) -> dict[str, str]:
@@ -61,10 +59,10 @@ def environment_of(device: str) -> dict[str, str]:
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """Returns the fields of a `LayoutResult` that say why it was not run to its end.
+    """Returns the fields of a `LayoutResult` that say why it did not finish.
 
     Raises:
-        KeyboardInterrupt: The error is what a library has made of one.
+        KeyboardInterrupt: The process was interrupted, and a library turned that into this error.
     """
     if was_interrupted():
         raise KeyboardInterrupt from None
@@ -72,13 +70,13 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 def code_of(error: BaseException) -> int:
-    """Returns the exit code of a check that this error ends: never that of a verdict."""
+    """Returns the exit code of a check that this error ends; never that of a verdict."""
     code = error.exit_code if isinstance(error, MtrainError) else UnfinishedError.exit_code
     return code if code > 1 else UnfinishedError.exit_code
 
 
 def trace_of(error: BaseException) -> str | None:
-    """Returns the traceback of an error that nobody foresaw, here or in a rank; None for one that a user can act on."""
+    """Returns the traceback of an unforeseen error, here or in a rank; None for one that a user can act on."""
     is_foreseen = code_of(error) != UnfinishedError.exit_code
     return None if is_foreseen else "".join(traceback.format_exception(error))
 
@@ -93,12 +91,12 @@ class Pool:
         timeout_s: float = TIMEOUT_S,
         is_deterministic: bool = False,
     ) -> None:
-        """Chooses how ranks are started; starts none yet.
+        """Chooses how ranks start; starts none.
 
         Args:
-            device: Kind of device: cpu, or cuda for one GPU per rank.
-            preloaded: Further modules that the fork server imports.
-            timeout_s: Longest time in seconds for which no rank may use a processor; a call may take any time.
+            device: cpu, or cuda for one GPU per rank.
+            preloaded: Additional modules that the fork server imports.
+            timeout_s: Longest time for which no rank uses a processor; a call may take any time.
             is_deterministic: Value of `train.deterministic`.
         """
         self.device, self._timeout_s, self._is_deterministic = device, timeout_s, is_deterministic
@@ -106,17 +104,17 @@ class Pool:
         self._forking.set_forkserver_preload([*_PRELOADED, *preloaded])
 
     def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, seed: int = 1234) -> list[Any]:
-        """Calls `function(groups, *arguments)` on each rank of the layout, and returns the results by rank.
+        """Calls `function(groups, *arguments)` on each rank of the layout; returns the results by rank.
 
         Args:
-            function: Function that can be imported under its name.
-            layout: Layout, which determines the number of ranks.
-            *arguments: Arguments, pickled for every rank; tensors are better sent as numpy arrays.
+            function: Function that can be imported by name.
+            layout: Layout; it sets the number of ranks.
+            *arguments: Pickled for every rank; send tensors as numpy arrays.
             seed: Seed of megatron-core's RNG tracker.
 
         Raises:
             MtrainError: A rank raised this error.
-            RankFailedError: A rank raised something else, died or did not answer in time.
+            RankFailedError: A rank raised another error, died or hung.
         """
         with tempfile.TemporaryDirectory(prefix="mtrain-ranks-") as folder, _Ranks() as ranks:
             store = os.path.join(folder, "store")
@@ -127,7 +125,7 @@ class Pool:
 
     @cached_property
     def _context(self) -> Any:
-        """Way in which ranks start; on GPUs forks are tried first, with one that uses CUDA."""
+        """Way to start ranks; on GPUs a fork that uses CUDA is tried first."""
         if self.device == "cpu":
             return self._forking
         # by default torch looks for GPUs through CUDA's driver, which cannot be forked then; ranks inherit this
@@ -140,46 +138,37 @@ class Pool:
 
 
 class _Job(NamedTuple):
-    """Call that all ranks make."""
+    """Call for all ranks."""
 
     function: Callable[..., Any]
     layout: Layout
     arguments: tuple[Any, ...]
     seed: int
     device: str
-    """Kind of device: cpu or cuda."""
     is_deterministic: bool
     store: str
-    """Path of the file over which the ranks meet."""
+    """Path of the rendezvous file."""
     timeout_s: float
 
 
 class Patience:
-    """Tells ranks that are slow from ranks that hang: those use no processor."""
+    """Tells slow ranks from hung ones, which use no processor."""
 
     def __init__(self, timeout_s: float) -> None:
-        """
-        Args:
-            timeout_s: Longest time without work, in seconds.
-        """
+        """Starts with no sign of life; `timeout_s` is the longest time without work."""
         self._timeout_s = timeout_s
         self._since: tuple[float, float] | None = None
-        """Time of the last sign of life, and the processor time that had been used by then."""
+        """Time of the last sign of life, and the processor time used by then."""
 
     def has_ended(self, now_s: float, used_s: float) -> bool:
-        """Says whether the ranks have been idle for too long.
-
-        Args:
-            now_s: Time of any clock that does not go back.
-            used_s: Processor time that all ranks have used by then.
-        """
+        """Says whether the ranks have been idle too long; `used_s` is the processor time of all ranks by `now_s`."""
         if self._since is None or abs(used_s - self._since[1]) >= _LEAST_SHARE * self._timeout_s:
             self._since = now_s, used_s
         return now_s - self._since[0] > self._timeout_s
 
 
 class _Ranks:
-    """Processes of one call; none survives the `with` block."""
+    """Processes of one call; all end with the `with` block."""
 
     def __init__(self) -> None:
         self._processes: list[BaseProcess] = []
@@ -207,7 +196,7 @@ class _Ranks:
         self._pipes.append(here)
 
     def results(self, timeout_s: float) -> list[Any]:
-        """Waits for the results of all ranks; raises the first failure."""
+        """Waits for all results; raises the first failure."""
         found: dict[int, Any] = {}
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         patience = Patience(timeout_s)
@@ -223,7 +212,7 @@ class _Ranks:
         return [found[rank] for rank in range(len(self._pipes))]
 
     def _used_s(self) -> float:
-        """Returns the processor time that all ranks and the programs that they wait for have used, in seconds."""
+        """Returns the processor time of all ranks and their child processes."""
         used = 0.0
         for process in self._processes:
             with suppress(psutil.Error):  # it has ended

@@ -1,7 +1,7 @@
 """Bounds and constants that a small model would not reach, moved to where they act.
 
-A fault at the edge of a block, in a clamp or in a small summand changes nothing in a model that never gets there. Sizes
-that are keys change in the configuration, those of kernels in the ranks, and drawn weights are large or small enough.
+A fault at the edge of a block, in a clamp or in a small summand changes nothing in a model that never gets there.
+Config keys change in the configuration, kernel sizes in the ranks, and drawn weights are scaled.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from mtrain.core.layers.offload import activations
 from mtrain.core.loss.vocab_parallel import cross_entropy
 
 _CHUNK = 3
-"""Tokens of a chunk of a recurrent layer: parts of context-parallel ranks, from 4 tokens on, have several, too."""
+"""Tokens per chunk of a recurrent layer, so that even 4 tokens of a context-parallel rank make several chunks."""
 _ELEMENTS = 500
-"""Elements of a block of logits, or of a gradient."""
+"""Elements in a block of logits or of a gradient."""
 _EPSILON = 3e-4
-"""What a norm adds to a mean square, of 0.001 in recurrent layers to 1 elsewhere."""
+"""Epsilon of norms; mean squares are 0.001 in recurrent layers to 1 elsewhere."""
 _BASE, _LOCAL_BASE = 100.0, 30.0
-"""Bases with which the slowest pair of a head of four still turns by one radian in a row."""
+"""Rotary bases at which the slowest pair of a 4-wide head still turns by one radian in a row."""
 _SOFTCAP = 1.0
-"""Bound of logits, whose deviation is about 0.6."""
+"""Bound of logits; their standard deviation is about 0.6."""
 _STEP_MIN = 0.35
-"""Smallest step of Mamba: the softplus of a number around 0 is below it for one token in fifteen."""
+"""Smallest step of Mamba: the softplus of a drawn number is below it for one token in fifteen."""
 _RATE = 0.02
-"""Learning rate at which a thousandth of an update is above the rounding of a weight."""
+"""Learning rate at which a thousandth of an update exceeds the rounding of a weight."""
 _COEFFICIENT = 0.1
-"""Coefficient of a term whose gradient stands out."""
+"""Coefficient at which the gradient of a term stands out."""
 _TO_THE_CLAMP = 3.5
-"""Factor of the first projection before clamps at 7, so that a few of its outputs in ten thousand are beyond them."""
+"""Factor of the first projection before clamps at 7: a few of its outputs in ten thousand exceed them."""
 _TO_THE_OFFSET = 0.1
-"""Factor of queries and keys before they are brought to unit length, beside whose squares 1e-6 then counts."""
+"""Factor of queries and keys before normalisation, so that 1e-6 counts beside their squares."""
 
 
 def model_keys(model: ModelSection) -> dict[str, Any]:
-    """Returns the keys of `model.*` that change; those of sections have a function each."""
+    """Returns the `model.*` keys that change, except those of sections."""
     softcap = model.logit_softcap
     return {
         "norm_epsilon": model.norm_epsilon * epsilon_factor(model),
@@ -55,17 +55,12 @@ def model_keys(model: ModelSection) -> dict[str, Any]:
 
 
 def epsilon_factor(model: ModelSection) -> float:
-    """Returns what every epsilon of a norm is multiplied by: two that differ still do."""
+    """Returns the factor of all norm epsilons; it keeps their ratios."""
     return max(1.0, _EPSILON / model.norm_epsilon)
 
 
 def section_keys(model: ModelSection, rotary_size: int) -> dict[str, dict[str, Any]]:
-    """Returns the keys of sections of the model that change, by section.
-
-    Args:
-        model: The user's section.
-        rotary_size: Number of rotated dimensions of a head of the small model.
-    """
+    """Returns the changed keys of the model's sections; `rotary_size`: rotated dimensions of a small head."""
     changed: dict[str, dict[str, Any]] = {"rope": _rotations(model.rope, rotary_size)}
     if model.mamba is not None and model.mamba.step_min > 0:
         changed["mamba"] = {"step_min": max(model.mamba.step_min, _STEP_MIN)}
@@ -73,8 +68,8 @@ def section_keys(model: ModelSection, rotary_size: int) -> dict[str, dict[str, A
 
 
 def _rotations(rope: RopeSection, size: int) -> dict[str, Any]:
-    """Returns frequencies that short rows tell apart, and an original length with which the middle pair of a head lies
-    between those that are scaled and those that are not."""
+    """Returns frequencies that short rows tell apart, and an original length that puts the middle pair of a head
+    between scaled and unscaled pairs."""
     base = min(rope.base, _BASE)
     changed: dict[str, Any] = {"base": base}
     if rope.local_base is not None:
@@ -90,13 +85,13 @@ def _rotations(rope: RopeSection, size: int) -> dict[str, Any]:
 
 
 def optimizer_keys(optimizer: AnyOptimizer) -> dict[str, Any]:
-    """Returns the keys of `optimizer.*` that change: the schedule keeps its form."""
+    """Returns the `optimizer.*` keys that change; the schedule keeps its form."""
     factor = max(1.0, _RATE / optimizer.lr)
     return {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor}
 
 
 def loss_keys(loss: LossSection) -> dict[str, Any]:
-    """Returns the keys of `loss.*` that change: every coefficient that is not 0 is large enough."""
+    """Returns the `loss.*` keys that change: every nonzero coefficient is large enough."""
     return {
         "side_terms": {
             name: term.model_dump() | {"coefficient": _raised(term.coefficient)}
@@ -112,11 +107,11 @@ def _raised(coefficient: float) -> float:
 
 
 def scaled(name: str, values: Tensor, model: ModelSection) -> Tensor:
-    """Returns the drawn values of a parameter in the size with which bounds act.
+    """Scales the drawn values of a parameter, which lie around 0 (norms: 1), so that bounds act.
 
     Args:
         name: Global name of the parameter.
-        values: Values drawn around 0, or 1 for norms.
+        values: Drawn values.
         model: Section of the small model.
     """
     experts, net = model.experts, model.delta_net
@@ -135,7 +130,7 @@ def scaled(name: str, values: Tensor, model: ModelSection) -> Tensor:
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Makes the blocks of kernels of this process small."""
+    """Makes the kernel blocks of this process small."""
     before = cross_entropy.ELEMENTS_AT_A_TIME, optimizers.BLOCK, activations.SMALLEST_MOVED_BYTES
     cross_entropy.ELEMENTS_AT_A_TIME = optimizers.BLOCK = _ELEMENTS
     activations.SMALLEST_MOVED_BYTES = 1
@@ -146,20 +141,14 @@ def small_blocks() -> Iterator[None]:
 
 
 def shrink_chunks(modules: Sequence[nn.Module]) -> None:
-    """Makes the chunks of recurrent layers short."""
+    """Shortens the chunks of recurrent layers."""
     for module in (module for each in modules for module in each.modules()):
         if isinstance(module, RecurrentCore):
             module.chunk = _CHUNK
 
 
 def with_epsilon(config: Config, grad_norm: float, num_elements: int) -> Config:
-    """Returns the configuration with an `epsilon` as large as an element of the gradient, if the user's is smaller.
-
-    Args:
-        config: Small configuration.
-        grad_norm: Norm of the gradient, clipped.
-        num_elements: Number of its elements.
-    """
+    """Raises `epsilon` to the size of an element of a gradient with this clipped norm and number of elements."""
     optimizer = config.optimizer
     epsilon = max(optimizer.epsilon, grad_norm / math.sqrt(num_elements))
     return config.model_copy(update={"optimizer": optimizer.model_copy(update={"epsilon": epsilon})})

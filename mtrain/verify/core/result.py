@@ -1,4 +1,4 @@
-"""Results of a check as data, from which alone the table, the JSON file and the page are made."""
+"""Results of a check as data; the table, the JSON file and the page are made from them alone."""
 
 from __future__ import annotations
 
@@ -12,54 +12,53 @@ from mtrain.base.errors import DataError
 from mtrain.verify.report.text import BACKEND, HF, PARITY, PREEMPT, RESUME, TENSOR_KINDS, TITLES, ReportText
 
 FORMAT = 1
-"""Version of the JSON file; raised when a field changes its meaning."""
+"""Version of the JSON file; raised when a field changes meaning."""
 
 KINDS = ("samples", "lr", "denominator", "loss", "gradient", "grad_norm", "update", "rounding")
-"""Kinds that parity compares, in the order in which a step computes them: the first that deviates is nearest to the
-cause. rounding: losses and gradients of float32, where those of float64 are judged."""
+"""Kinds that parity compares, in the order of computation: the first that deviates is nearest to the cause. rounding:
+float32 losses and gradients of models that are judged in float64."""
 _ORDER = {kind: number for number, kind in enumerate(TITLES)}
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest deviation of a kind of quantity that is accepted, with its derivation."""
+    """Largest accepted deviation of a kind of quantity, with its derivation."""
 
     kind: str
-    """Kind of quantity, one of KINDS."""
+    """One of KINDS."""
     value: float
-    """Largest relative deviation that rounding can explain."""
+    """Largest relative deviation that rounding explains."""
     formula: str
-    """Formula of the value as text, such as `4 u sqrt(n) (1 + sqrt(d))`."""
+    """Formula as text, such as `4 u sqrt(n) (1 + sqrt(d))`."""
     inputs: dict[str, float]
-    """Value of every symbol of the formula."""
+    """Values of the formula's symbols."""
     meaning: str
-    """Explanation of what is compared with what, and relative to what, in one or two sentences."""
+    """What is compared with what, and relative to what, in one or two sentences."""
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """Deviation of one quantity of one step from the exact one."""
+    """Deviation of one quantity of one step."""
 
     kind: str
-    """Kind of quantity, one of TITLES."""
+    """One of TITLES."""
     name: str
-    """Name within the kind: the term of a denominator or loss, the parameter of a tensor, the field of samples, else
-    the kind itself."""
+    """Term of a denominator or loss, parameter of a tensor, field of samples; otherwise the kind."""
     step: int
-    """Number of the step, counted from 1 as in metrics.jsonl."""
+    """Step number, counted from 1 as in metrics.jsonl."""
     value: float
-    """Relative deviation; inf if the exact value is 0 and this one is not, nan if it is not a number. For quantities
-    that are no numbers, such as samples: the share that differs."""
+    """Relative deviation; inf if only the exact value is 0, nan if it is not a number. For non-numbers, such as
+    samples: the share that differs."""
     tolerance: float
 
     @property
     def passed(self) -> bool:
-        """Says whether rounding explains it; never for nan."""
+        """Says whether rounding explains the deviation; never for nan."""
         return self.value <= self.tolerance
 
     @property
     def excess(self) -> float:
-        """Returns the deviation in units of its tolerance; inf for nan, and if a tolerance of 0 is exceeded."""
+        """Returns the deviation in units of its tolerance; inf for nan, or above a tolerance of 0."""
         if self.passed:
             return self.value / self.tolerance if self.tolerance > 0 else 0.0
         return self.value / self.tolerance if self.tolerance > 0 and not math.isnan(self.value) else math.inf
@@ -67,14 +66,14 @@ class Deviation:
 
 @dataclass(frozen=True)
 class StepValues:
-    """Values of one optimizer step of one run."""
+    """Values of one optimizer step."""
 
     step: int
-    """Number of the step, counted from 1."""
+    """Step number, counted from 1."""
     objective: float
-    """Sum over terms of coefficient x mean, which was differentiated."""
+    """Differentiated sum over terms of coefficient x mean."""
     means: dict[str, float]
-    """Mean of each term, numerator / denominator, in nats; 0 if the denominator is 0."""
+    """Numerator / denominator of each term, in nats; 0 if the denominator is 0."""
     numerators: dict[str, float]
     denominators: dict[str, float]
     grad_norm: float
@@ -86,34 +85,33 @@ class LayoutResult:
     """Result of one layout compared with the reference."""
 
     name: str
-    """Name of the layout, such as `tp2sp-pp1-cp1-dp2-mbs1`."""
+    """Such as `tp2sp-pp1-cp1-dp2-mbs1`."""
     axes: dict[str, str]
-    """Axes that the layout uses beyond one process with one microbatch, such as {"tp": "2", "sp": "on"}. Possible axes:
-    tp sp pp vpp stage_layers cp cp_comm ring dp ep etp microbatches."""
+    """Axes in use beyond one process with one microbatch, such as {"tp": "2", "sp": "on"}. Possible axes: tp sp pp vpp
+    stage_layers cp cp_comm ring dp ep etp microbatches."""
     num_ranks: int
     seconds: float
     steps: tuple[StepValues, ...] = ()
-    """Values that the layout reported."""
+    """Values reported by the layout."""
     expected: tuple[StepValues, ...] = ()
-    """Exact values of the same steps, each at the weights that the layout had before the step."""
+    """Exact values of these steps, each at the layout's weights before the step."""
     deviations: tuple[Deviation, ...] = ()
-    """Deviations of every step, kind and name."""
     guards: tuple[str, ...] = ()
-    """Messages of the run's own checks, at which a training run would have stopped."""
+    """Messages of the run's own checks, which would stop training."""
     error: str | None = None
-    """Reason why the layout could not be run to its end; None if it could."""
+    """Why the layout did not finish; None if it did."""
     exit_code: int = 0
-    """Exit code of this error; 0 if there is none."""
+    """Exit code of this error; 0 without error."""
     trace: str | None = None
-    """Traceback of an error that nobody foresaw; None for others."""
+    """Traceback of an unforeseen error; None for others."""
 
     @property
     def passed(self) -> bool:
-        """Says whether every deviation is within its tolerance and nothing was refused."""
+        """Says whether the layout finished, passed its own checks and every tolerance."""
         return self.error is None and not self.guards and all(each.passed for each in self.deviations)
 
     def worst(self, *kinds: str) -> Deviation | None:
-        """Returns the deviation of these kinds that is largest relative to its tolerance; None if there is none."""
+        """Returns the deviation of these kinds that is largest relative to its tolerance; None without any."""
         return max((each for each in self.deviations if each.kind in kinds), key=badness, default=None)
 
     def worst_tensor(self) -> Deviation | None:
@@ -122,19 +120,19 @@ class LayoutResult:
         return None if worst is None or worst.value == 0 else worst
 
     def first_failure(self) -> Deviation | None:
-        """Returns the first failure: by step, then by kind in the order of TITLES, then in forward order."""
+        """Returns the first failure by step, kind (in the order of TITLES) and forward order."""
         failed = (each for each in self.deviations if not each.passed)
         return min(failed, key=lambda each: (each.step, _ORDER[each.kind]), default=None)
 
 
 def summary(result: LayoutResult) -> str:
-    """Returns a line of progress."""
+    """Returns a progress line."""
     return f"{result.name}: {'pass' if result.passed else 'FAIL'} ({result.seconds:.1f} s)"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Place where a check fails, as narrowly as the layouts that ran can tell."""
+    """Location of a failure, as narrow as the layouts that ran can tell."""
 
     axis: str
     """Axis that fails alone, such as `cp`, a combination such as `tp x pp`, or `every layout`."""
@@ -142,47 +140,45 @@ class Diagnosis:
     """Smallest layout that fails."""
     step: int | None
     kind: str | None
-    """Kind of quantity, one of TITLES; None if the layout stopped with an error."""
+    """One of TITLES; None if the layout stopped with an error."""
     name: str | None
-    """Name of the term or tensor."""
+    """Term or tensor."""
     value: float | None
     tolerance: float | None
     module: str | None
-    """First module of the forward pass whose output deviates; None if all agree."""
+    """First module in forward order whose output deviates; None if all agree."""
     lines: tuple[str, ...]
-    """Lines to paste into a bug report."""
+    """Lines for a bug report."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a check: everything that was compared."""
+    """Report of a check."""
 
     text: ClassVar[ReportText]
-    """Texts of the check."""
 
     created: str
-    """Time of the report, ISO 8601, UTC."""
+    """ISO 8601, UTC."""
     command: str
     environment: dict[str, str]
     """Versions, device and backend."""
     config: dict[str, Any]
-    """Shrunk configuration that ran, section by section."""
+    """Shrunk configuration that ran, by section."""
     changes: tuple[str, ...]
-    """Changes made by shrinking, such as `model.hidden_size: 4096 -> 64`."""
+    """Changes by shrinking, such as `model.hidden_size: 4096 -> 64`."""
     data: str
-    """Source of the samples in words, one phrase for each range of steps."""
+    """Source of the samples in words, by range of steps."""
     num_steps: int
     tolerances: tuple[Tolerance, ...]
-    """Tolerances of the kinds that the check compares with one."""
     tensors: tuple[str, ...]
-    """Names of all parameters in the order of the forward pass."""
+    """Names of all parameters in forward order."""
     reference: LayoutResult
-    """Result of the reference, with which the layouts are compared."""
+    """Result that the layouts are compared with."""
     layouts: tuple[LayoutResult, ...]
     injected: str | None = None
-    """Name of the fault that was planted by `--inject`; None if none was."""
+    """Name of the fault that `--inject` planted; None without."""
     diagnosis: Diagnosis | None = None
-    """Diagnosis if something failed, else None."""
+    """None if everything passed."""
     format: int = field(default=FORMAT)
 
     @property
@@ -192,26 +188,25 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Returns 1 if a layout that ran to its end differs; else the code of the first error, 0 without any."""
+        """Returns 1 if a finished layout differs; else the code of the first error, or 0."""
         if any(not layout.passed for layout in self.layouts if layout.error is None):
             return 1
         return next((layout.exit_code for layout in self.layouts if layout.error is not None), 0)
 
     @property
     def verdict(self) -> str:
-        """Returns PASS, FAIL where something differs, or UNFINISHED where that is not known."""
+        """Returns PASS, FAIL (something differs) or UNFINISHED (unknown)."""
         return {0: "PASS", 1: "FAIL"}.get(self.exit_code, "UNFINISHED")
 
     @property
     def unfinished(self) -> str:
-        """Says how many layouts were not run to their end, as a sentence without its stop."""
+        """Says how many layouts did not finish, as a sentence without full stop."""
         count = sum(layout.error is not None for layout in self.layouts)
         return f"{count} of {len(self.layouts)} {self.text.noun}s could not be run to the end"
 
     @property
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """Returns the kinds of each column of the table; only models that are judged in float64 have one of float32's
-        rounding."""
+        """Returns the kinds in each column of the table; rounding only if models are judged in float64."""
         has_rounding = any(layout.worst("rounding") is not None for layout in self.layouts)
         return {name: kinds for name, kinds in self.text.columns.items() if name != "rounding" or has_rounding}
 
@@ -220,7 +215,7 @@ class Report:
         return next(each for each in self.tolerances if each.kind == kind)
 
     def to_json(self) -> str:
-        """Returns strict JSON: numbers that are not finite become the texts "inf", "-inf" and "nan"."""
+        """Returns strict JSON; non-finite numbers become the texts "inf", "-inf" and "nan"."""
         return json.dumps(encoded(asdict(self)), allow_nan=False, separators=(",", ":"))
 
     @classmethod
@@ -228,7 +223,7 @@ class Report:
         """Reads a report that `to_json` wrote.
 
         Raises:
-            DataError: the text is no report, or one of another format.
+            DataError: The text is not a report, or has another format.
         """
         verb = cls.text.verb
         try:
@@ -243,14 +238,13 @@ class Report:
 
 @dataclass(frozen=True)
 class ParityReport(Report):
-    """Report of `mtrain verify parity`; the reference is one process with one batch in float64, without pipeline
-    schedule, DDP or optimizer of Megatron-Core."""
+    """Report of `mtrain verify parity`; the reference is one process with one batch in float64, without Megatron-Core's
+    pipeline schedule, DDP and optimizer."""
 
     text = PARITY
 
     precision: str = "float32"
-    """Precision in which steps were computed for their losses and gradients to be judged; with float64, those of the
-    run itself in float32 are the kind `rounding`."""
+    """Precision of the judged losses and gradients; if float64, those of the float32 run are the kind `rounding`."""
 
     @property
     def judged(self) -> str:
@@ -268,37 +262,36 @@ class ResumeReport(Report):
 
 @dataclass(frozen=True)
 class PreemptReport(Report):
-    """Report of `mtrain verify preempt`; the reference is the run that nothing stopped. Tensors are compared in files
-    only."""
+    """Report of `mtrain verify preempt`; the reference is the run that never stopped. Tensors are compared in files."""
 
     text = PREEMPT
 
 
 @dataclass(frozen=True)
 class HfReport(Report):
-    """Report of `mtrain verify hf`; the reference is the run in transformers, and no tensor is compared."""
+    """Report of `mtrain verify hf`; the reference is the run in transformers; no tensors are compared."""
 
     text = HF
 
 
 @dataclass(frozen=True)
 class BackendReport(Report):
-    """Report of `mtrain verify backend`; the reference is one layer in float64, and what takes the place of a layout is
-    a layer of one candidate."""
+    """Report of `mtrain verify backend`; the reference is one layer in float64, and layers of candidates stand in place
+    of layouts."""
 
     text = BACKEND
 
     times: tuple[str, ...] = ()
-    """Times of forward and backward pass as lines, one for each layer of a candidate."""
+    """Lines with forward and backward times, one for each layer of a candidate."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Reason for each candidate that was not compared."""
+    """Why each of these candidates was not compared."""
 
 
 _TEXTS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def encoded(value: Any) -> Any:
-    """Replaces numbers that are not finite in nested values by the texts "inf", "-inf" and "nan"."""
+    """Replaces non-finite numbers in nested values by the texts "inf", "-inf" and "nan"."""
     match value:
         case float():
             return value if math.isfinite(value) else str(value)
@@ -357,5 +350,5 @@ def _step(content: dict[str, Any]) -> StepValues:
 
 
 def badness(deviation: Deviation) -> tuple[float, float]:
-    """Returns the key by which deviations are ordered: in units of the tolerance, then by value, with nan the worst."""
+    """Returns the sort key of deviations: in units of the tolerance, then by value; nan is worst."""
     return deviation.excess, math.inf if math.isnan(deviation.value) else deviation.value

@@ -1,4 +1,4 @@
-"""Batches of a check: the user's own ones, then hard ones, which reveal faults of a loss."""
+"""Batches of a check: the user's own, then hard ones, which reveal faults of a loss."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from mtrain.verify.reference.text import Text
 
 NUM_HARD_KINDS = 3
 _LONGEST = 512
-"""Largest number of tokens to which rows grow in search of answers; more would take minutes."""
+"""Longest rows, in tokens, in search of answers; longer ones would take minutes."""
 _TOKEN_WEIGHTS = np.array([1.0, 0.5, 0.3, 0.125], np.float32).astype(np.float64)
-"""Weights of tokens, drawn from these; rounded to float32, in which records are kept."""
+"""Drawn weights of tokens, rounded to float32 like records."""
 _SAMPLE_WEIGHTS = (1.0, 0.25, 2.5, 1 / 3, 0.0)
 _TEMPERATURES = (0.6, 1.0, 1.3)
 _BOUNDS_OF_RATIOS = ("dual_clip", "rollout_cap", "rollout_floor")
-"""Options of policy losses, some of which are too far from 1 for ratios of usual numbers."""
+"""Options of policy losses that may be too far from 1 for usual ratios."""
 _LEAST_SPREAD = 0.3
 _NUM_EDGES = 3
-"""Number of edges between the documents of a row."""
+"""Edges between the documents of a row."""
 _EDGES_EVERY = 3
-"""Interval of the rows that have several documents, if documents are isolated."""
+"""Every third row has several documents, if documents are isolated."""
 _PACKED_SHARES = (0.5, 0.1, 0.8, 0.3, 0.2, 1.0, 0.6)
-"""Shares of a row's width that samples take in turn, if rows are packed."""
+"""Shares of a row that samples take in turn, if rows are packed."""
 _SHORT_EVERY = 5
-"""Interval of the rows that have a quarter of padding, except those with loss tokens at the end."""
+"""Every fifth row is padded by a quarter, except those with loss tokens at the end."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class SamplePlan:
     """Sources of the samples of each step."""
 
     own_steps: int
-    """Number of the first steps, on the user's data."""
+    """Number of first steps, on the user's data."""
     hard_steps: int
-    """Number of the steps after them, on random tokens under random masks."""
+    """Number of later steps, on random tokens under random masks."""
     own_vocab_size: int = 0
     """Vocabulary size of the user's data; larger than the model's if token ids are taken modulo the model's."""
     choices: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class SamplePlan:
 
     @property
     def num_steps(self) -> int:
-        """Returns the number of all steps."""
+        """Returns the number of steps."""
         return self.own_steps + self.hard_steps
 
     def describe(self) -> str:
@@ -82,7 +82,7 @@ class Places:
     samples: Slots
 
     def of(self, microbatch: int, dp_rank: int, width: int) -> NDArray[np.int64]:
-        """Returns the slot of the sample at each position, -1 for none, and the position in it, [2, rows, width]."""
+        """Returns slot (-1: none) and position in the sample at each position of the rows, [2, rows, width]."""
         rows = self.plan.rows(microbatch, dp_rank)
         found = np.full((2, len(rows), width), -1)
         for row, own in enumerate(rows):
@@ -113,7 +113,7 @@ class Batches:
         self._loader = own_loader(config, plan.own_vocab_size, *ranks, made_of) if plan.own_steps else None
 
     def places(self, step: int) -> Places:
-        """Returns the position of each sample of a step; the same on every rank."""
+        """Returns the positions of a step's samples, equal on all ranks."""
         if step < self._plan.own_steps:
             assert self._loader is not None
             samples, plan = self._loader.samples(step), self._loader.plan(step)
@@ -147,7 +147,7 @@ def own_loader(
 
 
 def _record(text: Text, model: ModelSection) -> TokenizedSample:
-    """Converts a text to a record, as the reader of finetuning data does with its columns."""
+    """Converts a text to a record, like the reader of finetuning data."""
     record = {"input_ids": text.ids.tolist(), "loss_mask": text.counts.tolist(), "weight": text.weight}
     found = tokens_sample(record, frozenset(), model.vocab_size)
     extras = {name: each.tolist() for name, each in text.extras.items()}
@@ -159,7 +159,7 @@ def _record(text: Text, model: ModelSection) -> TokenizedSample:
 
 
 def _columns(text: Text) -> tuple[str, ...]:
-    """Returns the names of the columns of the extras of a record."""
+    """Returns the column names of a record's extras."""
     if text.routed_experts is None:
         return tuple(text.extras)
     _, layers, top_k = text.routed_experts.shape
@@ -195,7 +195,7 @@ def _mask(rng: np.random.Generator, kind: int, slot: int, batch: int, length: in
 def drawn_extras(loss: LossSection) -> tuple[str, ...]:
     """Returns the extras that the loss functions read and that can be drawn.
 
-    Where a function reads numbers of sampled tokens, samples have temperatures, which their programs may give, too.
+    Functions that read numbers of sampled tokens also get temperatures.
     """
     terms = (loss, *loss.side_terms.values())
     functions = [load_loss_function(term.function, term.options) for term in terms]
@@ -207,7 +207,7 @@ def drawn_extras(loss: LossSection) -> tuple[str, ...]:
 
 
 def _spread(loss: LossSection) -> float:
-    """Returns the deviation of log-probabilities with which some ratios are beyond the farthest bound."""
+    """Returns the deviation of log-probabilities at which some ratios exceed the farthest bound."""
     bounds = [
         abs(math.log(value))
         for term in (loss, *loss.side_terms.values())
@@ -221,9 +221,9 @@ def _spread(loss: LossSection) -> float:
 class HardBatch:
     """Global batch of random tokens, which reveals faults of a loss.
 
-    The batches take turns: ragged masks, with some samples without a loss token; fractional weights of tokens and
-    samples; loss tokens in two samples only, at one end of the row, so that some data-parallel and context-parallel
-    ranks have none. Some rows are not full.
+    Batches alternate: ragged masks, some empty; fractional weights of tokens and samples; loss tokens in only two
+    samples, at one end of the row, so that some data-parallel and context-parallel ranks have none. Some rows are not
+    full.
     """
 
     config: Config
@@ -235,17 +235,14 @@ class HardBatch:
 
     @property
     def kind(self) -> int:
-        """Returns which of the NUM_HARD_KINDS kinds it is."""
+        """Returns the kind, one of NUM_HARD_KINDS."""
         return self.number % NUM_HARD_KINDS
 
     def samples(self, made_of: Collaborators = SOUND) -> list[Sample]:
-        """Returns the batch by slot, made by the trainer's own code from the configuration and the number alone.
+        """Returns the batch by slot, made by the trainer's own code.
 
-        A text is passed like that of a user's program (`Datum`), or like a record of a file; a text of several
-        documents, which is possible in neither, is shifted like a corpus.
-
-        Args:
-            made_of: Collaborators that make samples of the texts.
+        A text is passed as a user's `Datum` or as a record of a file; one with several documents, which neither can
+        hold, is shifted like a corpus.
         """
         return [self._sample(text, slot, made_of) for slot, text in enumerate(self.texts())]
 
@@ -289,10 +286,10 @@ class HardBatch:
         return Text(ids[: size + 1], np.append(0.0, mask[:size]), weight, edges, extras, experts)
 
     def _extras(self, slot: int, size: int) -> dict[str, NDArray[np.float64]]:
-        """Draws the extras of a sample's tokens.
+        """Draws the extras of a sample.
 
         Advantages have both signs; log-probabilities are near those of a model with drawn weights, so that some ratios
-        are beyond every bound and some within. A temperature is that of the whole sample.
+        exceed every bound and some do not. A temperature holds for the whole sample.
         """
         rng = np.random.default_rng([self.config.train.seed, self.kind, slot])
         usual, spread = -math.log(self.config.model.vocab_size), _spread(self.config.loss)
@@ -322,7 +319,7 @@ class HardBatch:
         return found
 
     def _size(self, slot: int) -> int:
-        """Returns the number of positions of a sample; if rows are packed, some are short enough to share a row."""
+        """Returns the number of positions of a sample; some packed samples are short enough to share a row."""
         config = self.config
         length = config.data.seq_length
         if slot in (0, config.train.global_batch_size // 2):
@@ -348,12 +345,7 @@ def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:
 
 
 def with_loss_tokens(made: Callable[[int], Shrunk], user: Config) -> Shrunk:
-    """Returns the small configuration with rows long enough to hold loss tokens of the user's samples.
-
-    Args:
-        made: Function that shrinks the configuration to a row length.
-        user: Configuration of the user.
-    """
+    """Returns the small configuration with rows long enough for loss tokens; `made` shrinks to a row length."""
     length = SEQ_LENGTH
     shrunk = made(length)
     limit = min(user.data.seq_length, _LONGEST)

@@ -1,9 +1,9 @@
-"""Small configuration with the structure of the user's: everything that a layout could break is kept.
+"""Small configuration with the structure of the user's, where everything that a layout could break is kept.
 
-Kept: number of query heads for each key/value head, norms, biases, activation, rotary scaling, ties, window, recompute,
-distributed optimizer and overlaps, aggregation and side terms, documents, momenta and decay of the optimizer. Made
-small: layers (at least one for every pipeline stage), sizes, sequence, batch. Moved to where they act: bounds and
-constants that the small model would not reach (`reach`). Precision is float32, where a fault cannot hide in rounding.
+Kept: query heads per key/value head, norms, biases, activation, rotary scaling, ties, window, recompute, distributed
+optimizer and overlaps, aggregation and side terms, documents, momenta and decay of the optimizer. Reduced: layers (at
+least one per pipeline stage), sizes, sequence, batch. Moved to where they act: bounds and constants that the small
+model would not reach (`reach`). Precision is float32, where rounding cannot hide a fault.
 """
 
 from __future__ import annotations
@@ -30,35 +30,34 @@ from mtrain.verify.core.layouts import Trial, common_multiple
 from mtrain.verify.core.reach import epsilon_factor, loss_keys, model_keys, optimizer_keys, section_keys
 
 VOCAB_SIZE = 97
-"""Vocabulary size of random tokens: prime, so that the table is padded under every layout."""
+"""Vocabulary size of random tokens: prime, so that every layout pads the table."""
 FOLDED_VOCAB_SIZE = 997
-"""Vocabulary size, modulo which the user's token ids are taken if there are too many: larger tables would take
-minutes."""
+"""Modulus of the user's token ids if there are too many: larger tables would take minutes."""
 SEQ_LENGTH = 32
 BATCH_SIZE = 16
 FEW_SAMPLES = 4
-"""Samples of a step in checks that stop and resume a run: `verify parity` checks the sums over microbatches."""
+"""Samples per step in checks that stop and resume; `verify parity` checks sums over microbatches."""
 CHUNK_TOKENS = 20
-"""Tokens of a chunk that give several chunks of unequal lengths even in the smallest microbatches."""
+"""Tokens per chunk that split even the smallest microbatch unevenly."""
 _MAX_VOCAB = 16384
-"""Largest vocabulary that is kept if the user's data are read."""
+"""Largest vocabulary kept for the user's data."""
 _MIN_HIDDEN = 32
 _MAX_HEADS_PER_GROUP = 8
 _MAX_RANK = 3
-"""Largest rank of adapters; odd, and different from all other sizes."""
+"""Largest rank of adapters: odd, and different from all other sizes."""
 _MAX_WIDTH = 4
-"""Largest width of packed rows, in samples of full length."""
+"""Largest width of packed rows, in full samples."""
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """Small configuration of one process, with what was changed."""
+    """Small one-process configuration, with its changes."""
 
     config: Config
     changes: tuple[str, ...]
-    """Changes as lines such as `model.hidden_size: 4096 -> 64`."""
+    """Changes as lines, such as `model.hidden_size: 4096 -> 64`."""
     reads_files: bool
-    """Whether the samples come from the user's files; if not, they are random tokens."""
+    """Whether samples come from the user's files; if not, tokens are random."""
 
 
 def shrink(
@@ -66,11 +65,7 @@ def shrink(
 ) -> Shrunk:
     """Returns a small configuration on which the trials are comparable, and possible if the user's structure allows it.
 
-    Args:
-        config: Configuration of the user.
-        trials: Layouts over which the sizes must divide.
-        seq_length: Wanted length of a row; raised to a multiple of what the trials need.
-        batch_size: Wanted samples of a step; raised to a multiple of what the trials need.
+    `seq_length` and `batch_size` (samples of a step) are raised to multiples that the trials need.
 
     Raises:
         ConfigError: The model has dropout, or something that changes with the layout by definition.
@@ -85,7 +80,7 @@ def shrink(
 
 
 def in_float32(model: ModelSection) -> dict[str, dict[str, Any]]:
-    """Returns the changes, by section and key, for computing in float32, which TransformerEngine's layers do not do."""
+    """Returns the changes, by section and key, for float32, which TransformerEngine's layers do not compute."""
     changed: dict[str, dict[str, Any]] = {"train": {"precision": "fp32", "fp8": None, "fp8_recipe": None}}
     if model.backend == "te":
         changed["model"] = {"backend": "auto"}
@@ -102,14 +97,14 @@ def small(
     also: Mapping[str, Mapping[str, Any]],
     batch_size: int = BATCH_SIZE,
 ) -> Shrunk:
-    """Returns the small configuration; precision, dropout and schedule are the user's.
+    """Returns the small configuration with the user's precision, dropout and schedule; see `shrink`.
 
     Args:
         config: Configuration of the user.
         trials: Layouts over which the sizes must divide.
-        seq_length: Wanted length of a row; raised to a multiple of what the trials need.
-        also: Further changes by section and key.
-        batch_size: Wanted samples of a step; raised to a multiple of what the trials need.
+        seq_length: Wanted length of a row.
+        also: Additional changes by section and key.
+        batch_size: Wanted samples of a step.
     """
     reads = reads_files(config.data)
     length = multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
@@ -133,25 +128,25 @@ def small(
 
 
 def small_schedule(optimizer: OptimizerSection, warmup_steps: int, final_steps: int) -> dict[str, int | None]:
-    """Keys of `optimizer.*` that fit the user's schedule into a few steps.
+    """Returns `optimizer.*` keys that fit the user's schedule into a few steps.
 
     Args:
         optimizer: The user's section.
         warmup_steps: Updates of the warm-up.
-        final_steps: Updates of a decay that ends the run; any other one lasts from the warm-up to the run's end.
+        final_steps: Updates of a decay that ends the run; other decays last from the warm-up to the end.
     """
     return {"warmup_steps": warmup_steps, "decay_steps": final_steps if optimizer.decay == "at_end" else None}
 
 
 def has_files(data: AnyData) -> bool:
-    """Says whether the training data and the tokenizer that the configuration names are on this machine."""
+    """Says whether the training data and tokenizer exist on this machine."""
     if isinstance(data, MockSection) or (data.tokenizer is not None and not Path(data.tokenizer).exists()):
         return False
     return _are_there(data, data.all_sources)
 
 
 def has_valid_files(data: IndexedSection | SftSection) -> bool:
-    """Says whether the files of all validation sets that the configuration names are on this machine."""
+    """Says whether the files of all validation sets exist on this machine."""
     return _are_there(data, [source for sources in data.valid_sets.values() for source in sources])
 
 
@@ -166,8 +161,7 @@ def _are_there(data: IndexedSection | SftSection, sources: Sequence[SourceSectio
 
 
 def reads_files(data: AnyData) -> bool:
-    """Says whether samples come from the user's files; extras of those are numbers of the large model, meaningless for
-    the small one."""
+    """Says whether samples come from the user's files; extras of files are meaningless for the small model."""
     return has_files(data) and not data.extras
 
 
@@ -231,7 +225,7 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
 
 
 def _adapter(adapter: AdapterSection) -> dict[str, Any]:
-    """Returns the section of an adapter of small ranks with the same scales, and with drawn values."""
+    """Returns an adapter of small ranks with the same scales and drawn values."""
     rank = min(adapter.rank, _MAX_RANK)
     scale = adapter.model_copy(update={"rank": rank, "alpha": 1.0}).scale
     small: dict[str, Any] = {"rank": rank, "alpha": adapter.scale / scale, "path": None}
@@ -244,7 +238,7 @@ def _adapter(adapter: AdapterSection) -> dict[str, Any]:
 
 
 def _chunk_tokens(config: Config) -> str | int:
-    """Returns a small chunk size if the user's run computes its logits in chunks, which few tokens would not need."""
+    """Returns a small chunk size if the user's run, unlike a small one, would need chunks of logits."""
     layout = config.layout
     tokens = config.train.micro_batch_size * config.row_width // layout.cp
     vocab_local = padded_vocab_size(config.model, layout.tp) // layout.tp
@@ -253,7 +247,7 @@ def _chunk_tokens(config: Config) -> str | int:
 
 
 def _of_features(model: ModelSection, small_run: SmallRun) -> dict[str, Any]:
-    """Returns the changes that the features of the model need."""
+    """Returns the changes that the model's features need."""
     found = {key: value for feature in FEATURES for key, value in feature.shrunk(model, small_run).items()}
     size = round(SMALL_HEAD_DIM * found.get("rope", {"partial": 1.0})["partial"])
     size = found.get("mla", {}).get("qk_rope_head_dim", size)
@@ -270,7 +264,7 @@ def _vocab_size(model: ModelSection, reads_files: bool) -> int:
 
 
 def _heads(model: ModelSection, trials: Sequence[Trial]) -> tuple[int, int]:
-    """Returns the numbers of key/value and query heads in the user's ratio, the smallest that every trial divides."""
+    """Returns the smallest numbers of key/value and query heads, in the user's ratio, that every trial divides."""
     ratio = model.num_attention_heads // model.query_groups
     while ratio > _MAX_HEADS_PER_GROUP:
         ratio = next(each for each in range(ratio // 2, 0, -1) if ratio % each == 0)
@@ -307,10 +301,7 @@ def _data(data: AnyData, reads_files: bool) -> dict[str, Any]:
 
 
 def _training_only(data: FilesSection) -> dict[str, Any]:
-    """Returns changes that drop separate held-out sets and let each blend of a curriculum begin one step after another.
-
-    A check has few steps.
-    """
+    """Drops separate held-out sets, and starts the blends of a curriculum one step apart: a check has few steps."""
     near = [blend.model_copy(update={"from_step": number}) for number, blend in enumerate(data.curriculum, start=1)]
     only = {"curriculum": [blend.model_dump() for blend in near]}
     return only | ({"valid": (), "test": ()} if data.split is None else {})

@@ -1,6 +1,6 @@
-"""Raw samples of every step, from which the layouts and the reference make their rows, each in its own way.
+"""Raw samples of every step, from which the layouts and the reference make rows independently.
 
-Only the order of the samples is taken from the trainer, and it is checked against the rules of an order.
+Only the order of the samples is the trainer's; it is checked against the rules of an order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permuta
 from mtrain.verify.reference.text import RawCorpus, Text, num_lines, objects, text_of
 
 _NUM_ORDERED = 4096
-"""Number of samples whose order is checked, more than a few steps need."""
+"""Number of samples whose order is checked; more than a few steps need."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class Texts:
     steps: tuple[tuple[Text, ...], ...]
     """Samples by step and slot."""
     order_faults: tuple[str, ...] = ()
-    """Faults in the order of samples."""
 
 
 def texts_of(config: Config, plan: SamplePlan) -> Texts:
@@ -79,7 +78,7 @@ def _own_texts(config: Config, plan: SamplePlan) -> tuple[list[Text], tuple[str,
 
 
 def _shares(data: FilesSection, size: int) -> list[Shares]:
-    """Returns the shares of the sources in each blend of the configuration, with the first sample of the blend."""
+    """Returns the source shares of each blend, with the first sample of the blend."""
     paths = [source.path for source in data.all_sources]
     first = Shares(0, {number: source.weight for number, source in enumerate(data.train)})
     later = [
@@ -90,7 +89,7 @@ def _shares(data: FilesSection, size: int) -> list[Shares]:
 
 
 def _random(samples: MockSamples, number: int) -> Text:
-    """Returns a sample of random tokens, which has no raw form other than the trainer's."""
+    """Returns a sample of random tokens, whose only raw form is the trainer's."""
     sample = samples.sample(number)
     return Text(np.append(sample.tokens, sample.labels[-1]), np.ones(len(sample.tokens) + 1))
 
@@ -114,10 +113,7 @@ def _answers(
 
 
 def _records(tokens: TokenCache, numbers: set[int]) -> dict[int, Any]:
-    """Reads records of a source by number.
-
-    The reference reads JSON lines itself; the tests of the other readers show that these give the same records.
-    """
+    """Reads records by number: JSON lines by the reference's reader, others by readers tested against it."""
     if (path := _lone_lines(tokens)) is not None:
         return objects(path, numbers)
     found: dict[int, Any] = {}
@@ -138,11 +134,8 @@ def _lone_lines(tokens: TokenCache) -> Path | None:
 
 
 def _answer(found: dict[str, Any], data: SftSection, tokenizer: Tokenizer, encoder: RecordEncoder) -> Text:
-    """Converts a record to a sample.
-
-    The reference converts the plain forms itself; for chat templates it uses the trainer's encoder, which the tests
-    compare with transformers.
-    """
+    """Converts a record: plain forms as the reference does, chat templates by the trainer's encoder, which is tested
+    against transformers."""
     if _is_plain(found, data):
         return text_of(found, tokenizer, data.seq_length)
     sample, size = encoder.encode(found), data.seq_length + 1
@@ -179,5 +172,5 @@ def _windows(data: IndexedSection, stream: Blended, turns: list[Draw], tell: Cal
 
 
 def _in_training(count: int, data: FilesSection) -> int:
-    """Counts the documents or lines to train on: all, or the first ones if a split holds others out."""
+    """Counts the training documents or lines: all, or the first ones if a split holds others out."""
     return count if data.split is None else round(count * data.split[0])

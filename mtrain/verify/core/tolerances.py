@@ -1,47 +1,43 @@
-"""Bounds of the distance between a run and the exact one, from the precision and the number of summands.
+"""Bounds of the distance between a run and the exact one, from precision and number of summands.
 
-u = 2^-24 is the unit roundoff of float32, u64 = 2^-53 that of float64.
+u = 2^-24, u64 = 2^-53 and v = 2^-9 are the unit roundoffs of float32, float64 and bfloat16.
 
-- samples: rows are copied, not computed; they must be equal, weights of tokens up to one rounding to float32.
-- lr: a formula of a dozen operations in float64: within 8 u64 of the highest rate.
-- denominator: shares are added in float64. Shares that are whole multiples of a power of two, such as counts and
-  halves, add without rounding while the sum is below 2^53 multiples, so sums must be equal. Any other sum of n shares
-  that are not negative is within n u64, whatever the order (Higham, Accuracy and Stability of Numerical Algorithms,
-  section 4.2), even where its exact value is a whole number.
-- loss, gradient: rounding errors of float32 are modelled as independent and of mean 0; then a sum of n
-  products is within s u sqrt(n) of the exact one, with probability above 1 - 2 exp(-s^2 / 2) (Higham and Mary 2019,
-  theorem 3.1; s = 4: 0.07 %), relative to the size of what is added. Independent errors of sums that feed each other
-  add as squares: a quantity after sums of n1, n2, ... summands is within s u sqrt(N), N = n1 + n2 + ... A loss comes
-  after the forward pass (N), a gradient after twice as many sums and its own sum over all T tokens of the batch.
-  Cancellation makes a sum smaller than what was added, so gradients are compared with the largest element of their
-  tensor and not element by element. This is a model and not a worst case: the worst case, u N, assumes that all errors
-  have one sign and would be a thousand times too lax to see a fault.
-- loss, gradient in float64: delta nets bring queries, keys and outputs to a length, which may be small before: a
-  document's first output has the factor k^T q, any number around 0. Norms of values and of branches of experts do the
-  same. How much rounding that amplifies depends on the weights, so in float32 the model above does not hold. Such
-  models, and all that keep a state, compute each step in float64, too, at the same weights, and that is judged. The
-  tolerance is s u, what float32 rounds once where it amplifies nothing. Rounding of float64 may be amplified by
-  u / u64 = 2^29 before it is as large; measured: 3e5 at most.
-- rounding: what the run itself makes of losses and gradients in float32 is reported, and held to a limit, since
-  float64 is the proof. v = 2^-9 is the unit roundoff of bfloat16: rounding of float32, amplified by the model, must not
-  do more than one rounding to bfloat16 does that nothing amplifies, s v. Some weights amplify more, in float64 as in
-  float32: where E is the largest deviation of a gradient in float64 in the same step, float32 is expected to be off by
-  E u / u64, and is held to s E u / u64 if that is more; measured: 0.9 to 3 E u / u64.
-- grad_norm: no model is needed, because the norm is compared with that of the layout's OWN gradients. Squares are added
-  in float64 before the division, which rounds 1 / D and each product to float32: 2 u, and a third for all of float64.
-- update: no model is needed, because the new weights are compared with exact AdamW on the layout's OWN gradients, so
-  that no error of a gradient is amplified by the division by sqrt(v). The roundings of a dozen operations on each
-  element remain, and of 8 more for every earlier step that the moments remember: u (16 + 8 k) in step k, relative to
-  |w| + lr m / (sqrt(v) + epsilon), where m is the moving mean of |gradient|. This bound is elementwise and holds for
-  every epsilon. Muon's iteration amplifies the rounding of a matrix, by up to 3.4445 per step in directions of small
-  singular values, and spreads it to all elements. The factor depends on the matrix, so the reference measures it: it
-  computes the update in float32 too, and D is the largest distance between the two. The new weights of the matrix are
-  within the same u (16 + 8 k) relative to |w| + lr (largest element of the update + D / u), which lets the trainer be
-  as far from exact as one float32 process, times 16 + 8 k; measured: another order of the operations is at most 1.9 D
-  from exact.
+- samples: rows are copied and must be equal; weights of tokens up to one rounding to float32.
+- lr: a dozen float64 operations: within 8 u64 of the highest rate.
+- denominator: shares are added in float64. Whole multiples of a power of two, such as counts and halves, add without
+  rounding while the sum is below 2^53 multiples, so sums must be equal. Any other sum of n non-negative shares is
+  within n u64 in any order (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), even if its exact
+  value is whole.
+- loss, gradient: float32 rounding errors are modelled as independent with mean 0; then a sum of n products is within
+  s u sqrt(n) of the exact one, relative to the size of what is added, with probability above 1 - 2 exp(-s^2 / 2)
+  (Higham and Mary 2019, theorem 3.1; s = 4: 0.07 %). Errors of consecutive sums add as squares: after sums of n1, n2,
+  ... summands the bound is s u sqrt(N), N = n1 + n2 + ... A loss follows the forward pass (N), a gradient twice as many
+  sums and its own sum over all T tokens. Cancellation makes sums smaller than their summands, so gradients are compared
+  with the largest element of their tensor. The worst case, u N, assumes errors of one sign and would be a thousand
+  times too lax to see a fault.
+- loss, gradient in float64: delta nets normalise queries, keys and outputs, which may be small: a document's first
+  output has the factor k^T q, any number around 0. Norms of values and of expert branches do the same. How much
+  rounding this amplifies depends on the weights, so the float32 model does not hold. Such models, and all that keep a
+  state, also compute each step in float64 at the same weights, and that is judged. The tolerance is s u, one float32
+  rounding without amplification. Float64 rounding would need amplification by u / u64 = 2^29 to be as large; measured:
+  3e5 at most.
+- rounding: float32 losses and gradients of such a run are reported and limited: amplified float32 rounding must not
+  exceed s v, one bfloat16 rounding without amplification. Some weights amplify more, in float64 as in float32: with E
+  the largest float64 deviation of a gradient in the step, float32 should be off by E u / u64, and may be off by
+  s E u / u64 if that is more; measured: 0.9 to 3 E u / u64.
+- grad_norm: the norm is compared with that of the layout's OWN gradients, so no model is needed. Squares are added in
+  float64 before the division, which rounds 1 / D and each product to float32: 2 u, and a third u for all of float64.
+- update: new weights are compared with exact AdamW on the layout's OWN gradients, so division by sqrt(v) amplifies no
+  gradient error. What remains are the roundings of a dozen operations per element, and 8 more for every earlier step
+  that the moments remember: u (16 + 8 k) in step k, relative to |w| + lr m / (sqrt(v) + epsilon), where m is the moving
+  mean of |gradient|; elementwise, for every epsilon. Muon's iteration amplifies the rounding of a matrix by up to
+  3.4445 per step in directions of small singular values and spreads it to all elements. The factor depends on the
+  matrix, so the reference measures it: D is the largest distance between its float32 and its exact update. New weights
+  are within the same u (16 + 8 k) relative to |w| + lr (largest element of the update + D / u): as far from exact as
+  one float32 process, times 16 + 8 k; measured: another order of operations is at most 1.9 D from exact.
 
-Each step of a layout is compared with the exact values AT THE LAYOUT'S OWN WEIGHTS before that step, so that no
-deviation carries over to the next: if every step is the exact function of the weights before it, the runs are the same.
+Each step of a layout is compared with exact values AT THE LAYOUT'S OWN WEIGHTS before it, so no deviation carries over:
+if every step is the exact function of the weights before it, the runs are the same.
 """
 
 from __future__ import annotations
@@ -60,11 +56,11 @@ UNIT_ROUNDOFF_64 = 2.0**-53
 UNIT_ROUNDOFF_BF16 = 2.0**-9
 _CONFIDENCE = 4.0
 RATE_TOLERANCE = 8 * UNIT_ROUNDOFF_64
-"""Tolerance of the learning rate, relative to the highest one."""
+"""Tolerance of the learning rate, relative to the highest."""
 
 
 class Sizes(NamedTuple):
-    """Sizes of a shrunk configuration on which the tolerances depend."""
+    """Sizes on which the tolerances depend."""
 
     summands: int
     """N: summands of all consecutive sums in a forward pass."""
@@ -75,7 +71,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> Sizes:
-        """Counts them."""
+        """Counts the sizes of a shrunk configuration."""
         model, length = config.model, config.data.seq_length
         wide = model.with_global_heads()
         of_layers = (wide if model.attention(each) == "global" else model for each in range(model.num_layers))
@@ -85,20 +81,19 @@ class Sizes(NamedTuple):
 
 
 def _of_layer(model: ModelSection, length: int) -> int:
-    """Counts the summands of a layer with the model's heads."""
+    """Counts the summands of one layer."""
     heads = model.num_attention_heads * model.head_size
     attention = model.hidden_size + model.head_size + 2 * length + heads  # qkv, scores, softmax, values, projection
     return 2 * model.hidden_size + attention + model.hidden_size + model.ffn_hidden_size  # norms, fc1, fc2
 
 
 def tolerances(config: Config, num_steps: int, has_float64: bool = True) -> tuple[Tolerance, ...]:
-    """Returns the tolerances of all kinds of quantities for some steps of a shrunk configuration, in order.
+    """Returns the tolerances of all kinds, in order, for some steps of a shrunk configuration.
 
     Args:
         config: Shrunk configuration.
         num_steps: Number of steps.
-        has_float64: Whether models that need it compute their steps in float64, too; if not, float32 is held to its
-            limit.
+        has_float64: Whether models that need float64 steps compute them; if not, float32 is held to its limit.
     """
     sizes = Sizes.of(config)
     always = (_norm(), _update(config.optimizer, num_steps))
@@ -111,29 +106,24 @@ def tolerances(config: Config, num_steps: int, has_float64: bool = True) -> tupl
 
 
 def needs_float64(model: ModelSection) -> bool:
-    """Says whether steps are judged in float64: the model keeps a state, or brings what may be small to a length, so
-    that its weights decide how much rounding is amplified."""
+    """Says whether steps are judged in float64: the model keeps a state or normalises what may be small, so its weights
+    decide how much rounding is amplified."""
     has_branches = model.experts is not None and model.experts.branch_norms
     return bool(model.recurrent) or model.value_norm or has_branches
 
 
 def update_tolerance(step: int) -> float:
-    """Returns the tolerance of new weights in a step, counted from 1."""
+    """Returns the tolerance of new weights in a step, from 1."""
     return UNIT_ROUNDOFF * (16 + 8 * step)
 
 
 def rounding_limit(least: float, in_float64: float) -> float:
-    """Returns the limit of what float32 rounds in a step.
-
-    Args:
-        least: Tolerance of the kind rounding.
-        in_float64: Largest deviation of a gradient in float64, in the same step.
-    """
+    """Returns the limit of float32 rounding: `least`, or more if a float64 gradient deviates by `in_float64`."""
     return max(least, amplified(in_float64 * UNIT_ROUNDOFF / UNIT_ROUNDOFF_64))
 
 
 def amplified(rounding: float) -> float:
-    """Returns the tolerance of what another computation in the same low precision has at this distance."""
+    """Returns the tolerance for another low-precision computation whose rounding has this size."""
     return _CONFIDENCE * rounding
 
 

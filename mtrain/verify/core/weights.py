@@ -1,4 +1,4 @@
-"""Conversion between whole tensors and a model's shards under any layout."""
+"""Conversion between whole tensors and shards of any layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mtrain.core.state.shard import Shard
 from mtrain.verify.core.reach import scaled
 
 Arrays = dict[str, NDArray[Any]]
-"""Global tensors by name; vocabulary tables include their padding rows."""
+"""Global tensors by name; vocabulary tables include padding rows."""
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 TABLES = (
@@ -31,11 +31,10 @@ TABLES = (
     "embedding.word_embeddings_adapter.embedding_lora_a",
     "output_layer_adapter.output_lora_b",
 )
-"""Tensors with a row for each token; rows of the padded vocabulary are 0."""
+"""Tensors with a row per token; padding rows are 0."""
 _DEVIATION = 0.1
-"""Standard deviation of matrices of up to 64 columns, and of what is added to the ones of norms and the zeros of
-biases. It shrinks with the square root of the columns of wider matrices: larger values make the attention of an
-untrained model so sharp that it amplifies rounding."""
+"""Standard deviation of matrices of up to 64 columns, and around the ones of norms and zeros of biases. It shrinks with
+the square root of wider matrices' columns: sharper attention of an untrained model would amplify rounding."""
 _COLUMNS = 64
 
 
@@ -51,9 +50,9 @@ def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained
     """Draws the values of a parameter from its global name: every element, so that no gradient is 0 by accident.
 
     Args:
-        name: Global name; tied tables share the values of the embedding.
-        shape: Shape of the whole tensor; rows of the padded vocabulary are 0.
-        config: Configuration with the seed and the real size of the vocabulary.
+        name: Global name; tied tables share the embedding's values.
+        shape: Whole shape; rows of the padded vocabulary are 0.
+        config: Configuration; sets seed and vocabulary size.
         model: Name of one of several models of the run; each has its own values.
     """
     source = EMBEDDING if name == OUTPUT and config.model.tied_embeddings else name
@@ -74,12 +73,9 @@ def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained
 def set_weights(
     modules: Iterable[nn.Module], groups: Groups, whole_of: Callable[[str, Sequence[int]], Tensor | None]
 ) -> None:
-    """Copies this rank's shards from whole tensors; must be called before the optimizer copies the weights.
+    """Copies this rank's shards from whole tensors; call it before the optimizer copies the weights.
 
-    Args:
-        modules: Chunks of the model on this rank.
-        groups: Process groups.
-        whole_of: Function of the global name and shape that returns the whole tensor; None leaves the shard unchanged.
+    `whole_of` takes global name and shape; None leaves the shard unchanged.
     """
     for module in modules:
         for part in sharded_tensors(unwrap(module), groups):
@@ -92,7 +88,7 @@ def set_weights(
 
 
 def given(weights: Mapping[str, NDArray[Any]]) -> Callable[[str, Sequence[int]], Tensor | None]:
-    """Makes the `whole_of` of `set_weights` from weights; tables are cut or padded, buffers are left unchanged."""
+    """Makes `whole_of` for `set_weights`: tables are cut or padded, buffers stay unchanged."""
 
     def whole_of(name: str, shape: Sequence[int]) -> Tensor | None:
         if name not in weights and name != OUTPUT:
@@ -107,7 +103,7 @@ def given(weights: Mapping[str, NDArray[Any]]) -> Callable[[str, Sequence[int]],
 
 
 def gathered(shards: Sequence[Shard]) -> Whole | None:
-    """Gathers whole tensors on rank 0; returns None elsewhere. One gather of objects to rank 0 over the world."""
+    """Gathers whole tensors on rank 0, None elsewhere, in one gather of objects over the world."""
     # numpy has no bfloat16, which float32 holds exactly
     widened = (shard.data.float() if shard.data.dtype == torch.bfloat16 else shard.data for shard in shards)
     own = [shard._replace(data=values.numpy()) for shard, values in zip(shards, widened, strict=True)]  # type: ignore[arg-type]
@@ -117,7 +113,7 @@ def gathered(shards: Sequence[Shard]) -> Whole | None:
 
 
 def assembled(shards: Iterable[Any]) -> Whole:
-    """Assembles shards with numpy values; if several ranks hold an element, the value of the first one counts."""
+    """Assembles shards with numpy values; the first rank that holds an element sets its value."""
     tensors: Arrays = {}
     filled: dict[str, NDArray[np.bool_]] = {}
     spread: dict[str, float] = {}
@@ -135,7 +131,7 @@ def assembled(shards: Iterable[Any]) -> Whole:
 
 
 def forward_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
-    """Sorts names in the order of the forward pass: embedding, layers by number, final norm, output."""
+    """Sorts names in forward order: embedding, layers by number, final norm, output."""
     return sorted(names, key=lambda name: _place(name, order))
 
 

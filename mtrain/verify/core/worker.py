@@ -36,56 +36,55 @@ class Job:
     """Work of one layout."""
 
     config: Config
-    """Shrunk configuration with the layout and its micro-batch size."""
+    """Shrunk configuration of the layout, with its micro-batch size."""
     plan: SamplePlan
     fault: str | None = None
-    """Name of the fault to plant; None: none."""
+    """Name of the planted fault; None: none."""
     watched_step: int | None = None
-    """Index of the step, from 0, whose module outputs are wanted; the run ends after it. None: no step."""
+    """Index of the last step, whose module outputs are wanted; None: all steps run, no outputs."""
 
 
 @dataclass(frozen=True)
 class InFloat64:
-    """What a step computes in float64 at the same weights."""
+    """Loss and gradients of a step in float64 at the same weights."""
 
     means: dict[str, float]
-    """Mean of each term."""
     gradients: Whole | None
-    """Normalised gradients; on rank 0."""
+    """Normalised gradients, on rank 0."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Outcome of one optimizer step on a rank."""
+    """Outcome of one step on a rank."""
 
     values: StepValues
     guard: str | None
     """Message of the run's own checks; None if they passed."""
     gradients: Whole | None
-    """Normalised gradients before clipping; on rank 0."""
+    """Normalised gradients before clipping, on rank 0."""
     weights: Whole | None
-    """Weights after the update; on rank 0."""
+    """Weights after the update, on rank 0."""
     in_float64: InFloat64 | None = None
-    """Loss and gradients in float64, where only they tell a fault from rounding."""
+    """Set if only float64 separates a fault from rounding."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run of a few steps on a rank."""
+    """Outcome of a few steps on a rank."""
 
     initial: Whole | None
-    """Weights before the first step; on rank 0."""
+    """Weights before the first step, on rank 0."""
     steps: list[StepOutcome]
     pieces: list[RecordedOutput]
-    """Module outputs of the watched step that this rank holds."""
+    """This rank's module outputs of the watched step."""
     batches: list[list[Microbatch]] = field(default_factory=list)
-    """Full rows that the rank trained on, by step; empty except on one rank for each part of the data."""
+    """Trained full rows by step; only on one rank for each part of the data."""
     rates: dict[int, float] = field(default_factory=dict)
-    """Learning rate of the run's own schedule by update, counted from 0, at the updates of `telling_steps`."""
+    """The run's learning rate at the updates of `telling_steps`, counted from 0."""
 
 
 class _WatchedStep(TrainingStep):
-    """Training step that notes a failed check of the totals and goes on, so that all else can be compared too."""
+    """Training step that records a failed check of the totals and continues, so that everything is compared."""
 
     said: str | None = None
 
@@ -100,10 +99,7 @@ class _WatchedStep(TrainingStep):
 def run_layout(groups: Groups, job: Job, made_of: Collaborators = SOUND) -> Outcome:
     """Trains a few steps from weights that do not depend on the layout. Collective.
 
-    Args:
-        groups: Process groups.
-        job: Work of the layout.
-        made_of: Parts of the run, where the job names no fault.
+    `made_of` replaces parts of the run, unless the job names a fault.
     """
     with small_blocks():
         return _Runner(groups, job, made_of if job.fault is None else PLANTS[job.fault]).run()
@@ -112,12 +108,8 @@ def run_layout(groups: Groups, job: Job, made_of: Collaborators = SOUND) -> Outc
 def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objective:
     """Returns the objective of the run.
 
-    Args:
-        config: Configuration of the run.
-        drawn_extras: Names of the extras that are drawn for the samples of a check.
-
     Raises:
-        ConfigError: The objective reads extras that only the user's data have.
+        ConfigError: The objective reads extras other than `drawn_extras`, which only the user's data have.
     """
     objective = Objective.from_config(config.loss, config.model)
     if missing := [name for name in objective.extras if name not in drawn_extras]:
