@@ -1,4 +1,4 @@
-"""Comparison of a resumed run with the run that never stopped, bit by bit, in the order of computation."""
+"""Bitwise comparison of a resumed run with one that never stopped, in the order of computation."""
 
 from __future__ import annotations
 
@@ -23,21 +23,17 @@ from mtrain.verify.report.text import TITLES
 from mtrain.verify.resume.worker import Print, SegmentResult, State
 
 _LEAST = float(np.finfo(np.float32).tiny)
-"""Deviation that is reported if bits differ, but no kept element does, or none as a number."""
+"""Reported deviation if bits differ, but no kept element does, or none as a number."""
 _COMPARED_BY_KIND = ("lr", "denominator", "loss", "grad_norm", "terms", "kind", "step")
 
 
 def records_of(run: Path) -> list[StepRecord]:
-    """Returns the step records of a run folder, in the order of the file.
-
-    Raises:
-        DataError: The records are damaged; see `read_records`.
-    """
+    """Returns the step records of a run folder in file order; see `read_records` for errors."""
     return [record for record in read_records(run / "metrics.jsonl") if isinstance(record, StepRecord)]
 
 
 def step_values(record: StepRecord) -> StepValues:
-    """Converts a record to the values of a report."""
+    """Converts a record to report values."""
     return StepValues(
         step=record.step,
         objective=record.loss if record.objective is None else record.objective,
@@ -56,11 +52,8 @@ def same_layout(
 ) -> list[Deviation]:
     """Compares a run resumed on the layout that saved: no bit may differ.
 
-    Args:
-        everyone: Results of the resumed run, by rank.
-        straight: Results of the straight run, by rank.
-        records: Records of the resumed run.
-        expected: Records of the straight run.
+    `everyone` and `straight` are results by rank of the resumed and the straight run, `records` and `expected` their
+    records.
     """
     found = list(_start(everyone, straight))
     for own, other in zip(everyone, straight, strict=True):
@@ -79,9 +72,7 @@ def other_layout(
     expected: Sequence[StepRecord],
     steps: Sequence[Deviation],
 ) -> list[Deviation]:
-    """Compares a run resumed on another layout.
-
-    The loaded state must have the bits of the files, and every step must be exact up to rounding.
+    """Compares a run resumed on another layout: it must load the bits of the files, and then be exact up to rounding.
 
     Args:
         everyone: Results of the resumed run, by rank.
@@ -116,15 +107,9 @@ def exact_deviations(
     records: Sequence[StepRecord],
     exact: Sequence[Exact],
 ) -> list[Deviation]:
-    """Compares every step after the start with its exact values.
+    """Compares every step of a resumed run after its start with exact values at the run's own weights.
 
-    Args:
-        config: Configuration of the layout.
-        tolerances: Tolerances of all kinds.
-        tensors: Names of tensors in the order of the forward pass.
-        first: Result of rank 0.
-        records: Records of the resumed run.
-        exact: Exact values of each step at the run's own weights.
+    `first` is the result of rank 0; `tensors` are in forward order.
     """
     values = [step_values(record) for record in records if record.step > first.start_step]
     steps = [StepOutcome(each, None, seen.gradients, seen.weights) for each, seen in zip(values, first.steps)]
@@ -139,12 +124,12 @@ def exact_deviations(
 
 
 def weights_before_each_step(first: SegmentResult) -> list[Arrays]:
-    """Returns the weights before each step of a start that gathers, from the result of rank 0."""
+    """Returns the weights before each step from the result of rank 0 of a start that gathers."""
     return [first.initial["weights"].tensors, *(step.weights.tensors for step in first.steps[:-1])]
 
 
 def samples(everyone: Sequence[SegmentResult], straight: Sequence[SegmentResult]) -> Iterator[Deviation]:
-    """Yields the deviations of the samples of every step by their slot in the global batch, whichever rank had them."""
+    """Compares the samples of every step by slot in the global batch, whichever rank had them."""
     own, other = _all_samples(everyone), _all_samples(straight)
     for step in sorted(own.keys() & other.keys()):
         slots = own[step].keys() | other[step].keys()
@@ -163,7 +148,7 @@ def _all_samples(everyone: Sequence[SegmentResult]) -> dict[int, dict[int, str]]
 
 
 def _start(everyone: Sequence[SegmentResult], other: Sequence[SegmentResult]) -> Iterator[Deviation]:
-    """Compares the steps at which the runs continued; the other run is watched from there."""
+    """Compares the steps at which the runs continued; `other` is watched from there."""
     expected = min(other[0].states)
     for seen in everyone:
         yield _exact("counters", "step", expected, float(seen.start_step), float(expected))
@@ -181,7 +166,7 @@ def _counters(step: int, own: State, other: State) -> Iterator[Deviation]:
 
 
 def _difference(own: Print, other: Print) -> float:
-    """Returns the difference relative to the largest kept element; 0 only if all bits are equal."""
+    """Returns the difference relative to the largest kept element; 0 only for equal bits."""
     if own.digest == other.digest:
         return 0.0
     if own.sample.shape != other.sample.shape:
@@ -192,12 +177,7 @@ def _difference(own: Print, other: Print) -> float:
 
 
 def recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord]) -> Iterator[Deviation]:
-    """Yields the deviations of metrics.jsonl, including the steps before the stop.
-
-    Args:
-        records: Records of the run that was stopped.
-        expected: Records of the run that was not stopped.
-    """
+    """Compares metrics.jsonl with that of the straight run, including the steps before the stop."""
     yield from _steps_recorded(records, expected)
     by_step = {record.step: record for record in records}
     for other in expected:
@@ -212,7 +192,7 @@ def recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord]) -> I
 
 
 def _steps_recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord]) -> Iterator[Deviation]:
-    """Checks that there is one record per step, in order; reports the first step where that is not so."""
+    """Checks that each step has one record, in order; reports the first that does not."""
     own, other = [record.step for record in records], [record.step for record in expected]
     same = next((number for number, (a, b) in enumerate(zip(own, other)) if a != b), min(len(own), len(other)))
     step = other[min(same, len(other) - 1)]
@@ -228,7 +208,7 @@ def _numbers(own: StepRecord, other: StepRecord) -> Iterator[tuple[str, str, flo
 
 
 def _fields(record: StepRecord) -> Mapping[str, Any]:
-    """Returns the fields of a record that have no kind of their own and do not depend on the machine."""
+    """Returns fields that have no own kind and do not depend on the machine."""
     content = json.loads(to_json_line(record))
     return {name: value for name, value in content.items() if name not in (*_COMPARED_BY_KIND, *OF_THE_MACHINE)}
 
@@ -239,12 +219,7 @@ def _exact(kind: str, name: str, step: int, found: float, expected: float) -> De
 
 
 def worst_in_order(found: Sequence[Deviation], tensors: Sequence[str]) -> list[Deviation]:
-    """Returns the worst deviation of all ranks for each quantity and step, by time, then in forward order.
-
-    Args:
-        found: Deviations of all ranks in any order.
-        tensors: Names of parameters in the order of the forward pass.
-    """
+    """Returns the worst deviation of all ranks for each quantity and step, by time, then in forward order."""
     worst: dict[tuple[str, str, int], Deviation] = {}
     for each in found:
         key = (each.kind, each.name, each.step)

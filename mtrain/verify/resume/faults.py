@@ -1,4 +1,4 @@
-"""Implementation of the faults of `mtrain.verify.resume.inject`, which change the resumed run before it trains."""
+"""Faults of `mtrain.verify.resume.inject`, which change the resumed run before it trains."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def _as_it_is(run: Run, before: RandomStates) -> Run:
 
 @dataclass(frozen=True)
 class ResumePlant:
-    """Fault that is planted in a start."""
+    """Fault to plant in a start."""
 
     goes_on: Callable[[Run, RandomStates], Run] = _as_it_is
-    """Function of the resumed run and this rank's random states before the resume that returns the run that trains."""
+    """Returns the run that trains from the resumed run and this rank's random states before the resume."""
     keeps_records: bool = False
-    """Whether records of lost steps stay in metrics.jsonl."""
+    """Whether metrics.jsonl keeps records of lost steps."""
 
 
 SOUND = ResumePlant()
 
 
 def _spoiled(change: Callable[[Any, int], None]) -> ResumePlant:
-    """Spoils the optimizer after its state is loaded; `change` gets it and Adam's number of updates."""
+    """Spoils the loaded optimizer; `change` also gets Adam's number of updates."""
 
     @torch.no_grad()
     def goes_on(run: Run, before: RandomStates) -> Run:
@@ -75,7 +75,7 @@ def _shared_step(optimizer: Any, adam_step: int) -> None:
 
 
 def _stale_shard(run: Run, before: RandomStates) -> Run:
-    """Gives one parameter of the last rank its initial weights again."""
+    """Resets one parameter of the last rank to its initial weights."""
     states = rng.random_states(run.model.groups)
     first, *_ = build_frozen_model(run.model.config, run.model.groups)
     draw_weights(unwrap(first), run.model.config, run.model.groups)  # before, the weights are uninitialised memory

@@ -1,6 +1,6 @@
-"""Known faults of resuming, each planted while a run resumes from its checkpoint to show that the check finds it.
+"""Known faults of resuming, planted while a run resumes to show that the check finds them.
 
-Each has occurred in a real trainer. `mtrain verify resume --inject NAME` is the only way to plant one.
+Each occurred in a real trainer. Only `mtrain verify resume --inject NAME` plants one.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from mtrain.verify.planted.fault import Fault
 
 CRASH = "crash"
-"""Axis of the case that resumes after a rank was killed."""
+"""Axis of the case that resumes after a killed rank."""
 
 
 RESUME_FAULTS = (
@@ -48,6 +48,6 @@ RESUME_FAULTS = (
     ),
     Fault("records-kept", "leaves the records of steps that a crash has lost in metrics.jsonl", CRASH),
 )
-"""Faults of resuming, in the order of counters, data, optimizer, randomness, records."""
+"""Faults in the order of counters, data, optimizer, randomness, records."""
 
 RESUME_NAMES = tuple(fault.name for fault in RESUME_FAULTS)

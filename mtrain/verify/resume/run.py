@@ -1,7 +1,6 @@
 """Check `mtrain verify resume`: stops and resumes a small copy of the run, and compares it with one that never stopped.
 
-Every start runs the real trainer in new processes: it finds the checkpoint that the previous start left in the run
-folder, loads it, and goes on.
+Every start runs the real trainer in new processes, which load the previous start's checkpoint from the run folder.
 """
 
 from __future__ import annotations
@@ -59,22 +58,22 @@ class ResumeRequest(Request):
     """Arguments of the command line."""
 
     at: int
-    """Number of updates after which the run stops."""
+    """Updates before the stop."""
 
 
 def verify_resume(config: Config, request: ResumeRequest, progress: Progress, pool: Pool | None = None) -> ResumeReport:
-    """Runs the check and returns its report.
+    """Runs the check.
 
     Args:
         config: Configuration of the user.
         request: Arguments of the command line.
-        progress: Function that is called with a line for every finished case.
-        pool: Pool of ranks to use; None starts one.
+        progress: Called with a line for every finished case.
+        pool: Pool of ranks; None starts one.
 
     Raises:
         ConfigError: The configuration, a layout, a step or a fault cannot be checked.
         DataError: The user's data cannot be read.
-        MachineError: The device that was asked for does not exist.
+        MachineError: The requested device does not exist.
     """
     if not 1 <= request.at < request.num_steps:
         raise ConfigError(
@@ -115,11 +114,11 @@ class ResumePlan:
 
     shrunk: Shrunk
     base: Prepared
-    """Layout that saves, with the user's precision, dropout and schedule."""
+    """Layout that saves in the user's precision, dropout and schedule."""
     comparable: Prepared
-    """Layout that saves in float32 without dropout, for other layouts to resume from; equal to `base` if that is so."""
+    """The same layout in float32 without dropout, for other layouts to resume from; may equal `base`."""
     one: Prepared
-    """Layout of one process with one microbatch, for exact values."""
+    """One process with one microbatch, for exact values."""
     others: list[Prepared]
     tolerances: tuple[Tolerance, ...]
     own_vocab_size: int
@@ -166,7 +165,7 @@ def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePla
 
 
 def _fitting(trial: Trial, config: Config, is_named: bool) -> Prepared | None:
-    """Returns the layout on the model; None if the model does not allow it and the user did not ask for it."""
+    """Returns the layout on the model; None if it does not fit and the user did not name it."""
     try:
         return prepared(trial, config)
     except ConfigError:
@@ -176,17 +175,15 @@ def _fitting(trial: Trial, config: Config, is_named: bool) -> Prepared | None:
 
 
 def _schedule(optimizer: AnyOptimizer, num_steps: int) -> dict[str, Any]:
-    """Returns changes that fit the user's schedule to the few steps, so that each of its phases has some."""
+    """Fits the user's schedule to a few steps, each phase with some."""
     warmup = min(optimizer.warmup_steps, max(1, num_steps // 3))
     # more than the one step that begins a decay
     return small_schedule(optimizer, warmup, min(max(2, num_steps // 3), num_steps - warmup))
 
 
 def _curriculum(data: AnyData, request: ResumeRequest) -> dict[str, Any]:
-    """Returns a curriculum whose last blend begins a step after the stop, and the others one step each before it.
-
-    So the resumed run reaches a change of blends.
-    """
+    """Starts the last blend one step after the stop, so that the resumed run changes blends, and the others one step
+    apart before it."""
     if isinstance(data, MockSection) or not data.curriculum or not has_files(data):
         return {}
     last = min(request.at + 1, request.num_steps - 1)
@@ -201,30 +198,23 @@ def _data(plan: ResumePlan, request: ResumeRequest) -> str:
 
 
 class _Finding(NamedTuple):
-    """Outcome of one case."""
+    """Outcome of a case."""
 
     records: list[StepRecord]
     deviations: list[Deviation]
 
 
 class ResumeCheck:
-    """Runs of one check; `prepare` makes the straight run and the stopped ones, once."""
+    """Runs of one check; `prepare` makes the straight and the stopped runs once."""
 
     def __init__(self, plan: ResumePlan, at: int, folder: Path, pool: Pool) -> None:
-        """Keeps the arguments; starts nothing yet.
-
-        Args:
-            plan: Layouts and configurations of the check.
-            at: Number of updates after which the run stops.
-            folder: Empty folder for the run folders.
-            pool: Pool that starts the ranks.
-        """
+        """Starts nothing; `folder` must be empty, and the run stops after `at` updates."""
         self._plan, self._at, self._folder, self._pool = plan, at, folder, pool
         self._lock = threading.Lock()
         self._saved: dict[str, list[SegmentResult]] = {}
 
     def prepare(self) -> None:
-        """Makes the straight run, and those that stop."""
+        """Makes the straight run and those that stop."""
         plan = self._plan
         stops = {"stopped": plan.base}
         if plan.others and plan.comparable.config != plan.base.config:
@@ -236,7 +226,7 @@ class ResumeCheck:
             self._saved = {folder: stop.result() for folder, stop in saved.items()}
 
     def run(self, progress: Progress, fault: str | None) -> list[LayoutResult]:
-        """Runs all cases; two at a time on CPUs."""
+        """Runs all cases, two at a time on CPUs."""
         others = (partial(self.elsewhere, trial) for trial in self._plan.others)
         threads = ThreadPoolExecutor(self._at_once)
         try:
@@ -313,7 +303,7 @@ class ResumeCheck:
         return _Finding(records, found)
 
     def _resumed(self, trial: Prepared, source: str, **how: Any) -> tuple[list[SegmentResult], list[StepRecord]]:
-        """Resumes in a copy of a run folder; returns the results of the ranks, and all records."""
+        """Resumes in a copy of a run folder; returns results by rank, and all records."""
         folder = self._new_folder()
         shutil.copytree(self._folder / source, self._folder / folder, dirs_exist_ok=True)
         everyone = self._start(trial, folder, **how)
@@ -348,7 +338,7 @@ class ResumeCheck:
 
 
 def _changed_axes(base: Prepared, trial: Prepared) -> dict[str, str]:
-    """Returns the axes that differ from the layout that saved, with texts such as `2 -> 1`."""
+    """Returns the axes that differ from the layout that saved, such as `2 -> 1`."""
     axes = dict.fromkeys((*base.axes, *trial.axes))
     return {
         axis: f"{base.axes.get(axis, 1)} -> {trial.axes.get(axis, 1)}"

@@ -1,4 +1,4 @@
-"""Work of every rank for one start of a run: the real trainer on its run folder, observed from outside."""
+"""Work of every rank for one start: the real trainer on its run folder, observed from outside."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from mtrain.verify.core.worker import small_teacher
 from mtrain.verify.resume.faults import PLANTS, SOUND, put_back
 
 SAMPLE = 4096
-"""Number of elements of a tensor that are kept to measure a deviation; of the others only the digest is kept."""
+"""Elements of a tensor that are kept to measure a deviation; of the others only the digest is kept."""
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,27 @@ class Start:
     """One start of a run."""
 
     config: Config
-    """Configuration, whose run.dir is new or was left by an earlier start."""
+    """Configuration with a run.dir that is new or left by an earlier start."""
     own_vocab_size: int
-    """Vocabulary size of the samples; larger than the model's if token ids are taken modulo the model's."""
+    """Vocabulary size of the samples; if larger than the model's, token ids are taken modulo the model's."""
     watched_from: int = 0
-    """Number of completed updates from which on the state is recorded."""
+    """Completed updates from which the state is recorded."""
     stop_after: int | None = None
-    """Number of updates; the last rank asks to stop in the step that completes it. None: it does not."""
+    """Update after which the last rank asks to stop; None: no stop."""
     crash_in: int | None = None
-    """Number of updates; the last rank kills itself in the step that would complete it. None: it does not."""
+    """Update during which the last rank kills itself; None: no crash."""
     gathers: bool = False
-    """Whether whole gradients and weights of each step are gathered, and the loaded state is compared with the
-    files."""
+    """Whether to gather whole gradients and weights of each step, and compare the loaded state with the files."""
     fault: str | None = None
     """Name of the fault to plant."""
 
 
 class Print(NamedTuple):
-    """Summary of a tensor, to compare it with another one."""
+    """Summary of a tensor for comparison."""
 
     digest: str
     sample: NDArray[Any]
-    """Elements of the tensor, at most about SAMPLE, evenly spaced."""
+    """About SAMPLE elements or fewer, evenly spaced."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,13 @@ class State:
     """State of a rank after some updates."""
 
     tensors: dict[tuple[str, str], Print]
-    """Summaries of tensors by kind and name; `random` is a kind too."""
+    """Summaries by kind and name; random states have the kind `random`."""
     counters: dict[str, float]
 
 
 @dataclass(frozen=True)
 class StepSeen:
-    """Gathered tensors of one step, to compare with its exact values; on rank 0."""
+    """Whole tensors of one step for comparison with exact values, on rank 0."""
 
     gradients: Whole
     weights: Whole
@@ -97,18 +96,18 @@ class SegmentResult:
 
     start_step: int = 0
     states: dict[int, State] = field(default_factory=dict)
-    """States by the number of completed updates; the first is that of the start."""
+    """States by completed updates; the first is the loaded one."""
     samples: dict[int, dict[int, str]] = field(default_factory=dict)
-    """Digests of samples, by step counted from 1, then by slot of the global batch."""
+    """Digests of samples by step, from 1, and slot in the global batch."""
     unlike_files: list[tuple[str, str, float]] = field(default_factory=list)
     """Tensors whose loaded bits differ from the files: kind, name, share of bytes."""
     initial: dict[str, Whole] = field(default_factory=dict)
-    """Whole tensors at the start, by kind; on rank 0."""
+    """Whole tensors at the start by kind, on rank 0."""
     steps: list[StepSeen] = field(default_factory=list)
 
     @property
     def parameter_names(self) -> list[str]:
-        """Returns the names of the parameters that this rank holds, in the order of the model."""
+        """Returns the names of this rank's parameters in model order."""
         first = self.states[min(self.states)]
         return [name for kind, name in first.tensors if kind == WEIGHTS]
 
@@ -134,7 +133,7 @@ def run_start(groups: Groups, start: Start) -> SegmentResult:
 
 
 class WatchedStep(TrainingStep):
-    """Training step that records inputs and outputs of each step, and makes the stop or crash of the start."""
+    """Training step that records its inputs and outputs, and stops or crashes as the start asks."""
 
     def __init__(self, run: Run, start: Start, seen: SegmentResult) -> None:
         super().__init__(run.model, run.objective, run.teacher)
@@ -180,7 +179,7 @@ class WatchedStep(TrainingStep):
         return update
 
     def _note_state(self) -> None:
-        """Records the state from `watched_from` on. Collective then: gathers parameters, and one all-reduce."""
+        """Records the state from `watched_from` on. Collective then: gathers parameters; one all-reduce."""
         if self._done < self._start.watched_from:
             return
         run = self._run
@@ -198,7 +197,7 @@ class WatchedStep(TrainingStep):
         self._seen.states[self._done] = State(tensors, counters)
 
     def _unlike_files(self, path: Path) -> Iterator[tuple[str, str, float]]:
-        """Yields the tensors of this rank whose bits differ from the checkpoint; vocabulary padding is left out."""
+        """Yields this rank's tensors whose bits differ from the checkpoint, except vocabulary padding."""
         files, run = CheckpointTensors(path), self._run
         for held in local_state(run.model):
             wanted = self._rows_of_tokens(held)
@@ -223,7 +222,7 @@ class WatchedStep(TrainingStep):
         return TensorSlice(offset, (rows, *shape[1:]))
 
     def _whole(self, kind: str) -> Whole | None:
-        """Gathers one kind of state on rank 0; returns None elsewhere. One gather of objects."""
+        """Gathers one kind of state on rank 0, None elsewhere, in one gather of objects."""
         run = self._run
         shards = []
         for held in local_state(run.model):
@@ -243,7 +242,7 @@ class WatchedStep(TrainingStep):
         return batch.with_vocabulary(size)
 
     def _digests(self, batches: Sequence[Microbatch]) -> dict[int, str]:
-        """Returns the digests of each sample's tokens, labels and weights, by slot."""
+        """Digests tokens, labels and weights of each sample by slot."""
         loader = self._run.loader
         assert loader is not None, "this rank reads"
         places = Places(loader.plan(self._done), loader.samples(self._done))
@@ -268,5 +267,5 @@ def _print(parts: Sequence[torch.Tensor]) -> Print:
 
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Returns the bytes of a tensor in one dimension; unlike nan they are equal to themselves."""
+    """Returns the bytes of a tensor, 1-D; unlike nan, they equal themselves."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy()
