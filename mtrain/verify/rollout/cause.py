@@ -12,16 +12,15 @@ from mtrain.verify.rollout.settings import Settings
 
 @dataclass(frozen=True)
 class Cause:
-    """Cause that may explain the deviation."""
+    """Possible cause of the deviation."""
 
     name: str
-    """Name, such as `temperature`."""
+    """Such as `temperature`."""
     fact: str
-    """What the engine did, as a sentence without its end."""
+    """What the engine did, as a sentence without full stop."""
     remedy: str
-    """What to change."""
     is_rounding: bool = False
-    """Whether the engine rounds to bfloat16 somewhere, so that single tokens may be predicted wrongly."""
+    """Whether the engine rounds to bfloat16 somewhere, so that single tokens may be mispredicted."""
 
 
 def sampler(settings: Settings, said: Sequence[float]) -> Cause:

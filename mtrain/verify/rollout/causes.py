@@ -1,12 +1,11 @@
-"""Causes of a disagreement: each is another way of computing, and the right one gives the engine's own numbers.
+"""Causes of a disagreement: each is another computation, and the right one gives the engine's own numbers.
 
-A cause is named only if the log-probabilities that it predicts are the engine's within rounding. How much rounding is
-to be expected is measured for each cause: the same prediction is computed in the engine's precision, too.
+A cause is named only if its predicted log-probabilities equal the engine's within rounding. The expected rounding is
+measured for each cause by repeating the prediction in the engine's precision.
 
-Where the cause is a rounding to bfloat16, a number that lies between two of its values may fall to either side, in the
-engine to another one than here, and changes all that is computed from it, as do experts whose scores become equal. So
-such a cause has to give most log-probabilities within the rounding of the engine's precision, not all: by chance, or
-together with a second cause, it gives none.
+If the cause is bfloat16 rounding, a number between two bfloat16 values may round differently in the engine, as may
+experts with nearly equal scores, which changes everything computed from it. Such a cause must predict most, not all,
+log-probabilities within the rounding of the engine's precision; chance or a second cause would predict none.
 """
 
 from __future__ import annotations
@@ -42,27 +41,27 @@ from mtrain.verify.rollout.records import Rollout
 from mtrain.verify.rollout.settings import DrawnTokens, Settings
 
 _IMPROVEMENT = 4.0
-"""Factor by which a cause has to reduce the deviation: rounding that is as large as the deviation explains nothing."""
+"""Smallest factor by which a cause must reduce the deviation: rounding as large as the deviation explains nothing."""
 _MOST_CUTS = 64
-"""Longest prompt of which every length is tried to which an engine may have cut it."""
+"""Longest prompt that is cut to every length; an engine may have cut it."""
 _USUAL_CUTS = sorted(
     {*(1 << power for power in range(4, 18)), *(256 * number for number in range(1, 33))}, reverse=True
 )
-"""Lengths that are tried of longer prompts."""
+"""Tried lengths of longer prompts."""
 _MOST = 0.5
-"""Share of the tokens that a cause has to predict if it is a rounding."""
+"""Share of tokens that a rounding cause must predict."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Size of the differences between two computations of the same log-probabilities, in nats."""
+    """Size of the differences between two log-probability computations, in nats."""
 
     worst: float
     rms: float
 
     @classmethod
     def of(cls, differences: Sequence[Tensor]) -> Spread:
-        """Measures differences; those that are nan were not computed."""
+        """Measures differences; skips nan, which was not computed."""
         every = torch.cat([each.flatten() for each in differences])
         every = every[~every.isnan()]
         if not len(every):
@@ -70,11 +69,7 @@ class Spread:
         return cls(float(every.abs().max()), float(every.square().mean().sqrt()))
 
     def allowed(self, floor: float) -> Spread:
-        """Returns the largest differences that rounding explains, where this is the measured rounding.
-
-        Args:
-            floor: Rounding of the logits themselves.
-        """
+        """Returns the largest differences that this measured rounding explains; `floor` is the rounding of logits."""
         return Spread(amplified(max(self.worst, floor)), amplified(max(self.rms, floor)))
 
     def within(self, allowed: Spread) -> bool:
@@ -84,7 +79,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Log-probabilities that a cause predicts for each answer, exact and in the engine's precision."""
+    """Log-probabilities that a cause predicts by answer, exact and in the engine's precision."""
 
     exact: list[Tensor]
     rounded: list[Tensor]
@@ -92,13 +87,13 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Tried:
-    """Cause with what is left of the deviation under it."""
+    """Cause with the deviation that it leaves."""
 
     cause: Cause
     left: Spread
     allowed: Spread
     share: float
-    """Share of the tokens that it predicts within rounding."""
+    """Share of tokens predicted within rounding."""
     explains: bool
 
 
@@ -108,9 +103,9 @@ class Rounding:
 
     dtype: torch.dtype
     floor: float
-    """Rounding of the logits themselves, or the root mean square of all log-probabilities' where that is larger."""
+    """Rounding of the logits, or the rms over all log-probabilities if that is larger."""
     allowed: Spread
-    """Largest differences that it explains."""
+    """Largest explained differences."""
 
 
 @dataclass(frozen=True)
@@ -124,27 +119,27 @@ class Passes:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Answers whose log-probabilities deviate, and all that predicts others."""
+    """Deviating answers, with everything that predicts others."""
 
     answers: Sequence[Passes]
     reference: Reference
     rounding: Rounding
     """Rounding of the engine."""
     before: Spread
-    """Deviation that is to be explained."""
+    """Deviation to explain."""
     begin_ids: Sequence[int]
     """Tokens that the tokenizer puts before a text."""
     prompts: Mapping[str, Sequence[Sequence[int] | None]]
-    """Other token ids of each answer's prompt, by what they are; None where there are none."""
+    """Alternative prompt ids by description, one for each answer; None if there is none."""
     others: Mapping[str, Callable[[], Reference]]
-    """Models with other weights, by what they are."""
+    """Models with other weights by description."""
     num_experts: int
-    """Number of experts of a layer; 0 if the model has none."""
+    """Experts per layer; 0 for a dense model."""
     is_of_engine: bool = True
-    """Whether the answers are those of an engine, not of the trainer, whose settings and precision are known."""
+    """Whether the answers are an engine's, not the trainer's, whose settings and precision are known."""
 
     def tried(self) -> list[Tried]:
-        """Tries all causes, and returns them in the order in which they are tried."""
+        """Tries all causes; returns them in that order."""
         found: list[Tried] = []
         for cause, predicted in self._predictions():
             if predicted is None or all(each.isnan().all() for each in predicted.exact):
@@ -158,7 +153,7 @@ class Disagreement:
         return found
 
     def _coarser(self) -> Iterator[Tried]:
-        """Yields each precision below the one that the engine is said to have, with what its rounding explains."""
+        """Tries each precision below the one that the engine is said to have."""
         missed = differences(
             [each.rollout for each in self.answers], [self._own(each, each.exact) for each in self.answers]
         )
@@ -248,7 +243,7 @@ class Disagreement:
             yield template(name), self._rerun(prompts=prompts)
 
     def _of_order(self) -> Iterator[tuple[Cause, Predicted | None]]:
-        """Gives each answer the log-probabilities, or the prompt, of the row that fits it best."""
+        """Gives each answer the log-probabilities, or the prompt, of the row that fits best."""
         exact = [self._own(each, each.exact) for each in self.answers]
         rows = []
         for each in self.answers:
@@ -279,9 +274,9 @@ class Disagreement:
         return f"{self.answers[number].rollout.place} has that of {self.answers[row].rollout.place}"
 
     def _prompts_of_other_rows(self) -> list[int] | None:
-        """Returns, for each answer, the row whose prompt gives its log-probabilities; None where one has no such row.
+        """Returns, for each answer, the other row whose prompt gives its log-probabilities; None if any has none.
 
-        The first answer is tried with all prompts, the others first with the one as many rows away."""
+        The first answer tries all prompts; the others try the same shift first."""
         rows: list[int] = []
         count = len(self.answers)
         for number, each in enumerate(self.answers):
@@ -297,13 +292,13 @@ class Disagreement:
         return rows
 
     def _gives(self, answer: Passes, prompt: Sequence[int]) -> bool:
-        """Says whether an answer's log-probabilities are those after another prompt, up to rounding."""
+        """Says whether this prompt gives the answer's log-probabilities up to rounding."""
         passed = self.reference.run(prompt, answer.rollout.ids)
         missed = differences([answer.rollout], [self._own(answer, passed)])
         return Spread.of(missed).within(self.rounding.allowed)
 
     def _of_cut_prompts(self) -> Iterator[tuple[Cause, Predicted | None]]:
-        """Cuts all prompts to as many tokens as the longest one has to be cut to."""
+        """Cuts all prompts to the length that fits the longest one."""
         longest = max(self.answers, key=lambda each: len(each.rollout.prompt_ids))
         size = len(longest.rollout.prompt_ids)
         counts = range(1, size) if size <= _MOST_CUTS else [each for each in _USUAL_CUTS if each < size]
@@ -328,7 +323,7 @@ class Disagreement:
             yield ROUTES, self._rerun(changes=changes)
 
     def _of_each(self, predict: Callable[[Tensor, Rollout], Tensor]) -> Predicted:
-        """Predicts from the logits that are there."""
+        """Predicts from logits that are already computed."""
         return Predicted(
             [predict(each.exact.logits, each.rollout) for each in self.answers],
             [predict(each.rounded.logits, each.rollout) for each in self.answers],
@@ -355,7 +350,7 @@ class Disagreement:
 
 
 def differences(rollouts: Sequence[Rollout], exact: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the engine's log-probabilities minus others, nan where the model did not draw the token."""
+    """Returns the engine's log-probabilities minus `exact`; nan for tokens that the model did not draw."""
     return [
         (torch.tensor(each.log_probs, dtype=torch.float64) - values).masked_fill(~torch.tensor(each.mask), math.nan)
         for each, values in zip(rollouts, exact, strict=True)
@@ -384,10 +379,10 @@ def _cut(prompt: Sequence[int], count: int, is_end: bool) -> list[int]:
 
 
 def named(tried: Sequence[Tried]) -> list[Tried]:
-    """Returns the causes that explain the deviation, the one to name first: it predicts most tokens.
+    """Returns the causes that explain the deviation, first the one to name.
 
-    Of those that predict as many, the one that leaves less, within a factor of 2; else the one that was tried first, as
-    it is the more particular one.
+    That one predicts most tokens; among equals it leaves at most twice the smallest deviation; among these it was tried
+    first, as the most specific.
     """
     found = [each for each in tried if each.explains]
     most = [each for each in found if each.share == max(other.share for other in found)]

@@ -1,4 +1,4 @@
-"""Float64 reference of the log-probabilities of an answer, and of what another computation would have given."""
+"""Float64 log-probabilities of an answer, as defined and as other computations would give them."""
 
 from __future__ import annotations
 
@@ -27,24 +27,19 @@ class Pass:
     """Forward pass over a prompt and its answer."""
 
     logits: Tensor
-    """Logits, [2 + answer, vocab] float64. Row 1 + i predicts token i of the answer; the rows before and after are
-    those of the neighbouring positions, nan where there is none."""
+    """[2 + answer, vocab] float64. Row 1 + i predicts token i of the answer; the first and last row are the
+    neighbouring positions, nan if there is none."""
     chosen: Mapping[str, Tensor]
-    """Choice of each router by name, [tokens, experts] bool."""
+    """Choices of each router by name, [tokens, experts] bool."""
     outputs: Mapping[str, Tensor]
-    """Outputs by module, [tokens, columns] float64; empty if they were not wanted."""
+    """Outputs by module, [tokens, columns] float64; may be empty."""
 
 
 class Reference:
     """Model with given weights in float64."""
 
     def __init__(self, model: Model, weights: Arrays) -> None:
-        """Keeps the weights, adapters merged.
-
-        Args:
-            model: Model of the run.
-            weights: Whole tensors by name.
-        """
+        """Keeps the weights, adapters merged."""
         config = model.config
         self._model = config.model
         self._tensors = {torch.float64: merged(config, tensors_of(weights, all_shapes(config), _CPU))}
@@ -58,14 +53,14 @@ class Reference:
         changes: ExpertChanges = AS_DEFINED,
         has_outputs: bool = False,
     ) -> Pass:
-        """Computes the pass over a prompt and an answer.
+        """Computes the pass over a prompt (at least one id) and an answer.
 
         Args:
-            prompt_ids: Token ids before the answer, at least one.
-            ids: Token ids of the answer.
-            dtype: Precision of weights and of every operation.
-            changes: Ways in which layers of experts are computed otherwise.
-            has_outputs: Whether the outputs of modules are wanted.
+            prompt_ids: Ids before the answer.
+            ids: Ids of the answer.
+            dtype: Precision of weights and operations.
+            changes: Deviations in the computation of experts.
+            has_outputs: Whether to return module outputs.
         """
         # a further token, which nothing before it sees, gives the last token of the answer a position
         text = np.array([*prompt_ids, *ids, 0], np.int64)
@@ -91,21 +86,21 @@ def log_probs(logits: Tensor, ids: Sequence[int], temperature: float, shift: int
 
     Args:
         logits: Logits as in `Pass`.
-        ids: Token ids of the answer.
+        ids: Ids of the answer.
         temperature: Divisor of the logits.
-        shift: Positions by which logits are taken too late; 0 where each token has those before it.
+        shift: Positions by which logits are taken too late; 0 is right.
     """
     own = logits[1 + shift : 1 + shift + len(ids)] / temperature
     return own.log_softmax(-1).gather(-1, torch.tensor(ids).unsqueeze(-1)).squeeze(-1)
 
 
 def replayed(rollout: Rollout, passed: Pass) -> dict[str, Tensor]:
-    """Returns the experts that the engine chose, as choices of the reference's routers: [1, tokens, experts] bool.
+    """Returns the engine's choices of experts by router of the reference, [1, tokens, experts] bool.
 
-    The reference's own choice is kept where the engine's is not known, as for the last token, which it did not read.
+    Unknown choices, such as those of the last token, which the engine did not read, are the reference's.
 
     Raises:
-        DataError: The routes are of another model.
+        DataError: The routes belong to another model.
     """
     routes = torch.tensor(rollout.routes)
     found = {}

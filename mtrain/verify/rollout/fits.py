@@ -1,4 +1,4 @@
-"""Settings of a sampler, found from the log-probabilities that it gave."""
+"""Sampler settings, inferred from log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from mtrain.verify.rollout.records import Rollout
 from mtrain.verify.rollout.settings import TRUNCATIONS, DrawnTokens, Settings, truncated
 
 BIASED = "bias"
-"""What `logit_bias`, `bad_words`, `allowed_token_ids` and `min_tokens` do, among names of settings."""
+"""Name for `logit_bias`, `bad_words`, `allowed_token_ids` and `min_tokens`."""
 CONTINUOUS = ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty")
 SINGLES = (*((each,) for each in (*CONTINUOUS, *TRUNCATIONS)), (BIASED,))
-"""Settings that are tried alone."""
+"""Settings tried alone."""
 SEVERAL = (
     *itertools.combinations((*CONTINUOUS, *TRUNCATIONS, BIASED), 2),
     ("temperature", "top_k", "top_p"),  # as many models have them in their generation_config.json
 )
-"""Settings that are tried together."""
+"""Settings tried together."""
 MOST_TOKENS = 256
-"""Tokens from which settings are found; all of them judge these."""
+"""Tokens that a search uses; all tokens judge its result."""
 _MOST_NUMBERS = 2**22
-"""Logits that a search looks at again and again; with a large vocabulary it has fewer tokens."""
+"""Logits that a search reads repeatedly; a large vocabulary leaves fewer tokens."""
 _FEWEST_TOKENS = 8
-"""Tokens that settings need: fewer would have their log-probabilities under settings of any kind."""
+"""Tokens that a search needs: settings of any kind fit fewer."""
 _OF_ANY_NUMBER = (("temperature",), ("top_k",), ("top_p",))
-"""Settings that are likely enough to be named by any number of tokens."""
+"""Settings so likely that any number of tokens may suggest them."""
 _MOST_BIASED = 8
 _MOST_STARTS = 12
-"""Settings without a bias, the nearest ones, to which one is looked for."""
+"""Nearest settings without bias that get one."""
 _KEPT_SHARE = 0.75
 _MOST_OFTEN, _FEWEST_MORE = 3, 3
 _COLDEST, _HOTTEST = 0.02, 50.0
@@ -45,23 +45,23 @@ _STARTS = {
     "presence_penalty": [step / 4 for step in range(-8, 9)],
 }
 _TIDY = (*(number / 100 for number in range(1, 100)), 0.001, 0.002, 0.005, 0.995, 0.998, 0.999)
-"""Values of top_p and min_p that are tried in addition to those that follow from the log-probabilities."""
+"""Values of top_p and min_p to try besides those that log-probabilities imply."""
 _USUAL_TOP_K = (*range(1, 21), 24, 25, 30, 32, 40, 50, 60, 64, 80, 100, 128, 200, 256)
-"""Values of top_k that are tried together with top_p."""
+"""Values of top_k to try with top_p."""
 
 
 def fitted(answers: Sequence[tuple[Tensor, Rollout]], names: Sequence[str], tolerance: float) -> Settings | None:
-    """Returns the settings under which the log-probabilities are nearest to the engine's.
+    """Returns the settings whose log-probabilities are nearest to the engine's.
 
-    Round numbers are preferred to those that differ from them by less than 0.1 %.
+    Prefers round numbers within 0.1 %.
 
     Args:
-        answers: Logits as in `Pass`, float64, with the rollout.
-        names: Settings that are not at their defaults, of `SINGLES` or `SEVERAL`.
+        answers: Logits as in `Pass`, with the rollout.
+        names: Settings to vary, of `SINGLES` or `SEVERAL`.
         tolerance: Rounding of a log-probability.
 
     Returns:
-        The settings; None where none of this kind are near, or where there are too few tokens to tell.
+        The settings; None if none are near, or too few tokens can tell.
     """
     most = MOST_TOKENS if len(names) == 1 else MOST_TOKENS // 4
     most = max(2 * _FEWEST_TOKENS, min(most, _MOST_NUMBERS // answers[0][0].shape[-1]))
@@ -75,18 +75,13 @@ class _Fit:
     """Search for settings."""
 
     def __init__(self, places: DrawnTokens, tolerance: float) -> None:
-        """Keeps what is searched.
-
-        Args:
-            places: Tokens that the engine drew.
-            tolerance: Rounding of a log-probability.
-        """
+        """Searches the drawn tokens; `tolerance` is the rounding of a log-probability."""
         self._places, self._tolerance = places, tolerance
         self._known: dict[Settings, Tensor] = {}
-        """Differences under settings that were looked at: every second look is at such ones."""
+        """Differences under tried settings; half of all tries repeat."""
 
     def found(self, names: Sequence[str]) -> Settings | None:
-        """Returns the nearest settings of some names."""
+        """Returns the nearest settings of these names."""
         continuous = [name for name in CONTINUOUS if name in names]
         truncations = [name for name in TRUNCATIONS if name in names]
         # several at once are refined from fewer points
@@ -108,7 +103,7 @@ class _Fit:
         return min((each for each in refined if each is not None), key=self._distance, default=None)
 
     def _of_late_places(self, names: Sequence[str]) -> list[Settings]:
-        """Returns settings that hold without a bias in the second halves of the answers, as min_tokens leaves them."""
+        """Returns settings without bias that fit the second halves of answers, which min_tokens leaves alone."""
         is_late = self._places.numbers > self._places.numbers.max() / 2
         others = [name for name in names if name != BIASED]
         if not others or int(is_late.sum()) < _FEWEST_TOKENS:
@@ -117,7 +112,7 @@ class _Fit:
         return [] if found is None else [self._biased(found)]
 
     def _values(self, name: str) -> list[dict[str, Any]]:
-        """Returns round values of a truncation."""
+        """Returns usual values of a truncation."""
         size = self._places.logits.shape[-1]
         return [{name: each} for each in (_TIDY if name != "top_k" else [k for k in _USUAL_TOP_K if k < size])]
 
@@ -149,7 +144,7 @@ class _Fit:
         return float(self._missed(settings).square().mean())
 
     def _missed(self, settings: Settings) -> Tensor:
-        """Returns the differences from the engine's log-probabilities, finite also where a token would be left out."""
+        """Returns differences from the engine's log-probabilities, finite even if a token would be cut."""
         if settings not in self._known:
             every = self._places.processed(settings).log_softmax(-1)
             missed = self._places.of_drawn(every) - truncated(every, settings).logsumexp(-1) - self._places.said
@@ -157,7 +152,7 @@ class _Fit:
         return self._known[settings]
 
     def _without_needless(self, settings: Settings) -> Settings:
-        """Takes away the bias of tokens without which the others are as near, once these have moved."""
+        """Removes the bias of tokens that the refitted others do not need."""
         tokens = [token for token, value in settings.bias if value != -math.inf]
         for token in tokens if len(settings.bias) > 1 else ():
             bias = tuple(each for each in settings.bias if each[0] != token)
@@ -168,13 +163,9 @@ class _Fit:
         return settings
 
     def _least_squares(self, settings: Settings, names: Sequence[str | int], share: float = 1.0) -> Settings:
-        """Moves continuous settings, and the bias of tokens, to the nearest ones by Levenberg and Marquardt's steps.
+        """Moves the continuous settings and token biases in `names` to the optimum by Levenberg-Marquardt.
 
-        Args:
-            settings: Settings to begin with.
-            names: What is moved.
-            share: Share of the tokens, the nearest ones, that count: others may be those of which a truncation that is
-                not yet right leaves too many or too few.
+        Only the nearest `share` of tokens counts: a truncation that is not right yet spoils others.
         """
         if not names:
             return settings
@@ -202,7 +193,7 @@ class _Fit:
         return now
 
     def _tidied(self, settings: Settings, names: Sequence[str]) -> Settings:
-        """Rounds one setting after another where round numbers are as near, the rest being moved along."""
+        """Rounds settings in turn if round numbers fit as well after the rest has moved."""
         for number, name in enumerate(names):
             found, most = getattr(settings, name), max(self._distance(settings), (32 * self._tolerance) ** 2)
             for tidy in (round(found, digits) for digits in range(1, 5)):
@@ -215,7 +206,7 @@ class _Fit:
         return settings
 
     def _truncations(self, settings: Settings, names: Sequence[str]) -> list[Settings]:
-        """Returns settings with the nearest truncations; several where the first of two has several."""
+        """Returns settings with the nearest truncations: one, or one for each value of the first of two."""
         if not names:
             return [settings]
         if len(names) == 1:
@@ -224,7 +215,7 @@ class _Fit:
         return [self._truncation(each, names[1]) for each in firsts]
 
     def _truncation(self, settings: Settings, name: str) -> Settings:
-        """Returns settings with a truncation that leaves as much probability as the engine's log-probabilities say."""
+        """Returns settings whose truncation leaves the probability that the log-probabilities imply."""
         before = self._places.processed(settings).log_softmax(-1)
         ordered = truncated(before, settings).sort(-1, descending=True).values
         ordered = ordered - ordered.logsumexp(-1, keepdim=True)  # relative to what a truncation before it leaves
@@ -244,7 +235,7 @@ class _Fit:
         return replace(settings, **found)
 
     def _between(self, name: str, ordered: Tensor, reached: Tensor, wanted: Tensor) -> Iterator[float]:
-        """Yields a value of top_p or min_p that leaves as many tokens everywhere as the engine left."""
+        """Yields a value of top_p or min_p, if any, that leaves as many tokens everywhere as the engine did."""
         fits = (reached.log() - wanted.unsqueeze(-1)).abs() <= 32 * self._tolerance
         if not bool(fits.any(-1).all()):
             return
@@ -264,7 +255,7 @@ class _Fit:
             yield next((each for each in tidy if low < each <= high), (low + high) / 2)
 
     def _biased(self, settings: Settings) -> Settings:
-        """Returns settings with the tokens whose bias, or lack, leaves the engine's log-probabilities."""
+        """Returns settings with the biased or forbidden tokens that best fit the engine's log-probabilities."""
         own = self._places.processed(settings).log_softmax(-1)
         kept = truncated(own, settings).logsumexp(-1)
         missed = self._places.of_drawn(own) - kept - self._places.said
@@ -280,7 +271,7 @@ class _Fit:
         return next(each for each in found if self._distance(each) <= best + self._tolerance**2)
 
     def _pushed(self, settings: Settings, own: Tensor, missed: Tensor) -> Settings:
-        """Finds tokens with another logit: the sum of exponentials grows by (e^bias - 1) times their probability."""
+        """Finds biased tokens: the sum of exponentials grows by (e^bias - 1) times their probability."""
         more, shares = missed.exp() - 1, own.exp()
         if settings.num_biased is not None:
             shares = shares * (self._places.numbers < settings.num_biased).unsqueeze(-1)
@@ -309,7 +300,7 @@ class _Fit:
         )
 
     def _pushed_often(self, settings: Settings, own: Tensor) -> Settings:
-        """Finds the logits of several tokens that are drawn far more often than their probabilities say."""
+        """Finds biases of tokens that are drawn far more often than predicted."""
         more = torch.bincount(self._places.ids, minlength=own.shape[-1]) - own.exp().sum(0)
         often = [token for token in more.topk(_MOST_OFTEN).indices.tolist() if more[token] > _FEWEST_MORE]
         if len(often) < 2:
@@ -318,7 +309,7 @@ class _Fit:
         return self._least_squares(replace(settings, bias=start), often, _KEPT_SHARE)
 
     def _pushed_when_drawn(self, settings: Settings, own: Tensor, missed: Tensor) -> Settings:
-        """Finds one token with another logit, by the odds of being drawn where it is."""
+        """Finds one biased token by its odds of being drawn."""
         drawn, said = self._places.of_drawn(own), self._places.said
         odds = (said - torch.log(-torch.expm1(said.clamp(max=-1e-12)))) - (drawn - torch.log(-torch.expm1(drawn)))
         found = {}
@@ -330,7 +321,7 @@ class _Fit:
         return replace(settings, bias=(min(found, key=lambda each: found[each]),))
 
     def _allowed(self, settings: Settings, own: Tensor, missed: Tensor) -> Settings:
-        """Finds the tokens that may be drawn: those that were, and a few more that have the rest of the probability."""
+        """Finds the allowed tokens: those drawn, and a few that hold the rest of the probability."""
         shares, left = own.exp(), missed.exp()
         chosen = sorted(set(self._places.ids.tolist()))
         best = replace(settings, num_biased=None, allowed=tuple(chosen))
@@ -349,7 +340,7 @@ class _Fit:
 
 
 def _moved(settings: Settings, steps: dict[str | int, float]) -> Settings:
-    """Returns settings after a step; factors move by their logarithm, and a token's bias has the token as its name."""
+    """Returns settings after a step: factors move in log space, and a token names its bias."""
     bias = tuple((token, value + steps.get(token, 0.0)) for token, value in settings.bias)
     moved: dict[str, Any] = {"bias": bias}
     for name, step in steps.items():
@@ -361,7 +352,7 @@ def _moved(settings: Settings, steps: dict[str | int, float]) -> Settings:
 
 
 def _bias(factor: float) -> float:
-    """Returns the bias of a token from e^bias - 1."""
+    """Converts e^bias - 1 to the bias of a token."""
     return -math.inf if factor < -0.98 else _tidy_bias(math.log1p(factor))
 
 
@@ -371,7 +362,7 @@ def _tidy_bias(value: float) -> float:
 
 
 def fitted_padding(answers: Sequence[tuple[Tensor, Rollout]]) -> int:
-    """Returns how many rows with logits of 0 the engine's softmax seems to count too; at least 0."""
+    """Returns how many rows with logits of 0 the engine's softmax seems to include; at least 0."""
     places = DrawnTokens.drawn(answers, MOST_TOKENS)
     logits = places.processed(Settings())
     rows = (torch.exp(places.of_drawn(logits.log_softmax(-1)) - places.said) - 1) * logits.logsumexp(-1).exp()

@@ -1,4 +1,4 @@
-"""Hidden states and choices of experts that an engine returned, compared with the reference."""
+"""Hidden states and expert choices of an engine, compared with the reference."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from mtrain.verify.rollout.causes import Passes
 from mtrain.verify.rollout.exact import replayed
 
 LIMIT = amplified(1.0)
-"""Largest difference that is rounding, in units of the measured one."""
+"""Largest difference that rounding explains, in units of the measured one."""
 
 
 def layer_differences(passes: Sequence[Passes]) -> Mapping[str, float]:
-    """Returns the largest difference of each module's output, relative to its largest element, over rounding.
-
-    The reference computed in the engine's precision differs by 1; above LIMIT it is no rounding.
+    """Returns the largest difference of each module's output in units of its rounding; above LIMIT it is a fault.
 
     Raises:
-        DataError: A module is not known, or its output has another size.
+        DataError: A module is unknown, or its output has another size.
     """
     found: dict[str, tuple[float, float]] = {}
     for each in passes:
@@ -51,10 +49,10 @@ def layer_differences(passes: Sequence[Passes]) -> Mapping[str, float]:
 
 
 def agreeing_routes(passes: Sequence[Passes]) -> str | None:
-    """Says how many of the engine's choices of experts are those of the reference; None if it gave none.
+    """Counts the engine's choices of experts that equal the reference's, in words; None if it gave none.
 
     Raises:
-        DataError: Routes are not of this model.
+        DataError: The routes belong to another model.
     """
     own = [each for each in passes if each.rollout.routes is not None]
     if not own:

@@ -14,12 +14,7 @@ from mtrain.verify.rollout.report import JSON_NAME, PAGE_NAME, RolloutReport, Si
 
 
 def lines_of(report: RolloutReport, folder: Path) -> Iterator[str]:
-    """Yields what the terminal shows: a line for each side, two for each finding, and the verdict.
-
-    Args:
-        report: Report to show.
-        folder: Folder of the report's files.
-    """
+    """Yields the terminal output: a line for each side, two for each finding, and the verdict."""
     for side in report.sides:
         verdict = "agrees with float64" if side.passed else "DEVIATES from float64"
         yield (
@@ -40,11 +35,7 @@ def lines_of(report: RolloutReport, folder: Path) -> Iterator[str]:
 
 
 def write_rollout_report(report: RolloutReport, folder: Path) -> None:
-    """Writes the JSON file and the page.
-
-    Raises:
-        MachineError: The folder cannot be written.
-    """
+    """Writes the JSON file and the page; raises MachineError if the folder cannot be written."""
     with disk_faults(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / JSON_NAME, report.to_json())
@@ -52,7 +43,7 @@ def write_rollout_report(report: RolloutReport, folder: Path) -> None:
 
 
 def rollout_page(report: RolloutReport) -> str:
-    """Returns the text of the page, from the verdict to every cause that was tried."""
+    """Returns the page, from the verdict to every tried cause."""
     return render(
         "rollout.html",
         report=report,

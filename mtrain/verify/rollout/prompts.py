@@ -1,4 +1,4 @@
-"""What is exact in a rollout: the vocabulary, the tokens that begin a text, the chat template, the mask."""
+"""Exact properties of a rollout: vocabulary, tokens that begin a text, chat template, mask."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from mtrain.verify.parity import Progress
 from mtrain.verify.rollout.records import Rollout
 
 _SHOWN = 8
-"""Tokens around a difference that are shown."""
+"""Tokens shown around a difference."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """Exact property that a rollout lacks."""
+    """Exact property that a rollout violates."""
 
     cause: str
-    """Name of the cause, such as `other template`."""
+    """Such as `other template`."""
     place: str
     """File and line."""
     fact: str
-    """What was found and what was expected, as a sentence without its end."""
+    """What was found and expected, as a sentence without full stop."""
     remedy: str
 
 
 class Prompts:
-    """Token ids of prompts by the tokenizer and the chat template of a run."""
+    """Prompt token ids by the tokenizer and chat template of a run."""
 
     def __init__(self, model: Model, has_texts: bool, progress: Progress) -> None:
-        """Loads the tokenizer.
+        """Loads the tokenizer; without one in the configuration, texts are not compared.
 
         Args:
-            model: Model of the run; where its configuration names no tokenizer, texts are not compared.
-            has_texts: Whether a rollout has messages or a text; token ids alone need no tokenizer.
-            progress: Function that is called with a line where there is none.
+            model: Model of the run.
+            has_texts: Whether a rollout has messages or a text; ids alone need no tokenizer.
+            progress: Called with a line if the tokenizer is missing.
 
         Raises:
             DataError: The tokenizer is missing or damaged, and there are texts.
@@ -65,7 +65,7 @@ class Prompts:
         return () if self._tokenizer is None else tuple(self._tokenizer.begin_ids)
 
     def broken(self, rollout: Rollout) -> Broken | None:
-        """Returns the first exact property that the rollout lacks; None if it has all that can be compared.
+        """Returns the first exact property that the rollout violates; None without any.
 
         Raises:
             DataError: The template refuses the messages; names the line.
@@ -93,7 +93,7 @@ class Prompts:
         return self._compared(rollout, rollout.prompt_ids, self._ids(rollout.prompt))
 
     def _ids(self, prompt: str | dict[str, Any]) -> list[int]:
-        """Encodes a rendered text, or renders messages by the run's template."""
+        """Encodes a rendered text, or renders messages with the run's template."""
         assert self._tokenizer is not None
         if isinstance(prompt, str):
             return asked(prompt, self._tokenizer, special_tokens=True)
@@ -108,7 +108,7 @@ class Prompts:
         return _missing(rollout, begin) if self._template_begins(begin) else None
 
     def _template_begins(self, begin: Sequence[int]) -> bool:
-        """Says whether the run's template writes the tokens that begin a text; that of some models does not."""
+        """Says whether the run's template writes the tokens that begin a text; not all do."""
         try:
             asked_ids = self._ids({"messages": [{"role": "user", "content": "?"}]})
         except (ConfigError, DataError):  # no template, or one that asks for more
@@ -116,7 +116,7 @@ class Prompts:
         return asked_ids[: len(begin)] == list(begin)
 
     def _broken_conversation(self, rollout: Rollout, record: dict[str, Any]) -> Broken | None:
-        """Compares a conversation with its answers: ids and mask of a sample that is trained on."""
+        """Compares ids and mask of an answered conversation with those of a training sample."""
         assert self._tokenizer is not None
         if self._section is None:
             raise DataError("has messages, but the run's data (data.kind) are not conversations")
@@ -170,7 +170,7 @@ class Prompts:
         return repr(self._tokenizer.decode(list(ids[place : place + _SHOWN])))
 
     def others(self, rollouts: Sequence[Rollout]) -> Mapping[str, list[list[int] | None]]:
-        """Returns what an engine may have read instead of the token ids of each prompt, by what it is."""
+        """Returns what an engine may have read instead of each prompt's ids, by description."""
         if self._tokenizer is None:
             return {}
         found: dict[str, list[list[int] | None]] = {}
@@ -201,7 +201,7 @@ class Prompts:
 
 
 def _is_answered(record: dict[str, Any]) -> bool:
-    """Says whether a conversation ends with an answer, so that it holds the rollout too."""
+    """Says whether a conversation ends with an answer, and so includes the rollout."""
     messages = record["messages"]
     is_list = isinstance(messages, list) and bool(messages) and isinstance(messages[-1], dict)
     return is_list and messages[-1].get("role") == "assistant"

@@ -1,6 +1,6 @@
-"""Rollouts in a file: one JSON object a line, in our own form, or as vLLM and SGLang give their outputs.
+"""Rollouts in a file: one JSON object a line, in our format or as vLLM and SGLang write their outputs.
 
-docs/training/verify-rollout.md describes the keys of our form.
+docs/training/verify-rollout.md describes our keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mtrain.data.formats.jsonl import objects
 
 _PROMPTS = ("prompt", "messages")
 _OF_PROMPTS = (*_PROMPTS, "tools", "prompt_token_ids", "temperature")
-"""Keys of our form that an engine's form may have for a prompt, or is given by the user."""
+"""Our keys of a prompt that an engine's record may have or the user may add."""
 _OF_ANSWERS = ("mask", "routed_experts", "hidden_states")
 """The same for an answer."""
 _KEYS = frozenset(
@@ -35,9 +35,9 @@ _KEYS = frozenset(
     }
 )
 _MOST_LOG_PROB = 1e-3
-"""Largest log-probability that rounding can make of 0."""
+"""Largest log-probability that rounding makes of 0."""
 _COLDEST = 1e-6
-"""Lowest temperature; vLLM takes the likeliest token below 1e-5."""
+"""Lowest temperature; below 1e-5 vLLM takes the likeliest token."""
 _NEEDED = (
     "a line needs prompt_token_ids, token_ids and log_probs, or the output of vLLM (prompt_token_ids, outputs) or "
     "SGLang (output_ids, meta_info)"
@@ -46,31 +46,31 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Rollout:
-    """One answer as the inference engine drew it."""
+    """One answer of the inference engine."""
 
     place: str
     """File and line, for messages."""
     prompt_ids: list[int]
-    """Token ids before the answer, at least one."""
+    """Ids before the answer, at least one."""
     ids: list[int]
-    """Token ids of the answer, at least one."""
+    """Ids of the answer, at least one."""
     log_probs: list[float]
-    """Log-probability of each token of the answer in nats."""
+    """Log-probability of each answer token in nats."""
     mask: list[bool]
-    """Whether the model drew each token of the answer; results of tools are not drawn, and not compared."""
+    """Whether the model drew each answer token; results of tools are not compared."""
     temperature: float = 1.0
-    """Temperature at which the answer was drawn, and at which a loss takes its log-probabilities."""
+    """Temperature of the draw and of the log-probabilities in a loss."""
     prompt: str | dict[str, Any] | None = None
-    """Text of the prompt, or a record of messages; None: not given."""
+    """Text, or a record of messages; None: not given."""
     routes: list[list[list[int]]] | None = None
-    """Experts that the engine chose, [tokens, layers, k]: a row for each token that it read, prompt and answer without
-    the last token, and all layers; what stands in a layer without experts is not read, -1 is not known."""
+    """The engine's experts, [tokens, layers, k]: a row for each token that it read (prompt and answer without the last
+    token), and all layers; layers without experts are ignored, -1 is unknown."""
     hidden_states: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    """Output of modules by name, `embedding`, `layer N` or `final_layernorm`, [tokens, hidden], for the same tokens."""
+    """Outputs of `embedding`, `layer N` or `final_layernorm`, [tokens, hidden], for the same tokens."""
 
     @property
     def num_read(self) -> int:
-        """Returns the number of tokens that the engine read to draw the answer."""
+        """Returns the number of tokens that the engine read."""
         return len(self.prompt_ids) + len(self.ids) - 1
 
 
@@ -78,7 +78,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """Reads a file of rollouts.
 
     Raises:
-        DataError: The file is missing or empty, or a line is no rollout; the message names it.
+        DataError: The file is missing or empty, or a line, which the message names, is not a rollout.
     """
     if not path.is_file():
         raise DataError(f"{path} with rollouts cannot be read: there is no such file; name a file of JSON lines")
@@ -95,7 +95,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def repeated_places(rollouts: Sequence[Rollout]) -> list[str]:
-    """Returns, for each rollout that stands in several rows, where."""
+    """Returns the places of each rollout that occurs more than once."""
     rows: dict[tuple[tuple[float, ...], ...], list[str]] = {}
     for each in rollouts:
         rows.setdefault((tuple(each.prompt_ids), tuple(each.ids), tuple(each.log_probs)), []).append(each.place)
@@ -103,7 +103,7 @@ def repeated_places(rollouts: Sequence[Rollout]) -> list[str]:
 
 
 def _ours(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the answers of a record in our own form."""
+    """Yields the answers of a record in our format."""
     if "outputs" in record:
         yield from _of_vllm(record)
     elif "meta_info" in record:
@@ -113,9 +113,9 @@ def _ours(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _of_vllm(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the answers of a RequestOutput of vLLM as JSON.
+    """Yields the answers of a vLLM RequestOutput; JSON makes texts of the token ids in `logprobs`.
 
-    Source: vLLM 0.32, outputs.py; the keys of JSON are texts, so the token ids of `logprobs` are.
+    Source: vLLM 0.32, outputs.py
     """
     outputs = record["outputs"]
     if not isinstance(outputs, list) or not all(isinstance(each, dict) for each in outputs):
@@ -142,7 +142,7 @@ def _of_vllm(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _of_sglang(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the answer of an output of SGLang's /generate or `Engine.generate`, with return_logprob.
+    """Returns the answer of SGLang's /generate or `Engine.generate`, with return_logprob.
 
     Source: SGLang 0.5, managers/tokenizer_manager.py: lists of [log-probability, token id, text].
     """
@@ -224,7 +224,7 @@ def _numbers(given: object, name: str) -> list[float]:
 
 
 def _is_number(given: object) -> bool:
-    """Says whether it is a finite number; no float64 holds a whole number with 400 digits."""
+    """Says whether a value is a finite number that float64 can hold."""
     return isinstance(given, int | float) and not isinstance(given, bool) and abs(given) <= sys.float_info.max
 
 
@@ -239,10 +239,7 @@ def _mask(given: object, length: int) -> list[bool]:
 
 
 def _check_shapes(rollout: Rollout) -> None:
-    """Refuses routes and hidden states that are not those of the tokens read.
-
-    An engine may leave out the last token, which it drew and did not read, or give it too.
-    """
+    """Refuses routes and hidden states without one row per read token; the last, drawn one may be included."""
     lengths = (rollout.num_read, rollout.num_read + 1)
     routes = rollout.routes
     if routes is not None:
@@ -268,12 +265,12 @@ def _check_shapes(rollout: Rollout) -> None:
 
 
 def _holds_ids(given: Any) -> bool:
-    """Says whether nested lists hold nothing but numbers of experts."""
+    """Says whether nested lists hold expert numbers only."""
     return all(map(_holds_ids, given)) if isinstance(given, list) else type(given) is int and -1 <= given < 2**31
 
 
 def _shape(given: Any) -> tuple[int, ...]:
-    """Returns the shape of nested lists of numbers; empty if it has none."""
+    """Returns the shape of nested lists of numbers; empty for anything else."""
     if not isinstance(given, list) or not given:
         return ()
     if all(_is_number(each) for each in given):

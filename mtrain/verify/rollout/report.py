@@ -10,22 +10,22 @@ from mtrain.verify.core.result import encoded
 from mtrain.verify.rollout.causes import Spread
 
 FORMAT = 1
-"""Version of the JSON file; raised when a field changes its meaning."""
+"""Version of the JSON file; raised when a field changes meaning."""
 JSON_NAME, PAGE_NAME = "rollout.json", "rollout.html"
 
 
 @dataclass(frozen=True)
 class Side:
-    """Log-probabilities of the engine or of the trainer compared with the exact ones."""
+    """Log-probabilities of the engine or trainer, compared with exact ones."""
 
     name: str
     """`rollout`, or `trainer` with its layout."""
     dtype: str
     spread: Spread
     allowed: Spread
-    """Largest differences that rounding explains: 4 times those of the reference computed in this precision."""
+    """Largest explained differences: 4 times those of the reference in this precision."""
     mean: float
-    """Mean of the differences with their sign, in nats; rounding has a mean near 0."""
+    """Mean signed difference in nats; near 0 for rounding."""
 
     @property
     def passed(self) -> bool:
@@ -35,12 +35,12 @@ class Side:
 
 @dataclass(frozen=True)
 class Finding:
-    """Cause of a disagreement, or the statement that none is known."""
+    """Cause of a disagreement, known or not."""
 
     cause: str
-    """Name of the cause, such as `temperature`; `not explained`."""
+    """Such as `temperature`, or `not explained`."""
     lines: tuple[str, str]
-    """What is the case, and what to change."""
+    """Fact and remedy."""
 
 
 @dataclass(frozen=True)
@@ -51,30 +51,29 @@ class RolloutReport:
     command: str
     environment: dict[str, str]
     model: str
-    """Model as it was named, with the step of its checkpoint."""
+    """Model as the user named it, with the step of its checkpoint."""
     file: str
     num_rollouts: int
     num_tokens: int
-    """Tokens that the model drew."""
+    """Tokens drawn by the model."""
     num_deviating: int
     """Rollouts with a token that rounding does not explain."""
     sides: tuple[Side, ...]
-    """The rollout first, then the trainer under each layout that ran; empty if an exact property is missing."""
+    """The rollout, then the trainer under each layout that ran; empty if an exact property is violated."""
     findings: tuple[Finding, ...]
-    """Causes, the most certain first; empty if all agree."""
+    """Causes, most certain first; empty if all agree."""
     tried: tuple[tuple[str, Spread, bool], ...]
-    """Causes that were tried: name and fact, what is left of the deviation, and whether it explains it."""
+    """Tried causes: name and fact, remaining deviation, whether it explains."""
     tokens: tuple[tuple[float, ...], ...]
-    """Exact log-probability, difference of the engine and difference of the trainer by token of all answers."""
+    """Exact log-probability, difference of the engine and difference of the trainer, by drawn token."""
     positions: tuple[tuple[float, float], ...]
-    """Root mean square of both differences by place in the answer."""
+    """Root mean square of both differences by position in the answer."""
     layers: Mapping[str, float]
-    """Largest relative difference of hidden states by module, in the order of the forward pass; empty if none are
-    given."""
+    """Largest relative difference of hidden states by module in forward order; may be empty."""
     routes: str | None
-    """How many choices of experts are those of the reference; None if none are given."""
+    """How many choices of experts equal the reference's; None if none are given."""
     replay: str | None
-    """How far rollout and trainer are apart without, and with, the rollout's routes; None if none are given."""
+    """Distance of rollout and trainer without and with the rollout's routes; None if none are given."""
     format: int = FORMAT
 
     @property
@@ -83,5 +82,5 @@ class RolloutReport:
         return not self.findings
 
     def to_json(self) -> str:
-        """Returns strict JSON: numbers that are not finite become the texts "inf", "-inf" and "nan"."""
+        """Returns strict JSON; non-finite numbers become the texts "inf", "-inf" and "nan"."""
         return json.dumps(encoded(asdict(self)), allow_nan=False, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Check `mtrain verify rollout`: who is wrong when an inference engine and the trainer disagree, and why."""
+"""Check `mtrain verify rollout`: why an inference engine and the trainer disagree, and which is wrong."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from mtrain.verify.rollout.scores import Scored, for_scoring, scores
 
 PRELOADED = ("mtrain.verify.rollout.scores",)
 TIMEOUT_S = 6 * 3600
-"""Time limit of a layout in seconds; long, since models have their full size."""
+"""Time limit of a layout in seconds; long, because models have full size."""
 NOT_EXPLAINED = "not explained"
 _MOST_STEPS = 8
-"""Number of older checkpoints that are tried as stale weights, the newest first."""
+"""Older checkpoints to try as stale weights, newest first."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,27 @@ class RolloutRequest:
     rollouts: Path
     overrides: Sequence[str] = ()
     dtype: str | None = None
-    """Precision in which the engine computes, as torch names it; None: that of the run."""
+    """The engine's precision by torch's name; None: the run's."""
     weights: Sequence[Path] = ()
     """Other models whose weights the engine may have had."""
     first: int = 64
-    """Number of rollouts that are compared, from the first one."""
+    """Number of rollouts to compare."""
     max_ranks: int = 8
     command: str = "mtrain verify rollout"
 
 
 def verify_rollout(request: RolloutRequest, progress: Progress, pool: Pool | None = None) -> RolloutReport:
-    """Runs the check and returns its report.
+    """Runs the check.
 
     Args:
         request: Arguments of the command line.
-        progress: Function that is called with a line for every finished part.
-        pool: Pool of ranks to use; None starts one.
+        progress: Called with a line for every finished part.
+        pool: Pool of ranks; None starts one.
 
     Raises:
         ConfigError: The model cannot be compared, or the layout needs more ranks.
         DataError: The file, the model or the tokenizer cannot be read.
-        MachineError: The device that was asked for does not exist.
+        MachineError: The requested device does not exist.
     """
     rollouts = read_rollouts(request.rollouts)
     if len(rollouts) > request.first:
@@ -96,7 +96,7 @@ class _RolloutCheck:
         self._dtype: torch.dtype = self._trainer_dtype if request.dtype is None else getattr(torch, request.dtype)
 
     def report(self) -> RolloutReport:
-        """Compares what can be compared; tokens beyond the vocabulary leave nothing."""
+        """Compares everything; only the vocabulary if tokens are beyond it."""
         broken = [each for each in map(self._prompts.broken, self._rollouts) if each is not None]
         findings = _exact_findings(broken, len(self._rollouts))
         if any(each.cause == "other vocabulary" for each in broken):
@@ -137,7 +137,7 @@ class _RolloutCheck:
     def _replay(
         self, reference: Reference, passes: Sequence[Passes], scored: Scored, own: Prepared
     ) -> tuple[list[Side], list[Finding], str | None]:
-        """Compares the trainer with float64 where both replay the rollouts' routes, and both times with the engine."""
+        """Compares trainer and float64 with the rollouts' routes replayed, and trainer and engine with and without."""
         count = sum(each.routes is not None for each in self._rollouts)
         if count < len(self._rollouts) or scored.routes is None:
             if count:
@@ -164,7 +164,7 @@ class _RolloutCheck:
         return sides, findings, f"{shown} nats"
 
     def _replayed_side(self, name: str, reference: Reference, passes: Sequence[Passes], scored: Scored) -> Side:
-        """Compares the trainer with float64 that takes the experts in `Passes.rollout`."""
+        """Compares the trainer with float64 that takes the experts of `Passes.rollout`."""
         dtype, found = self._trainer_dtype, []
         for each in passes:
             rollout, changes = each.rollout, ExpertChanges(chosen=replayed(each.rollout, each.exact))
@@ -204,7 +204,7 @@ class _RolloutCheck:
         )
 
     def _others(self) -> Mapping[str, Callable[[], Reference]]:
-        """Returns how to load the other weights that the engine may have had, by what they are."""
+        """Returns loaders of other weights that the engine may have had, by description."""
         found: dict[str, Callable[[], Reference]] = {}
         entry = self._model.entry
         if entry is not None and entry.path.parent.name == "checkpoints":
@@ -258,7 +258,7 @@ class _RolloutCheck:
         scored: Scored,
         own: Prepared,
     ) -> tuple[list[Side], list[Finding]]:
-        """Compares the trainer, and where it deviates runs it with fewer ranks, to see whether it is the layout."""
+        """Compares the trainer; if it deviates, runs it on fewer ranks to see whether the layout is at fault."""
         dtype = self._trainer_dtype
         if dtype != self._dtype:
             passes = [self._passes(reference, each.rollout, dtype) for each in passes]
@@ -299,7 +299,7 @@ class _RolloutCheck:
         return sides, [Finding(name, lines)]
 
     def _fewer(self, own: Prepared) -> list[tuple[str, Prepared]]:
-        """Returns what is named where a layout with less parallelism does not deviate, with that layout."""
+        """Returns layouts with less parallelism, each with the cause to name if it agrees."""
         layout, found = self._config.layout, []
         if layout.ep > 1:
             section = layout.model_copy(update={"ep": 1, "etp": LayoutSection().etp})
@@ -342,7 +342,7 @@ class _RolloutCheck:
 
 
 def _exact_findings(broken: Sequence[Broken], count: int) -> list[Finding]:
-    """Returns a finding for each cause, with the first rollout that has it."""
+    """Returns a finding for each cause, with its first rollout."""
     found: list[Finding] = []
     for cause in dict.fromkeys(each.cause for each in broken):
         own = [each for each in broken if each.cause == cause]
@@ -362,7 +362,7 @@ def _inner_finding(layers: Mapping[str, float]) -> list[Finding]:
 
 
 def _as_rollouts(rollouts: Sequence[Rollout], scored: Scored) -> list[Rollout]:
-    """Returns the rollouts with the trainer's log-probabilities and choices of experts."""
+    """Gives the rollouts the trainer's log-probabilities and experts."""
     routes = [None] * len(rollouts) if scored.routes is None else scored.routes
     return [
         replace(each, log_probs=own, routes=chosen)
@@ -371,7 +371,7 @@ def _as_rollouts(rollouts: Sequence[Rollout], scored: Scored) -> list[Rollout]:
 
 
 def _deviating(side: Side, found: Sequence[Tensor]) -> list[int]:
-    """Returns the numbers of the rollouts that deviate; all if only many small differences add up."""
+    """Returns the numbers of deviating rollouts; all if only many small differences add up."""
     if side.passed:
         return []
     own = [number for number, each in enumerate(found) if not Spread.of([each]).within(side.allowed)]
@@ -379,7 +379,7 @@ def _deviating(side: Side, found: Sequence[Tensor]) -> list[int]:
 
 
 def _rounding(passes: Sequence[Passes], exact: Sequence[Tensor], dtype: torch.dtype) -> Rounding:
-    """Measures the rounding of the precision in which the passes were computed, too."""
+    """Measures the rounding of the passes' precision."""
     # the largest logit is rounded by every engine at the end
     largest = max(float((each.exact.logits / each.rollout.temperature).nan_to_num().abs().max()) for each in passes)
     places = [(each, slice(1, 1 + len(each.rollout.ids))) for each in passes]
@@ -410,7 +410,7 @@ def _tokens(exact: Sequence[Tensor], both: Sequence[Sequence[Tensor]]) -> list[t
 
 
 def _positions(both: Sequence[Sequence[Tensor]]) -> tuple[tuple[float, float], ...]:
-    """Returns the root mean square of the differences of all answers by place; 0 where none was drawn."""
+    """Returns the rms of the differences by position in the answer; 0 if none was drawn."""
     longest = max(len(each) for each in both[0])
     sums = torch.zeros(2, longest, dtype=torch.float64)
     counts = torch.zeros(longest, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens by the trainer, under its layout and precision, and the weights that gave them."""
+"""Log-probabilities of given tokens by the trainer, in its layout and precision, with the weights that gave them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mtrain.verify.rollout.records import Rollout
 
 
 class Scored(NamedTuple):
-    """What a rank returns."""
+    """Result of a rank."""
 
     log_probs: list[list[float]]
-    """Log-probability of each token of each answer."""
+    """Log-probability of each answer token."""
     routes: list[list[list[list[int]]]] | None
-    """Experts that the trainer chose for each answer, as `Rollout.routes`; None where it chooses none."""
+    """The trainer's experts for each answer, as `Rollout.routes`; None if it has none to give."""
     weights: Arrays | None
-    """Whole weights that computed, on rank 0; None elsewhere, or if they were not wanted."""
+    """Whole weights on rank 0; None elsewhere, or if not wanted."""
 
 
 def scores(
@@ -38,9 +38,9 @@ def scores(
     Args:
         groups: Process groups.
         model: Model of the run; see `for_scoring`.
-        rollouts: Answers to score; none if only the weights are wanted.
-        with_weights: Whether the weights are wanted.
-        replay: Whether tokens go to the experts that the engine chose, in place of the trainer's own choice.
+        rollouts: Answers to score; may be empty if only the weights are wanted.
+        with_weights: Whether to return the weights.
+        replay: Whether tokens go to the engine's experts instead of the trainer's.
 
     Raises:
         DataError: The weights cannot be loaded, or a rollout does not fit the model.
@@ -64,13 +64,7 @@ def scores(
 
 
 def for_scoring(model: Model, rollouts: Sequence[Rollout], max_ranks: int = 1) -> Model:
-    """Returns the model with rows that hold the longest rollout, unpacked, and a loss that needs nothing.
-
-    Args:
-        model: Model of the run.
-        rollouts: Answers to score.
-        max_ranks: Largest number of ranks that the layout may use.
-    """
+    """Returns the model with unpacked rows for the longest rollout, and a loss that needs nothing."""
     config = model.config
     length = multiple_from(max(each.num_read for each in rollouts), [2 * config.layout.cp * config.layout.tp])
     data = config.data.model_copy(update={"seq_length": length, "packing": None})

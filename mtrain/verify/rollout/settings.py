@@ -1,7 +1,7 @@
-"""Settings of a sampler that change its log-probabilities, in the order in which an engine applies them.
+"""Sampler settings that change log-probabilities, in the order in which an engine applies them.
 
-Source: vLLM 0.32, v1/sample/sampler.py: tokens that are forbidden or biased, penalties, temperature, min_p, top_k,
-top_p. SGLang and transformers have the same settings under the same names.
+Source: vLLM 0.32, v1/sample/sampler.py: forbidden or biased tokens, penalties, temperature, min_p, top_k, top_p. SGLang
+and transformers have the same settings under the same names.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch import Tensor
 from mtrain.verify.rollout.records import Rollout
 
 TRUNCATIONS = ("min_p", "top_k", "top_p")
-"""Settings that leave the likeliest tokens alone, in their order."""
+"""Settings that keep only the likeliest tokens, in order."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a sampler; the defaults change nothing."""
+    """Sampler settings; the defaults change nothing."""
 
     bias: tuple[tuple[int, float], ...] = ()
-    """Tokens with what is added to their logits; -inf for one that may not be drawn."""
+    """Tokens and what is added to their logits; -inf forbids one."""
     num_biased: int | None = None
-    """Number of tokens of an answer that have the bias, from the first one; None: all of them."""
+    """Number of first answer tokens that have the bias; None: all."""
     allowed: tuple[int, ...] | None = None
-    """Tokens that may be drawn; None: all of them."""
+    """Tokens that may be drawn; None: all."""
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     temperature: float | None = None
-    """Divisor of the logits; None: the one that the file says."""
+    """Divisor of the logits; None: the file's."""
     min_p: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
@@ -69,7 +69,7 @@ class Settings:
         return said
 
     def cause(self) -> str:
-        """Returns the name of the cause that these settings are."""
+        """Returns the name of the cause."""
         found = ["temperature"] if self.temperature is not None else []
         found += ["penalties"] if self._penalties() else []
         found += ["truncated vocabulary"] if self.min_p > 0 or self.top_k is not None or self.top_p < 1 else []
@@ -83,31 +83,26 @@ def _tokens(ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """Tokens that an engine drew, with what it had to draw from."""
+    """Drawn tokens, with what they were drawn from."""
 
     logits: Tensor
-    """Logits that predict the token, [tokens, vocab] float64, not divided by a temperature."""
+    """Predicting logits before temperature, [tokens, vocab] float64."""
     ids: Tensor
-    """Tokens that were drawn, [tokens]."""
+    """Drawn tokens, [tokens]."""
     said: Tensor
-    """Log-probabilities that the engine gave, [tokens] float64."""
+    """The engine's log-probabilities, [tokens] float64."""
     temperatures: Tensor
-    """Temperatures that the file says, [tokens]."""
+    """Temperatures in the file, [tokens]."""
     read: tuple[Tensor, ...]
-    """Ids that stand before each token, in prompt or answer, each once."""
+    """Distinct ids before each token, in prompt or answer."""
     written: tuple[tuple[Tensor, Tensor], ...]
-    """The same of the answer alone, with their numbers."""
+    """Distinct ids before each token in the answer, with their counts."""
     numbers: Tensor
-    """Places in the answers, [tokens]."""
+    """Positions in the answers, [tokens]."""
 
     @classmethod
     def of(cls, logits: Tensor, rollout: Rollout) -> DrawnTokens:
-        """Returns the places of an answer.
-
-        Args:
-            logits: Logits as in `Pass`.
-            rollout: Answer with its prompt.
-        """
+        """Returns the tokens of an answer; `logits` as in `Pass`."""
         count = len(rollout.ids)
         return cls(
             logits[1 : 1 + count],
@@ -121,7 +116,7 @@ class DrawnTokens:
 
     @classmethod
     def drawn(cls, answers: Sequence[tuple[Tensor, Rollout]], most: int) -> DrawnTokens:
-        """Returns at most `most` places of all answers at which the model drew the token, evenly spread."""
+        """Returns at most `most` drawn tokens of all answers, evenly spread."""
         is_drawn = torch.tensor([is_drawn for _, rollout in answers for is_drawn in rollout.mask])
         places = is_drawn.nonzero().flatten()
         if len(places) > most:
@@ -141,7 +136,7 @@ class DrawnTokens:
         )
 
     def chosen(self, mask: Tensor) -> DrawnTokens:
-        """Returns the places at which a mask, [tokens] bool, is true."""
+        """Returns the tokens at which a mask, [tokens] bool, is true."""
         rows = mask.nonzero().flatten().tolist()
         return DrawnTokens(
             self.logits[mask],
@@ -155,21 +150,21 @@ class DrawnTokens:
 
     @cached_property
     def _places_read(self) -> tuple[Tensor, Tensor]:
-        """Rows and columns of `logits` of the tokens that stand before each."""
+        """Rows and columns of `logits` of the tokens in `read`."""
         return _rows(self.read), torch.cat(self.read)
 
     @cached_property
     def _places_written(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of the answer alone, with the tokens' numbers."""
+        """The same of `written`, with the counts."""
         ids, counts = zip(*self.written, strict=True)
         return _rows(ids), torch.cat(ids), torch.cat(counts)
 
     def log_probs(self, settings: Settings) -> Tensor:
-        """Returns the log-probability of each drawn token under settings, [tokens]; -inf for one that is left out."""
+        """Returns the log-probability of each drawn token under settings, [tokens]; -inf if cut."""
         return self.of_drawn(truncated(self.processed(settings), settings).log_softmax(-1))
 
     def of_drawn(self, values: Tensor) -> Tensor:
-        """Returns the value of each drawn token, [tokens], of those of the whole vocabulary, [tokens, vocab]."""
+        """Picks the value of each drawn token, [tokens], from [tokens, vocab]."""
         return values.gather(-1, self.ids.unsqueeze(-1)).squeeze(-1)
 
     def processed(self, settings: Settings) -> Tensor:
@@ -205,7 +200,7 @@ def _counted(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def truncated(logits: Tensor, settings: Settings) -> Tensor:
-    """Returns logits of which min_p, top_k and top_p leave the likeliest tokens alone; -inf elsewhere."""
+    """Applies min_p, top_k and top_p to logits: -inf except for the likeliest tokens."""
     if settings.min_p > 0:
         least = logits.max(-1, keepdim=True).values + math.log(settings.min_p)
         logits = logits.masked_fill(logits < least, -math.inf)
