@@ -1,4 +1,4 @@
-"""Candidates: other ways to build a run's layers, each compared with our torch layers."""
+"""Candidates: other builds of a run's layers, each compared with our torch layers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from mtrain.core.layers.norm import Norm
 from mtrain.core.ranks.groups import Groups
 
 _MAX_HEAD = 256
-"""Largest head of flash-attn's kernels."""
+"""Largest head size of flash-attn's kernels."""
 
 
 def use_flash_attention(chunk: nn.Module) -> None:
-    """Makes the core attention of a chunk's layers that of flash-attn."""
+    """Replaces the core attention of a chunk's layers by flash-attn's."""
     attend = importlib.import_module("flash_attn").flash_attn_varlen_func
     for module in chunk.modules():
         if isinstance(module, CoreAttention):
@@ -39,7 +39,7 @@ def use_flash_attention(chunk: nn.Module) -> None:
 def _attended(
     core: CoreAttention, attend: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, **options: Any
 ) -> Tensor:
-    """Attends as `CoreAttention.forward` does, on rows one after the other."""
+    """Attends as `CoreAttention.forward`, on concatenated rows."""
     seq, batch = query.shape[:2]
     of_rows = torch.zeros(batch, seq, dtype=torch.int32) if starts is None else starts
     segments = key_set(of_rows, core.window).segments([(0, seq)], seq, query.device)
@@ -58,7 +58,7 @@ def _attended(
 
 
 def without_flash_attention(config: Sections, device: torch.device) -> str | None:
-    """Says why flash-attn cannot attend in these layers; None where it can."""
+    """Says why flash-attn cannot attend in these layers; None if it can."""
     model = config.model
     reasons = {
         "there is no GPU": device.type != "cuda",
@@ -76,7 +76,7 @@ def without_flash_attention(config: Sections, device: torch.device) -> str | Non
 
 
 def use_apex_norms(chunk: nn.Module) -> None:
-    """Makes all norms of a chunk those of apex."""
+    """Replaces all norms of a chunk by apex's."""
     kernels = importlib.import_module("apex.normalization.fused_layer_norm")
     for module in chunk.modules():
         if isinstance(module, Norm):
@@ -92,7 +92,7 @@ def _normalised(norm: Norm, kernels: Any, hidden: Tensor, weight: Tensor, bias: 
 
 
 def without_apex(config: Sections, device: torch.device) -> str | None:
-    """Says why apex cannot normalize in these layers; None where it can."""
+    """Says why apex cannot normalize in these layers; None if it can."""
     reasons = {
         "there is no GPU": device.type != "cuda",
         "apex is not installed": find_spec("apex") is None,
@@ -103,7 +103,7 @@ def without_apex(config: Sections, device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Place:
-    """What layers are built for."""
+    """Configuration and ranks of the layers."""
 
     config: Config
     """Configuration from `few_layers`."""
@@ -116,15 +116,15 @@ def _never(place: Place) -> str | None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to build the layers; its functions are found by their names in the ranks."""
+    """One build of the layers; ranks find its functions by name."""
 
     name: str
     title: str
     """Name for readers."""
     build: Callable[[Place], nn.Module]
-    """Function that builds the chunk of a rank, in the run's precision, weights still to be set."""
+    """Builds a rank's chunk in the run's precision, without weights."""
     absent: Callable[[Place], str | None] = _never
-    """Function that says why the layers cannot be built here; None where they can."""
+    """Says why the layers cannot be built here; None if they can."""
 
 
 def torch_layers(place: Place) -> nn.Module:
@@ -218,4 +218,4 @@ CANDIDATES = (
     Candidate("apex", "our layers with apex's norms", _by_apex, _without_apex),
 )
 NO_CANDIDATES = {"mamba-ssm": "the scan of model.mamba is ours alone, in torch"}
-"""Packages that the layers take nothing from, with the reason."""
+"""Packages that no layer uses, with the reason."""

@@ -1,4 +1,4 @@
-"""The layers that are compared: one of each kind that the user's model has, on rows of its own kind."""
+"""The compared layers: one of each kind in the user's model, on rows of the same kind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mtrain.verify.reference.model.grouped_attention import rotates, window_of
 from mtrain.verify.reference.text import Rows
 
 MAX_LENGTH = 1024
-"""Longest rows on which errors are measured: the reference keeps the scores of all pairs in float64."""
+"""Longest rows for measuring errors: the reference keeps the scores of all pairs in float64."""
 NUM_ROWS = 2
 _EDGES = (0.13, 0.37, 0.38, 0.81)
-"""Ends of documents as parts of a row; each row has them a little later than the one before."""
+"""Ends of documents as shares of a row; each row has them a little later than the one before."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Case:
     layer: int
     """First layer of the kind, counted from 0."""
     num_layers: int
-    """Number of layers of the kind in the user's model."""
+    """Layers of the kind in the user's model."""
     features: tuple[str, ...]
-    """Features of the layer in words, such as `window 1024`."""
+    """Features in words, such as `window 1024`."""
 
     @property
     def name(self) -> str:
-        """Names the layer and its features."""
+        """Returns the layer and its features in words."""
         return ", ".join((f"layer {self.layer}", *self.features))
 
 
 def cases_of(config: Sections) -> tuple[Case, ...]:
-    """Returns the kinds of layers of the model, with or without documents as the data have them."""
+    """Returns the kinds of layers of the model, with documents if the data have them."""
     model = config.model
     found: dict[tuple[Any, ...], list[int]] = {}
     for layer, kind in enumerate(kinds(model)):
@@ -66,15 +66,11 @@ def _features(config: Sections, layer: int) -> tuple[str, ...]:
 
 
 def few_layers(config: Sections, length: int) -> Config:
-    """Returns the configuration with as many layers as show all kinds, without what is around them.
+    """Returns the configuration with the fewest layers that show all kinds, on rows of this length.
 
-    Sizes, precision and kind of context parallelism are the user's. Not kept: dropout, which draws other numbers in
-    every library; recomputation and offloading, which compute the same; other parallelism, which cuts the same layers.
-    A window that is as long as the rows becomes shorter, so that it hides something.
-
-    Args:
-        config: Configuration of the user.
-        length: Length of the rows.
+    Sizes, precision and kind of context parallelism are the user's. Dropped: dropout, which every library draws
+    differently; recomputation and offloading, which change no result; other parallelism, which cuts the same layers. A
+    window as long as the rows is shortened, so that it hides something.
     """
     model = config.model
     num_layers = max(case.layer for case in cases_of(config)) + 1
@@ -120,13 +116,13 @@ def few_layers(config: Sections, length: int) -> Config:
 
 
 def length_of(cp: int, row_width: int) -> int:
-    """Returns the length of the rows on which errors are measured, which every context-parallel rank can divide."""
+    """Returns the length of rows for measuring errors, which context parallelism can divide."""
     step = 2 * cp * 8
     return max(step, min(MAX_LENGTH, row_width) // step * step)
 
 
 def rows_like(has_documents: bool, num_rows: int, length: int, device: torch.device) -> Rows:
-    """Makes rows that are full of text, whole or of several documents, one of a single token if the row is long."""
+    """Makes rows full of text: one document each, or several, one of a single token if the row is long."""
     starts = torch.zeros(num_rows, length, dtype=torch.int64)
     for row in range(num_rows if has_documents else 0):
         for part in _EDGES:
@@ -146,6 +142,6 @@ def rows_like(has_documents: bool, num_rows: int, length: int, device: torch.dev
 
 
 def starts_of(rows: Rows) -> Tensor:
-    """Returns the start of each token's document as the layers take it, [batch, seq] int32 on the CPU."""
+    """Returns the start of each token's document, [batch, seq] int32 on the CPU."""
     places = torch.arange(rows.positions.shape[1])
     return (places - rows.positions.cpu()).to(torch.int32)

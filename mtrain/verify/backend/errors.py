@@ -1,21 +1,20 @@
-"""Errors of a layer's tensors from the exact ones, and how large those of a candidate may be.
+"""Errors of a layer's tensors, and how large those of a candidate may be.
 
-A candidate and our torch layers compute the same function in the same precision, in another order and with other
-roundings on the way. How much that is follows from no formula that holds for every layer, but it is known: our own
-layers, on the same weights and inputs, are so far from float64. Errors are modelled as independent roundings of mean 0
-(mtrain/verify/core/tolerances.py). Then
+A candidate and our torch layers compute the same function in the same precision, with another order and other
+roundings. No formula bounds that for every layer, but our own layers' error from float64 on the same weights and inputs
+is known. Errors are modelled as independent roundings with mean 0 (mtrain/verify/core/tolerances.py). Then
 
-- the root mean square of a tensor's error is that of one element's distribution, however many elements there are: a
+- the root mean square of a tensor's error is that of one element's distribution, whatever the number of elements: a
   candidate may round four times as often as our layers, which doubles it;
 - the largest error is that of the tail: another draw of as many elements, with four times as many roundings, stays
   within four times ours;
-- and each of them may round its result once more than ours: u / sqrt(3) where roundings are spread evenly over +-u, and
-  2 u in the largest, as the largest element may be halved by what follows.
+- and each of them may round its result once more than ours: u / sqrt(3) for roundings spread evenly over +-u, and 2 u
+  in the largest, because later operations may halve the largest element.
 
-A product in 8 bits rounds both operands to b bits after the leading one, to 2^-(b + 1) of an element: forward to
-e4m3's 3 bits, backward, where the format is hybrid, to e5m2's 2. A layer has two projections in each of its two halves,
-whose errors add as squares, and as many again in backward. So sqrt(4 x 2) 2^-4 is added forward and sqrt(4 x 2 + 8 x 2)
-2^-3 (2^-4 in e4m3 alone) in backward, and four times that to the largest errors.
+An 8-bit product rounds both operands to b bits after the leading one, to 2^-(b + 1) of an element: forward to e4m3's 3
+bits, backward, if the format is hybrid, to e5m2's 2. A layer has two projections in each of its two halves, whose
+errors add as squares, and as many again in backward. So forward adds sqrt(4 x 2) 2^-4, backward sqrt(4 x 2 + 8 x 2)
+2^-3 (2^-4 in e4m3 alone), and the largest errors four times that.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from mtrain.verify.core.result import Tolerance
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 MEASURES = ("root mean square", "largest")
 FACTORS = {"root mean square": 2.0, "largest": 4.0}
-"""Multiple of our own layers' error that a candidate may have."""
+"""Allowed multiple of our own layers' error."""
 _ROUNDINGS = {"root mean square": 3**-0.5, "largest": 2.0}
 _TAIL = {"root mean square": 1.0, "largest": 4.0}
 _NUM_PRODUCTS = 4
 
 
 class TensorError(NamedTuple):
-    """Error of one tensor, in both measures, relative to the same measure of the exact tensor."""
+    """Error of a tensor in one measure, relative to the same measure of the exact tensor."""
 
     kind: str
     """layer_output, input_gradient or gradient."""
@@ -52,12 +51,12 @@ class TensorError(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Says whether rounding explains the candidate's error; never one that is not a finite number."""
+        """Says whether rounding explains the candidate's error; never if that is not finite."""
         return math.isfinite(self.candidate) and self.candidate <= self.tolerance
 
 
 def errors_of(found: Tensor | None, exact: Tensor) -> dict[str, float]:
-    """Returns the error in each measure; inf for a missing tensor, another shape, and a value other than an exact 0."""
+    """Returns the error in each measure; inf for a missing tensor, another shape, or a nonzero value for an exact 0."""
     if found is None or found.shape != exact.shape:
         return dict.fromkeys(MEASURES, math.inf)
     difference = found.detach().to(torch.float64) - exact
@@ -75,7 +74,7 @@ def _relative(error: float, size: float) -> float:
 
 
 def floor(train: TrainSection, kind: str, measure: str) -> float:
-    """Returns the part of a tolerance that does not depend on our own layers' error."""
+    """Returns the part of a tolerance that is independent of our own layers' error."""
     return _ROUNDINGS[measure] * UNIT_ROUNDOFF[train.precision] + _TAIL[measure] * _in_8_bits(train, kind)
 
 
@@ -90,16 +89,7 @@ def _in_8_bits(train: TrainSection, kind: str) -> float:
 def compared(
     train: TrainSection, kind: str, name: str, own: Tensor | None, candidate: Tensor | None, exact: Tensor
 ) -> list[TensorError]:
-    """Compares one tensor of a candidate and ours with the exact one.
-
-    Args:
-        train: Section with the precision.
-        kind: Kind of the tensor, as in `TensorError`.
-        name: Name of the tensor.
-        own: Tensor of our torch layers; None if they have none.
-        candidate: Tensor of the candidate; None if it has none.
-        exact: Exact tensor, float64.
-    """
+    """Compares one tensor of a candidate and ours with the exact one, float64; None: there is no such tensor."""
     ours, theirs = errors_of(own, exact), errors_of(candidate, exact)
     return [
         TensorError(
@@ -115,7 +105,7 @@ def compared(
 
 
 def tolerances(train: TrainSection) -> tuple[Tolerance, ...]:
-    """Returns the parts of the tolerances that do not depend on a tensor, with their derivation."""
+    """Returns the parts of tolerances that are independent of the tensor, with derivations."""
     meanings = {"layer_output": "The output of a layer.", "input_gradient": "The gradient of a layer's input."}
     return tuple(
         Tolerance(

@@ -1,4 +1,4 @@
-"""Wrong candidates: our own layers with a known fault, which the check has to find."""
+"""Wrong candidates: our own layers with a known fault that the check must find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check `mtrain verify backend`: compares the layers that a configuration could take with ours, and certifies them."""
+"""Check `mtrain verify backend`: compares the layers that a configuration could use with ours, and certifies them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PRELOADED = ("mtrain.verify.backend.worker", "mtrain.verify.backend.planted")
 TIMEOUT_S = 600
 _REPEATS = {"cuda": 10, "cpu": 3}
 _CPU_TOKENS = 512
-"""Most tokens that are timed on a CPU."""
+"""Largest number of timed tokens on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class BackendRequest:
     """Arguments of the command line."""
 
     fault: str | None
-    """Name of a fault to plant; None compares the candidates."""
+    """Fault to plant; None compares the candidates."""
     command: str
 
 
 @dataclass(frozen=True)
 class Certified:
-    """Report for readers, and the certificate for runs."""
+    """Report for readers and certificate for runs."""
 
     report: BackendReport
     certificate: Certificate
@@ -63,13 +63,13 @@ def verify_backend(
     Args:
         config: Configuration of the user.
         request: Arguments of the command line.
-        progress: Function that is called with a line for every finished comparison.
-        pool: Pool of ranks to use; None starts one.
-        candidates: Candidates to compare where no fault is planted.
+        progress: Called with a line for every finished comparison.
+        pool: Pool of ranks; None starts one.
+        candidates: Candidates to compare if no fault is planted.
 
     Raises:
-        ConfigError: The configuration has no layers that can be compared alone, or the fault is unknown.
-        MachineError: The device does not exist, or no candidate can be built on this machine.
+        ConfigError: No layers can be compared alone, or the fault is unknown.
+        MachineError: The device does not exist, or no candidate can be built here.
     """
     device, num_devices = device_for(config.train, max_ranks=config.layout.cp)
     if num_devices < config.layout.cp:
@@ -113,7 +113,7 @@ def verify_backend(
 
 
 def known_certificate(config: Sections, folder: Path) -> str:
-    """Returns the file name of the certificate of these layers on this machine; empty where there is none."""
+    """Returns the file name of the certificate of these layers on this machine; empty without one."""
     device, _ = device_for(config.train, max_ranks=1)
     asked, here = layers_of(config), machine_of(torch.device(device))
     return next((each.name for each in certificates(folder) if (each.layers, each.machine) == (asked, here)), "")
@@ -127,7 +127,7 @@ def _planted(name: str) -> Candidate:
 
 
 def _timed_shape(rows: int, length: int, cp: int, device: str) -> tuple[int, int]:
-    """Returns the shape of a run's microbatch; on a CPU of a small one."""
+    """Returns rows and length of a run's microbatch; of a small one on a CPU."""
     if device == "cpu":
         step = 2 * cp
         return 1, max(step, min(length, _CPU_TOKENS) // step * step)
@@ -151,7 +151,7 @@ class _Comparisons:
         return Layout(cp=self.config.layout.cp, cp_comm=self.config.layout.cp_comm)
 
     def of(self, candidate: Candidate) -> Comparison | str:
-        """Compares one candidate; returns instead why it cannot be built here."""
+        """Compares one candidate; returns the reason if it cannot be built here."""
         job = BackendJob(self.config, candidate, self.cases, self.timed_shape, _REPEATS[self.pool.device])
         began = time.monotonic()
         try:
@@ -182,7 +182,7 @@ class _Comparisons:
         self.progress(summary(result))
 
     def _told(self, case: Case, result: CaseResult) -> dict[str, Any]:
-        """Describes one comparison for the certificate."""
+        """Describes a comparison for the certificate."""
         return {
             "case": case.name,
             "num_layers": case.num_layers,
@@ -195,19 +195,19 @@ class _Comparisons:
 
 
 def _finite(error: TensorError) -> dict[str, Any]:
-    """Returns the numbers of an error that JSON does not know, as texts."""
+    """Returns numbers that JSON cannot hold, as texts."""
     numbers = {"own": error.own, "candidate": error.candidate, "tolerance": error.tolerance}
     return {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
 
 
 def _of_all_ranks(ranks: Sequence[CaseResult]) -> CaseResult:
-    """Takes of each tensor the rank that is worst, and the time of the slowest."""
+    """Keeps the worst rank of each tensor and the slowest time."""
     worst = [max(each, key=lambda error: badness(_deviation(error))) for each in zip(*(rank.errors for rank in ranks))]
     return CaseResult(worst, max(rank.ms for rank in ranks), max(rank.own_ms for rank in ranks))
 
 
 def _deviations(errors: Sequence[TensorError]) -> list[Deviation]:
-    """Returns of each tensor the measure that is worse in units of its tolerance."""
+    """Keeps the worse measure of each tensor, in units of its tolerance."""
     count = len(MEASURES)
     pairs = (errors[start : start + count] for start in range(0, len(errors), count))
     return [max((_deviation(each) for each in pair), key=badness) for pair in pairs]

@@ -1,4 +1,4 @@
-"""Rank side of the check: one candidate, our torch layers and the reference on the same weights and inputs."""
+"""Rank side of the check: a candidate, our torch layers and the reference on the same weights and inputs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class BackendJob:
     candidate: Candidate
     cases: Sequence[Case]
     timed_shape: tuple[int, int]
-    """Rows and their length at which both are timed."""
+    """Rows and length of the timed passes."""
     repeats: int
-    """Number of timed passes of each."""
+    """Timed passes of each side."""
 
 
 class CaseResult(NamedTuple):
-    """Result of one kind of layer on this rank."""
+    """One kind of layer on this rank."""
 
     errors: list[TensorError]
     ms: float
@@ -65,7 +65,7 @@ class _Given(NamedTuple):
 
 
 class _Tensors(NamedTuple):
-    """What one pass of a layer gives, [seq_local, batch, hidden] and gradients by global name."""
+    """Results of one pass: [seq_local, batch, hidden], and gradients by global name."""
 
     output: Tensor
     input_gradient: Tensor | None
@@ -73,7 +73,7 @@ class _Tensors(NamedTuple):
 
 
 def compare(groups: Groups, job: BackendJob) -> list[CaseResult] | str:
-    """Compares all kinds of layers; returns instead why the candidate cannot be built here. Collective over CP."""
+    """Compares all kinds of layers, or returns why the candidate cannot be built here. Collective over CP."""
     config, place = job.config, Place(job.config, groups)
     if (absent := job.candidate.absent(place)) is not None:
         return absent
@@ -123,13 +123,13 @@ def _there(tensor: Tensor | None) -> Tensor:
 
 
 def _positions(groups: Groups, length: int) -> Tensor:
-    """Returns the positions of a row that this rank holds."""
+    """Returns this rank's positions of a row."""
     layout = groups.layout
     return torch.arange(length) if layout.cp == 1 else zigzag_index(length, layout.cp, groups.cp_rank)
 
 
 def _named(chunk: nn.Module, groups: Groups, of_gradients: bool = False) -> dict[str, Tensor]:
-    """Returns weights or gradients, whole, by global name; those without a gradient are left out."""
+    """Returns whole weights or gradients by global name; omits missing gradients."""
     found: dict[str, Tensor] = {}
     for place in sharded_parameters([unwrap(chunk)], groups):
         values = place.data.grad if of_gradients else place.data
@@ -153,7 +153,7 @@ class _Layers:
         self._model.decoder.final_layernorm = None  # not a part of a layer
 
     def run(self, layer: int, given: _Given) -> _Tensors:
-        """Runs one layer forward and backward, by the block that a run calls; weight gradients are summed over CP."""
+        """Runs one layer forward and backward through the block of a run; sums weight gradients over CP."""
         groups, model = self.place.groups, self._model
         held = _positions(groups, given.hidden.shape[1]).to(groups.device)
         hidden = given.hidden.transpose(0, 1)[held].requires_grad_()
@@ -189,8 +189,7 @@ def _drawn_inputs(place: Place, num_rows: int, length: int) -> _Given:
 def _judged(case: Case, place: Place, weights: Mapping[str, Tensor]) -> tuple[_Given, _Tensors]:
     """Returns inputs and exact results of a layer.
 
-    A token whose choice of experts hangs by a rounding has no gradient of the output and is not compared: in float64 it
-    may have other experts, which is no error.
+    Tokens whose choice of experts depends on rounding are not compared: float64 may choose others, which is no error.
     """
     config = place.config
     given = _drawn_inputs(place, NUM_ROWS, config.data.seq_length)
@@ -212,7 +211,7 @@ def _judged(case: Case, place: Place, weights: Mapping[str, Tensor]) -> tuple[_G
 
 
 def _is_settled(logits: Tensor, bias: Tensor | None, config: Sections) -> Tensor:
-    """Says which tokens have the same experts after roundings of their logits, [batch, seq]."""
+    """Marks tokens that keep their experts when their logits are rounded, [batch, seq]."""
     section = config.model.experts
     assert section is not None
     generator = torch.Generator().manual_seed(config.train.seed)
@@ -225,7 +224,7 @@ def _is_settled(logits: Tensor, bias: Tensor | None, config: Sections) -> Tensor
 
 
 def _times(repeats: int, groups: Groups, *passes: Callable[[], object]) -> list[float]:
-    """Returns the median time of each pass in milliseconds, measured in turn, so that both meet the same clock."""
+    """Returns the median milliseconds of each pass, alternating, so that both see the same clock rate."""
     found: list[list[float]] = [[] for _ in passes]
     for number in range(_WARM_UP + repeats):
         for index, run in enumerate(passes):
