@@ -1,8 +1,8 @@
-"""Check `mtrain verify hf`: compares the first steps of a run from a folder of Hugging Face with transformers.
+"""Check `mtrain verify hf`: compares the first steps of a run from a Hugging Face folder with transformers.
 
-The model is not shrunk. One side is transformers, torch's AdamW, the sums of losses in mtrain/hf/io/training.py and the
-reference's rows, weights and learning rates; the other is the trainer's step under the layouts. Both read the same
-samples and start from the same weights, in float32.
+The model is not shrunk. One side is transformers, torch's AdamW, the loss sums of mtrain/hf/io/training.py and the
+reference's rows, weights and learning rates; the other is the trainer's step under the layouts. Both use the same
+samples and initial weights, in float32.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ from mtrain.verify.reference.text import Rows, rows_of
 
 PRELOADED = ("mtrain.verify.hf", "mtrain.verify.planted.faults")
 TIMEOUT_S = 6 * 3600
-"""Time limit of a layout in seconds; long, since models have their full size."""
+"""Time limit of a layout in seconds; long, because models have full size."""
 TOLERANCE = 1e-4
-"""Relative tolerance of loss and gradient norm. Every update amplifies the rounding of both sides, since Adam divides
-gradients by their own size; a different computation differs in the first digits."""
+"""Relative tolerance of loss and gradient norm. Every update amplifies the rounding of both sides, because Adam divides
+gradients by their own size; a wrong computation differs in the first digits."""
 
 
 def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> HfReport:
-    """Runs the check and returns its report.
+    """Runs the check.
 
     Args:
         config: Configuration of the user, with `model.hf`.
-        request: Arguments of the command line; without layouts, the configuration's own is used.
-        progress: Function that is called with a line for every finished run.
-        pool: Pool of ranks to use; None starts one.
+        request: Arguments of the command line; without layouts, the configuration's is used.
+        progress: Called with a line for every finished run.
+        pool: Pool of ranks; None starts one.
 
     Raises:
-        ConfigError: transformers does not compute what the configuration asks for, or a layout is not possible.
+        ConfigError: transformers cannot compute the configuration, or a layout is impossible.
         DataError: The weights or the data cannot be read.
-        MachineError: The device that was asked for does not exist.
+        MachineError: The requested device does not exist.
     """
     refuse_without_reference(config)
     device, max_ranks = device_for(config.train, request.max_ranks)
@@ -100,7 +100,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
 
 
 def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """Returns the configuration in float32, without features that transformers lacks, and the changes as lines.
+    """Returns the configuration in float32 without features that transformers lacks, and the changes as lines.
 
     Raises:
         ConfigError: The configuration cannot be compared.
@@ -152,11 +152,11 @@ def _tolerances(sizes: Sizes) -> tuple[Tolerance, ...]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Input of a step in transformers, made from the raw samples."""
+    """Step in transformers, made from the raw samples."""
 
     step: StepInput
     adds_exactly: bool
-    """Whether float64 adds the shares of the denominator without rounding."""
+    """Whether float64 adds the denominator without rounding."""
 
 
 def _inputs(config: Config, num_steps: int) -> list[_Inputs]:
@@ -174,7 +174,7 @@ def _inputs(config: Config, num_steps: int) -> list[_Inputs]:
 
 
 def _documents(rows: Rows, weights: Tensor) -> Iterator[TrainingRows]:
-    """Yields each document as a row of its own, without padding."""
+    """Yields each document as its own row, without padding."""
     for row, documents in enumerate(rows.documents):
         for number in range(int(documents.max()) + 1):
             own = documents == number
@@ -182,7 +182,7 @@ def _documents(rows: Rows, weights: Tensor) -> Iterator[TrainingRows]:
 
 
 def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) -> tuple[LayoutResult, tuple[str, ...]]:
-    """Runs the steps in transformers; returns the result, and a note if the model was changed there."""
+    """Runs the steps in transformers; returns the result, and a note if the model was changed for it."""
     assert config.model.hf is not None, "the command line names it"
     assert isinstance(config.optimizer, AdamWSection), "made so to be comparable"
     began = time.monotonic()
@@ -208,14 +208,14 @@ def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) ->
 
 
 def _dtypes(model: ModelSection) -> list[torch.dtype]:
-    """Returns the dtypes in which the folder of a run holds the tables of tokens: a new row is rounded to it."""
+    """Returns the dtypes of the folder's token tables, to which a new row is rounded."""
     assert model.hf is not None, "the command line names it"
     held = FolderTensors(source_for(Path(model.hf), model)).tensors
     return [held[key].dtype for key in ("embedding.word_embeddings.weight", "output_layer.weight") if key in held]
 
 
 class _Runs:
-    """Runs the layouts, each from the weights of the folder."""
+    """Runs the layouts, each from the folder's weights."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class _Runs:
         self._tolerance = {each.kind: each.value for each in tolerances}
 
     def all(self, trials: Sequence[Prepared], config: Config, progress: Progress) -> list[LayoutResult]:
-        """Runs all layouts; if one fails, also runs one process, to see whether the layout is at fault."""
+        """Runs all layouts; if one fails, also one process, to see whether the layout is at fault."""
         results = [self._layout(trial, progress) for trial in trials]
         if all(each.passed for each in results) or any(trial.layout.world_size == 1 for trial in trials):
             return results
@@ -272,12 +272,6 @@ class _Runs:
 
 def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | None) -> list[StepValues]:
     """Trains the first steps of the run from the weights of `model.hf`, and returns their values. Collective.
-
-    Args:
-        groups: Process groups.
-        config: Configuration of the run, with the layout.
-        num_steps: Number of steps.
-        fault: Name of the fault to plant; None: none.
 
     Raises:
         DataError: The weights or the training data cannot be read.

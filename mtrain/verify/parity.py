@@ -1,4 +1,4 @@
-"""Check `mtrain verify parity`: compares a small copy of the run under many layouts with one process in float64."""
+"""Check `mtrain verify parity`: compares a small copy of the run in many layouts with one process in float64."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Request:
     """Arguments of the command line."""
 
     layouts: str | None
-    """Names of layouts; None derives the set."""
+    """Names of layouts; None derives them."""
     num_steps: int
     max_ranks: int
     fault: str | None
@@ -54,19 +54,19 @@ class Request:
 def verify_parity(
     config: Config, request: Request, progress: Progress, pool: Pool | None = None, batch_size: int = BATCH_SIZE
 ) -> ParityReport:
-    """Runs the check and returns its report.
+    """Runs the check.
 
     Args:
         config: Configuration of the user.
         request: Arguments of the command line.
-        progress: Function that is called with a line for every finished layout.
-        pool: Pool of ranks to use; None starts one.
+        progress: Called with a line for every finished layout.
+        pool: Pool of ranks; None starts one.
         batch_size: Wanted samples of a step.
 
     Raises:
         ConfigError: The configuration, a layout or a fault cannot be checked.
         DataError: The user's data cannot be read.
-        MachineError: The device that was asked for does not exist.
+        MachineError: The requested device does not exist.
     """
     refuse_without_reference(config, EXTRAS)
     device, max_ranks = device_for(config.train, request.max_ranks)
@@ -98,13 +98,9 @@ def verify_parity(
 def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ()) -> None:
     """Refuses a configuration for which `mtrain verify` has no second definition.
 
-    Args:
-        config: Configuration of the user.
-        drawn_extras: Names of the extras that are drawn for the samples of the check.
-
     Raises:
-        ConfigError: The model has a head, the loss compares whole sequences, or it reads extras that only the user's
-            data have.
+        ConfigError: The model has a head, the loss compares whole sequences, or it reads extras other than
+            `drawn_extras`, which only the user's data have.
     """
     if (head := config.model.head) is not None:
         raise ConfigError(
@@ -130,7 +126,7 @@ def device_for(train: TrainSection, max_ranks: int) -> tuple[str, int]:
 
 
 def _small(config: Config, request: Request, max_ranks: int, batch_size: int) -> tuple[Shrunk, list[Prepared]]:
-    """Returns the shrunk configuration and its layouts; the first is one process with one microbatch."""
+    """Returns the shrunk configuration and its layouts, first one process with one microbatch."""
     base = Trial(micro_batch_size=None)
     if request.layouts is not None:
         named = parse_trials(request.layouts, config.layout, max_ranks)
@@ -148,7 +144,7 @@ def _small(config: Config, request: Request, max_ranks: int, batch_size: int) ->
 
 
 def _distinct(trials: Iterable[Prepared]) -> list[Prepared]:
-    """Drops duplicates: trials that differ in micro-batch size are the same if the width of packed rows decides."""
+    """Drops duplicates: packed rows may set the micro-batch size, so that trials coincide."""
     return list({trial.name: trial for trial in trials}.values())
 
 
@@ -157,7 +153,7 @@ def _shrunk(config: Config, trials: Sequence[Trial], batch_size: int) -> Shrunk:
 
 
 def _plan(shrunk: Shrunk, model: ModelSection, request: Request, progress: Progress) -> SamplePlan:
-    """Plans steps on the user's data, if available, then on hard batches, as many as a planted fault needs to show."""
+    """Plans steps on the user's data, if available, then on as many hard batches as a planted fault needs."""
     if shrunk.reads_files:
         return SamplePlan(request.num_steps, NUM_HARD_KINDS, model.vocab_size)
     needed = next((each.shown_by for each in FAULTS if each.name == request.fault), 1)
@@ -181,13 +177,13 @@ class _Check:
         self._weights: dict[str, list[Arrays]] = {}
         self._lock = threading.Lock()
         self.changes: tuple[str, ...] = ()
-        """Changes that the reference made to the configuration, as lines."""
+        """Changes of the configuration by the reference, as lines."""
         self.reference, self.tensors = self._reference()
         fields = [expected_fields(step, self.config) for step in texts.steps]
         self._expected = Expected(self.tolerances, self.tensors, fields, texts.order_faults)
 
     def run(self, progress: Progress) -> list[LayoutResult]:
-        """Runs all layouts; two at a time on CPUs, where the ranks of one often wait for each other."""
+        """Runs all layouts; two at a time on CPUs, because ranks often wait for each other."""
         threads = ThreadPoolExecutor(max_workers=2 if self._pool.device == "cpu" else 1)
         try:
             return list(threads.map(lambda trial: self._layout(trial, progress), self._trials))
@@ -203,7 +199,7 @@ class _Check:
         return result, tuple(forward_order(found.names, found.names))
 
     def _take(self, optimizer: AnyOptimizer) -> None:
-        """Sets `clip_grad` and `epsilon` of the reference in every layout."""
+        """Sets the reference's `clip_grad` and `epsilon` in every layout."""
         before = self.config.optimizer
         said = {"clip_grad": "half of the first gradient's norm", "epsilon": "size of one of its elements"}
         self.changes = tuple(
@@ -256,7 +252,7 @@ class _Check:
 
 
 def _before_each_step(outcome: Outcome) -> list[Arrays]:
-    """Returns the weights that each step started from."""
+    """Returns the weights before each step."""
     assert outcome.initial is not None, "rank 0 holds what was gathered"
     after = [step.weights.tensors for step in outcome.steps if step.weights is not None]
     return [outcome.initial.tensors, *after[:-1]]

@@ -1,8 +1,7 @@
 """Check `mtrain verify preempt`: stops a small copy of the run by a signal in one phase after the other.
 
-The real launcher starts one run again and again. Each start is asked to stop in another phase; the last one runs to the
-end. Afterwards its records and the files of its last checkpoint have to equal those of a run that nothing stopped, bit
-for bit.
+The real launcher starts one run repeatedly; each start is stopped in another phase, and the last one runs to the end.
+Then records and files of the last checkpoint must equal those of an uninterrupted run bit for bit.
 """
 
 from __future__ import annotations
@@ -53,26 +52,25 @@ from mtrain.verify.preempt.start import (
 from mtrain.verify.resume.compare import recorded, records_of, step_values
 
 LEAST_STEPS = 6
-"""Smallest number of steps: a stop during validation or a save takes effect after the next step, which must not be the
-last one."""
+"""A stop during validation or a save takes effect after the next step, which must not be the last."""
 _VALID_SAMPLES = 4
 
 
 def verify_preempt(
     config: Config, request: Request, progress: Progress, program: Program = new_process
 ) -> PreemptReport:
-    """Runs the check and returns its report.
+    """Runs the check.
 
     Args:
         config: Configuration of the user.
         request: Arguments of the command line.
-        progress: Function that is called with a line for every finished stop.
+        progress: Called with a line for every finished stop.
         program: Function that starts the launcher.
 
     Raises:
         ConfigError: The configuration, the layout, the steps or a fault cannot be checked.
-        MachineError: The device that was asked for does not exist.
-        StopFailedError: The run that nothing stops does not reach its end.
+        MachineError: The requested device does not exist.
+        StopFailedError: The uninterrupted run does not reach its end.
     """
     if request.num_steps < LEAST_STEPS:
         raise ConfigError(f"--steps {request.num_steps} is too few to stop in each phase; give {LEAST_STEPS} or more")
@@ -102,7 +100,7 @@ def verify_preempt(
 
 
 def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, Prepared]:
-    """Returns the small configuration, with the user's precision, dropout, schedule, vocabulary, and its layout."""
+    """Returns the small configuration, with the user's precision, dropout, schedule and vocabulary, and its layout."""
     trial = OwnTrials(config, max_ranks).full()
     if request.layouts is not None:
         named = parse_trials(request.layouts, config.layout, max_ranks)
@@ -123,7 +121,7 @@ def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk,
 
 
 def _with_own_data(config: Config, trial: Trial, length: int, also: dict[str, dict[str, Any]]) -> Shrunk:
-    """Shrinks all but the vocabulary, since real ranks do not take token ids modulo a smaller one."""
+    """Shrinks everything but the vocabulary, because real ranks do not take token ids modulo a smaller one."""
     own: dict[str, dict[str, Any]] = {}
     if reads_files(config.data) and not isinstance(config.data, MockSection):
         own["model"] = {"vocab_size": config.model.vocab_size}
@@ -139,7 +137,7 @@ def _can_validate(data: AnyData) -> bool:
 
 
 def stops(config: Config) -> Iterator[Stop]:
-    """Yields the stops of a run of this configuration, in the order of time."""
+    """Yields the stops of a run in order of time."""
     steps = config.train.num_steps
     yield Stop(None, 0)
     yield Stop(Phase.START, 0)
@@ -152,28 +150,21 @@ def stops(config: Config) -> Iterator[Stop]:
 
 @dataclass(frozen=True)
 class _Done:
-    """Outcome of one start."""
+    """Outcome of a start."""
 
     stop: Stop
     seconds: float
     last_step: int
-    """Newest recorded step after the ranks have ended."""
+    """Newest recorded step after the ranks ended."""
     failed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of a `LayoutResult` that say why the run could not go on."""
+    """Fields of a `LayoutResult` that say why the run was lost."""
 
 
 class Drill:
-    """Runs one run that nothing stops, and one that is stopped again and again."""
+    """Makes one uninterrupted run, and one that is stopped repeatedly."""
 
     def __init__(self, base: Prepared, folder: Path, request: Request, program: Program) -> None:
-        """Keeps the arguments; starts nothing yet.
-
-        Args:
-            base: Small configuration on its layout.
-            folder: Empty folder for both runs.
-            request: Arguments of the command line.
-            program: Function that starts the launcher.
-        """
+        """Starts nothing; `folder` must be empty."""
         self._base, self._folder, self._fault, self._program = base, folder, request.fault, program
         self._num_ranks = base.layout.world_size
 
@@ -181,7 +172,7 @@ class Drill:
         """Makes all stops; returns the result of each, with the deviations of the steps after it.
 
         Raises:
-            StopFailedError: The run that nothing stops does not reach its end.
+            StopFailedError: The uninterrupted run does not reach its end.
         """
         run_to_end(self._program, launcher(self._config("straight"), self._num_ranks), self._folder / "straight.log")
         expected = records_of(self._folder / "straight")
@@ -193,7 +184,7 @@ class Drill:
         return results
 
     def _starts(self) -> Iterator[_Done]:
-        """Makes every start, also the last one, which is not stopped; yields the outcomes of those that are."""
+        """Makes every start, including the last, which is not stopped; yields the outcomes of the stopped ones."""
         config, run_dir = self._config("stopped"), self._folder / "stopped"
         log = self._folder / "stopped.log"
         failed, lost = None, dict[str, Any]()
@@ -221,7 +212,7 @@ class Drill:
     _last_failure: Mapping[str, Any] = MappingProxyType({})
 
     def _results(self, done: Sequence[_Done], expected: Sequence[StepRecord]) -> list[LayoutResult]:
-        """Returns the results of the stops; steps between two stops belong to the first, from which they continued."""
+        """Returns the results of the stops; each owns the steps up to the next stop."""
         records = records_of(self._folder / "stopped")
         found = list(recorded(records, expected))
         if not self._last_failure and not done[-1].failed:
@@ -246,7 +237,7 @@ class Drill:
         return results
 
     def _files(self) -> Iterator[Deviation]:
-        """Yields the deviations of the last checkpoint (weights, optimizer, random states), by file digests."""
+        """Compares the files of the last checkpoint (weights, optimizer, random states) by digest."""
         last = self._base.config.train.num_steps
         own, other = (_digests(self._folder / run, last) for run in ("stopped", "straight"))
         for name in sorted(own.keys() | other.keys()):
@@ -267,7 +258,7 @@ def _newest(run_dir: Path) -> int:
 
 
 def _digests(run_dir: Path, step: int) -> dict[str, str]:
-    """Returns the digests of the checkpoint files that hold tensors."""
+    """Returns the digests of checkpoint files that hold tensors."""
     folder = RunFolder(run_dir).checkpoints / f"step_{step:08d}"
     files = json.loads((folder / "mtrain.json").read_text())["files"]
     return {name: each["blake3"] for name, each in files.items() if name.endswith(".distcp")}

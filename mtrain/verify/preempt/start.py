@@ -1,4 +1,4 @@
-"""One start of the drill: real ranks under `mtrain launch local`, a real signal in a phase, and planted faults."""
+"""One start of the drill: real ranks under `mtrain launch local`, a real signal in a phase, planted faults."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _LOG_LINES = 15
 
 @dataclass(frozen=True)
 class Stop:
-    """Phase and step of the ranks when the signal comes."""
+    """Phase and step of the ranks at the signal."""
 
     phase: Phase | None
-    """Phase of the ranks; None: while programs load."""
+    """None: while programs load."""
     step: int
-    """Step of the ranks; 0 before the first one."""
+    """Step number; 0 before the first."""
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Process(Protocol):
 
 
 Program = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
-"""Function that starts a command, appends its output to a file, and adds variables to the environment."""
+"""Starts a command, appends its output to a file, and adds variables to the environment."""
 
 
 def new_process(command: Sequence[str], log: Path, more: Mapping[str, str]) -> Process:
@@ -69,16 +69,11 @@ def new_process(command: Sequence[str], log: Path, more: Mapping[str, str]) -> P
 
 
 class StopFailedError(UnfinishedError):
-    """Failure of a run that was asked to stop but did something else; a note holds the end of its log."""
+    """A stopped run did not stop as it must; a note holds the end of its log."""
 
 
 def run_to_end(program: Program, command: Sequence[str], log: Path) -> None:
-    """Starts the run and waits for its end.
-
-    Args:
-        program: Function that starts the launcher.
-        command: Command of the launcher.
-        log: File that gets all output.
+    """Starts the run and waits for its end; `log` gets all output.
 
     Raises:
         StopFailedError: The run did not end with 0.
@@ -91,14 +86,14 @@ def run_to_end(program: Program, command: Sequence[str], log: Path) -> None:
 def run_until_stopped(
     program: Program, command: Sequence[str], run_dir: Path, stop: Stop, last_rank: int, log: Path
 ) -> float:
-    """Starts the run and asks it to stop; it has to leave everything that the next start needs.
+    """Starts the run and asks it to stop; it must leave everything that the next start needs.
 
     Args:
         program: Function that starts the launcher.
         command: Command of the launcher.
         run_dir: Run folder.
         stop: Phase and step in which the signal is sent.
-        last_rank: Rank that has to reach the phase; the others may be anywhere.
+        last_rank: Rank that must reach the phase; the others may be anywhere.
         log: File that gets all output.
 
     Returns:
@@ -129,7 +124,7 @@ def run_until_stopped(
 
 @contextlib.contextmanager
 def _started(process: Process) -> Iterator[Process]:
-    """Yields the launcher and kills it if it is still running at the end; its ranks end with it."""
+    """Yields the launcher; kills it, and so its ranks, if it is still running at the end."""
     try:
         yield process
     finally:
@@ -160,14 +155,7 @@ PREEMPT_FAULTS = (
 
 
 def plant(name: str | None, stop: Stop, run_dir: Path, config: Path) -> None:
-    """Does to a stopped run what a faulty trainer would have done.
-
-    Args:
-        name: Name of one of PREEMPT_FAULTS; None: nothing.
-        stop: Stop that the run has just made.
-        run_dir: Run folder.
-        config: Configuration file of the run, which the next start reads.
-    """
+    """Does to a stopped run what a faulty trainer would have done; `config` is the file of the next start."""
     if name is not None and stop.phase is Phase.FORWARD_BACKWARD:
         _PLANTS[name](run_dir / "metrics.jsonl", config)
 
@@ -194,4 +182,4 @@ _PLANTS: dict[str, Callable[[Path, Path], None]] = {
     "record-repeated": _repeat_record,
     "rate-changed": _change_rate,
 }
-"""Functions by the name of the fault, called with metrics.jsonl and the configuration file."""
+"""Faults by name; each gets metrics.jsonl and the configuration file."""

@@ -22,10 +22,9 @@ class Bin:
     """Colour of a heat map."""
 
     edge: float
-    """Largest deviation with this colour, in tolerances; those above 1 also have a cross, so as not to rely on
-    colour."""
+    """Largest deviation with this colour, in tolerances; those above 1 also have a cross, readable without colour."""
     kind: str
-    """Class of the style sheet."""
+    """CSS class."""
     label: str
 
 
@@ -44,39 +43,39 @@ BINS = (
 
 @dataclass(frozen=True)
 class Square:
-    """Square of a heat map: the worst step of one tensor in one layout."""
+    """The worst step of one tensor in one layout."""
 
     layout: str
     worst: Deviation
 
     @property
     def kind(self) -> str:
-        """Class of the style sheet."""
+        """CSS class."""
         return next((each.kind for each in BINS if self.worst.excess <= each.edge), BINS[-1].kind)
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Heat map: the worst deviations of one kind, by tensor and layout."""
+    """Heat map: worst deviations of one kind by tensor and layout."""
 
     title: str
     rows: Mapping[str, Sequence[Square | None]]
-    """Squares of each tensor, one for each layout; None where it was not compared."""
+    """Squares of each tensor by layout; None if not compared."""
 
     @property
     def summary(self) -> str:
-        """Says in words how many squares fail."""
+        """Counts the failing squares in words."""
         squares = [square for row in self.rows.values() for square in row if square is not None]
         return f"{sum(not square.worst.passed for square in squares)} of {len(squares)} beyond the tolerance"
 
     def worst(self, tensor: str) -> Square | None:
-        """Returns the square of the layout in which the tensor is worst; None if it was not compared."""
+        """Returns the square of the tensor's worst layout; None if not compared."""
         squares = [square for square in self.rows[tensor] if square is not None]
         return max(squares, key=lambda square: badness(square.worst), default=None)
 
 
 def report_page(report: Report) -> str:
-    """Returns the text of the page, from verdict and diagnosis to tolerances and configuration."""
+    """Returns the page, from verdict and diagnosis to tolerances and configuration."""
     return render(
         "report.html",
         report=report,
@@ -136,7 +135,7 @@ def _tolerance(report: Report, kind: str) -> float | None:
 
 
 def _plotted(report: Report) -> list[tuple[str, str]]:
-    """Returns (kind, name) of every quantity that is one number per step."""
+    """Returns (kind, name) of every scalar quantity."""
     runs = (report.reference, *report.layouts)
     terms = list(dict.fromkeys(term for run in runs for step in run.steps for term in step.denominators))
     losses, denominators = ([(kind, term) for term in terms] for kind in ("loss", "denominator"))
@@ -144,7 +143,7 @@ def _plotted(report: Report) -> list[tuple[str, str]]:
 
 
 def _figure(report: Report, kind: str, name: str) -> tuple[str, list[tuple[str, str]]]:
-    """Returns the caption, and for each picture (what its axis shows, chart or nothing)."""
+    """Returns the caption, and (axis label, chart or nothing) of each picture."""
     title = TITLES[kind] if kind == "grad_norm" else f"{TITLES[kind]} of {name}"
     values, differences = [], []
     for slot, layout in enumerate(report.layouts):
@@ -208,7 +207,7 @@ def _worst_by_tensor(layout: LayoutResult, kind: str) -> dict[str, Deviation]:
 
 
 def _lines(content: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yields nested sections as indented text, one value per line."""
+    """Yields nested sections as indented text, one value a line."""
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
             yield f"{indent}{key}:"

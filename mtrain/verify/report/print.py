@@ -14,25 +14,19 @@ from mtrain.base.files import disk_faults, write_atomically
 from mtrain.verify.core.result import BackendReport, Deviation, ParityReport, Report
 
 _PLAIN_WIDTH = 260
-"""Characters per line if the output is no terminal, so that no row is broken in two."""
+"""Line width if the output is not a terminal, so that rows do not break."""
 
 _UNBOUNDED = 10_000
 
 
 def console() -> Console:
-    """Returns a console for standard output, with boxed tables on a terminal and plain lines elsewhere."""
+    """Returns a console for standard output: boxed tables on a terminal, plain lines elsewhere."""
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
 def print_report(report: Report, folder: Path, output: Console) -> None:
-    """Prints the table, the tolerances, the diagnosis and the verdict.
-
-    Args:
-        report: Report to print.
-        folder: Folder of the report's files.
-        output: Console, such as `console()`.
-    """
+    """Prints the table, the tolerances, the diagnosis and the verdict; `folder` holds the report's files."""
     text = report.text
     _print_table(report, output)
     output.print()
@@ -59,11 +53,7 @@ def print_report(report: Report, folder: Path, output: Console) -> None:
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Writes the JSON file and the page.
-
-    Raises:
-        MachineError: The folder cannot be written.
-    """
+    """Writes the JSON file and the page; raises MachineError if the folder cannot be written."""
     from mtrain.report.pages.html import write_page  # here, to load matplotlib only if a page is written
     from mtrain.verify.report.page import report_page
 
@@ -84,7 +74,7 @@ def _verdict(report: Report) -> str:
 
 
 def _print_table(report: Report, output: Console) -> None:
-    """Prints the table uncut: on a narrow terminal the names of tensors follow in separate lines."""
+    """Prints the table uncut; on a narrow terminal the names of tensors follow on separate lines."""
     table = _table(report, is_boxed=output.is_terminal, has_tensors=True)
     is_narrow = output.is_terminal and _width(table, output) > output.width
     if is_narrow:
@@ -97,7 +87,7 @@ def _print_table(report: Report, output: Console) -> None:
 
 
 def _width(table: Table, output: Console) -> int:
-    """Returns the width of a table in characters, whatever the width of the terminal."""
+    """Returns the width of a table in characters on an unlimited terminal."""
     return Measurement.get(output, output.options.update(max_width=_UNBOUNDED), table).maximum
 
 

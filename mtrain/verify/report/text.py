@@ -1,4 +1,4 @@
-"""Differences between the reports of the checks: the quantities that they compare, and their texts."""
+"""What differs between the reports of the checks: compared quantities and texts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TITLES = {
     "records": "records",
     "files": "checkpoint files",
 }
-"""Kinds of quantities, in the order in which a step computes them, with their names for readers."""
+"""Names of all kinds of quantities, in the order of computation."""
 
 BEFORE_FORWARD = ("samples", "lr")
-"""Kinds that are wrong whatever the model computes."""
+"""Kinds that do not depend on the model's computation."""
 
 TENSOR_KINDS = ("gradient", "update", "weights", "param", "exp_avg", "exp_avg_sq")
-"""Kinds whose names are those of parameters."""
+"""Kinds whose names are parameters."""
 
 IN_WORDS = {
     "counters": "counter {name}",
@@ -60,48 +60,48 @@ class ReportText:
     """Texts of one check."""
 
     verb: str
-    """Verb of the command: `mtrain verify VERB` writes VERB.json and VERB.html."""
+    """Command `mtrain verify VERB`, which writes VERB.json and VERB.html."""
     noun: str
-    """Noun for what is compared: a layout, a case."""
+    """What is compared: a layout, a case."""
     columns: Mapping[str, tuple[str, ...]]
-    """Kinds that each column of the table sums up, by heading."""
+    """Kinds in each column of the table, by heading."""
     maps: tuple[str, ...]
-    """Kinds of tensors that are drawn as heat maps."""
+    """Kinds drawn as heat maps."""
     shows_tolerances: bool
     """Whether one tolerance applies to a whole column."""
     agreement: str
-    """Text after the number of those that pass."""
+    """Text after the number that passes."""
     disagreement: str
-    """Text after the numbers of those that fail, such as `2 of 7 `."""
+    """Text after the numbers that fail, such as `2 of 7 `."""
     headline: str
     """Headline if all pass, with `{count}`."""
     failed_headline: str
     """Headline if some fail, with `{failed}` and `{count}`."""
     caption: str
-    """Caption of the table on the terminal."""
+    """Caption of the terminal's table."""
     length: str
     """Sentence about the length of the runs, with `{steps}`."""
     compared: str
-    """Explanation of what the table of the page compares."""
+    """What the page's table compares."""
     curves: str
     tensors: str
     everything: str
-    """Diagnosis if one process fails too."""
+    """Diagnosis if one process also fails."""
     undecided: str = "every layout that ran fails, and none of them was one process: whose fault it is, is open"
-    """Diagnosis if nothing passes and no layout was one process; empty if the axes are not those of a layout."""
+    """Diagnosis if nothing passes and no layout was one process; empty if the axes are not a layout's."""
 
     @property
     def json_name(self) -> str:
-        """Returns the file name of the report as data."""
+        """Returns the file name of the data."""
         return f"{self.verb}.json"
 
     @property
     def page_name(self) -> str:
-        """Returns the file name of the report's page."""
+        """Returns the file name of the page."""
         return f"{self.verb}.html"
 
     def agreed_before(self, kind: str, compared: Collection[str]) -> str:
-        """Says which of the compared kinds agree before this kind, the first to deviate in a step."""
+        """Says which compared kinds agree before this one, the first that deviates in a step."""
         earlier = [each for each in TITLES if each in compared and _is_before(each, kind)]
         names = [_PLURALS.get(name, name) for name, kinds in self.columns.items() if {*kinds} & {*earlier}]
         if not names:
