@@ -1,4 +1,4 @@
-"""Collaborators of a checked run: a fault is planted by replacing one of them, never by changing a module."""
+"""Replaceable parts of a checked run: a fault replaces one of them and never changes a module."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def _sound_functions(groups: Groups) -> StepFunctions:
 
 @dataclass(frozen=True)
 class Collaborators:
-    """Parts of a run that a fault can replace, in the order in which the run uses them; the reference uses none."""
+    """Parts of a run that a fault can replace, in order of use; the reference uses none."""
 
     config: Callable[[Config], Config] = lambda config: config
-    """Function that returns the configuration that the ranks use, from the user's."""
+    """Returns the ranks' configuration from the user's."""
     loader: type[StepLoader] = StepLoader
     of_datum: Callable[[Datum, str, Config, Sequence[str]], Sample] = sample_of
-    """Function that makes a sample of a program's `Datum`."""
+    """Makes a sample from a user's `Datum`."""
     of_record: Callable[[TokenizedSample, int, int, Sequence[str]], Sample] = sample_of_record
-    """Function that makes a sample of the tokens of a record."""
+    """Makes a sample from the tokens of a record."""
     collate: Collate = collate
-    """Function that makes microbatches of samples, for the run's own data and others."""
+    """Makes microbatches of samples, from the run's own data or others."""
     change_model: Callable[[Sequence[nn.Module]], None] = _unchanged
-    """Function that changes the chunks after they are built, before they have weights and an optimizer."""
+    """Changes the built chunks before they get weights and an optimizer."""
     optimizer: type[Optimizer] = Optimizer
     step: Callable[[Groups], StepFunctions] = _sound_functions
     rate: LearningRate = learning_rate
@@ -58,7 +58,7 @@ SOUND = Collaborators()
 
 
 def become(thing: _T, kind: type[_T]) -> None:
-    """Changes the class of an object to a subclass without state of its own; its attributes stay."""
+    """Changes the class of an object to a subclass without own state; its attributes stay."""
     assert issubclass(kind, type(thing))
     thing.__class__ = kind
 
@@ -69,13 +69,13 @@ def modules(chunks: Sequence[nn.Module], kind: type[_M]) -> Iterator[_M]:
 
 
 def with_values(section: _S, values: Mapping[str, Any]) -> _S:
-    """Returns a section with other values, which are not validated."""
+    """Returns a section with other, unvalidated values."""
     assert values.keys() <= type(section).model_fields.keys(), f"{type(section).__name__} has no such keys: {values}"
     return section.model_copy(update=values)
 
 
 def configured(name: str, change: Callable[[Any], Mapping[str, Any]]) -> Callable[[Config], Config]:
-    """Returns a function that sets other values in a section of a configuration; `change` maps the section to them."""
+    """Returns a function that changes a section of a configuration; `change` maps the section to new values."""
 
     def changed(config: Config) -> Config:
         section = getattr(config, name)
@@ -85,9 +85,9 @@ def configured(name: str, change: Callable[[Any], Mapping[str, Any]]) -> Callabl
 
 
 def step_of(**functions: Any) -> Callable[[Groups], StepFunctions]:
-    """Returns a function of the groups that makes a step with some other functions."""
+    """Returns a maker of step functions that replaces some."""
     return lambda groups: StepFunctions(**functions)
 
 
 ALONE = torch.distributed.ProcessGroup(0, 1)  # type: ignore[call-arg]
-"""Process group of this rank alone, which never communicates."""
+"""Process group of this rank alone; never communicates."""

@@ -10,18 +10,18 @@ from mtrain.config import Config
 
 @dataclass(frozen=True)
 class Fault:
-    """Known fault, with the conditions under which it shows."""
+    """Known fault and the conditions under which it shows."""
 
     name: str
     text: str
-    """Description of what the faulty trainer does."""
+    """What the faulty trainer does."""
     axis: str | None
-    """Axis of the layout that the fault needs; None: one process with one microbatch shows it."""
+    """Axis that the layout must use; None: one process with one microbatch shows the fault."""
     condition: Callable[[Config], bool] = lambda config: True
-    """Function that says whether the fault can show under a configuration."""
+    """Says whether the fault can show under a configuration."""
     condition_text: str = ""
     shown_by: int = 1
-    """Step on random batches that reveals the fault: the second has weights other than 0 and 1, the third few loss
+    """First step on random batches that reveals the fault: the second has fractional weights, the third few loss
     tokens."""
 
 

@@ -1,6 +1,6 @@
 """Known faults, each planted in one place on the ranks of a layout to show that the check finds it.
 
-Each has occurred in a real trainer. The reference never has one. `--inject NAME` is the only way to plant one.
+Each occurred in a real trainer. The reference never has one. Only `--inject NAME` plants one.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ LAYOUT_FAULTS = (
         "optimizer.kind=muon",
     ),
 )
-"""Faults of layouts, in the order of loss, layout, data, engine."""
+"""Faults in the order of loss, layout, data, engine."""
 
 
 ADAPTER_FAULTS = (
@@ -220,14 +220,8 @@ NAMES = tuple(fault.name for fault in FAULTS)
 def chosen(name: str, config: Config, axes: Iterable[str], faults: Sequence[Fault] = FAULTS) -> Fault:
     """Returns the fault of this name.
 
-    Args:
-        name: Name from the command line.
-        config: Shrunk configuration.
-        axes: Axes that the layouts use.
-        faults: All faults of the check.
-
     Raises:
-        ConfigError: There is no such fault, or it cannot show here.
+        ConfigError: The fault is unknown, or cannot show with these axes of layouts and this shrunk configuration.
     """
     fault = next((each for each in faults if each.name == name), None)
     if fault is None:

@@ -1,7 +1,7 @@
-"""Implementation of the faults of `shared_inject`, each as a collaborator of the run.
+"""Implementation of `shared_inject`, each fault as a collaborator of the run.
 
-Each is planted in code that all layouts run: in the data, the definition of a loss, a module, the optimizer. A wrong
-number is planted in the configuration of the ranks, which the reference does not see.
+Faults sit in code that all layouts run: data, loss definition, a module, the optimizer. A wrong number is set in the
+ranks' configuration, which the reference does not see.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _samples(change: Callable[[Sample], Sample]) -> Collaborators:
 
 
 def _without_last_tokens(sample: Sample) -> Sample:
-    """Masks the last token that each document predicts."""
+    """Masks the last predicted token of each document."""
     size = len(sample.mask)
     starts = np.zeros(size, np.int32) if sample.document_starts is None else sample.document_starts
     mask = sample.mask.copy()
@@ -75,7 +75,7 @@ def _extras_not_shifted(sample: Sample) -> Sample:
 
 
 def _datum(change: Callable[[Datum], Datum]) -> Collaborators:
-    """Changes the data of a program before they become samples."""
+    """Changes a user's data before they become samples."""
 
     def faulty(datum: Datum, *others: Any) -> Sample:
         return sample_of(change(datum), *others)
@@ -84,7 +84,7 @@ def _datum(change: Callable[[Datum], Datum]) -> Collaborators:
 
 
 def _record(change: Callable[[TokenizedSample], TokenizedSample]) -> Collaborators:
-    """Changes the records of a file before they become samples."""
+    """Changes records of a file before they become samples."""
 
     def faulty(found: TokenizedSample, *others: Any) -> Sample:
         return sample_of_record(change(found), *others)
@@ -126,7 +126,7 @@ def _rows_as_sequences(rows: _Rows, form: RowForm, first_of_step: Place | None) 
 
 
 def _joined(row: Sequence[Sample]) -> Sample:
-    """Joins all samples of a row into one, whose token weights include their sample weights."""
+    """Joins all samples of a row; token weights include sample weights."""
     filled = [sample for sample in row if len(sample.tokens)]
     begins = itertools.accumulate((sample.width for sample in filled), initial=0)
     starts = [
@@ -175,7 +175,7 @@ def _positions_of_rows(batch: Microbatch) -> dict[str, Any]:
 
 
 def _reweighed(aggregation: str, factor: Callable[[float], float]) -> Collate:
-    """Multiplies the weights of a sample's tokens by a factor computed from the sum of its mask."""
+    """Multiplies the weights of a sample's tokens by a factor of the sum of its mask."""
 
     def faulty(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
         batch = collate(rows, form, first_of_step)
@@ -191,7 +191,7 @@ def _reweighed(aggregation: str, factor: Callable[[float], float]) -> Collate:
 
 
 def _terms(change: Callable[[TermSection], dict[str, Any]]) -> Collaborators:
-    """Changes the main term and the side terms in the configuration."""
+    """Changes main and side terms in the configuration."""
 
     def changed(loss: Any) -> dict[str, Any]:
         sides = {name: with_values(side, change(side)) for name, side in loss.side_terms.items()}
@@ -244,7 +244,7 @@ def _smoothed_over_padding(config: Config) -> Config:
 
 
 class _ChunksDropped(OutputLoss):
-    """Loss whose every second chunk adds nothing to the gradient of the table."""
+    """Loss that drops every second chunk from the table's gradient."""
 
     def _sum_over_chunks(
         self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, chunk: int, expected_gradient: Tensor
@@ -270,7 +270,7 @@ def _softmax_scale(chunks: Sequence[nn.Module]) -> None:
 
 
 class _ScaledPairs(PairAccumulator):
-    """Accumulator that multiplies the sums of routers."""
+    """Multiplies the sums of routers."""
 
     factors: Tensor
 
@@ -298,7 +298,7 @@ def _experts(**values: Any) -> Collaborators:
 
 
 class _NoBiasCorrection(Optimizer):
-    """Update lr m / (sqrt(v) + epsilon), made by another rate, epsilon and decay of the sound update."""
+    """Makes lr m / (sqrt(v) + epsilon) by changing rate, epsilon and decay of the sound update."""
 
     _num_updates = 0
 

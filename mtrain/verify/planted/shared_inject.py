@@ -1,7 +1,7 @@
-"""Known faults that every layout shares, one process with one microbatch included.
+"""Known faults that every layout shares, including one process with one microbatch.
 
-Comparing layouts with each other cannot find them; the reference does, because it shares no code with the trainer.
-`mtrain.verify.planted.inject` explains faults and lists them all.
+Comparing layouts cannot find them; the reference does, because it shares no code with the trainer.
+`mtrain.verify.planted.inject` explains and lists all faults.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from mtrain.config.schema.loss import NORM_AGGREGATIONS
 from mtrain.verify.planted.fault import Fault, side_terms_differ
 
 POLICY_LOSSES = ("ppo", "gspo", "cispo", "kl")
-"""Losses of `mtrain.verify.reference.policy`, repeated here because that module imports torch."""
+"""Losses of `mtrain.verify.reference.policy`, repeated because that module imports torch."""
 
 
 def _aggregates(*names: str) -> Callable[[Config], bool]:
-    """Returns a condition: whether a term has one of these aggregations."""
+    """Returns a condition: a term has one of these aggregations."""
     return lambda config: any(term.aggregation in names for term in (config.loss, *config.loss.side_terms.values()))
 
 
@@ -214,4 +214,4 @@ SHARED_FAULTS = (
         shown_by=2,
     ),
 )
-"""Faults that every layout shares, in the order of data, loss, model, optimizer."""
+"""Faults in the order of data, loss, model, optimizer."""

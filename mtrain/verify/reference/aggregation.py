@@ -1,7 +1,7 @@
-"""Aggregations: what each sequence adds to the numerator and the denominator of a term.
+"""Aggregations: what each sequence adds to numerator and denominator of a term.
 
-Where w_t is the weight of a token, n the sum of w_t over the sequence, v the weight of the sample, l_t the loss of a
-token, and L and p are constants, with sums over all sequences of the global batch:
+w_t is the weight of a token, n the sum of w_t over the sequence, v the weight of the sample, l_t the loss of a token; L
+and p are constants; sums run over all sequences of the global batch:
 
     token-mean               sum v w l          / sum v w
     seq-mean-token-sum       sum v (sum w l)    / sum v
@@ -32,7 +32,7 @@ class Divisor:
     """Denominator of a term."""
 
     shares: tuple[float, ...]
-    """Shares that tokens or sequences add to it."""
+    """Shares of tokens or sequences."""
 
     @property
     def value(self) -> float:
@@ -41,10 +41,10 @@ class Divisor:
 
     @property
     def is_exact(self) -> bool:
-        """Says whether float64 adds the shares without rounding in every order and grouping.
+        """Says whether float64 adds the shares without rounding in any order and grouping.
 
-        This holds if all are whole multiples of a power of two and their sum is below 2^53 such multiples: every
-        partial sum is then such a multiple too, and a float64 number.
+        True if all are whole multiples of a power of two and their sum is below 2^53 of them: then every partial sum is
+        such a multiple, which float64 holds.
         """
         finest = max((share.as_integer_ratio()[1] for share in self.shares), default=1)
         return finest < 2**52 and sum(int(share * finest) for share in self.shares) < 2**53
@@ -54,8 +54,8 @@ def token_weights(weights: Tensor, sample_weights: Tensor, term: TermSection) ->
     """Returns the factor of each token's loss, [batch, seq] float64.
 
     Args:
-        weights: Weights w_t of the tokens, [batch, seq].
-        sample_weights: Weights v of the samples, [batch].
+        weights: Token weights w_t, [batch, seq].
+        sample_weights: Sample weights v, [batch].
         term: Section with the aggregation and its constant.
     """
     totals = weights.sum(1)
@@ -79,7 +79,7 @@ def token_weights(weights: Tensor, sample_weights: Tensor, term: TermSection) ->
 
 
 def divisor(weights: Tensor, sample_weights: Tensor, term: TermSection) -> Divisor:
-    """Returns the denominator of the term; the arguments are those of `token_weights`."""
+    """Returns the denominator of the term; for the arguments see `token_weights`."""
     samples = sample_weights.tolist()
     rows = [math.fsum(row) for row in weights.tolist()]
     match term.aggregation:

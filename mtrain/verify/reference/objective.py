@@ -23,14 +23,11 @@ from mtrain.verify.reference.policy import POLICY_LOSSES, policy_losses
 from mtrain.verify.reference.text import Rows
 
 TokenLosses = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Function of logits, labels and the teacher's logits that returns losses in nats, [batch, seq]."""
+"""Returns losses in nats, [batch, seq], from logits, labels and the teacher's logits."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Computes -log p(label), or the mean of -log p under the label smoothed evenly over the vocabulary.
-
-    Source: Szegedy et al. 2016, section 7.
-    """
+    """Computes -log p(label), smoothed evenly over the vocabulary. Source: Szegedy et al. 2016, section 7."""
     negative = -torch.log_softmax(logits, -1)
     own = negative.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return (1 - label_smoothing) * own + label_smoothing * negative.mean(-1)
@@ -62,7 +59,7 @@ def dynamic(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def known_losses(function: str, options: dict[str, Any]) -> TokenLosses | None:
-    """Returns the token losses that a name in the configuration stands for; None if it is a user's function."""
+    """Returns the token losses of a built-in function; None for a user's."""
 
     def distilled(logits: Tensor, labels: Tensor, teacher: Tensor | None) -> Tensor:
         assert teacher is not None, "the objective is refused without a teacher"
@@ -80,7 +77,7 @@ def known_losses(function: str, options: dict[str, Any]) -> TokenLosses | None:
 
 @dataclass(frozen=True)
 class Scene:
-    """Input of a user's own loss function; [batch, seq, ...]."""
+    """Input of a user's loss function, [batch, seq, ...]."""
 
     logits: Tensor
     labels: Tensor
@@ -89,7 +86,7 @@ class Scene:
     weights: Tensor
     """Factor of each token's loss."""
     token_shares: Tensor
-    """Share of each token in the denominator; the share of a sequence belongs to its first token."""
+    """Share of each token in the denominator; a sequence's share belongs to its first token."""
     teacher: Tensor | None
     extras: Mapping[str, Tensor]
 
@@ -101,7 +98,7 @@ class Term:
     numerator: Tensor
     denominator: float
     adds_exactly: bool
-    """Whether the denominator is a sum that float64 does not round, whatever the order."""
+    """Whether float64 adds the denominator without rounding in any order."""
 
     @property
     def mean(self) -> Tensor:
@@ -110,10 +107,10 @@ class Term:
 
 
 TEMPERED = frozenset({"entropy", "kl", *POLICY_LOSSES})
-"""Losses that are taken at the temperature of the sampler."""
+"""Losses at the sampler's temperature."""
 
 UserTerm = Callable[[TermSection, Scene], tuple[Tensor, float]]
-"""Function that evaluates a loss function of the user's and returns its numerator and its denominator."""
+"""Evaluates a user's loss function; returns numerator and denominator."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +120,14 @@ class Evaluated:
     terms: dict[str, Term]
     objective: float
     gradients: dict[str, Tensor]
-    """Gradients of the objective by name, before clipping; 0 if the main term's denominator is 0."""
+    """Gradients of the objective before clipping, by name; 0 if the main denominator is 0."""
     biases: dict[str, Tensor]
-    """Biases of the choice of experts after the step; empty if they are not updated."""
+    """Expert biases after the step; empty if not updated."""
     forward: Forward
 
     @property
     def grad_norm(self) -> float:
-        """Returns the norm of all gradients as one vector."""
+        """Returns the global norm of the gradients."""
         return math.sqrt(math.fsum(float((each**2).sum()) for each in self.gradients.values()))
 
 
@@ -143,12 +140,8 @@ def evaluated(
 ) -> Evaluated:
     """Computes loss and gradients of a global batch.
 
-    Args:
-        config: Configuration with model and loss.
-        tensors: Weights by name, float64.
-        rows: Rows of the global batch.
-        teacher: Teacher; needed if a term compares with one.
-        user_term: Function that evaluates losses that are not the package's own.
+    `tensors` are the float64 weights; `teacher` may be None if no term needs one; `user_term` evaluates losses that are
+    not the package's.
     """
     learns = {name: is_trained(name, config.adapter) and not name.endswith(UNTRAINED) for name in tensors}
     leaves = {name: each.detach().clone().requires_grad_(learns[name]) for name, each in tensors.items()}
@@ -172,7 +165,7 @@ def evaluated(
 
 
 def replayed(rows: Rows, model: ModelSection) -> dict[str, Tensor]:
-    """Returns the choices that the rows name, by name of the router, [batch, seq, experts] bool; none for depths."""
+    """Returns the choices that the rows name, [batch, seq, experts] bool, by router; none for further depths."""
     found: dict[str, Tensor] = {}
     if rows.routed_experts is None or model.experts is None:
         return found
@@ -183,7 +176,7 @@ def replayed(rows: Rows, model: ModelSection) -> dict[str, Tensor]:
 
 
 def term_coefficients(loss: LossSection, mtp_depths: int) -> dict[str, float]:
-    """Returns the coefficient of each term; each depth has an equal part of `mtp_coefficient`."""
+    """Returns the coefficient of each term; depths share `mtp_coefficient` equally."""
     depths = {f"mtp_{depth}": loss.mtp_coefficient / mtp_depths for depth in range(1, mtp_depths + 1)}
     sides = {name: side.coefficient for name, side in loss.side_terms.items()}
     return {"main": 1.0, **sides, **depths, **coefficients(loss.router)}
@@ -229,7 +222,7 @@ def _term(
 
 
 def temperatures(section: TermSection, rows: Rows) -> Tensor:
-    """Returns what the logits of each token are divided by, [batch, seq, 1]."""
+    """Returns the divisor of each token's logits, [batch, seq, 1]."""
     fixed = section.options.get("temperature")
     found = rows.extras.get("temperature", torch.ones_like(rows.weights))
     if fixed is not None:
@@ -242,14 +235,14 @@ def _planned(numerator: Tensor, denominator: Divisor) -> Term:
 
 
 def weighted(losses: Tensor, weights: Tensor) -> Tensor:
-    """Sums weight x loss over the tokens whose weight is not 0."""
+    """Sums weight x loss over tokens with nonzero weight."""
     return torch.where(weights != 0, losses * weights, 0.0).sum()
 
 
 def token_shares(rows: Rows, section: TermSection) -> Tensor:
-    """Returns the share of each token in the denominator, [batch, seq].
+    """Returns each token's share of the denominator, [batch, seq].
 
-    The share of a sequence belongs to its first token, that of a whole step to the first token of all.
+    A sequence's share belongs to its first token, a whole step's to the very first.
     """
     if section.aggregation == "token-mean":
         return rows.weights * rows.sample_weights.unsqueeze(1)

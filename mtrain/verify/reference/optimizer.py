@@ -1,15 +1,15 @@
-"""Optimizers in float64 from their definitions, and the scale of their rounding in float32: AdamW, and Muon.
+"""AdamW and Muon in float64 from their definitions, with the scale of their float32 rounding.
 
-Muon updates matrices, AdamW all other tensors. Where G is the clipped gradient of a matrix of R rows and C columns, m
-its moving mean, and mu the momentum:
+Muon updates matrices, AdamW all other tensors. With G the clipped gradient of a matrix of R rows and C columns, m its
+moving mean, and mu the momentum:
 
     m <- mu m + (1 - mu) G        U = (1 - mu) G + mu m, or m without Nesterov
     X <- U / |U|                  |U|: the root of the sum of squares; 0 for 0
     X <- a X + b (X X^T) X + c (X X^T)^2 X    newton_schulz_steps times, a = 3.4445, b = -4.7750, c = 2.0315
     W <- W - lr (rms sqrt(max(R, C)) X + decay W)
 
-Matrices are those of the model, not of the file: queries, keys and values, gate and up projections, and the parts of
-latent attention with and without positions, are separate matrices.
+Matrices are the model's, not the file's: queries, keys and values, gate and up projections, and the parts of latent
+attention with and without positions, are separate.
 
 Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon. Scale and decay: Liu et al. 2025, arXiv 2502.16982,
 equations 2 to 4. Matrices of latent attention: DeepSeek-V2, arXiv 2405.04434, equations 9 to 16.
@@ -35,7 +35,7 @@ from mtrain.verify.reference.model.experts import GATE
 Arrays = dict[str, NDArray[Any]]
 
 _CLIPPING_OFFSET = 1e-6
-"""Summand added to the norm before clip_grad is divided by it, as in torch and Megatron-LM."""
+"""Added to the norm before clip_grad is divided by it, as in torch and Megatron-LM."""
 
 
 class Updated(NamedTuple):
@@ -43,7 +43,7 @@ class Updated(NamedTuple):
 
     weights: Arrays
     scales: Arrays
-    """Size of what float32 adds up for each element: |w| + lr x (moving mean of |gradient|) / (sqrt(v) + epsilon)."""
+    """Size of each element's float32 sum: |w| + lr x (moving mean of |gradient|) / (sqrt(v) + epsilon)."""
 
 
 class Moments(NamedTuple):
@@ -57,7 +57,7 @@ class Moments(NamedTuple):
 class AdamW:
     """AdamW with clipping by a given global norm.
 
-    Source: Loshchilov and Hutter 2019, algorithm 2, the decay multiplied by the learning rate.
+    Source: Loshchilov and Hutter 2019, algorithm 2, with the decay times the learning rate.
     """
 
     def __init__(self, section: AdamWConstants, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
@@ -68,14 +68,7 @@ class AdamW:
         self._magnitude = {name: np.abs(value) for name, value in self._first.items()}
 
     def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
-        """Makes one step for all tensors that have a gradient, and returns the new weights.
-
-        Args:
-            weights: Weights before the step.
-            gradients: Normalised gradients before clipping.
-            grad_norm: Norm by which the gradients are clipped.
-            lr: Learning rate of this step.
-        """
+        """Updates all tensors that have a gradient (normalised, not clipped); clips them by the norm `grad_norm`."""
         self._num_updates += 1
         factor = clipping_factor(self._section.clip_grad, grad_norm)
         new: Arrays = {}
@@ -111,16 +104,10 @@ _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class ExactMuon:
-    """Optimizer of one run: Muon for matrices, AdamW for all other tensors."""
+    """Muon for matrices, AdamW for all other tensors."""
 
     def __init__(self, section: MuonSection, model: ModelSection, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
-        """Begins with a state.
-
-        Args:
-            section: Section with the constants.
-            model: Architecture, which says which rows of fused tensors are matrices.
-            start: State after some updates; `first` holds the moving means of matrices too.
-        """
+        """Begins with a state, whose `first` includes the moving means of matrices; `model` splits fused tensors."""
         self._section, self._model = section, model
         self._adamw = AdamW(section, start)
         matrices = {name: torch.from_numpy(value) for name, value in start.first.items() if _is_matrix(name, value)}
@@ -128,7 +115,7 @@ class ExactMuon:
         self._rounded = {name: value.float() for name, value in matrices.items()}
 
     def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
-        """Makes one step for all tensors that have a gradient; the arguments are those of `AdamW.updated`."""
+        """Updates all tensors that have a gradient; see `AdamW.updated`."""
         others = {name: value for name, value in gradients.items() if not _is_matrix(name, value)}
         new, scales = self._adamw.updated(weights, others, grad_norm, lr)
         factor = clipping_factor(self._section.clip_grad, grad_norm)
@@ -138,11 +125,10 @@ class ExactMuon:
         return Updated(new, scales)
 
     def _one(self, name: str, value: NDArray[Any], gradient: Tensor, lr: float) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Returns the new weights of a tensor, and the size of what float32 adds up.
+        """Returns new weights and the size of their float32 sums.
 
         Each iteration amplifies rounding by up to 3.4445 in directions of small singular values, so the size is
-        measured: a second computation in float32, one operation after the other on one process, shows how far rounding
-        moves a matrix. That distance over the unit roundoff is added to the matrix's largest element.
+        measured: the distance of a float32 computation, over the unit roundoff, is added to the largest element.
         """
         exact = self._direction(self._means, name, gradient)
         single = self._direction(self._rounded, name, gradient.float())
@@ -174,7 +160,7 @@ class ExactMuon:
 
 
 def _is_matrix(name: str, value: NDArray[Any]) -> bool:
-    """Says whether Muon updates a tensor; AdamW updates tables and routers, whose rows are tokens and experts."""
+    """Says whether Muon updates a tensor; tables and routers, with a row per token or expert, are AdamW's."""
     return value.ndim == 2 and name not in _TABLES and not name.endswith(("router.weight", GATE))
 
 
@@ -189,12 +175,7 @@ def matrices(name: str, num_rows: int, model: ModelSection) -> list[Tensor]:
 
 
 def exact_optimizer(config: Config, start: Moments = Moments(0, {}, {})) -> AdamW | ExactMuon:  # noqa: B008
-    """Makes the optimizer of a configuration in float64.
-
-    Args:
-        config: Configuration with kind and constants of the optimizer, and the model.
-        start: State after some updates.
-    """
+    """Makes the float64 optimizer of a configuration, in the state `start`."""
     match config.optimizer:
         case AdamWSection():
             return AdamW(config.optimizer, start)

@@ -1,4 +1,4 @@
-"""Rules of any order of samples: each sample once per epoch, sources in their shares."""
+"""Rules for any order of samples: each sample once per epoch, sources in their shares."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Draw:
-    """Origin of a sample of the run."""
+    """Origin of a sample."""
 
     source: int
     epoch: int
     index: int
-    """Index of the sample in the source."""
+    """Index in the source."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of sources, from a sample of the run on."""
+    """Shares of sources from a sample onward."""
 
     first: int
-    """Number of the first sample, counted from 0."""
+    """Number of that sample, from 0."""
     weights: dict[int, float]
-    """Relative share of each source; those without a share are left out."""
+    """Relative shares by source; sources without a share are absent."""
 
 
 def broken_order(turns: Sequence[Draw], sizes: Sequence[int], shares: Sequence[Shares]) -> Iterator[str]:
-    """Says what is wrong with the first samples of a run.
+    """Reports faults in the order of a run's first samples.
 
     Args:
         turns: Origins of samples 0, 1, 2, ...
-        sizes: Number of samples of each source in an epoch.
-        shares: Consecutive shares, the first from sample 0 on.
+        sizes: Samples per epoch of each source.
+        shares: Consecutive shares, the first from sample 0.
     """
     for number, blend in enumerate(shares):
         last = number + 1 == len(shares)
@@ -65,16 +65,11 @@ def _broken_shares(turns: Sequence[Draw], num_sources: int, blend: Shares) -> It
 
 
 _TELLING = 12
-"""Number of samples that chance brings into one order less than once in a billion runs."""
+"""Number of samples that chance orders alike less than once in a billion runs."""
 
 
 def unshuffled(first: Sequence[int], second: Sequence[int]) -> Iterator[str]:
-    """Says whether epochs are in the order of the file, or all in one order.
-
-    Args:
-        first: Beginning of the order of the first epoch.
-        second: Beginning of the order of the second one; empty where it is not known.
-    """
+    """Reports epochs in file order, or in the same order; both arguments are beginnings, `second` may be empty."""
     if len(first) >= _TELLING and list(first) == list(range(len(first))):
         yield "the first epoch has the order of the file"
     both = min(len(first), len(second))

@@ -1,6 +1,6 @@
-"""Losses of sampled tokens from the equations of their papers; one row per sequence, [batch, seq] float64.
+"""Losses of sampled tokens from the papers' equations; one row per sequence, [batch, seq] float64.
 
-Where p is the log-probability of a token, o that of the old policy, A its advantage and r = exp(p - o):
+With p the log-probability of a token, o that of the old policy, A its advantage and r = exp(p - o):
 
     ppo    -min(r A, clip(r, 1 - low, 1 + high) A); dual clip c: for A < 0 at most -c A   Schulman 2017, 7; Ye 2020, 5
     gspo   the same with s = exp(mean of p - o over the sequence), whose gradient each
@@ -8,9 +8,9 @@ Where p is the log-probability of a token, o that of the old policy, A its advan
     cispo  -sg(clip(r)) A p                                                               MiniMax 2025, 4
     kl     k1 d, k2 d^2 / 2, k3 exp(-d) - 1 + d with d = p - log pi_ref                   Schulman 2020
 
-Tokens that were sampled with other numbers than o count w = exp(o - rollout) times (Yao 2025), where w is clamped to
-[floor, cap] or set to 0 outside of it: each by itself, or all of a sequence by the product W of its tokens' w; or w as
-it is where the geometric mean of a sequence's w is inside, else 0 (TRL, verl, NeMo-RL).
+Tokens sampled with other numbers than o count w = exp(o - rollout) times (Yao 2025). w is clamped to [floor, cap], or
+set to 0 outside it: token by token, or for a sequence by the product W of its tokens' w; or w stays as it is if the
+geometric mean of a sequence's w is inside, else 0 (TRL, verl, NeMo-RL).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 PolicyLosses = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
-"""Function of the labels' log-probabilities, of which tokens count, and of extras that returns losses, [batch, seq];
-arbitrary where a token does not count."""
+"""Returns losses, [batch, seq], from the labels' log-probabilities, which tokens count, and extras; arbitrary if a
+token does not count."""
 
 EXTRAS = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
-"""Names of the extras that are read."""
+"""Names of the extras in use."""
 
 
 def policy_losses(function: str, options: Mapping[str, Any]) -> PolicyLosses | None:
-    """Returns the losses that a name in the configuration stands for; None if it is none of these."""
+    """Returns the losses of a function in the configuration; None if it is not a policy loss."""
     if function == "kl":
         return functools.partial(_divergence, **options)
     if function not in POLICY_LOSSES:
@@ -49,7 +49,7 @@ def policy_losses(function: str, options: Mapping[str, Any]) -> PolicyLosses | N
 
 
 class _Tokens(NamedTuple):
-    """Sampled tokens, [batch, seq] each."""
+    """Sampled tokens, [batch, seq]."""
 
     p: Tensor
     old: Tensor
@@ -87,7 +87,7 @@ def _divergence(p: Tensor, counts: Tensor, extras: Mapping[str, Tensor], estimat
 
 
 def _surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Tensor:
-    """Computes the clipped surrogate by cases: a token has no gradient once it is beyond the clip in its direction."""
+    """Computes the clipped surrogate: a token beyond the clip in its direction has no gradient."""
     bounds = torch.where(advantages > 0, torch.full_like(ratio, 1 + high), 1 - low)  # two numbers would give float32
     is_far = torch.where(advantages > 0, ratio > 1 + high, ratio < 1 - low)
     losses = -advantages * torch.where(is_far, bounds, ratio)

@@ -23,13 +23,7 @@ from mtrain.config.schema.train import OptimizerSection
 
 
 def published_rate(completed: int, optimizer: OptimizerSection, num_steps: int) -> float:
-    """Returns the learning rate of the next update.
-
-    Args:
-        completed: Number of updates so far.
-        optimizer: Section with the schedule.
-        num_steps: Number of updates of the whole run.
-    """
+    """Returns the learning rate of the next update after `completed` ones."""
     match optimizer.schedule_convention:
         case "megatron":
             pass
@@ -55,7 +49,7 @@ def published_rate(completed: int, optimizer: OptimizerSection, num_steps: int) 
 
 
 def _decay(optimizer: OptimizerSection, num_steps: int) -> tuple[int, int]:
-    """Returns the numbers of updates at which the decay begins and ends; of a constant rate those of the whole run."""
+    """Returns the updates at which the decay begins and ends; for a constant rate those of the run."""
     match optimizer.schedule:
         case "constant":
             return 0, num_steps
@@ -69,7 +63,7 @@ def _decay(optimizer: OptimizerSection, num_steps: int) -> tuple[int, int]:
 
 
 def telling_steps(optimizer: OptimizerSection, num_steps: int) -> list[int]:
-    """Returns the updates, counted from 0, where a wrong schedule shows: around its phase changes, and some between."""
+    """Returns updates, from 0, where a wrong schedule shows: around phase changes, and some between."""
     ends = [0, optimizer.warmup_steps, num_steps - 1, *_decay(optimizer, num_steps)]
     around = [end + offset for end in ends for offset in range(-3, 4)]
     between = [num_steps * part // 64 for part in range(64)]

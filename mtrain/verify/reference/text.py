@@ -1,6 +1,6 @@
-"""Samples of files as token ids, and the rows of a global batch, made from them and from the edges between documents.
+"""Samples of files as token ids, and the rows of a global batch from them and from document edges.
 
-Samples from JSONL, with what of them is learned:
+Samples from JSONL, and what is learned:
 
     prompt/response:  bos? + prompt + response + eos             learned: response, eos
     messages:         bos? + for each message header + content   learned: content and eos of the assistant's messages
@@ -8,10 +8,10 @@ Samples from JSONL, with what of them is learned:
 
 The header is "### role\\n", with "\\n\\n" before it from the second message on; each piece is tokenised separately.
 
-Windows of a tokenised corpus are read from its two files directly. `.idx`: 9 bytes of magic, version (u64), element
-type (u8), number of sequences n (u64) and of document edges d (u64), n lengths (i32), n byte offsets (i64), d edges
-(i64). A document is the sequences between two edges. In an epoch the documents are concatenated in some order, and
-window w holds tokens w s ... w s + s of that stream.
+Windows of a tokenised corpus are read from its two files. `.idx`: 9 bytes of magic, version (u64), element type (u8),
+number of sequences n (u64) and of document edges d (u64), n lengths (i32), n byte offsets (i64), d edges (i64). A
+document is the sequences between two edges. An epoch concatenates the documents in some order, and window w holds
+tokens w s ... w s + s of that stream.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Text:
-    """Sample as it was read, not shifted, masked or padded."""
+    """Sample as read, not shifted, masked or padded."""
 
     ids: NDArray[np.int64]
     """Token ids, [n], 1 <= n <= seq_length + 1."""
     counts: NDArray[np.float64]
-    """Weight of the prediction of each token, [n]; the first one is never predicted."""
+    """Weight of the prediction of each token, [n]; the first is never predicted."""
     weight: float = 1.0
-    """Weight v_i of the sample."""
+    """Sample weight v_i."""
     edges: tuple[int, ...] = ()
-    """Positions in `ids` where an isolated document begins, ascending, never 0."""
+    """Positions in `ids` where isolated documents begin, ascending, never 0."""
     extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Extras of each token by name, [n]; the first number is not used."""
+    """Extras of each token by name, [n]; the first is unused."""
     routed_experts: NDArray[np.int64] | None = None
-    """Experts of each token that is read, [n, layers, top_k], -1 where the router chooses; the last row is not used.
-    None: it chooses everywhere."""
+    """Experts of each read token, [n, layers, top_k], -1 where the router chooses; the last row is unused. None: the
+    router chooses everywhere."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +55,29 @@ class Rows:
 
     tokens: Tensor
     labels: Tensor
-    """Labels; 0 where there is no next token or it does not count."""
+    """0 where there is no next token or it does not count."""
     weights: Tensor
-    """Weight w_it of the prediction at each position, float64."""
+    """Weight w_it of each prediction, float64."""
     documents: Tensor
-    """Number of the document in the row; -1 where there is no text."""
+    """Document number in the row; -1 outside the text."""
     positions: Tensor
     """Position in the document."""
     sample_weights: Tensor
-    """Weights v_i of the samples, [batch] float64."""
+    """Sample weights v_i, [batch] float64."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """Extras of the token that is predicted, by name, float64."""
+    """Extras of the predicted token by name, float64."""
     routed_experts: Tensor | None = None
-    """Experts that routers take, [batch, seq, layers, top_k], -1 where they choose; None: they choose everywhere."""
+    """Experts to take, [batch, seq, layers, top_k], -1 where the router chooses; None: it chooses everywhere."""
     carried: torch.dtype = torch.float64
-    """Dtype in which rows carry the factor of each token's loss; float32 in a trainer's batches."""
+    """Dtype of each token's loss factor; float32 in a trainer's batches."""
 
     @property
     def is_text(self) -> Tensor:
-        """Says which positions hold text, [batch, seq] bool."""
+        """Marks positions that hold text, [batch, seq] bool."""
         return self.documents >= 0
 
     def ahead(self, depth: int) -> Ahead:
-        """Returns the rows shifted by `depth` tokens within the same document."""
+        """Returns the rows shifted by `depth` tokens within documents."""
         missing = torch.full((len(self.tokens), depth), -1, device=self.documents.device)
         there = torch.cat([self.documents[:, depth:], missing], dim=1)
         known = (there == self.documents) & self.is_text
@@ -90,23 +90,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Rows of one depth of multi-token prediction; [batch, seq]."""
+    """Rows of one depth of multi-token prediction, [batch, seq]."""
 
     tokens: Tensor
     labels: Tensor
     weights: Tensor
     is_text: Tensor
-    """Positions that have a token that far ahead in their document."""
+    """Positions whose document has a token that far ahead."""
 
 
 def rows_of(texts: Sequence[Text], seq_length: int, vocab_size: int, device: torch.device) -> Rows:
     """Makes rows in which position t holds token t and predicts token t + 1, unless that begins another document.
 
-    Args:
-        texts: All samples of a global batch.
-        seq_length: Number of positions of a row.
-        vocab_size: Number modulo which token ids are taken.
-        device: Device of the tensors.
+    Token ids are taken modulo `vocab_size`.
     """
     rows = [_row(text, seq_length, vocab_size) for text in texts]
 
@@ -166,7 +162,7 @@ def _row(text: Text, seq_length: int, vocab_size: int) -> dict[str, NDArray[Any]
 
 
 def objects(path: Path, numbers: Collection[int]) -> dict[int, Any]:
-    """Reads the JSON objects of the lines with these numbers, counted from 0."""
+    """Reads the JSON objects of these lines, counted from 0."""
     with path.open("rb") as file:
         return {number: json.loads(line) for number, line in enumerate(file) if number in numbers}
 
@@ -178,7 +174,7 @@ def num_lines(path: Path) -> int:
 
 
 def text_of(found: dict[str, Any], tokenizer: Tokenizer, seq_length: int) -> Text:
-    """Converts a line to a sample, cut at the end if it is too long."""
+    """Converts a line to a sample; cuts a long one at the end."""
     ids: list[int] = list(tokenizer.begin_ids)
     counts = [0.0] * len(ids)
 
@@ -206,16 +202,16 @@ _HEADER_BYTES = 34
 
 @dataclass(frozen=True)
 class RawCorpus:
-    """Documents of one `.bin/.idx` pair."""
+    """Documents of a `.bin/.idx` pair."""
 
     tokens: NDArray[np.integer]
     """All tokens in file order, memory-mapped."""
     begins: NDArray[np.int64]
-    """Position in `tokens` where each document begins, and the end of the last one, [documents + 1]."""
+    """Begin of each document in `tokens`, and the end of the last, [documents + 1]."""
 
     @classmethod
     def open(cls, prefix: str) -> RawCorpus:
-        """Opens both files and reads the index; they were checked before."""
+        """Opens both files and reads the index, which were checked before."""
         content = np.memmap(f"{prefix}.idx", np.uint8, "r")
         num_sequences, num_edges = content[18:_HEADER_BYTES].view("<u8").tolist()
         lengths_end = _HEADER_BYTES + 4 * num_sequences
@@ -230,13 +226,9 @@ class RawCorpus:
         return len(self.begins) - 1
 
     def window(self, order: NDArray[np.int64], index: int, seq_length: int, isolate: bool) -> Text:
-        """Returns a window of the stream of documents in an order.
+        """Returns a window of the documents in this order, which predicts `seq_length` tokens.
 
-        Args:
-            order: Numbers of the documents in the order of the stream.
-            index: Index of the window.
-            seq_length: Number of tokens that the window predicts.
-            isolate: Whether the edges between documents are kept.
+        `isolate` keeps the edges between documents.
         """
         lengths = np.diff(self.begins)[order]
         ends = np.cumsum(lengths)

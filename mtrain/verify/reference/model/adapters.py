@@ -1,7 +1,7 @@
-"""Adapters from their definition: the matrix by which a layer multiplies is W + scale B A.
+"""Adapters from their definition: a layer multiplies by W + scale B A.
 
 Sources: LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.1. rsLoRA: Kalajdzievski 2023, arXiv 2312.03732. DoRA: Liu et
-al. 2024, arXiv 2402.09353, equation 5, with the norm as a constant (section 4.3).
+al. 2024, arXiv 2402.09353, equation 5, with a constant norm (section 4.3).
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, is_gated, la
 
 
 class Adapted(NamedTuple):
-    """Frozen matrix with the pairs A and B of its parts."""
+    """Frozen matrix with the adapted parts of its rows."""
 
     weight: str
-    """Name of the frozen matrix."""
     pairs: Mapping[str, Tensor]
-    """Rows of the frozen matrix for each part, ascending."""
+    """Row numbers of each part, ascending; a part has one pair A and B."""
 
 
 def all_shapes(config: Config) -> dict[str, Shape]:
-    """Returns the shapes of all tensors of a run by name: the model, then its adapters."""
+    """Returns the shapes of all tensors by name: the model, then its adapters."""
     found = dict(shapes_of(config.model))
     if config.adapter is None:
         return found
@@ -55,7 +54,7 @@ def all_shapes(config: Config) -> dict[str, Shape]:
 
 
 def is_trained(name: str, adapter: AnyAdapter | None) -> bool:
-    """Says whether a tensor is trained: in a model with adapters only these are, and what is saved whole."""
+    """Says whether a tensor is trained: in a model with adapters, only these and modules to save."""
     if adapter is None or "_adapter." in name:
         return True
     if "norm" in name:
@@ -64,10 +63,7 @@ def is_trained(name: str, adapter: AnyAdapter | None) -> bool:
 
 
 def as_held(name: str, values: Tensor, adapter: AnyAdapter | None) -> Tensor:
-    """Rounds frozen projections and tables to bfloat16 if `adapter.base_dtype` says so, as a run holds them.
-
-    Routers, norms and biases are not rounded.
-    """
+    """Rounds frozen projections and tables, but not routers, norms and biases, as `adapter.base_dtype` says."""
     if adapter is None or adapter.base_dtype != "bf16" or is_trained(name, adapter):
         return values
     is_matrix = values.dim() == 2 and ".router." not in name
@@ -75,7 +71,7 @@ def as_held(name: str, values: Tensor, adapter: AnyAdapter | None) -> Tensor:
 
 
 def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of an equivalent model without adapters, with a graph to the given tensors."""
+    """Returns the tensors of the equivalent model without adapters; autograd reaches the given tensors."""
     found = dict(tensors)
     section = config.adapter
     if section is None:
@@ -101,7 +97,7 @@ def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _prefix(weight: str, part: str) -> str:
-    """Returns the prefix of the names of a pair; an expert's has no part, since each projection has one pair."""
+    """Returns the name prefix of a pair; an expert's projection has one pair, and so no part."""
     module = weight.removesuffix(".weight")
     return f"{module}_adapter." if part == "experts" else f"{module}_adapter.{part}_"
 
@@ -127,11 +123,11 @@ _ONE_PAIR = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-"""Target that adapts a projection of several parts as one matrix -> the parts."""
+"""Target that adapts several parts as one matrix -> the parts."""
 
 
 def _together(rows: Mapping[str, Tensor], targets: set[str]) -> dict[str, Tensor]:
-    """Returns the rows of each part; those of parts that have one pair as one part's."""
+    """Joins the rows of parts that share a pair."""
     found = dict(rows)
     for target in targets & _ONE_PAIR.keys():
         if parts := [found.pop(each) for each in _ONE_PAIR[target] if each in found]:
@@ -151,13 +147,13 @@ def _parts(target: str) -> tuple[str, ...]:
 
 
 def _set_for(part: str, pattern: Mapping[Any, float], default: float) -> float:
-    """Returns the number that a pattern has for a part: under its own name, else under that of its group."""
+    """Returns the number of a part in a pattern: under its own name, otherwise its group's."""
     of_groups = [value for target, value in pattern.items() if target != part and part in _parts(target)]
     return pattern[part] if part in pattern else of_groups[0] if of_groups else default
 
 
 def _rows(weight: str, count: int, layer: int, model: ModelSection) -> Mapping[str, Tensor]:
-    """Returns the rows of each part of a layer's matrix; none if the tensor cannot have an adapter."""
+    """Returns the rows of each part of a layer's matrix; none if it cannot have an adapter."""
     every, linear = torch.arange(count), weight.split(".")[-2]
     kind = kind_of(model, layer)
     if kind is not None and (found := kind.adapted(linear, every, model)) is not None:

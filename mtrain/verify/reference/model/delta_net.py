@@ -1,11 +1,11 @@
-"""Gated delta net: each value head has a matrix S as its state, which every token decays and corrects.
+"""Gated delta net: the state of each value head is a matrix S, which every token decays and corrects.
 
-With a unit query q and a unit key k, a value v, a decay a and a step b, a token makes
+With unit query q, unit key k, value v, decay a and step b, a token computes
 
     S <- a S;   S <- S + k (b (v - S^T k))^T;   output = S^T q / sqrt(key_head_dim)
 
 Sources: Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464, equation 10; convolution, decay of each head
-and norm with a gate as in the published weights of Qwen3-Next.
+and gated norm as in the published weights of Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mtrain.verify.reference.model.modules import Module, linear, silu
 from mtrain.verify.reference.text import Rows
 
 _UNIT_EPSILON = 1e-6
-"""Number added to the squared length of a query or a key."""
+"""Summand of the squared length of queries and keys."""
 
 
 class _Parts(NamedTuple):
     """Outputs of the projection, [batch, seq, key heads, ...]."""
 
     convolved: Tensor
-    """Query, key and values of each key head, before the convolution."""
+    """Query, key and values before the convolution."""
     gate: Tensor
     step: Tensor
     decay: Tensor
@@ -39,7 +39,7 @@ class _Parts(NamedTuple):
 
 @final
 class DeltaNet(AttentionKind):
-    """Layer with a state of fixed size in the place of keys and values."""
+    """Layer with a state of fixed size instead of keys and values."""
 
     inputs = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     group = "in_proj"
@@ -99,7 +99,7 @@ def _section(model: ModelSection) -> DeltaNetSection:
 
 
 def _rows(section: DeltaNetSection) -> list[int]:
-    """Returns the numbers of rows of a key head in the projection: query, key and values; gates; steps; decays."""
+    """Returns the rows per key head in the projection: query, key and values; gates; steps; decays."""
     shared = section.num_value_heads // section.num_key_heads
     values = shared * section.value_head_dim
     return [2 * section.key_head_dim + values, values, shared, shared]
@@ -117,7 +117,7 @@ def _apart(every: Tensor, model: ModelSection) -> list[Tensor]:
 
 
 def _convolved(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
-    """Weighs each token and those before it in its document, [batch, seq, channels], and applies silu."""
+    """Convolves tokens within their document, [batch, seq, channels], and applies silu."""
     total = torch.zeros_like(x)
     for back in range(min(weight.shape[1], x.shape[1])):
         before = x[:, : x.shape[1] - back] * weight[:, weight.shape[1] - 1 - back]

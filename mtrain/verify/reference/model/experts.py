@@ -1,4 +1,4 @@
-"""Layers of experts and the losses of their routers, from their definitions.
+"""Layers of experts and losses of their routers, from their definitions.
 
 Sources: Switch Transformer (Fedus et al. 2021), section 2.2; ST-MoE (Zoph et al. 2022), section 3; DeepSeek-V3 (2024),
 equations 12 to 20; auxiliary-loss-free balancing (Wang et al. 2024), algorithm 1.
@@ -20,9 +20,9 @@ from mtrain.verify.reference.model.modules import Module, linear, network, norm
 
 Z, SEQUENCE_BALANCE = "router_z", "router_sequence_balance"
 GATE = "shared_experts.gate_weight"
-"""Name of the gate of shared experts, one row."""
+"""Gate of shared experts, one row."""
 INPUT_SCALE, EXPERT_SCALE = "router.scale", "router.per_expert_scale"
-"""Names of what multiplies a router's input and the weights of its experts."""
+"""Factors of a router's input and of its experts' weights."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,8 @@ class Routed:
     """Inputs and choices of one router."""
 
     name: str
-    """Name of the router."""
     logits: Tensor
-    """Logits of the router, [batch, seq, experts]."""
+    """[batch, seq, experts]."""
     chosen: Tensor
     """Chosen experts of each token, [batch, seq, experts] bool."""
     is_text: Tensor
@@ -72,8 +71,7 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
 
 
 def _router_input(part: Module, x: Tensor) -> Tensor:
-    """Returns the residual stream, brought to a mean square of 1 and times the router's vector, over the root of its
-    size."""
+    """Returns x at unit mean square, times the router's vector, over the square root of its size."""
     spread = torch.sqrt((x * x).mean(-1, keepdim=True) + part.model.norm_epsilon)
     return x / spread * part.tensor(INPUT_SCALE) / math.sqrt(x.shape[-1])
 
@@ -90,14 +88,9 @@ def _router_logits(part: Module, x: Tensor) -> Tensor:
 def routed(
     logits: Tensor, expert_bias: Tensor | None, section: ExpertsSection, replayed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the chosen experts and their weights, [batch, seq, experts] each; the bias affects only the choice.
+    """Returns chosen experts and their weights, [batch, seq, experts]; the bias affects only the choice.
 
-    Args:
-        logits: Logits of the router.
-        expert_bias: Bias of the choice, if the router has one.
-        section: Section of the experts.
-        replayed: Choice to use instead of the router's, [batch, seq, experts] bool, the router's where it has none;
-            None: the router's everywhere.
+    `replayed`, [batch, seq, experts] bool, replaces the choice of tokens that have one there.
     """
     match section.score:
         case "sigmoid":
@@ -123,7 +116,7 @@ def routed(
 def _inside_groups(ranking: Tensor, section: ExpertsSection) -> Tensor:
     """Sets the ranking outside the best groups to -inf.
 
-    A group is ranked by the sum of its best scores: `group_score_top_k` of them, or by default as many as a token takes
+    A group's rank is the sum of its best scores: `group_score_top_k` of them, or by default as many as a token takes
     from each chosen group.
     """
     if section.num_groups is None or section.group_top_k is None:
@@ -136,25 +129,25 @@ def _inside_groups(ranking: Tensor, section: ExpertsSection) -> Tensor:
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """Marks the `count` highest of the last axis."""
+    """Marks the `count` highest values of the last axis."""
     order = values.argsort(-1, descending=True)[..., :count]
     return torch.zeros_like(values, dtype=torch.bool).scatter(-1, order, True)
 
 
 def coefficients(section: RouterLossSection) -> dict[str, float]:
-    """Returns the coefficients above 0, by term."""
+    """Returns the coefficients above 0 by term."""
     both = {Z: section.z_coefficient, SEQUENCE_BALANCE: section.sequence_balance_coefficient}
     return {name: value for name, value in both.items() if value > 0}
 
 
 def router_numerator(term: str, seen: Sequence[Routed], section: ExpertsSection) -> Tensor:
-    """Returns the numerator of a term, summed over all routers, and over tokens (z) or sequences (balance)."""
+    """Returns the numerator of a term over all routers, and tokens (z) or sequences (balance)."""
     of_one = _z if term == Z else _balance
     return torch.stack([of_one(each, section) for each in seen]).sum()
 
 
 def router_shares(term: str, is_text: Tensor) -> tuple[float, ...]:
-    """Returns the share of each row in a denominator: its tokens of text (z), or 1 if it has any (balance)."""
+    """Returns each row's share of the denominator: its text tokens (z), or 1 if it has any (balance)."""
     counts = is_text.sum(1).tolist()
     return tuple(float(count if term == Z else count > 0) for count in counts)
 
@@ -164,7 +157,7 @@ def _z(seen: Routed, section: ExpertsSection) -> Tensor:
 
 
 def _balance(seen: Routed, section: ExpertsSection) -> Tensor:
-    """Computes the sum over sequences of E x sum over experts of (share of the choices) x (mean score)."""
+    """Sums E x sum over experts of (share of the choices) x (mean score) over sequences."""
     total = seen.logits.new_zeros(())
     for logits, is_text in zip(seen.logits, seen.is_text, strict=True):
         if is_text.any():
@@ -177,6 +170,6 @@ def _balance(seen: Routed, section: ExpertsSection) -> Tensor:
 
 
 def moved_bias(bias: Tensor, seen: Routed, rate: float) -> Tensor:
-    """Returns the bias of the choice after a step: raised for experts below the mean load, lowered for others."""
+    """Returns the expert bias after a step: raised for experts below the mean load, lowered above it."""
     counts = (seen.chosen & seen.is_text.unsqueeze(-1)).sum((0, 1))
     return bias + rate * (counts.sum() - counts * len(counts)).sign().to(bias.dtype)

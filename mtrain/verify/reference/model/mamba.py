@@ -1,11 +1,11 @@
-"""Mamba-2: each head has a matrix S as its state, which every token decays and adds to.
+"""Mamba-2: the state of each head is a matrix S, which every token decays and adds to.
 
-With an input x, a step d and a decay exp(-d exp(A_log)) of its head, and B and C of its group, a token makes
+With input x, step d and decay exp(-d exp(A_log)) of its head, and B and C of its group, a token computes
 
     S <- exp(-d exp(A_log)) S + d B x^T;   output = S^T C + D x
 
-Sources: Dao and Gu 2024, "Transformers are SSMs", arXiv 2405.21060, sections 2.1 and 7.1; convolution, steps and norm
-with a gate as in the published weights of Nemotron-H.
+Sources: Dao and Gu 2024, "Transformers are SSMs", arXiv 2405.21060, sections 2.1 and 7.1; convolution, steps and gated
+norm as in the published weights of Nemotron-H.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class _Projected(NamedTuple):
     """Outputs of the projection, [batch, seq, groups, ...]."""
 
     convolved: Tensor
-    """C, B and the inputs of the heads, before the convolution."""
+    """C, B and the heads' inputs before the convolution."""
     gate: Tensor
     step: Tensor
 
 
 @final
 class Mamba(AttentionKind):
-    """Layer with a state of fixed size in the place of keys and values, which nothing is taken out of."""
+    """Layer with a state of fixed size, from which tokens remove nothing, instead of keys and values."""
 
     inputs = ("in_proj_zxbcdt",)
     group = "in_proj"
@@ -93,7 +93,7 @@ def _section(model: ModelSection) -> MambaSection:
 
 
 def _rows(section: MambaSection) -> list[int]:
-    """Returns the numbers of rows of a group in the projection: C, B and inputs; gates; steps."""
+    """Returns the rows per group in the projection: C, B and inputs; gates; steps."""
     shared = section.num_heads // section.num_groups
     return [2 * section.state_dim + shared * section.head_dim, shared * section.head_dim, shared]
 
@@ -105,7 +105,7 @@ def _parts(part: Module, x: Tensor) -> _Projected:
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
-    """Weighs each token and those before it in its document, [batch, seq, channels], and applies silu."""
+    """Convolves tokens within their document, [batch, seq, channels], and applies silu."""
     taps = weight.shape[1]
     outputs = []
     for t in range(x.shape[1]):

@@ -13,19 +13,19 @@ from torch import Tensor
 from mtrain.config.schema.model import ModelSection
 
 _CLAMP, _SLOPE = 7.0, 1.702
-"""Constants of GPT-OSS: bound of both projections, and slope of the gate."""
+"""Constants of GPT-OSS: bound of both projections, slope of the gate."""
 
 
 @dataclass(frozen=True)
 class ExpertChanges:
-    """Ways in which another program computes layers of experts; by default as defined."""
+    """Deviations of another program in layers of experts; none by default."""
 
     router_dtype: torch.dtype | None = None
-    """Precision to which a router's input, weight and logits are rounded; None: not at all."""
+    """Precision of a router's input, weight and logits; None: not rounded."""
     num_partial_sums: int = 1
-    """Number of ranks that each add up the experts that they hold and round this sum to bfloat16; 1: no rounding."""
+    """Ranks that each round the sum of their experts to bfloat16; 1: no rounding."""
     chosen: Mapping[str, Tensor] = field(default_factory=dict)
-    """Choices to replay by name of the router, [batch, seq, experts] bool; the router makes the others."""
+    """Replayed choices by router, [batch, seq, experts] bool; routers make the others."""
 
 
 AS_DEFINED = ExpertChanges()
@@ -39,7 +39,6 @@ class Module:
     tensors: Mapping[str, Tensor]
     """All tensors of the model by name, float64."""
     name: str
-    """Name of this module."""
     changes: ExpertChanges = AS_DEFINED
 
     def inner(self, name: str) -> Module:
@@ -51,19 +50,19 @@ class Module:
         return self.tensors[f"{self.name}.{name}"]
 
     def get(self, name: str) -> Tensor | None:
-        """Returns a tensor of this module; None if there is none."""
+        """Returns a tensor of this module, or None."""
         return self.tensors.get(f"{self.name}.{name}")
 
 
 def linear(part: Module, name: str, x: Tensor) -> Tensor:
-    """Computes x W^T, plus the bias if there is one."""
+    """Computes x W^T, plus the bias if any."""
     bias = part.get(f"{name}.bias")
     product = x @ part.tensor(f"{name}.weight").T
     return product if bias is None else product + bias
 
 
 def norm(part: Module, x: Tensor, epsilon: float | None = None) -> Tensor:
-    """Applies RMSNorm or LayerNorm to the last axis; by default with the model's epsilon."""
+    """Applies RMSNorm or LayerNorm to the last axis; epsilon None: the model's."""
     model = part.model
     match model.norm:
         case "layernorm":
@@ -79,14 +78,14 @@ def norm(part: Module, x: Tensor, epsilon: float | None = None) -> Tensor:
 
 
 def network(part: Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes a feed-forward network; returns its output without and with the bias of the second projection."""
+    """Computes a feed-forward network; returns its output without and with the second bias."""
     inner = activated(part.model, linear(part, "linear_fc1", x))
     product, bias = inner @ part.tensor("linear_fc2.weight").T, part.get("linear_fc2.bias")
     return product, product if bias is None else product + bias
 
 
 def activated(model: ModelSection, x: Tensor) -> Tensor:
-    """Applies the activation between the two projections, [..., ffn], or [..., 2 ffn] if gated, -> [..., ffn]."""
+    """Applies the activation, [..., ffn], or [..., 2 ffn] if gated, -> [..., ffn]."""
     match model.activation:
         case "gelu":
             return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))

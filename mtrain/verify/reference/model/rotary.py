@@ -1,4 +1,4 @@
-"""Rotary position embedding from the papers' formulas, one pair of dimensions at a time.
+"""Rotary position embedding by the papers' formulas, pair by pair of dimensions.
 
 Sources: RoFormer (Su et al. 2021); position interpolation (Chen et al. 2023); Llama 3.1 as released; YaRN (Peng et al.
 2023), section 3.2, with the magnitudes of DeepSeek's released models.
@@ -16,13 +16,7 @@ from mtrain.config.schema.rope import RopeSection
 
 
 def rotated(x: Tensor, positions: Tensor, rope: RopeSection) -> Tensor:
-    """Rotates the pairs (i, i + size / 2) of [batch, seq, heads, size] by position x frequency.
-
-    Args:
-        x: Queries or keys to rotate.
-        positions: Position of each token, [batch, seq].
-        rope: Section with base and scaling.
-    """
+    """Rotates the pairs (i, i + size / 2) of [batch, seq, heads, size] at [batch, seq] positions."""
     half = x.shape[-1] // 2
     frequencies = torch.tensor([frequency(rope, x.shape[-1], pair) for pair in range(half)], dtype=x.dtype)
     angles = (positions.to(x.dtype).unsqueeze(-1) * frequencies.to(x.device)).unsqueeze(2)
@@ -55,7 +49,7 @@ def frequency(rope: RopeSection, size: int, pair: int) -> float:
 
 
 def _share_kept_by_yarn(rope: RopeSection, size: int, pair: int) -> float:
-    """Returns a share that falls from 1 to 0 between the pairs with beta_fast and beta_slow turns in the context."""
+    """Returns a share that falls from 1 to 0 between pairs with beta_fast and beta_slow turns in the context."""
 
     def place(turns: float) -> float:
         return size * math.log(rope.original_max_positions / (2 * math.pi * turns)) / (2 * math.log(rope.base))
@@ -69,7 +63,7 @@ def _share_kept_by_yarn(rope: RopeSection, size: int, pair: int) -> float:
 
 
 def temperature(positions: Tensor, rope: RopeSection) -> Tensor:
-    """Returns the factor of the queries at [batch, seq] positions: 1 + b ln(1 + n) after n original contexts.
+    """Returns the factor of queries at [batch, seq] positions: 1 + b ln(1 + n) after n original contexts.
 
     Source: Ministral 3 as released.
     """

@@ -1,4 +1,4 @@
-"""Names and shapes of a model's tensors, in the order of the forward pass."""
+"""Names and shapes of a model's tensors in forward order."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from mtrain.verify.reference.model.experts import EXPERT_SCALE, GATE, INPUT_SCAL
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT_BIAS = "router.expert_bias"
-"""Suffix of the names of tensors that belong to the model's state but have no gradient."""
+"""Suffix of tensors that are in the model's state but have no gradient."""
 LAYER_SCALAR = ".scalar"
-"""Suffix of the names of others."""
+"""Suffix of more of them."""
 UNTRAINED = (EXPERT_BIAS, LAYER_SCALAR)
 
 
 def has_experts(model: ModelSection, layer: int) -> bool:
-    """Says whether layer `layer`, counted from 0, has experts: as its letter says, or every n-th after the first dense
-    ones."""
+    """Says whether this layer has experts: by its letter, or every n-th layer after the first dense ones."""
     if model.layer_pattern is not None:
         return model.layer_pattern[layer] == "E"
     section = model.experts
@@ -29,24 +28,24 @@ def has_experts(model: ModelSection, layer: int) -> bool:
 
 
 def has_branches(model: ModelSection, layer: int) -> bool:
-    """Says whether layer `layer`, counted from 0, has norms for shared and chosen experts each in the place of one."""
+    """Says whether shared and chosen experts of this layer have separate norms."""
     return has_experts(model, layer) and model.experts is not None and model.experts.branch_norms
 
 
 def has_network(model: ModelSection, layer: int) -> bool:
-    """Says whether layer `layer`, counted from 0, has a feed-forward part, dense or with experts."""
+    """Says whether this layer has a feed-forward part, dense or with experts."""
     return model.layer_pattern is None or model.layer_pattern[layer] in "-E"
 
 
 def layers(model: ModelSection) -> dict[str, int]:
-    """Returns the number of each transformer layer by name; layers that predict ahead have that of the last one."""
+    """Returns the number of each transformer layer by name; layers that predict ahead get that of a layer like them."""
     own = {f"decoder.layers.{number}": number for number in range(model.num_layers)}
     ahead = {f"mtp.layers.{depth}.transformer_layer": like for depth, like in enumerate(model.layers_ahead)}
     return own | ahead
 
 
 def shapes_of(model: ModelSection) -> dict[str, Shape]:
-    """Returns the shapes of all tensors by name; tables are without vocabulary padding."""
+    """Returns the shapes of all tensors by name, tables without vocabulary padding."""
     return dict(_tensors(model))
 
 
@@ -97,7 +96,7 @@ def _network(name: str, size: int, model: ModelSection) -> Iterator[tuple[str, S
 
 
 def is_gated(model: ModelSection) -> bool:
-    """Says whether the first projection consists of a gate and an up projection."""
+    """Says whether the first projection is a gate and an up projection."""
     return model.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
 
 

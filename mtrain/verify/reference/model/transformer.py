@@ -1,7 +1,7 @@
-"""Decoder-only transformer as plain functions of its tensors, one global batch at a time.
+"""Decoder-only transformer as plain functions of its tensors, for one global batch.
 
-Source of multi-token prediction: DeepSeek-V3 report (2024), section 2.2, equations 21 to 25, the embedding first in the
-concatenation as in the published weights.
+Source of multi-token prediction: DeepSeek-V3 report (2024), section 2.2, equations 21 to 25; the embedding comes first
+in the concatenation as in the published weights.
 """
 
 from __future__ import annotations
@@ -23,33 +23,27 @@ from mtrain.verify.reference.text import Rows
 
 @dataclass
 class Forward:
-    """Outputs of one forward pass; [batch, seq, ...]."""
+    """Outputs of a forward pass, [batch, seq, ...]."""
 
     logits: Tensor
     """Logits of the next token."""
     ahead: list[Tensor] = field(default_factory=list)
-    """Logits of the tokens after it, by depth."""
+    """Logits of later tokens by depth."""
     seen: list[Routed] = field(default_factory=list)
-    """Choices of each router, in the order of the forward pass."""
+    """Router choices in forward order."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Outputs by module, of the layers that predict the next token."""
+    """Module outputs, except of layers that predict further ahead."""
 
 
 class Transformer:
     """Transformer with given weights."""
 
     def __init__(self, model: ModelSection, tensors: Mapping[str, Tensor], changes: ExpertChanges = AS_DEFINED) -> None:
-        """Keeps architecture and weights.
-
-        Args:
-            model: Architecture; dropout is ignored.
-            tensors: Weights by name, float64; tables are without vocabulary padding.
-            changes: Ways in which layers of experts are computed otherwise than defined.
-        """
+        """Keeps architecture (dropout is ignored), float64 weights (tables without vocabulary padding) and changes."""
         self._model, self._tensors, self._changes = model, tensors, changes
 
     def forward(self, rows: Rows, looks_ahead: bool = True) -> Forward:
-        """Computes the logits of all rows, and those of tokens ahead if the model predicts them."""
+        """Computes the logits of all rows, and of tokens further ahead if the model predicts them."""
         found = Forward(logits=torch.empty(0))
         hidden = self._embedded(rows.tokens)
         found.outputs["embedding"] = hidden
@@ -82,7 +76,7 @@ class Transformer:
     def _layer(
         self, name: str, number: int, hidden: Tensor, rows: Rows, is_text: Tensor, found: Forward, place: str | None
     ) -> Tensor:
-        """Computes a layer of the kind of layer `number`; `place` is its name in the outputs, None to record none."""
+        """Computes a layer like layer `number`; `place` names its outputs, None records none."""
         part, between, shown = self._module(name), hidden, {}
         if kind_of(self._model, number) is not None:
             normed = self._before(part, "input_layernorm", hidden)
@@ -109,11 +103,11 @@ class Transformer:
         return after
 
     def _before(self, part: Module, name: str, x: Tensor) -> Tensor:
-        """Applies the norm before a part of a layer, if the model has one."""
+        """Applies the norm before a part of a layer, if any."""
         return x if self._model.post_norm else norm(part.inner(name), x)
 
     def _norm_after(self, part: Module, name: str, x: Tensor) -> Tensor:
-        """Applies the norm after a part of a layer, if the model has one."""
+        """Applies the norm after a part of a layer, if any."""
         return norm(part.inner(name), x) if self._model.sandwich_norm or self._model.post_norm else x
 
     def _embedded(self, tokens: Tensor) -> Tensor:
