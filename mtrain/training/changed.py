@@ -60,8 +60,6 @@ def resumable(checkpoint: CheckpointSection, folder: RunFolder, unusable: Mappin
     """Returns the newest good checkpoint of the run, from which it resumes.
 
     Args:
-        checkpoint: The checkpoint section.
-        folder: Run folder.
         unusable: Reason by step, for checkpoints that looked complete but were found damaged.
 
     Raises:
@@ -85,13 +83,6 @@ def changes_since(
     The comparison is with the checkpoint, not with the last start: a start that changed something and crashed before it
     saved has made no update that counts.
 
-    Args:
-        entry: Checkpoint, verified.
-        data: Training data of this start.
-        config: Configuration of this start.
-        run_folder: Path of the run folder, for messages.
-        inputs: Fingerprints of what this start reads besides the training data, by key.
-
     Raises:
         RunFolderError: A key has another value without consent.
         DataError: The training data or another input have changed without consent.
@@ -114,9 +105,6 @@ def change_of_data(
     """Returns the change of training data with another fingerprint; None if they are the same, even if they were moved.
 
     Args:
-        entry: Checkpoint that the run resumes from.
-        data: Training data of this start.
-        checkpoint: Section with what may change.
         found: Keys that changed with consent; a key of `data` explains another fingerprint.
 
     Raises:

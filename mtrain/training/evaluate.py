@@ -51,9 +51,6 @@ def evaluate_all(
     Args:
         model: Model of this rank; its parameters are gathered first, and it is left in training mode.
         objective: Objective whose terms are reported.
-        sets: Validation sets, at least one.
-        step: Number of optimizer updates completed.
-        teacher: Teacher; needed if a term compares with one.
 
     Returns:
         Record of the first set; if there are several, its `valid_sets` holds the losses of all.
@@ -80,9 +77,6 @@ def evaluate(
     Args:
         model: Model of this rank; its parameters are gathered first, and it is left in training mode.
         objective: Objective whose terms of logits are reported, the main term as the validation loss.
-        samples: Validation set.
-        step: Number of optimizer updates completed.
-        teacher: Teacher; needed if a term compares with one.
 
     Raises:
         NumericError: A loss is not finite, or a denominator cannot be right.

@@ -56,7 +56,6 @@ def due_steps(folder: RunFolder, every_steps: int) -> list[int]:
     """Returns the steps whose checkpoints exist and are not exported, ascending.
 
     Args:
-        folder: Run folder.
         every_steps: Interval of the steps that are exported; 0: none.
     """
     steps = published_steps(folder.checkpoints) if every_steps > 0 else []
@@ -88,7 +87,6 @@ class Exporter:
         """Begins with the exports that an earlier start of the run left to do.
 
         Args:
-            folder: Run folder.
             every_steps: Interval of the steps that are exported; 0: none.
             check: Function that is called before an export begins; raises if another run has taken the folder over.
 
@@ -257,9 +255,7 @@ def exported_through_checkpoint(
     """Saves a checkpoint, converts it, and deletes it. Collective over the world.
 
     Args:
-        out: Path of the exported folder; must not exist.
         save: Function that saves into a run folder and returns the path of the checkpoint.
-        convert: Function that turns a checkpoint into a new folder. On the first rank.
 
     Raises:
         ConfigError: `out` exists.

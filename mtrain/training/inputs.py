@@ -39,13 +39,7 @@ def of_validation(sets: Mapping[str, str]) -> dict[str, str]:
 
 
 def valid_measure(loss: LossSection, data: AnyData, inputs: Mapping[str, str]) -> str | None:
-    """Identifies what validation losses are the losses of: the first set, and the main term; None without a set.
-
-    Args:
-        loss: Section of the loss.
-        data: Section of the data.
-        inputs: Fingerprints by key.
-    """
+    """Identifies what validation losses are the losses of: the first set, and the main term; None without a set."""
     first = next((value for key, value in inputs.items() if key.startswith(f"{VALID}.")), None)
     if first is None:
         return None
@@ -64,8 +58,6 @@ def changed_inputs(
     Validation sets may change without consent: they decide no update.
 
     Args:
-        entry: Checkpoint that the run resumes from.
-        inputs: Fingerprints of this start, by key.
         allow_changed: Keys that may change, as in `checkpoint.allow_changed`.
         renamed: Keys that have another value with consent, and so name something else.
 

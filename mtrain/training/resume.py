@@ -51,10 +51,7 @@ def resume_or_initialize(
     again.
 
     Args:
-        model: Model of this rank, into which the state is loaded.
         folder: Run folder, whose lock the first rank holds.
-        loader: Loader of the training data; None on ranks that do not read any.
-        inputs: Fingerprints of what the run reads besides them, by key.
 
     Returns:
         State of the checkpoint; step 0 if the run begins.
@@ -137,10 +134,6 @@ def load_newest(
     Damaged checkpoints are set aside.
 
     Args:
-        model: Model of this rank, into which the state is loaded.
-        folder: Run folder.
-        loader: Loader of the training data; None on ranks that do not read any.
-        inputs: Fingerprints of what the run reads besides them, by key.
         passed_over: Reason by step, for checkpoints that a run that rolls back must not load; None at a start.
 
     Raises:

@@ -76,10 +76,7 @@ def save_at(folder: RunFolder, at: Position, model: RankModel, inputs: Mapping[s
     """Saves a checkpoint, and returns its path when it is published. Collective over the world.
 
     Args:
-        folder: Run folder.
         at: Progress of the program.
-        model: Model to save.
-        inputs: Fingerprints of what determines its numbers besides the data, by key.
 
     Raises:
         DataError: The newest checkpoint of the folder had other inputs.
@@ -107,11 +104,6 @@ def _check_newest(folder: RunFolder, inputs: Mapping[str, str], allow_changed: S
 
 def load_from(path: Path, model: RankModel, inputs: Mapping[str, str]) -> Position:
     """Loads weights and optimizer of a checkpoint, or of the newest good one of a run. Collective over the world.
-
-    Args:
-        path: Checkpoint or run folder.
-        model: Model that is filled.
-        inputs: Fingerprints of what determines its numbers besides the data, by key.
 
     Raises:
         DataError: The checkpoint had other inputs, and nothing was loaded; or it is damaged, of another model, or holds

@@ -143,9 +143,6 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
     """Trains as `train` does, on groups that were just opened. Collective over the world.
 
     Args:
-        groups: Process groups.
-        config: Configuration of the run.
-        signal: Stop signal that this rank may have received.
         build: Function that builds the run; a check replaces it to observe the run.
 
     Returns:
@@ -368,7 +365,6 @@ class _Loop:
         """
         Args:
             course: Objects that the loop works with.
-            sinks: Sinks of this rank's records.
             tokens: Number of text tokens that the run has read before.
         """
         self._course, self._sinks, self._tokens = course, sinks, tokens

@@ -26,7 +26,6 @@ def hash_of(name: str, values: Tensor, at: TensorSlice, global_shape: Sequence[i
     """Returns what a slice adds to the fingerprint: an int64 scalar; sums of such numbers wrap around.
 
     Args:
-        name: Name of the whole tensor.
         values: [elements] or of the slice's shape; of any dtype.
         at: Place of the slice in the whole tensor.
         global_shape: Shape of the whole tensor.

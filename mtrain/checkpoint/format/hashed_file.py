@@ -113,9 +113,6 @@ class HashedFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         """
-        Args:
-            path: Path of the new file; must not exist.
-
         Raises:
             OSError: The disk refuses; the other methods raise it, too.
         """

@@ -31,10 +31,6 @@ class Named:
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
-        """
-        Args:
-            name: Full name, as `module.name`.
-        """
         self.name = name
 
 
@@ -47,7 +43,6 @@ class Built:
         """
         Args:
             name: Full name of its class, or of the function that would have made it, as `module.name`.
-            arguments: Arguments that the class or function would have been called with.
         """
         self.name, self.arguments = name, arguments
         self.state: Any = None
@@ -72,7 +67,6 @@ def read_inert(raw: bytes, allowed: Collection[str]) -> Any:
 
     Args:
         raw: Bytes of the pickle; anything after its end is an error.
-        allowed: Names that the pickle may use, as `module.name`.
 
     Returns:
         None, bool, int, float, str, bytes, tuple, list, dict (of text, whole numbers and `Built` as keys), `Built`,

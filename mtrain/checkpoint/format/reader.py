@@ -53,9 +53,6 @@ def mapped_tensor(content: mmap.mmap, place: range, dtype: torch.dtype, sizes: S
     """Returns the tensor of a record as a view of the mapped file.
 
     Args:
-        content: Mapping of the file.
-        place: Range of bytes of the torch.save record.
-        dtype: Dtype that the tensor must have.
         sizes: Shape that the tensor must have.
 
     Raises:
@@ -172,10 +169,6 @@ class CheckpointTensors:
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
         """Reads one slice of a global tensor.
-
-        Args:
-            key: Name of the tensor.
-            wanted: Slice to read.
 
         Returns:
             Tensor of the slice's shape: a view of the mapped file where one saved slice holds all of it, else a copy.

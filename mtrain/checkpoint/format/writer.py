@@ -60,7 +60,6 @@ def write_shards(
     """Writes the shards into one file, which is on disk when this returns; no file where there are no shards.
 
     Args:
-        path: Path of the new file; must not exist.
         shards: Shards on any device; those on a GPU are copied one after the other.
         before_each: Function that is called with the number of each shard before it is written.
 
@@ -89,7 +88,6 @@ def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) ->
     """Writes the metadata of all tensors and the other files that megatron-core needs.
 
     Args:
-        folder: Folder of the checkpoint.
         tensors: Key and saved slice of the shards of all ranks; together they must cover every tensor exactly.
 
     Raises:

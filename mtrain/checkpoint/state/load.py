@@ -73,9 +73,7 @@ def save_checkpoint(
 
     Args:
         folder: Folder `checkpoints` of the run, seen by all ranks.
-        step: Number of optimizer updates completed.
         tokens: Number of text tokens consumed.
-        inputs: Fingerprints of what determines its numbers besides the data, by key.
 
     Raises:
         RunFolderError: The step is published already.
@@ -94,7 +92,6 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
     and moments are the same bits and only the order of later sums differs.
 
     Args:
-        entry: Checkpoint from the checkpoint directory.
         model: Model to fill; its optimizer need not have stepped.
 
     Raises:
@@ -229,7 +226,6 @@ class Naming:
     def __init__(self, saved: GlobalTensors, main: bool) -> None:
         """
         Args:
-            saved: Tensors on disk.
             main: Whether to read the float32 main weights where they exist.
         """
         self._saved, self._main = saved, main

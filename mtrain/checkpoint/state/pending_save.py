@@ -54,7 +54,6 @@ class PendingSave:
 
         Args:
             limit_s: Seconds after which a save counts as ended.
-            device: Device of this rank.
         """
         asked, self._vote = self._vote, None
         if asked is not None and not asked.read():

@@ -87,7 +87,6 @@ def load_shards(
     Everything is compared before anything is read.
 
     Args:
-        saved: Tensors on disk.
         shards: Shards that this rank needs, with data of the dtype that was saved, on any device.
         may_be_left: Says which keys of the checkpoint may stay unread.
         vocab_size: Least number of rows of a padded tensor; further rows are padding.
@@ -129,10 +128,8 @@ def load_parameters(
     """Reads one parameter after another in the order of their keys. Collective over the world.
 
     Args:
-        saved: Tensors on disk.
         wanted: Parameter -> what this rank needs.
         may_be_left: Says which keys may stay unread, see `load_shards`.
-        vocab_size: Number of tokens of the vocabulary, see `load_shards`.
         use: Called with each parameter and its complete values, while the system reads the next ones; values outside
             the parameter are freed afterwards.
 
@@ -176,7 +173,6 @@ def check_keys(saved: GlobalTensors, asked: AbstractSet[str], may_be_left: Calla
     """Compares names of tensors.
 
     Args:
-        saved: Tensors on disk.
         asked: Keys that the whole model has.
         may_be_left: Says which keys of the checkpoint may stay unread.
 

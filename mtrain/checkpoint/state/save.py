@@ -96,7 +96,6 @@ class Saver:
         """
         Args:
             folder: Folder `checkpoints` of the run, seen by all ranks.
-            origin: Facts about the run for the manifest.
             check: Called on the first rank before anything becomes visible or is deleted, and on any rank where a step
                 has been saved already; raises if another run has taken the folder over.
             start_step: Number of updates completed when the run began or was resumed.
@@ -135,10 +134,8 @@ class Saver:
         tensors.
 
         Args:
-            step: Number of optimizer updates completed.
             valid_loss: Loss of the validation at this step, if there was one.
             tokens: Number of text tokens that the run has consumed.
-            history: History of bad steps.
 
         Raises:
             SpoiledStateError: The state is not finite; nothing was published. Like all errors here, on all ranks.
@@ -213,7 +210,6 @@ class Saver:
         """Goes back to an older checkpoint: what was confirmed since then no longer is.
 
         Args:
-            step: Step of the checkpoint that was loaded.
             changes: Keys that the run has changed up to there.
         """
         self._origin = self._origin._replace(changes=changes)

@@ -54,7 +54,6 @@ def load_hf_weights(folder: Path, model: RankModel) -> None:
     with scales, it reads the whole, one at a time.
 
     Args:
-        folder: Folder with config.json and safetensors.
         model: Model to fill; the main weights of its optimizer follow.
 
     Raises:
@@ -92,7 +91,6 @@ def load_megatron_weights(folder: Path, model: RankModel) -> None:
     Reads the weights that computed, in the precision that they were saved in; the optimizer's are not read.
 
     Args:
-        folder: Folder from `megatron_folder`.
         model: Model to fill, which must be that of the checkpoint; the main weights of its optimizer follow.
 
     Raises:
@@ -245,9 +243,6 @@ def check_weights(entry: CheckpointEntry, config: Config) -> None:
 
 def check_megatron_weights(folder: Path, config: Config) -> None:
     """Compares names and shapes of another program's checkpoint, in which layers and experts may be spelled out.
-
-    Args:
-        folder: Folder from `megatron_folder`.
 
     Raises:
         DataError: The checkpoint is damaged, or of another model.

@@ -27,11 +27,6 @@ from mtrain.hf.configuration import load_config
 def loaded_teacher(config: Config, entry: CheckpointEntry, groups: Groups) -> Teacher:
     """Builds a teacher and fills it. Collective over the world.
 
-    Args:
-        config: Configuration from `teacher_config`.
-        entry: Checkpoint of the teacher.
-        groups: The process groups of the run.
-
     Raises:
         ConfigError: The layout does not fit the teacher.
         DataError: The checkpoint is damaged or of another model.
@@ -66,7 +61,6 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
     The tables are padded like the run's, so that both models hold the same columns of the vocabulary on each rank.
 
     Args:
-        config: Configuration of the run.
         checkpoint: Checkpoint directory of the teacher, inside its run folder, or an import.
 
     Raises:

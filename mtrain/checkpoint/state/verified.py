@@ -70,13 +70,8 @@ def _refuse_another(entry: CheckpointEntry) -> None:
 
 
 def num_threads_of(machines: Sequence[str], rank: int, num_cores: int) -> int:
-    """Returns how many threads a rank may start, given the other ranks of its machine: more than a few gain no speed.
-
-    Args:
-        machines: Name of the machine of each rank.
-        rank: Rank of the threads.
-        num_cores: Number of cores of its machine.
-    """
+    """Returns how many threads a rank may start beside the other ranks of its machine; more than a few gain no
+    speed."""
     return max(1, min(_MOST_THREADS, num_cores // machines.count(machines[rank])))
 
 

@@ -94,7 +94,6 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
     """Finds the newest whole checkpoint; damaged ones are skipped and reported.
 
     Args:
-        root: The checkpoints folder.
         unusable: Step -> reason, for checkpoints that looked whole and turned out not to be.
 
     Raises:
@@ -154,7 +153,6 @@ def open_staging(staging: StagingDir, check: Callable[[], None] = lambda: None) 
     """Creates the staging directory; several ranks may do so.
 
     Args:
-        staging: Directory from `named_staging`.
         check: Function that is called where the step is published already; raises where another run has done so.
 
     Raises:
@@ -189,8 +187,6 @@ def publish(
     A damaged folder of the same step, which a resumed run has skipped, is set aside as `.damaged-*`; so is a link.
 
     Args:
-        staging: Directory from `begin_staging`.
-        facts: Facts for the manifest, except the files.
         known: Path -> facts, for files that were hashed while they were written and are on disk; others are read and
             synced.
         check: Function that is called immediately before the rename, before `latest` is written, and where the step is

@@ -46,8 +46,6 @@ def to_delete(
     """Returns the steps that may be deleted, ascending.
 
     Args:
-        steps: Steps of the good checkpoints, in any order.
-        keep: The rules.
         valid_losses: Step -> validation loss, for those that have one.
         measures: Step -> fingerprint of what that is the loss of: only losses of one measure compare. By default all
             do.
@@ -69,11 +67,6 @@ def apply_retention(root: Path, keep: Keep, confirmed: int) -> list[int]:
 
     Neither damaged checkpoints nor unconfirmed ones count or are deleted, so the newest good one always stays; a
     checkpoint that is being read stays for now.
-
-    Args:
-        root: The checkpoints folder.
-        keep: The rules.
-        confirmed: Step up to which checkpoints were followed by a finite loss.
 
     Raises:
         MachineError: The disk refuses.
@@ -97,12 +90,7 @@ def whole_steps(root: Path) -> dict[int, Manifest]:
 
 
 def way_back(root: Path, confirmed: int) -> str:
-    """Says what a user can do after a numeric error: which step to go back to, and how.
-
-    Args:
-        root: The checkpoints folder.
-        confirmed: Step up to which checkpoints were followed by a finite loss.
-    """
+    """Says what a user can do after a numeric error: which step to go back to, and how."""
     steps = list(whole_steps(root))
     good = [step for step in steps if step <= confirmed]
     doubtful = ", ".join(str(root / step_name(step)) for step in steps if step > confirmed)
@@ -124,8 +112,6 @@ class Retention:
     def __init__(self, root: Path, keep: Keep, check: Callable[[], None], start_step: int) -> None:
         """
         Args:
-            root: The checkpoints folder.
-            keep: The rules.
             check: Function that is called before anything is deleted; raises where another run has taken the folder
                 over.
             start_step: Step of the checkpoint that the run has resumed from; 0 where there is none.

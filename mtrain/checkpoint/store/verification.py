@@ -31,7 +31,6 @@ def verify_files(entry: CheckpointEntry, names: Collection[str], num_threads: in
 
     Args:
         entry: The checkpoint, whose sizes have been compared.
-        names: Names of the files to verify.
         num_threads: Number of files hashed at the same time; one thread does 1 to 3 GB/s.
 
     Raises:

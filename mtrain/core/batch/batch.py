@@ -121,13 +121,7 @@ class Microbatch:
 
     @classmethod
     def of(cls, tensors: Mapping[FieldPath, Tensor], num_sequences: int | None = None) -> Microbatch:
-        """Builds a batch from such tensors as `tensors` returns; positions are not counted.
-
-        Args:
-            tensors: Tensors by field.
-            num_sequences: Number of sequences in the batch. None takes it from sequence_ids, for which the host waits,
-                or counts the rows where there are none.
-        """
+        """Builds a batch from such tensors as `tensors` returns; positions are not counted."""
         num_depths = sum(path[0] == "mtp" and path[2] == "tokens" for path in tensors)
         ids = tensors.get(("sequence_ids",))
         if num_sequences is None:

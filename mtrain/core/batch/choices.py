@@ -47,9 +47,7 @@ def checked_experts(given: Any, num_tokens: int, model: ModelSection, name: str)
     """Checks the experts of a sequence; returns those of the tokens that are read, [num_tokens - 1, layers, top_k].
 
     Args:
-        given: Lists, an array or a tensor.
         num_tokens: Number of tokens of the sequence, the last of which is only predicted.
-        model: Architecture with the experts.
         name: Name of the sequence in messages, such as "sample 3".
 
     Raises:
@@ -71,7 +69,6 @@ def shaped_experts(given: Any, num_tokens: int, shape: tuple[int, ...], name: st
     """Checks that there are integers of each token that is read; returns these, [num_tokens - 1, layers, top_k].
 
     Args:
-        given: Lists, an array or a tensor.
         num_tokens: Number of tokens of the sequence, the last of which is only predicted.
         shape: [layers, top_k].
         name: Name of the sequence in messages.
@@ -105,7 +102,6 @@ def expert_fault(numbers: NDArray[Any], places: Sequence[int], model: ModelSecti
     Args:
         numbers: [tokens, columns].
         places: Columns of the experts of a token, by layer.
-        model: Architecture with the experts.
     """
     assert model.experts is not None, "only a model with experts reads them"
     layers, shape = choosing_layers(model), choice_shapes(model)[ROUTED_EXPERTS]
@@ -123,7 +119,6 @@ def replayable(model: ModelSection, what: str) -> tuple[int, int]:
     """Returns [layers, top_k] of a model that can take experts from outside, and report its own.
 
     Args:
-        model: Architecture with the experts.
         what: What needs it, the beginning of the message.
 
     Raises:

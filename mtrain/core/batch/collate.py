@@ -132,7 +132,6 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
     Args:
         rows: Samples of each row. An empty row fills the microbatch up: there is no sequence in it, so its weights and
             shares are 0 whatever the aggregation.
-        form: Form of the rows.
         first_of_step: Place of the sample in slot 0 of the global batch; None where it is not in these rows.
     """
     laid = [[_piece(sample, form) for sample in row] for row in rows]
@@ -330,7 +329,6 @@ def moved(values: NDArray[Value], document_starts: NDArray[np.int32], depth: int
     Args:
         values: [seq] values of a whole row.
         document_starts: [seq]: index in the row of the first token of each token's document.
-        depth: Depth of multi-token prediction, at least 1.
     """
     found = np.zeros_like(values)
     # the same start is the same document: nothing is predicted across an edge

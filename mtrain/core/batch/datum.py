@@ -64,7 +64,6 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     Args:
         datum: Sequence that the user gave.
         name: Name of the datum in messages, such as "sample 3".
-        config: Configuration that gives the positions of a sample and the size of the vocabulary.
         needed: Names of the extras that the loss functions read.
 
     Raises:

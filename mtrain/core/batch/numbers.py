@@ -34,7 +34,6 @@ def token_ids(given: Any, name: str, size: int) -> NDArray[np.int64]:
     Args:
         given: Sequence of token ids: a list, an array or a tensor.
         name: Name of the values in messages, such as "input_ids".
-        size: Size of the vocabulary.
 
     Raises:
         ValueError: The value is no row of ids, or one of its elements is no id; names the element and its place.
@@ -69,7 +68,6 @@ def real_numbers(given: Any, name: str) -> NDArray[Any]:
     """Returns an array of numbers, of the dtype that they have; booleans stay booleans.
 
     Args:
-        given: A number, or numbers in rows of equal lengths.
         name: Name of the value in messages, such as "weights".
 
     Raises:
@@ -152,7 +150,6 @@ def top_k_fault(
         numbers: [tokens, columns] finite numbers.
         names: Names of the columns, as `mtrain.config.extras.columns` gives them.
         is_counted: [tokens]: whether some loss uses the token. Where none does, any token ids may stand.
-        vocab_size: Size of the model's vocabulary.
     """
     ids, logprobs = ([place for place, each in enumerate(names) if each.startswith(f"{key}[")] for key in _KEYS)
     if not ids and not logprobs:

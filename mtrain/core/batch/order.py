@@ -291,7 +291,6 @@ class SampleOrder:
         """
         Args:
             seed: Number that decides every permutation.
-            dealer: Assignment of samples to sources.
             sizes: Number of samples that each source has in an epoch, at least 1.
         """
         self._seed, self._dealer = seed, dealer

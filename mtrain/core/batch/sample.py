@@ -127,7 +127,6 @@ def shifted(
     Args:
         ids: [n] token ids, at least one.
         label_mask: [n - 1]: weight of predicting each of ids[1:].
-        weight: Weight of the whole sample.
         document_starts: [n - 1]: index of the first token of each token's document; None where the sample is one
             document.
         extras: Values of each predicted token, [n - 1], or one number for the whole sample, by name.

@@ -41,8 +41,6 @@ def sharded_tensors(
     """Yields this rank's parameters and buffers with their global name, shape and offset, fused ones split into parts.
 
     Args:
-        module: An unwrapped model chunk.
-        groups: Groups whose coordinates say which part of each tensor this rank has.
         value_of: Returns the `data` of a parameter's shard: a tensor of the same shape, such as its gradient; None
             leaves the parameter out.
     """
@@ -62,9 +60,6 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
     stays zero, so that a model begins as its frozen part.
 
     Args:
-        module: An unwrapped model chunk.
-        config: Configuration of the run.
-        groups: The process groups.
         others_follow: Whether to draw only what files of weights may lack: heads and adapters. All else is nan until it
             is loaded or drawn, so that forgotten values do not pass for weights.
     """
@@ -102,9 +97,6 @@ def draw_adapters(module: MegatronModule, model: ModelSection, groups: Groups, s
     """Sets the adapters of a frozen model to their beginning, as `draw_weights` with another seed would.
 
     Args:
-        module: An unwrapped model chunk.
-        model: Section of the architecture.
-        groups: The process groups.
         seed: Seed that takes the place of train.seed.
     """
     num_threads = cores_of_rank(os.environ)
@@ -153,11 +145,7 @@ def draw(
     also draws the columns of other ranks, and gets the same numbers under any tp.
 
     Args:
-        target: Tensor to fill, on the CPU, of any dtype.
         name: Name that, with the seed, selects the numbers.
-        shape: Shape of the global tensor.
-        offset: Offset of the target in the global tensor.
-        deviation: Standard deviation of the numbers.
         num_threads: Number of threads, each with one block in memory; torch lets others run while it draws.
     """
     first, end = offset[0], offset[0] + target.shape[0]

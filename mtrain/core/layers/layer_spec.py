@@ -209,11 +209,9 @@ def _without_certificate(
     """Says in one line why no certificate decided, and what one could open; nothing where layers are as they would be.
 
     Args:
-        found: What was found instead: a certificate of another machine, or none.
         unmet: What keeps the run from the library's.
         taken: Layers that the run takes.
         is_openable: Whether a certificate would change that.
-        library: Library whose layers, or parts of layers, they are.
     """
     if found.certificate:
         return (
@@ -239,8 +237,6 @@ def block_spec(model: ModelSection, backend: Backend, layers: range) -> Transfor
     """Builds the spec of a stage's transformer block.
 
     Args:
-        model: Section of the architecture.
-        backend: Backend from `chosen_backend`.
         layers: Global numbers, from 0, of the layers that the stage holds.
     """
     match backend:

@@ -47,10 +47,6 @@ class Depth(MegatronModule):
     ) -> None:
         """
         Args:
-            model: Section of the architecture.
-            config: The same in megatron-core's terms.
-            backend: Library of the modules.
-            groups: The process groups.
             place: Number of the layer as TransformerLayer wants it, and the chunk of this rank (None without virtual
                 stages).
         """
@@ -145,14 +141,6 @@ class Depths(MegatronModule):
         groups: ProcessGroupCollection,
         vp_stage: int | None,
     ) -> None:
-        """
-        Args:
-            model: Section of the architecture.
-            config: The same in megatron-core's terms.
-            backend: Library of the layers' modules.
-            groups: The process groups.
-            vp_stage: Number of the chunk on this rank; None without virtual stages.
-        """
         super().__init__(config=config)
         # numbered on after the model's own layers; TransformerLayer itself adds the number of those on earlier stages
         first = config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)

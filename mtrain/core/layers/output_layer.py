@@ -47,11 +47,8 @@ class OutputLayer(ColumnParallelLinear):
     ) -> None:
         """
         Args:
-            config: Configuration of the model.
             rows: Number of rows of the table, on all ranks of TP together.
-            tp: Group of the ranks that share the table.
             takes_embeddings: Whether every call brings the table, so that the layer needs none of its own.
-            softcap: Bound of the logits, which whoever multiplies the operands applies; None without one.
         """
         super().__init__(
             config.hidden_size,
@@ -103,12 +100,6 @@ class ScoreHead(MegatronModule):
     softcap = None
 
     def __init__(self, config: TransformerConfig, rows: int, tp: dist.ProcessGroup) -> None:
-        """
-        Args:
-            config: Configuration of the model.
-            rows: Number of outputs per position.
-            tp: Group of the ranks that hold the same matrix.
-        """
         super().__init__(config=config)
         self.weight = torch.nn.Parameter(torch.zeros(rows, config.hidden_size, dtype=config.params_dtype))
         self.output_size_per_partition = rows

@@ -25,11 +25,7 @@ def own_places(
     """Returns the places of a module's own parameters, without those of submodules.
 
     Args:
-        module: Module that owns the parameters.
         divided_axes: Name -> axis that is divided over TP; the others are the same on all ranks.
-        tp: Group of the ranks that share them.
-        prefix: Prefix of the keys.
-        offsets: Offsets that `sharded_state_dict` receives.
         metadata: Metadata that `sharded_state_dict` receives; names the group of replicas.
     """
     assert metadata is not None, "megatron-core passes it to every layer"

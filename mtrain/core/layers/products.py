@@ -64,8 +64,6 @@ def add_product(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None
     """Adds the gradient of a weight to its total.
 
     Args:
-        inputs: Input of the layer, [tokens, in].
-        output_gradients: Gradient of the output, [tokens, out], of the same dtype.
         total: Sum [out, in] float32; changed in place.
     """
     if inputs.dtype == torch.float32:

@@ -56,8 +56,6 @@ def sharded_parameters(
     the writing.
 
     Args:
-        modules: Unwrapped model chunks.
-        groups: The process groups.
         is_wanted: Says by key which of them are returned.
     """
     # our own modules assert that it is there; megatron-core's would ask the global state
@@ -99,8 +97,6 @@ def shards(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Sharde
     """Yields a tensor in the place of a parameter, such as its moments; fused parameters come as their parts.
 
     Args:
-        place: Place of the parameter.
-        key: Global name of the tensor.
         values: Tensor of the parameter's shape; the shards are views of it.
     """
     if isinstance(place, ShardedTensorFactory):
@@ -120,7 +116,6 @@ def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: i
 
     Args:
         place: Place of the parameter; fused parameters are several global slices.
-        key: Global name of the tensor.
         values: Elements, [end - start]; the shards are views of it.
         start: Index of the first element in the flattened parameter of this rank.
         end: Index after the last element.

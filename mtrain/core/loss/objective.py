@@ -77,7 +77,6 @@ class Objective:
         """Loads every term's function.
 
         Args:
-            section: Section of the configuration that defines the terms.
             model: Section of the model, in which each token further ahead is a side term; None for one that predicts
                 the next token only.
 
@@ -125,7 +124,6 @@ class Objective:
 
         Args:
             loss: Function, or a name that `loss.function` accepts.
-            section: Loss section of the run.
             options: Options of the function, as in `loss.options`, if `loss` is a name; None for a function.
 
         Raises:
@@ -294,9 +292,6 @@ def power_of_two_near(x: Tensor) -> Tensor:
 
     Multiplying by it only changes exponents, so that dividing by it later does not round.
 
-    Args:
-        x: Scalar, float64.
-
     Returns:
         Float64 scalar on the same device; 1 where `x` is not a positive finite number.
     """
@@ -398,9 +393,6 @@ def _check_part(part: object, role: str, dtypes: tuple[torch.dtype, ...], name: 
 
 def objective_of(config: Config) -> Objective:
     """Returns the objective of a run.
-
-    Args:
-        config: Configuration of the run.
 
     Raises:
         ConfigError: A loss function cannot be loaded, or the records lack extras that it reads.

@@ -37,7 +37,6 @@ def router_denominator(term: RouterTerm, padding: Sequence[Tensor], sequence_ids
     """Returns the denominator of a term: the number of sequences that hold text, or of their tokens.
 
     Args:
-        term: Name of the term.
         padding: Positions without text of each microbatch, [batch, seq] bool, full rows on the CPU.
         sequence_ids: Sequence of each position of each microbatch, [batch, seq], likewise; None where it is the row.
     """
@@ -94,9 +93,7 @@ def choices_by_sequence(scores: Tensor, top_k: int, sequence_ids: Tensor, num_se
 
     Args:
         scores: Scores of the router, [seq, batch, experts].
-        top_k: Number of experts that each token chooses.
         sequence_ids: Sequence of each token, [seq, batch] int64, below num_sequences; negative where there is no text.
-        num_sequences: Number of sequences.
 
     Returns:
         Counts, [num_sequences, experts] int64.

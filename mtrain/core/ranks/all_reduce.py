@@ -68,12 +68,7 @@ class AsyncVote:
     """
 
     def __init__(self, flag: bool, device: torch.device) -> None:
-        """Starts the vote; collective over the world.
-
-        Args:
-            flag: Vote of this rank.
-            device: Device of this rank.
-        """
+        """Starts the vote; collective over the world."""
         own = torch.tensor([float(flag)])
         if device.type == "cpu":
             self._votes, self._arrived = AsyncAllReduce(own), None

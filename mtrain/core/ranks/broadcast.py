@@ -36,9 +36,6 @@ def broadcast_batches(
     Args:
         batches: Microbatches of the step on tensor-parallel rank 0; None elsewhere.
         count: Number of microbatches; None where rows are packed and ranks without batches do not know it.
-        terms: Names of the loss terms.
-        config: Configuration, which gives the shapes.
-        groups: The process groups.
         extras: Names of what the loss functions read in addition to the weights.
     """
     # Every rank with tp_rank 0 reads for itself, whatever its place in DP, CP and PP: nothing is sent between those.
@@ -87,9 +84,7 @@ def broadcast_on_hosts(own: Tensor | None, shape: tuple[int, ...], dtype: torch.
 
     Args:
         own: Tensor on the CPU of tensor-parallel rank 0; None elsewhere.
-        shape: Shape of the tensor.
         dtype: Dtype in which it is sent and returned.
-        groups: The process groups.
     """
     numbers = torch.empty(shape, dtype=dtype) if own is None else own.to(dtype).contiguous()
     assert numbers.shape == shape, f"{tuple(numbers.shape)} in the place of {shape}"

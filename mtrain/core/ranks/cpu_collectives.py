@@ -53,8 +53,6 @@ class SwappedHalves:
     def __init__(self, kind: Kind, sent: Tensor, received: Tensor, group: Any, end: Callable[[], object]) -> None:
         """
         Args:
-            kind: Kind of the collective.
-            sent: Contiguous tensor, not to change before `wait`.
             received: Contiguous memory for what the other rank sends.
             group: Group of two ranks.
             end: Called when the message is there, for the rest of the work.

@@ -83,9 +83,6 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
     Collective over the world. Also seeds the random states that dropout draws from.
 
     Args:
-        layout: Layout of the world's size.
-        device: Device of this rank.
-        seed: Seed of the random states.
         timeout_s: Seconds that ranks wait for each other in any collective of any of these groups.
 
     Raises:
@@ -143,7 +140,6 @@ def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGr
     Collective over the world.
 
     Args:
-        tp: Tensor-parallel group of this rank; the world is cut into such groups of neighbours.
         timeout: Time that ranks wait for each other.
 
     Raises:

@@ -80,11 +80,6 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
 def gpu_index(local_rank: int, num_gpus: int, environ: Mapping[str, str]) -> int:
     """Returns the index of this rank's GPU among those that torch sees.
 
-    Args:
-        local_rank: Number of this rank on its machine.
-        num_gpus: Number of GPUs that torch sees.
-        environ: Environment with Slurm's variables.
-
     Raises:
         MachineError: There are fewer GPUs than ranks.
     """
@@ -106,9 +101,6 @@ def init_distributed(
     """Opens torch.distributed, NCCL on GPUs and gloo on CPUs; yields this rank's device.
 
     Args:
-        environment: Ranks and address that the launcher has set.
-        wanted_device: Value of `train.device`.
-        timeout_s: Seconds that ranks wait for each other.
         purpose: Purpose of the world; ranks that have come for another one are refused.
 
     Raises:

@@ -49,7 +49,6 @@ class MeetingPlace:
         """Opens the store, or connects to it.
 
         Args:
-            environment: Address, and whether this rank keeps the store.
             timeout_s: Seconds that the others may take to be there.
             environ: Environment that tells whether torchrun's agent keeps the store.
 
@@ -190,7 +189,6 @@ class _Round:
         """Ends the round for all that wait in it; returns the error that this rank has to raise.
 
         Args:
-            fault: Error to report.
             other: Rank that this one does not belong together with, or itself.
         """
         end = self._conclude(fault, other)

@@ -153,8 +153,6 @@ def differences(first: Member, second: Member, elastic: bool = False) -> list[Di
     """Lists everything in which two ranks differ that should be of one world.
 
     Args:
-        first: Facts of one rank.
-        second: Facts of the other rank.
         elastic: Whether the second may come from a later restart, with another number of ranks.
     """
     found = [] if elastic else [Difference(_WORLD_SIZE, str(first.world_size), str(second.world_size))]

@@ -56,7 +56,6 @@ class Patience:
 
         Args:
             sockets: Descriptor -> name of the connections that the groups have opened; empty: nothing changes.
-            groups: Groups that opened them.
         """
         connected = {descriptor: name for descriptor, name in sockets.items() if _is_connected(descriptor)}
         if connected:
@@ -68,9 +67,6 @@ class Patience:
 
         Args:
             plain: The method of torch that waits.
-            work: Collective or message that is waited for.
-            *arguments: Arguments that the caller gave to that method.
-            **options: Named arguments that the caller gave.
 
         Raises:
             RuntimeError: The wait took longer than the limit, or the connection broke.

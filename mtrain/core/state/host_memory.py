@@ -79,10 +79,6 @@ class CopyStream:
     """Copies in the order of the requests, in parallel with the device's computation; on a CPU done at once."""
 
     def __init__(self, device: torch.device) -> None:
-        """
-        Args:
-            device: Device from and to which is copied.
-        """
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -112,7 +108,6 @@ def copy_to_host(values: Tensor, pieces: list[Tensor]) -> None:
 
     Args:
         values: Contiguous tensor of one axis.
-        pieces: Pieces from `HostMemory.take` for its size.
     """
     for part, piece in _parts(values, pieces):
         piece.copy_(part, non_blocking=True)
@@ -137,7 +132,6 @@ def pinned_memory(size_bytes: int, purpose: str) -> torch.Tensor:
     of the exact size is allocated and pinned here, and unpinned before it is freed.
 
     Args:
-        size_bytes: Size of the memory, in bytes.
         purpose: Purpose that a warning names, such as "snapshots".
 
     Returns:

@@ -20,11 +20,11 @@ from mtrain.core.step.totals import check_totals, planned_denominators
 
 
 class ForwardTotals(NamedTuple):
-    """Totals of a forward pass over some batches, the same on all ranks."""
+    """Totals of forward passes, the same on all ranks."""
 
     terms: Mapping[str, TermTotals]
     diagnostics: Mapping[str, float]
-    """Diagnostics of the loss functions, as in `StepTotals`."""
+    """Diagnostics by name, as in `StepTotals`."""
 
 
 def forward_totals(
@@ -35,13 +35,11 @@ def forward_totals(
 ) -> ForwardTotals:
     """Returns the totals of every term of logits over some batches, forward only; router terms belong to training.
 
-    One all-reduce of a short vector at the end, in addition to megatron-core's own collectives.
+    Parameters are gathered first, and the model is left in training mode. One all-reduce of a short vector at the end.
 
     Args:
-        model: Model of this rank; its parameters are gathered first, and it is left in training mode.
-        passes: Microbatches that this rank reads for each pass through the schedule, as many passes on all ranks; None
-            on ranks that do not read data.
-        teacher: Teacher; needed if a term compares with one.
+        passes: Microbatches of each pass through the schedule, as many passes on all ranks; None on ranks that do not
+            read data.
 
     Raises:
         NumericError: A loss is not finite, or a denominator cannot be right.
@@ -58,29 +56,29 @@ def forward_totals(
     def accumulate(rows: Sequence[Microbatch], loss: OutputLoss) -> None:
         run_forward(model.chunks, rows, lambda *output: sums.pairs.add(loss.pairs(*output)), config)
 
-    compared = PreferenceTotals()
+    preference = PreferenceTotals()
     with evaluating(model.chunks):
-        for own in passes:
+        for batches in passes:
             if objective.preference is not None:
-                found = preference_pass(model, objective, own, count)
-                own, compared = found.batches, compared.plus(found.totals)
-            # planned denominators are compared in validation too: it reveals a row that is counted twice
-            sums.add_batches(planned_denominators(own or [], terms), NO_TOKENS)
+                scored = preference_pass(model, objective, batches, count)
+                batches, preference = scored.batches, preference.plus(scored.totals)
+            # the comparison with planned denominators reveals a row that is counted twice, in validation as well
+            sums.add_batches(planned_denominators(batches or [], terms), NO_TOKENS)
             if objective.preference is not None and len(terms) == 1:
                 continue  # the scoring pass has computed everything
-            shared = broadcast_batches(own, count, terms, config, groups, objective.extras)
+            shared = broadcast_batches(batches, count, terms, config, groups, objective.extras)
             rows = slice_for_rank(shared, groups)
-            accumulate(rows, OutputLoss(own, rows, model, objective, teacher))
+            accumulate(rows, OutputLoss(batches, rows, model, objective, teacher))
     read = GlobalTotals(sums, groups).read(objective.coefficients)
     totals = read.terms
     if objective.preference is not None:
-        totals = compared.joined_to(totals)
+        totals = preference.joined_to(totals)
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
-    return ForwardTotals(totals, {**read.diagnostics, **compared.means})
+    return ForwardTotals(totals, {**read.diagnostics, **preference.means})
 
 
 def num_microbatches(config: Config, groups: Groups) -> int | None:
-    """Returns the microbatches per data-parallel rank and step; None if rows are packed, where the number varies."""
+    """Returns the microbatches per data-parallel rank and step; None with packing, where the number varies."""
     if config.data.packing is not None:
         return None
     return groups.layout.num_microbatches(config.sequences_per_step, config.train.micro_batch_size)

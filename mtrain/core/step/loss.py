@@ -1,8 +1,8 @@
-"""Objective computed from the output of the last pipeline stage: on whole logits, or on a few tokens at a time.
+"""Objective computed from the output of the last pipeline stage, on whole logits or on a few tokens at a time.
 
-Loss functions that treat each token by itself (`mtrain.per_token`) give sums over tokens, which are added up
-over chunks, so that logits exist for one chunk at a time, and only for tokens that some term counts. A chunk's gradient
-is computed in the forward pass (`mtrain.core.loss.vocab_parallel.chunks`).
+Losses of functions marked with `mtrain.per_token` are sums over tokens, so they are added up over chunks: logits exist
+for one chunk at a time, and only for tokens that some term counts. A chunk's gradient is computed in the forward pass
+(`mtrain.core.loss.vocab_parallel.chunks`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,6 @@ class OutputLoss:
         Args:
             whole: Microbatches from the loader; None on ranks that receive theirs.
             rows: The same microbatches on the device, sliced for context parallelism.
-            model: Model of this rank.
-            objective: Objective that defines the terms.
-            teacher: Teacher; needed if a term compares with one.
         """
         self._config, self._groups, self._objective = model.config, model.groups, objective
         self._teacher_logits = None if teacher is None else teacher.logits_of(rows)
@@ -73,10 +70,8 @@ class OutputLoss:
         Collectives: those of the loss functions for each chunk, and those of the output layer.
 
         Args:
-            logits: Output of the last stage.
             batch: Microbatch, one of `rows`.
-            scalar_of: Function that weighs the terms.
-            expected_gradient: Gradient that the result is expected to get, float32 scalar; see `sum_over_chunks`.
+            expected_gradient: Gradient that the scalar is expected to get; see `sum_over_chunks`.
         """
         teacher = None if self._teacher_logits is None else self._teacher_logits(batch)
         counts = None if self._weighed is None else self._weighed.of(batch)
@@ -95,7 +90,7 @@ class OutputLoss:
             return scalar_of(pairs)
 
         if not sum(counts):
-            # no chunk will ask for the factors of terms, but other ranks wait for this rank in their collective
+            # no chunk asks for the factors of terms, but other ranks wait for this one in their collective
             scalar_of(sums.pairs())
         hidden, weight = [each.hidden for each in distributions], distributions[0].weight
         return self._sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient), sums.pairs()
@@ -109,14 +104,13 @@ class OutputLoss:
         self, logits: Logits, batch: Microbatch, teacher: DeferredLogits | None, counts: Sequence[int]
     ) -> list[_Distribution]:
         terms = terms_by_distribution(batch)
-        inputs = [(logits.main, batch.labels, batch.tokens, teacher, batch.extras)]
+        main = _Distribution.of(
+            logits.main, batch.labels, batch.tokens, teacher, batch.extras, batch, terms[0], counts[0]
+        )
         # extras belong to the next token: tokens further ahead have none
-        inputs += [
-            (each, ahead.labels, ahead.tokens, None, {}) for each, ahead in zip(logits.mtp, batch.mtp, strict=True)
-        ]
-        return [
-            _Distribution.of(deferred, labels, tokens, frozen, extras, batch, names, count)
-            for (deferred, labels, tokens, frozen, extras), names, count in zip(inputs, terms, counts, strict=True)
+        return [main] + [
+            _Distribution.of(deferred, ahead.labels, ahead.tokens, None, {}, batch, names, count)
+            for deferred, ahead, names, count in zip(logits.mtp, batch.mtp, terms[1:], counts[1:], strict=True)
         ]
 
     def _term_inputs(self, of: _Distribution, rows: slice, local: Tensor) -> dict[str, TokenInputs]:
@@ -129,7 +123,7 @@ class OutputLoss:
             teacher = vocab_parallel(teacher_local, self._config.model, self._groups)
         context = self._groups.cp if self._groups.layout.cp > 1 else None
         terms = loss_terms(self._config.loss)
-        # one slice for all terms, which find their common logits at a temperature by it
+        # one slice for all terms: `divided_by` compares temperatures by identity
         extras = Extras({name: each[:, rows] for name, each in of.extras.items()})
         return {
             term: TokenInputs(
@@ -254,12 +248,7 @@ def label_log_probs(
     Two all-reduces over TP for each chunk of tokens, three with the entropy.
 
     Args:
-        logits: Output of the last stage.
-        batch: Microbatch, sliced for context parallelism.
-        config: Configuration with the real size of the vocabulary.
-        groups: Process groups.
-        with_entropy: Whether the entropy is wanted.
-        temperature: Divisor of the logits, where the batch has no extra with that of each token.
+        temperature: Divisor of the logits, unless the batch has an extra with that of each token.
 
     Returns:
         Log-probabilities in nats, [1, batch, seq] float32; [2, batch, seq] with the entropies.
@@ -280,8 +269,10 @@ def label_log_probs(
 
 @torch.no_grad()
 def score_summands(logits: Logits, batch: Microbatch, config: Config, groups: Groups) -> Tensor:
-    """Returns what each token adds to the score of its sequence, [batch, seq] float32: the log-probability of its
-    label, or the number that a head of one label computes, without a collective over TP."""
+    """Returns what each token adds to the score of its sequence, [batch, seq] float32.
+
+    The log-probability of its label, or the number of a head of one label, which needs no collective over TP.
+    """
     if config.model.output.head_rows:
         return vocab_parallel(logits.main.whole(), config.model, groups).logsumexp()
     return label_log_probs(logits, batch, config, groups)[0]
@@ -293,9 +284,8 @@ def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
     Args:
         counts: Number of tokens that count, by distribution.
         tokens: Number of tokens of each distribution.
-        chunk: Largest number of tokens in a chunk.
     """
-    # if an eighth or more can be left out, that saves more than copying the selection costs
+    # leaving out an eighth saves more than copying the selection costs
     return tokens <= chunk and 8 * sum(counts) > 7 * len(counts) * tokens
 
 
@@ -320,21 +310,14 @@ def _selected_operands(deferred: DeferredLogits, index: Tensor | None) -> Operan
 
 
 def _nothing(pairs: Mapping[str, LossPair]) -> Tensor:
-    """Returns 0, where no gradient is needed."""
     return torch.zeros((), device=next(iter(pairs.values())).numerator.device)
 
 
 def vocab_parallel(local: Tensor, model: ModelSection, groups: Groups) -> VocabParallelLogits:
-    """Returns the distributions to which a rank's columns of the logits belong.
-
-    Args:
-        local: Logits of this rank, [seq, batch, vocab_local].
-        model: Architecture with the real size of the vocabulary.
-        groups: Process groups, among them the group that holds the other columns.
-    """
+    """Returns the distributions to which a rank's columns of the logits, [seq, batch, vocab_local], belong."""
     if rows := model.output.head_rows:
         return VocabParallelLogits(local, None, 0, rows)
-    # the padded vocabulary is split evenly, so every rank has as many columns
+    # the padded vocabulary is split evenly
     first_index = groups.tp_rank * local.shape[-1]
     group = groups.tp if groups.layout.tp > 1 else None
     return VocabParallelLogits(local, group, first_index, model.vocab_size)
@@ -349,14 +332,8 @@ def term_inputs(
 ) -> dict[str, TermInputs]:
     """Returns the input of each term's loss function for a sliced microbatch, with whole logits.
 
-    All terms share one softmax; each depth of multi-token prediction has one of its own.
-
-    Args:
-        logits: Output of the last stage.
-        batch: Microbatch, sliced for context parallelism.
-        config: Configuration with the real size of the vocabulary.
-        groups: Process groups of the vocabulary's other columns and of the sequences' other tokens.
-        teacher_logits: Logits of the teacher, shaped like `logits.main`; needed if a term compares with them.
+    All terms share one softmax; each depth of multi-token prediction has one of its own. `teacher_logits` are shaped
+    like `logits.main`.
     """
 
     def distribution(deferred: DeferredLogits) -> VocabParallelLogits:

@@ -23,8 +23,8 @@ class ForwardResult:
     """Entropies of the distributions that predicted input_ids[1:] for each sample, [len(input_ids) - 1]; empty if not
     asked for."""
     routed_experts: list[Tensor] = field(default_factory=list)
-    """Experts that input_ids[:-1] of each sample were sent to, [len(input_ids) - 1, layers, top_k] int32, for
-    `Datum.routed_experts`; -1 in dense layers. Empty if not asked for."""
+    """Experts of input_ids[:-1] of each sample, [len(input_ids) - 1, layers, top_k] int32, for `Datum.routed_experts`;
+    -1 in dense layers. Empty if not asked for."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StepResult:
     step: int
     """Number of steps completed, this one included."""
     loss: float
-    """Loss of the main term, in nats: sum of weight x loss over the whole batch / its denominator; 0 for an empty
+    """Loss of the main term in nats: sum of weight x loss over the whole batch / its denominator; 0 for an empty
     batch."""
     objective: float
     """Objective with the side terms: the quantity that was differentiated."""
@@ -46,16 +46,16 @@ class StepResult:
     tokens: int
     """Number of tokens read in all calls of the step, without padding."""
     applied: bool
-    """Whether weights were updated; False if the batch had no loss tokens, or fp16 overflowed and lowered its loss
+    """Whether weights were updated; False if the batch had no loss tokens or fp16 overflowed, which lowers the loss
     scale."""
     diagnostics: dict[str, float] = field(default_factory=dict)
-    """Diagnostics of the loss functions (docs/training/policy-losses.md, docs/training/preference.md) over all tokens
-    or groups of the step: clip_fraction, reward_accuracy and the like; those of a side term as `term/name`. Diagnostics
-    over nothing are left out."""
+    """Diagnostics of the loss functions over all tokens or groups of the step, such as clip_fraction and
+    reward_accuracy (docs/training/policy-losses.md, docs/training/preference.md); those of a side term as `term/name`.
+    Diagnostics over nothing are left out."""
 
     @classmethod
     def of(cls, totals: StepTotals, update: Update | None, step: int, lr: float, tokens: int) -> Self:
-        """Makes the result from the totals of a step; `update` is None if the batch was empty."""
+        """Makes the result of a step; `update` is None if the batch was empty."""
         return cls(
             step=step,
             loss=totals.loss,

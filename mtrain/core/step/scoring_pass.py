@@ -1,10 +1,10 @@
 """First of the two passes of a preference loss: scores of all sequences, the loss, its derivative by each score.
 
 The loss of a pair depends on two sequences, which may be in different rows, microbatches and data-parallel ranks. So a
-forward pass without a gradient computes every sequence's score, one all-reduce gives all ranks the scores of the whole
-batch, and each rank computes loss and derivatives from them, to the same bits. The second pass is an ordinary one, in
-which a token's weight is multiplied by the derivative of its sequence. Both passes use the same weights and no dropout,
-so the gradient is exact under any layout, packing and micro-batch size.
+forward pass without a gradient computes every sequence's score, one all-reduce gives all ranks all scores, and each
+rank computes the same loss and derivatives from them. The second pass is an ordinary one, in which a token's weight is
+multiplied by the derivative of its sequence. Both passes use the same weights and no dropout, so the gradient is exact
+under any layout, packing and micro-batch size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mtrain.core.step.loss import score_summands
 
 @dataclass(frozen=True)
 class PreferenceTotals:
-    """Totals of a preference loss over some global batches, the same on all ranks; they can be added."""
+    """Totals of a preference loss over some global batches, the same on all ranks."""
 
     numerator: float = 0.0
     """Sum of weight x loss."""
@@ -45,7 +45,7 @@ class PreferenceTotals:
     """Diagnostics by name: a sum, and its divisor."""
 
     def plus(self, other: PreferenceTotals) -> PreferenceTotals:
-        """Returns the totals of both."""
+        """Adds the totals of other batches."""
         sums = dict(self.diagnostics)
         for name, (numerator, denominator) in other.diagnostics.items():
             before = sums.get(name, (0.0, 0.0))
@@ -53,10 +53,8 @@ class PreferenceTotals:
         return PreferenceTotals(self.numerator + other.numerator, self.denominator + other.denominator, sums)
 
     def in_place_of(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
-        """Returns the terms of a step with the value of the loss, of which the second pass has only the gradient.
-
-        Denominators are those that the second pass measured.
-        """
+        """Returns the terms of a step with the value of the loss, of which the second pass has only the gradient and
+        the denominator."""
         return {**terms, MAIN_TERM: replace(terms[MAIN_TERM], numerator=self.numerator)}
 
     def joined_to(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
@@ -66,7 +64,7 @@ class PreferenceTotals:
 
     @property
     def means(self) -> dict[str, float]:
-        """Returns the mean of each diagnostic; those with a divisor of 0 are left out."""
+        """Returns the mean of each diagnostic whose divisor is not 0."""
         return {name: one / other for name, (one, other) in self.diagnostics.items() if other}
 
 
@@ -79,8 +77,8 @@ class PreferencePass(NamedTuple):
 
 
 _COLUMNS = ("score", "is_there", "reference", "has_reference", "length", "weight", "group", "role", "margin")
-"""Columns of the table that all ranks fill together, with a line for each slot of the global batch; the group is -1 if
-there is none."""
+"""Columns of the table that all ranks fill together, one line for each slot of the global batch; group -1 means
+none."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,8 @@ def preference_pass(
 ) -> PreferencePass:
     """Scores a global batch, forward only, and weighs its tokens for the second pass. Collective over the world.
 
-    In addition to megatron-core's own collectives, one all-reduce of one number and one of nine numbers per sequence.
-    The host waits for the device twice, for the result of each; loss and derivatives are computed on the host.
+    Two all-reduces: one number, and nine numbers per sequence. The host waits for the device after each. Parameters are
+    gathered first; the model runs without dropout.
 
     Args:
         model: Model of this rank; its parameters are gathered first, and it runs without dropout.
@@ -105,7 +103,7 @@ def preference_pass(
         num_microbatches: Number of them; None if ranks without batches do not know it.
 
     Raises:
-        DataError: A sequence is no member of a group, a group is not complete, or a reference score is missing.
+        DataError: A sequence belongs to no group, a group is not complete, or a reference score is missing.
     """
     loss = objective.preference
     assert loss is not None
@@ -138,7 +136,7 @@ def sequence_scores(
     The arguments are those of `preference_pass`; `choices` names those that layers take from the batches.
 
     Raises:
-        DataError: A sequence is a member of no group.
+        DataError: A sequence belongs to no group.
     """
     model.sharded.gather_parameters()
     config, groups = model.config, model.groups
@@ -186,23 +184,23 @@ def _sums(log_probs: Tensor, batch: Microbatch) -> Tensor:
 
 
 def _known(batches: Sequence[Microbatch], size: int) -> Tensor:
-    """Returns the table on the CPU, [size, columns]: known facts of the sequences without scores; 0 elsewhere."""
+    """Returns the table on the CPU, [size, columns], with the facts of this rank's sequences, except scores; 0
+    elsewhere."""
     table = torch.zeros(size, len(_COLUMNS), dtype=torch.float64)
-    for each in (member for batch in batches for member in _present(batch)):
-        table[each.slot] = torch.tensor(_line_of(each), dtype=torch.float64)
+    for batch in batches:
+        for placed in _present(batch):
+            table[placed.slot] = torch.tensor(_line_of(placed), dtype=torch.float64)
     return table
 
 
 def _line_of(placed: PlacedMember) -> list[float]:
-    """Returns the row of a sequence after the score."""
     member = placed.member
-    reference = None if member is None else member.reference
     if member is None:
-        group, role, margin = -1, 0, 0.0
-    else:
-        group, role, margin = member.group, ROLES.index(member.role), member.margin  # exact below 2^53
-    known = [0.0, 1.0, reference or 0.0, float(reference is not None), placed.length, placed.weight]
-    return [*known, group, role, margin]
+        return [0.0, 1.0, 0.0, 0.0, placed.length, placed.weight, -1, 0, 0.0]
+    reference = [0.0, 0.0] if member.reference is None else [member.reference, 1.0]
+    # numbers of groups are exact below 2^53
+    group = [member.group, ROLES.index(member.role), member.margin]
+    return [0.0, 1.0, *reference, placed.length, placed.weight, *group]
 
 
 def _read(table: Tensor) -> SlotScores:
@@ -246,7 +244,7 @@ def _weighed(batch: Microbatch, of_slot: Mapping[int, tuple[float, float]]) -> M
     ids = batch.sequence_ids
     if ids is None:
         ids = torch.arange(len(batch.tokens)).unsqueeze(1).expand(batch.tokens.shape)
-    # the first position of each sequence carries its share, as everywhere
+    # the first position of each sequence carries its share
     is_first = torch.ones_like(ids, dtype=torch.bool)
     is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
     weights = batch.weights[MAIN_TERM].double() * derivatives[ids]

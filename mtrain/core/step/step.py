@@ -35,7 +35,8 @@ from mtrain.core.step.totals import check_factors, check_totals, planned_denomin
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """Functions and classes that do the work of a step, in this order; a planted fault replaces one of them."""
+    """Functions and classes that do the work of a step, in this order; `mtrain verify` plants a fault by replacing
+    one."""
 
     factors: type[NumeratorFactors] = NumeratorFactors
     slice_rows: Callable[[Sequence[Microbatch], Groups], list[Microbatch]] = slice_for_rank
@@ -87,13 +88,13 @@ class TrainingStep:
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
         """Accumulates, reduces and normalises the gradients of one global batch.
 
-        One collective of a short float64 vector over all ranks carries both the losses and the gradient norm. A second
-        one overlaps the first forward pass if terms of several denominators (within each pipeline stage) or fp16 need
+        One collective of a short float64 vector over all ranks carries the losses and the gradient norm. A second one
+        overlaps the first forward pass if terms of several denominators (within each pipeline stage) or fp16 need
         planned denominators. The host waits for the device once, at the end.
 
         Args:
-            batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data
-                (tensor-parallel rank > 0).
+            batches: Full rows of this data-parallel rank; None on ranks that do not read data (tensor-parallel rank >
+                0).
             stop_requested: Whether this rank was asked to stop; `StepTotals.stop_requested` says whether any was.
 
         Raises:
@@ -124,18 +125,18 @@ class TrainingStep:
         Args:
             batches: Microbatches of this data-parallel rank, as for `forward_backward`.
             num_microbatches: Number of microbatches, the same on all ranks; None if only ranks with batches know it.
-            objective: Objective that is differentiated; with the same terms in all passes of a step.
+            objective: Objective that is differentiated, with the same terms in all passes of a step.
             is_last: Whether no pass follows, so that the reduction of gradients may overlap the backward pass.
 
         Raises:
-            ConfigError: This is a second pass, but terms of other denominators need the whole batch in the first one.
+            ConfigError: A second pass, although terms with other denominators need the whole batch in the first one.
         """
-        batches = self._compared(step, batches, num_microbatches, objective)
-        # on the host and from whole rows, so before anything is sent to other ranks
+        batches = self._weighed_by_preference(step, batches, num_microbatches, objective)
+        # from whole rows on the host, so before anything is sent to other ranks
         planned = planned_denominators(batches or [], step.sums.pairs.terms)
         step.sums.add_batches(planned, token_counts(batches or []))
         if step.factors is None:
-            # starts its collective now and waits for it after the first forward pass (fp16 on CPUs: at once)
+            # starts its collective now; waits for it after the first forward pass (fp16 on CPUs: at once)
             is_fp16 = self._optimizer.scales_loss
             step.factors = self._functions.factors([*planned.values()], objective, is_fp16, self._groups)
         elif objective.apart:
@@ -147,7 +148,7 @@ class TrainingStep:
         step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
         rows = self._functions.slice_rows(shared, self._groups)
         output_loss = self._functions.output_loss(batches, rows, self._model, objective, self._teacher)
-        # the factor by which megatron-core multiplies the objective before backward
+        # megatron-core multiplies the objective by it before backward
         loss_scale = self._optimizer.scale_loss(torch.ones((), device=self._groups.device)).reshape(())
 
         def scalar_of(pairs: Mapping[str, LossPair]) -> Tensor:
@@ -157,7 +158,7 @@ class TrainingStep:
             return output_loss.scalar(logits, batch, scalar_of, loss_scale)
 
         step.is_deferred = not is_last
-        # a function, since it waits for planned denominators: the first router calls it, not the forward pass's start
+        # a function that the first router calls, since it waits for planned denominators
         router_factors = functools.cache(lambda: self._optimizer.scale_loss(factors.of_routers()))
         with (
             self.routers.watching(step.sums.pairs, router_factors, max(batch.num_sequences for batch in rows)),
@@ -169,14 +170,14 @@ class TrainingStep:
         if self._optimizer.scales_loss:
             step.sums.gradient_scale = factors.numerator_scale * loss_scale  # the same in every pass of a step
 
-    def _compared(
+    def _weighed_by_preference(
         self,
         step: OpenStep,
         batches: Sequence[Microbatch] | None,
         num_microbatches: int | None,
         objective: Objective,
     ) -> Sequence[Microbatch] | None:
-        """Returns the batches that are differentiated: with a preference loss those weighted by its scoring pass."""
+        """Returns the batches to differentiate: with a preference loss those that its scoring pass has weighed."""
         if objective.preference is None:
             return batches
         marks = preference_marks(objective.preference)
@@ -206,9 +207,10 @@ class TrainingStep:
         reduced = self._functions.finalize(self._sharded, step.sums, self._groups, stop_requested, norm_sq)
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
-        if (compared := step.preference) is not None:
-            diagnostics = {**totals.diagnostics, **compared.means}
-            totals = replace(totals, terms=compared.in_place_of(totals.terms), sources=(), diagnostics=diagnostics)
+        if step.preference is not None:
+            terms = step.preference.in_place_of(totals.terms)
+            diagnostics = {**totals.diagnostics, **step.preference.means}
+            totals = replace(totals, terms=terms, sources=(), diagnostics=diagnostics)
         try:
             self.check(totals.terms)
         except BadStepError as error:
@@ -225,7 +227,7 @@ class TrainingStep:
     def update(
         self, totals: StepTotals, lr: float, judge: Callable[[float], None] = lambda grad_norm: None
     ) -> Update | None:
-        """Makes the optimizer step and, unless fp16 overflowed, that of the experts' biases.
+        """Makes the optimizer step and updates the experts' biases, unless fp16 overflowed.
 
         Returns None for an empty batch: weights and state stay bit-identical.
 
@@ -249,12 +251,9 @@ class TrainingStep:
         return update
 
     def try_weights(self, batches: Sequence[Microbatch] | None) -> None:
-        """Runs a forward pass with the current weights to verify that they can be used; changes nothing.
+        """Runs a forward pass to verify that the current weights can be used; changes nothing.
 
         One all-reduce of a short vector, in addition to megatron-core's own collectives.
-
-        Args:
-            batches: Microbatches of this data-parallel rank, as for `forward_backward`.
 
         Raises:
             NumericError: A loss is not finite, or a denominator cannot be right.

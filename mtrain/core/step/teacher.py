@@ -1,5 +1,3 @@
-"""A frozen model that runs forward next to the trained one, under the same layout."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -23,40 +21,37 @@ class Teacher:
     def __init__(self, config: Config, chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
         """
         Args:
-            config: Configuration of the run, with the teacher's architecture in `model`; see `teacher_config`.
+            config: Configuration of the run with the teacher's architecture in `model`; see `teacher_config`.
             chunks: Frozen chunks, one for each virtual stage.
-            groups: The process groups.
         """
         self.config, self.chunks, self.groups = config, list(chunks), groups
         # its stages need a schedule of their own, which cannot run inside the student's forward step
         self._runs_alone = groups.layout.pp > 1
 
     def logits_of(self, batches: Sequence[Microbatch]) -> LogitsOf:
-        """Returns the teacher's logits of a step's microbatches. Collective over pipeline, tensor and context
-        parallelism.
+        """Returns a function that gives the teacher's logits of each microbatch of a step. Collective over PP, TP and
+        CP.
 
-        Without a pipeline the teacher runs when a microbatch is asked for, and keeps nothing. With one it runs now, and
-        the last stage holds the hidden states of each microbatch until they are asked for.
+        Without a pipeline the teacher runs when the function is called, and keeps nothing. With one it runs now, and
+        the last stage keeps the hidden states of each microbatch until they are asked for.
 
         Args:
             batches: All microbatches of the step, sliced for context parallelism.
         """
         if not self._runs_alone:
-            return self._run_now  # nothing to exchange between stages: it runs inside the student's loss
-        held: dict[
-            int, DeferredLogits
-        ] = {}  # by object: the schedules pass on the very microbatches that they were given
+            return self._run_now
+        # by id: the schedules pass on the objects that they were given
+        outputs: dict[int, DeferredLogits] = {}
 
-        def hold(logits: Logits, batch: Microbatch) -> None:
-            # [seq_local, batch, hidden]: a pipeline costs the memory of a whole step's
-            held[id(batch)] = logits.main
+        def keep(logits: Logits, batch: Microbatch) -> None:
+            outputs[id(batch)] = logits.main  # [seq_local, batch, hidden], for all microbatches of the step
 
-        run_forward(self.chunks, batches, hold, self.config)
-        return lambda batch: held.pop(id(batch))  # popped, so that each is freed after its microbatch
+        run_forward(self.chunks, batches, keep, self.config)
+        return lambda batch: outputs.pop(id(batch))  # popped, so that each is freed after its microbatch
 
     @torch.no_grad()
     def _run_now(self, batch: Microbatch) -> DeferredLogits:
-        (chunk,) = self.chunks  # without a pipeline there is one, the last stage
+        (chunk,) = self.chunks
         output = run_chunk(chunk, batch)
         assert isinstance(output, Logits), "the last stage gives logits"
         return output.main

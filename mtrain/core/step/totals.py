@@ -1,9 +1,9 @@
-"""Denominators planned before the forward pass, and their comparison with those that the loss functions counted.
+"""Denominators planned before the forward pass, and checks of the totals that the loss functions measured.
 
-Gradients are sums of weight x loss until they are divided by D, so they are about as large as D. Float32 and bf16 have
-the same exponents, from 2^-126 to 2^127; below, digits are lost one by one, first in bf16. Measured against float64 on
-the model of the parity tests: at D = 2e-36 a gradient in bf16 is lost entirely and one in float32 is off by 2e-5, while
-loss and denominator look right; at D = 1e-30 neither loses anything. 1/D itself overflows below 3e-39.
+Gradients are sums of weight x loss until they are divided by D, so they are about as large as D. Below 2^-126 float32
+and bf16 lose digits one by one, bf16 first. Measured against float64 on the model of the parity tests: at D = 2e-36 a
+bf16 gradient is lost entirely and a float32 one is off by 2e-5, while loss and denominator look right; at D = 1e-30
+neither loses anything. 1/D itself overflows below 3e-39.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mtrain.core.engine.loss_reduction import TermTotals, TokenCounts
 from mtrain.core.loss.router import ROUTER_TERMS, router_denominator
 
 SMALLEST_DENOMINATOR = 2.0**-100
-"""Smallest denominator, 7.9e-31: even 2^-26 of an undivided gradient is then a normal number with all of its digits."""
+"""Smallest denominator, 7.9e-31: even 2^-26 of an undivided gradient is a normal number."""
 LARGEST = 2.0**126
 """Largest denominator or factor, 8.5e37: its inverse is the smallest normal float32 number."""
 
 
 def check_denominator(term: str, denominator: float) -> None:
-    """Refuses a denominator with which gradients lose digits; 0 is accepted: there is nothing to divide.
+    """Refuses a denominator with which gradients lose digits; 0 is accepted, as nothing is divided by it.
 
     Raises:
         NumericError: The denominator is out of range.
@@ -41,16 +41,12 @@ def check_denominator(term: str, denominator: float) -> None:
 def check_factors(coefficients: Mapping[str, float], denominators: Mapping[str, float]) -> None:
     """Refuses side terms whose factor in the backward pass, c x D_main / D_k, is out of the range of float32.
 
-    Args:
-        coefficients: Coefficient c of each term, the main term first.
-        denominators: Denominator D of each term over the global batch.
-
     Raises:
         NumericError: A factor is out of range.
     """
     main = denominators[MAIN_TERM]
     for term, coefficient in coefficients.items():
-        # on the host in float64, after the step's one collective: all ranks hold the same bits and refuse together
+        # in float64 after the step's collective: all ranks hold the same bits and refuse together
         factor = 0.0 if denominators[term] == 0 else coefficient * (main / denominators[term])
         if factor != 0 and not 1 / LARGEST <= abs(factor) <= LARGEST:
             raise NumericError(
@@ -61,12 +57,12 @@ def check_factors(coefficients: Mapping[str, float], denominators: Mapping[str, 
 
 
 _WEIGHT_TOLERANCE = 1e-12
-"""Relative difference allowed between planned and measured denominators: rounding of float64 sums of fractional
-weights. Counts are below 1e12, where this means equality."""
+"""Relative difference allowed between planned and measured denominators, for float64 sums of fractional weights. Counts
+are below 1e12, where it means equality."""
 
 
 def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) -> dict[str, float]:
-    """Returns each term's denominator over this data-parallel rank's full rows, known before the forward pass."""
+    """Returns each term's denominator over this data-parallel rank's full rows."""
     padding = [batch.is_padding for batch in batches if batch.is_padding is not None]
     ids = [batch.sequence_ids for batch in batches]
     return {
@@ -78,7 +74,7 @@ def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) ->
 
 
 def token_counts(batches: Sequence[Microbatch]) -> TokenCounts:
-    """Sums the token counts of full rows, as the loader counted them."""
+    """Sums the token counts of full rows."""
     return TokenCounts(
         padding=sum(batch.num_padding_tokens for batch in batches),
         loss=sum(batch.num_loss_tokens for batch in batches),
@@ -89,9 +85,9 @@ def token_counts(batches: Sequence[Microbatch]) -> TokenCounts:
 
 
 def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> None:
-    """Raises NumericError if a total cannot be right; the totals are the same on all ranks, so all raise."""
+    """Raises NumericError on all ranks if a total cannot be right; the totals are the same on all of them."""
     for term, totals in terms.items():
-        # before the comparison with planned ones, which a nan would pass
+        # first, since nan would pass the comparison with planned denominators
         if not (math.isfinite(totals.denominator) and totals.denominator >= 0):
             raise NumericError(
                 f"the denominator of loss term {term!r} is {totals.denominator}, but must be finite and not negative; "
@@ -100,7 +96,6 @@ def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> No
         if not math.isfinite(totals.numerator):
             raise NonFiniteError(f"the loss of term {term!r} is {totals.numerator}")
         difference = abs(totals.denominator - totals.planned)
-        # if 0 is planned, only 0 agrees
         if compare_with_plan and difference > _WEIGHT_TOLERANCE * abs(totals.planned):
             raise NumericError(
                 f"the denominator of loss term {term!r} was measured as {totals.denominator!r}, but the batch planned "

@@ -15,7 +15,7 @@ from mtrain.core.ranks.groups import Groups
 
 
 def terms_by_distribution(batch: Microbatch) -> list[list[str]]:
-    """Returns the names of the terms of the main logits, then those of each depth of multi-token prediction."""
+    """Returns the terms of the main logits, then those of each depth of multi-token prediction."""
     depths = [depth_term(number) for number in range(1, len(batch.mtp) + 1)]
     return [[term for term in batch.weights if term not in depths], *([depth] for depth in depths)]
 
@@ -36,45 +36,39 @@ class WeighedTokens:
         Args:
             whole: Full rows from the loader, on the CPU; None on ranks that receive theirs.
             rows: The same microbatches on the device, sliced for context parallelism.
-            groups: Process groups.
         """
         self._numbers = {id(batch): number for number, batch in enumerate(rows)}
         self._counts = _counted(rows) if groups.device.type == "cpu" else _counts_of_reader(whole, rows, groups)
 
     def of(self, batch: Microbatch) -> list[int]:
-        """Returns the number of tokens for the main logits, then for each depth.
-
-        Args:
-            batch: Microbatch of the pass, the same object as in `rows`.
-        """
+        """Returns the number of tokens for the main logits, then for each depth; `batch` must be an object of
+        `rows`."""
         return self._counts[self._numbers[id(batch)]]
 
 
 def _counted(batches: Sequence[Microbatch]) -> list[list[int]]:
-    """Counts the tokens of batches on the CPU."""
-    # numpy: the sum is no operation on a device
+    # numpy: the batches are on the CPU
     return [[int(weighed(batch, terms).numpy().sum()) for terms in terms_by_distribution(batch)] for batch in batches]
 
 
 def _counts_of_reader(
     whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups
 ) -> list[list[int]]:
-    """Returns counts of batches on a device, made by the rank that read them. One broadcast between TP's hosts."""
-    own = None
-    if whole is not None:  # slices of other context-parallel ranks differ, but belong to other groups of TP
-        cut = [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in whole]
-        own = torch.tensor(_counted(cut))
+    """Returns counts from the rank that read the batches. One broadcast between the hosts of TP."""
+    counts = None
+    if whole is not None:  # all ranks of a TP group have the same context-parallel slice
+        slices = [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in whole]
+        counts = torch.tensor(_counted(slices))
     shape = (len(rows), len(terms_by_distribution(rows[0])))
-    found: list[list[int]] = broadcast_on_hosts(own, shape, torch.int64, groups).numpy().tolist()
-    return found
+    received: list[list[int]] = broadcast_on_hosts(counts, shape, torch.int64, groups).numpy().tolist()
+    return received
 
 
 def places(is_weighed: Tensor, count: int) -> Tensor:
-    """Returns the positions of the weighed tokens in [seq, batch] order, increasing, [count] int64.
+    """Returns the positions of the `count` weighed tokens in [seq, batch] order, increasing, [count] int64.
 
     Args:
-        is_weighed: Whether each token is weighed, [batch, seq] bool.
-        count: Number of weighed tokens.
+        is_weighed: [batch, seq] bool.
     """
     # not nonzero(), whose size the host would have to wait for; a stable sort keeps equal keys in their order
     keys = is_weighed.t().reshape(-1).to(torch.uint8)

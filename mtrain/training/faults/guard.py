@@ -37,12 +37,7 @@ class Guard:
     """Judges steps, and remembers which were left out."""
 
     def __init__(self, train: TrainSection, history: BadStepHistory) -> None:
-        """Begins with the history of a checkpoint.
-
-        Args:
-            train: Section of the configuration that says how to judge.
-            history: History in the checkpoint that the run resumes from.
-        """
+        """Begins with the history of a checkpoint."""
         self._train = train
         self._skipped = {each.step: each for each in history.skipped}
         self._refused = {each.step for each in history.skipped if not each.is_margin}
@@ -79,7 +74,6 @@ class Guard:
 
         Args:
             loss: Mean of the main term over the global batch.
-            grad_norm: Gradient norm before clipping.
 
         Raises:
             SpikeError: The loss or the gradient norm is far above those of the window.
@@ -108,10 +102,6 @@ class Guard:
         """Decides what to do about a bad step, and notes which batches are left out.
 
         A spoiled state is not the fault of the batch: a rollback repeats the step, once, and skipping repairs nothing.
-
-        Args:
-            step: Number of the step, counted from 1.
-            fault: Fault that `judge`, or the step itself, has found.
 
         Raises:
             NumericError: The run ends.

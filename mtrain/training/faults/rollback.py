@@ -25,8 +25,6 @@ def as_rollback(error: RollBackError | SpoiledStateError, guard: Guard, step: in
     """Returns the rollback that a step asks for, or that follows from a spoiled state found by a save.
 
     Args:
-        error: Request of a step, or spoiled state.
-        guard: Guard that decides about a spoiled state.
         step: Last step made, counted from 1.
 
     Raises:
@@ -47,10 +45,6 @@ def roll_back(
 
     Args:
         run: Run, into whose model weights, optimizer, counters and random states are loaded.
-        folder: Run folder.
-        saver: Saver of the run.
-        exporter: Exporter of the run.
-        guard: Guard that knows which steps are left out.
         wanted: Request with the bad step and the reason.
 
     Returns:

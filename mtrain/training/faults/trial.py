@@ -75,13 +75,7 @@ class StepTrial:
     """Makes the steps of a run, and undoes what a bad one has touched."""
 
     def __init__(self, run: Run, guard: Guard, heartbeat: Heartbeat) -> None:
-        """Keeps the parts that a step needs.
-
-        Args:
-            run: Run whose steps are made.
-            guard: Guard that judges the steps.
-            heartbeat: Heartbeat that is set to each phase.
-        """
+        """Keeps the parts that a step needs."""
         self._run, self._guard, self._heartbeat = run, guard, heartbeat
         self._draws = bool(run.model.config.dropout_keys)
 
@@ -95,8 +89,6 @@ class StepTrial:
 
         Args:
             own: Microbatches of this data-parallel rank; see `TrainingStep.forward_backward`.
-            lr: Learning rate of this update.
-            step: Number of the step, counted from 1.
             asked_to_stop: Function that says whether this rank has received a stop signal; called when the step begins.
 
         Raises:

@@ -138,7 +138,6 @@ def named_reference(config: Config, named: str) -> Reference:
     """Finds the reference that loss.reference names; no collective.
 
     Args:
-        config: Configuration of the run.
         named: Path of a folder, the value of loss.reference.
 
     Raises:
@@ -196,9 +195,7 @@ def _with(config: Config, start: Config, adapter: AdapterSection, precision: Con
     """Returns the run's configuration with a reference's adapter.
 
     Args:
-        config: Configuration of the run.
         start: Configuration that says where the frozen model comes from.
-        adapter: Adapter of the reference.
         precision: Configuration with the precision of the frozen model; None: that of the run.
 
     Raises:

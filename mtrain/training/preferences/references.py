@@ -80,11 +80,7 @@ class References:
         """Looks for scores in the run folder. Collective over the world.
 
         Args:
-            config: Configuration of the run.
-            folder: Run folder, which gets the scores.
-            groups: Process groups.
             loss: Preference loss that is minimised; no scores are needed if it is None or has no reference.
-            loader: Loader of the data; None on ranks that do not read any.
 
         Raises:
             ConfigError: The named reference is incompatible with the run's layout.
@@ -123,9 +119,6 @@ class References:
 
         Missing scores are computed with the reference's weights, which are loaded into the model for this.
 
-        Args:
-            model: Model of the run, before its weights are loaded.
-
         Raises:
             DataError: Kept scores are damaged, or the weights of the reference cannot be loaded.
             MachineError: The disk refuses.
@@ -156,8 +149,6 @@ class References:
         """Scores all sequences of a source, in passes the size of a step, and writes the scores to files.
 
         Args:
-            model: Model that holds the reference.
-            source: Source of the sequences.
             paths: Paths of the files; None entries are ignored.
         """
         config, groups = model.config, model.groups
@@ -226,7 +217,6 @@ class References:
         """Returns the path of scores, named after the sequences and the model.
 
         Args:
-            source: Source of the sequences.
             identity: Hash that identifies the reference, from `Reference.loaded`.
         """
         return self._folder.references / f"{self._stem(source, self._config.loss.reference)}-{identity}.npy"

@@ -27,7 +27,6 @@ class Life:
 
         Args:
             folder: Run folder, whose lock the first rank holds.
-            rank: Rank of this process.
         """
         self._folder, self._rank = folder, rank
         self._log = EventLog(folder.events, rank)
@@ -65,7 +64,6 @@ class Life:
         """Records that the model is built and training continues.
 
         Args:
-            step: Number of updates completed.
             reached: Number of steps that earlier starts have recorded; those beyond `step` are repeated.
         """
         self._step = step

@@ -27,10 +27,7 @@ class StepProfiler:
         """Chooses the steps; starts nothing yet.
 
         Args:
-            metrics: Section of the configuration.
             folder: Folder `profile` of the run; made when there is something to write.
-            rank: Rank of this process.
-            device: Device of this process.
         """
         steps = metrics.profile_steps if rank in metrics.profile_ranks else ()
         self._first, self._last = steps if steps else (0, -1)

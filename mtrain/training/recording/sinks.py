@@ -34,8 +34,6 @@ class LedgerSink:
         """Opens the file of this rank; `rewind_ledger` has removed entries after the start.
 
         Args:
-            folder: Folder of the ledger.
-            dp_rank: Data-parallel rank of this process.
             next_entry: Function that returns the entry of the batches that were trained in a step, counted from 1.
             start: Entry of the start.
 

@@ -34,7 +34,6 @@ def slow_ranks(window: Mapping[int, OwnTime], percent: float) -> dict[int, float
     """Returns the slow ranks: rank -> its time divided by the median of its stage.
 
     Args:
-        window: Times of all ranks over the same steps.
         percent: Percentage above the median from which a rank is slow.
     """
     found: dict[int, float] = {}
@@ -53,7 +52,6 @@ class PaceJudge:
         """
         Args:
             percent: Percentage above the median from which a rank is slow in a window.
-            num_windows: Number of consecutive windows.
         """
         self._percent, self._num_windows = percent, num_windows
         self._in_a_row: dict[int, int] = {}
@@ -69,14 +67,7 @@ class SlowRanks:
     """Detector of slow ranks, on one rank; without collectives, and no rank waits for it."""
 
     def __init__(self, watch: WatchSection, groups: Groups, heartbeat: Heartbeat, life: Life) -> None:
-        """Begins without a known slow rank.
-
-        Args:
-            watch: Section of the configuration that says which ranks are slow.
-            groups: Process groups.
-            heartbeat: Heartbeat by which the ranks report their times.
-            life: Events of the run, which get the alarm.
-        """
+        """Begins without a known slow rank."""
         self._watch, self._groups, self._heartbeat, self._life = watch, groups, heartbeat, life
         self._judge = PaceJudge(watch.slow_rank_percent, watch.slow_rank_windows)
         self._own_s, self._num_steps, self._window = 0.0, 0, 0
@@ -88,7 +79,6 @@ class SlowRanks:
         """Counts a step of this rank, and names a slow rank in its record if there is one. In the training thread.
 
         Args:
-            record: Record of the step.
             waited_s: Time in which this rank waited for others, in seconds.
         """
         record = replace(record, waited_seconds=waited_s)

@@ -24,11 +24,7 @@ def record_of(run: Run, done: int, made: StepOutcome, lr: float, seconds: float)
     """Returns the record of a step, applied or not.
 
     Args:
-        run: Run of the step.
         done: Number of steps done, this one included.
-        made: Outcome of the step.
-        lr: Learning rate of the update.
-        seconds: Wall time of the step.
     """
     if made.totals is None:
         return StepRecord(
@@ -58,12 +54,7 @@ def step_record(
     """Returns the record of a step that was computed: applied, empty, or overflowed.
 
     Args:
-        run: Run of the step.
         done: Number of steps done, this one included.
-        totals: Totals of the step.
-        update: Update of the optimizer; None if nothing was applied.
-        lr: Learning rate of the update.
-        seconds: Wall time of the step.
     """
     counts, tokens = totals.tokens, totals.num_text_tokens
     work = Work(tokens, counts.pairs, counts.window_pairs, counts.outputs)

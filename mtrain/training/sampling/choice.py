@@ -32,8 +32,6 @@ def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: SamplingParam
 
     Args:
         logits: Logits, [rows, vocab_size] float32, finite or -inf.
-        places: Position of each row's token.
-        sampling: Rules for drawing.
 
     Returns:
         Tokens, [rows] int64, and their log-probabilities in nats, [rows] float64; see `log_probs`. A row with nan, or
@@ -63,7 +61,6 @@ def log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
     Args:
         logits: Logits, [rows, vocab_size] float32.
-        sampling: Rules for drawing.
     """
     values = logits.double()
     is_of_model = sampling.temperature == 0 or not sampling.log_probs_of_draw

@@ -55,7 +55,6 @@ def model_at(path: Path, overrides: Sequence[str] = ()) -> Model:
     """Finds the model of a run folder (newest good checkpoint), a checkpoint, an import or a Hugging Face folder.
 
     Args:
-        path: Path of the model.
         overrides: Texts of the form `section.key=value` that change the configuration.
 
     Raises:
@@ -101,7 +100,6 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
     """Continues each prompt, or answers it. With several ranks, on the layout of the run; collective.
 
     Args:
-        path: Path of the model; see `model_at`.
         prompts: Texts to continue, messages of a user, or conversations.
         sampling: Rules for drawing tokens; the tokens that end a text of this model are added.
         as_chat: Whether the chat template formats each text as a user's message.
@@ -158,8 +156,6 @@ def loaded_model(entry: CheckpointEntry | None, config: Config, groups: Groups) 
 
     Args:
         entry: Checkpoint with the weights; None: those that a run of `config` starts from.
-        config: Configuration of the model.
-        groups: Process groups.
 
     Raises:
         DataError: The weights are missing, damaged or of another model.

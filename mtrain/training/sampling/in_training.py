@@ -83,8 +83,6 @@ class PromptSamples:
         """Answers the prompts with the current weights, and writes the answers. Collective over the world.
 
         Args:
-            run: Run in its state after `step`.
-            step: Step of the answers.
             sinks: Sinks of this rank; those that show texts get the answers too.
 
         Raises:

@@ -39,8 +39,6 @@ def questions_of(
     """Encodes prompts.
 
     Args:
-        config: Configuration of the run.
-        tokenizer: Tokenizer of `data.tokenizer`.
         prompts: Prompts; conversations always use the run's chat template.
         as_chat: Whether a text is a user's message, formatted by the run's chat template; None: if there is one.
         ends: Further tokens that end an answer, from `declared_ends` of the folder that the model comes from.

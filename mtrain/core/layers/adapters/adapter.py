@@ -42,7 +42,6 @@ class Adapter(nn.Module):
     def __init__(self, config: TransformerConfig, collection: ProcessGroupCollection) -> None:
         """
         Args:
-            config: Configuration of the model.
             collection: Groups of the ranks that hold parts of the frozen module.
         """
         super().__init__()
@@ -67,8 +66,6 @@ class Adapter(nn.Module):
         """Adds a parameter of zeros.
 
         Args:
-            name: Name of the parameter.
-            shape: Shape on this rank.
             divided_axis: Axis that is divided over TP; None means the same values on all its ranks.
             may_be_padded: Whether it has a row for each token, with the padding that TP needs.
             is_halved: Whether a rank of TP has a share of each half of the divided axis, as of gate and up.
@@ -107,10 +104,6 @@ class AdapterSet:
     """Adapters of a rank's chunks, which other sets on the same frozen modules can take turns with."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        """
-        Args:
-            models: Unwrapped chunks, which hold the set.
-        """
         holders = [holder for model in models for holder in model.modules()]
         self._places = [
             (holder, name, child)
@@ -170,11 +163,7 @@ def adapters_of(modules: Iterable[nn.Module]) -> Iterator[Adapter]:
 
 @contextlib.contextmanager
 def adapters_off(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Turns adapters off inside the `with` block; for forward passes of the frozen model without a gradient.
-
-    Args:
-        chunks: This rank's model chunks.
-    """
+    """Turns adapters off inside the `with` block; for forward passes of the frozen model without a gradient."""
     found = list(adapters_of(chunks))
     for adapter in found:
         adapter.is_switched_on = False

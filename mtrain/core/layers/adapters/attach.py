@@ -91,9 +91,6 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
 
     Args:
         model: One stage, a LanguageModel, with torch layers.
-        section: Section of its architecture.
-        adapter: Section that says what is adapted, and how.
-        collection: Process groups.
     """
     model.requires_grad_(False)
     is_first = not model.has_adapters

@@ -26,13 +26,6 @@ class ExpertAdapter(Adapter):
     def __init__(
         self, section: AdapterSection, config: TransformerConfig, stack: Stack, implementation: Implementation
     ) -> None:
-        """
-        Args:
-            section: Section with rank, scale and dropout.
-            config: Configuration of the model.
-            stack: Frozen projection of the rank's experts.
-            implementation: Implementation of its products.
-        """
         nn.Module.__init__(self)
         self._section, rank = section, section.rank_of("experts")
         count, rows, columns = stack.weight.shape

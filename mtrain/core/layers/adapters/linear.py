@@ -102,10 +102,6 @@ class LinearAdapter(Adapter):
     ) -> None:
         """
         Args:
-            section: Section with rank, scale, dropout and magnitudes.
-            config: Configuration of the model.
-            collection: Process groups.
-            linear: Frozen projection.
             parts: Parts of its outputs.
         """
         super().__init__(config, collection)

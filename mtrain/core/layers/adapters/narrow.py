@@ -43,7 +43,6 @@ def widen_all_but_matrices(model: nn.Module, dtype: torch.dtype, learned: Iterab
 
     Args:
         model: One stage, built inside of `built_narrow`, without adapters.
-        dtype: Dtype of the run, float32 or float64.
         learned: Modules that learn whole, which are converted as well.
     """
     whole = {inner for each in learned for inner in each.modules()}

@@ -29,13 +29,6 @@ class Stack(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(self, config: TransformerConfig, experts: int, rows: int, columns: int) -> None:
-        """
-        Args:
-            config: Configuration with precision and device, and whether there are biases.
-            experts: Number of experts on this rank.
-            rows: Number of outputs of one expert on this rank.
-            columns: Number of inputs of one expert on this rank.
-        """
         super().__init__()
         # drawn later, by global name (init_weights.py)
         self.weight = _parameter(torch.empty(experts, rows, columns), config)
@@ -92,11 +85,7 @@ class Experts(MegatronModule):
     ) -> None:
         """
         Args:
-            num_local_experts: Number of experts on this rank.
-            config: Configuration with sizes, activation and biases.
-            pg_collection: Expert, expert-tensor and expert-data groups.
             implementation: Implementation of the products; `te` for a subclass that has its own.
-            name: Name of the module in the model, which newer versions of megatron-core pass; not used.
         """
         super().__init__(config)
         self.num_local_experts = num_local_experts
@@ -177,7 +166,6 @@ class Experts(MegatronModule):
         """Returns a function that cuts a parameter into shards of the global tensor [outer axes, num_experts, ...].
 
         Args:
-            linear: Name of the projection.
             name: Name of the parameter: `weight` or `bias` of all experts, or with the number of the only one.
             outer: Places of the layer along the outer axes.
         """

@@ -46,7 +46,6 @@ def chosen_product(implementation: Implementation, sizes: tuple[int, ...], weigh
     Args:
         implementation: Wanted implementation; `auto` takes the grouped one where it is available.
         sizes: Lengths of the rows of all operands.
-        weight: Weight whose device and dtype count.
 
     Raises:
         ConfigError: The grouped product was asked for where it is not available.

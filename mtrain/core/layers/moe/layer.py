@@ -33,13 +33,7 @@ from mtrain.core.layers.norm import Norm
 def dispatcher_in_place_of(
     theirs: MoETokenDispatcher, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """Returns a layer's dispatcher: megatron-core's own where sizes depend on values or all tokens are gathered.
-
-    Args:
-        theirs: Dispatcher that megatron-core made for this layer.
-        config: Configuration of the model.
-        groups: The process groups.
-    """
+    """Returns a layer's dispatcher: megatron-core's own where sizes depend on values or all tokens are gathered."""
     if config.moe_expert_capacity_factor is not None:  # some choices are dropped
         return theirs
     if groups.ep.size() == groups.expt_tp.size() == 1:
@@ -76,7 +70,6 @@ class LocalDispatcher(MoETokenDispatcher):
         """Sorts tokens by expert.
 
         Args:
-            hidden_states: [seq_local, batch, hidden].
             routing_map: Choices, [tokens, num_experts] bool, top_k of each token's true.
             probs: Weights, [tokens, num_experts].
 
@@ -159,14 +152,6 @@ class ExpertsLayer(MoELayer):
         pg_collection: ProcessGroupCollection | None = None,
         **options: Any,
     ) -> None:
-        """
-        Args:
-            config: Configuration of the model.
-            submodules: Specs of router, experts, shared experts.
-            layer_number: Global number of the layer, from 1.
-            pg_collection: The process groups; None for megatron-core's own.
-            options: Further arguments of megatron-core's newer versions.
-        """
         super().__init__(config, submodules, layer_number, pg_collection, **options)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.token_dispatcher = dispatcher_in_place_of(self.token_dispatcher, config, groups)
@@ -177,7 +162,6 @@ class ExpertsLayer(MoELayer):
         """Routes the tokens of this rank, sends them to their experts and brings them back.
 
         Args:
-            hidden_states: [seq_local, batch, hidden].
             intermediate_tensors: Part of megatron-core's protocol, for CUDA graphs of a part of the layer.
             padding_mask: Sequence of each position, [batch, seq_local] int64, in the place of megatron-core's mask;
                 negative where there is no text. None where nothing is counted. With experts to take, [batch, seq_local,
@@ -210,12 +194,6 @@ class BranchedExpertsLayer(ExpertsLayer):
     """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
-        """
-        Args:
-            config: Configuration of the model.
-            arguments: Further arguments of `ExpertsLayer`.
-            options: The same by name.
-        """
         super().__init__(config, *arguments, **options)
         for name in ("shared_input_norm", "shared_output_norm", "routed_input_norm", "routed_output_norm"):
             self.add_module(name, Norm(config, config.hidden_size, config.layernorm_epsilon))

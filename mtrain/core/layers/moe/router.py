@@ -42,7 +42,6 @@ def choose(
 
     Args:
         logits: [tokens, num_experts], float32 or float64.
-        section: Section with score, groups, scaling.
         expert_bias: Bias [num_experts], added to the scores for the choice, not to the weights.
         given: Experts to take, [tokens, top_k], different ones; negative in rows that choose. None: all rows choose.
     """

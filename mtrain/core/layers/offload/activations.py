@@ -28,7 +28,6 @@ def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch
     Args:
         blocks: TransformerBlocks of megatron-core, one for each virtual stage.
         num_layers: Number of layers of each, or all where there are fewer.
-        device: Device that computes.
 
     Returns:
         The host memory that they share.
@@ -108,10 +107,6 @@ class HostSide:
     """The host's memory for moved activations: one for all layers and microbatches of a rank."""
 
     def __init__(self, device: torch.device) -> None:
-        """
-        Args:
-            device: Device that computes.
-        """
         self.device, self.stream = device, CopyStream(device)
         self.host = HostMemory(is_pinned=device.type == "cuda")
 

@@ -41,7 +41,6 @@ def shifted_logits(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
     Args:
         local: Logits, [..., vocab_local].
         maximum: Largest logit of each token, [...].
-        num_real: Number of local columns that are not padding.
     """
     # bf16 - float32 is float32, on GPUs in one kernel; local.float() first would be one more copy of the logits
     shifted = torch.sub(local.detach(), maximum.unsqueeze(-1))
@@ -70,7 +69,6 @@ def softmax_times(
         exponentials: Exponentials of the logits.
         scale: Factor of each token, [seq, batch].
         is_masked: Tokens that get exactly 0, even if their logits are inf or nan, [seq, batch] bool.
-        dtype: Dtype of the result.
         shift: Number that is subtracted at every real column, [seq, batch]; None: 0.
 
     Returns:
