@@ -1,7 +1,7 @@
 """What the loader hands to the training step.
 
-The fields of a batch are listed here and nowhere else: what all of them go through (to a device, cut for context
-parallelism, packed for a broadcast) goes through `Microbatch.tensors`, `Microbatch.of` or `Microbatch.map`.
+The fields of a batch are listed here alone: what all of them go through (to a device, cut for context parallelism,
+packed for a broadcast) uses `Microbatch.tensors`, `Microbatch.of` or `Microbatch.map`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class MtpTargets:
     labels: Tensor
     """[batch, seq] int64: the token after it; 0 where there is none."""
     is_padding: Tensor | None
-    """[batch, seq] bool: positions without a token `depth` positions further; routers of experts do not count them.
-    None where no router needs it."""
+    """[batch, seq] bool: positions without a token `depth` positions further, which routers do not count; None without
+    routers."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PlacedMember:
     slot: int
     """Position of the sample in the global batch."""
     member: GroupMember | None
-    """Part of the sample in a group; None where it is in no group."""
+    """Part of the sample in a group; None outside a group."""
     length: float
     """Sum of its token weights."""
     weight: float
@@ -71,19 +71,18 @@ class Microbatch:
     denominator_weights: dict[str, Tensor]
     """Loss term -> [batch, seq] float64: each token's share of the term's denominator."""
     document_starts: Tensor | None
-    """[batch, seq] int32, on the CPU: index in the row of the first token of the token's own document; attention does
-    not reach below it. None: each row is one document (causal attention over the row)."""
+    """[batch, seq] int32, on the CPU: index in the row of the first token of the token's document; attention does not
+    reach below it. None: each row is one document."""
     is_padding: Tensor | None
-    """[batch, seq] bool: positions that hold no text, whatever the loss mask says of the others; routers of experts do
-    not count them. None where no router needs it."""
+    """[batch, seq] bool: positions without text, which routers do not count; None without routers."""
     sequence_ids: Tensor | None = None
-    """[batch, seq] int64: the sequence (sample) of each position, counted from 0 in the microbatch; padding belongs to
-    the one before it. None: each row is one sequence."""
+    """[batch, seq] int64: the sample of each position, counted from 0 in the microbatch; padding belongs to the one
+    before it. None: each row is one sequence."""
     sources: Tensor | None = None
-    """[batch, seq] int64: the number in data.train of the source of each position; -1 where it is not known. None where
-    losses are not reported by source."""
+    """[batch, seq] int64: number in data.train of the source of each position, -1 if not known; None if losses are not
+    reported by source."""
     mtp: tuple[MtpTargets, ...] = ()
-    """Inputs and labels of the depths of multi-token prediction, the first depth first; empty without it."""
+    """Inputs and labels of the depths of multi-token prediction, the first depth first."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Name -> [batch, seq] float32: values that loss functions read in addition to the weights, aligned with the
     labels; 0 at padding."""
@@ -93,18 +92,15 @@ class Microbatch:
     num_sequences: int = 0
     """Number of sequences in `sequence_ids`; the number of rows where `sequence_ids` is None."""
     num_padding_tokens: int = 0
-    """Positions that hold no text, as the loader counts them; ranks that receive their rows have 0."""
+    """Positions without text; like all counts below, 0 on ranks that receive their rows."""
     num_loss_tokens: int = 0
-    """Positions that the main term counts; 0 on ranks that receive their rows."""
+    """Positions that the main term counts."""
     num_pairs: int = 0
-    """Pairs (query, key) of text that attend to each other in layers without a window; 0 on ranks that receive their
-    rows."""
+    """Pairs (query, key) of text that attend to each other in layers without a window."""
     num_window_pairs: int = 0
-    """Pairs (query, key) of text that attend to each other in layers with a window; 0 on ranks that receive their
-    rows."""
+    """Pairs (query, key) of text that attend to each other in layers with a window."""
     num_output_rows: int = 0
-    """Positions whose logits at least one term counts, plus those of the depths of multi-token prediction; 0 on ranks
-    that receive their rows."""
+    """Positions whose logits at least one term counts, plus those of the depths of multi-token prediction."""
     members: tuple[PlacedMember | None, ...] = ()
     """Identity of each sequence, None for a row without a sample; empty on ranks that receive their rows."""
 
@@ -121,7 +117,7 @@ class Microbatch:
 
     @classmethod
     def of(cls, tensors: Mapping[FieldPath, Tensor], num_sequences: int | None = None) -> Microbatch:
-        """Builds a batch from such tensors as `tensors` returns; positions are not counted."""
+        """Builds a batch from tensors as `tensors` returns them; its counts are 0."""
         num_depths = sum(path[0] == "mtp" and path[2] == "tokens" for path in tensors)
         ids = tensors.get(("sequence_ids",))
         if num_sequences is None:

@@ -46,10 +46,6 @@ def open_choice(num_tokens: int, shape: tuple[int, ...]) -> Chosen:
 def checked_experts(given: Any, num_tokens: int, model: ModelSection, name: str) -> Chosen:
     """Checks the experts of a sequence; returns those of the tokens that are read, [num_tokens - 1, layers, top_k].
 
-    Args:
-        num_tokens: Number of tokens of the sequence, the last of which is only predicted.
-        name: Name of the sequence in messages, such as "sample 3".
-
     Raises:
         ConfigError: The model cannot replay a choice.
         ValueError: The value is no choice of this model's experts.
@@ -69,9 +65,7 @@ def shaped_experts(given: Any, num_tokens: int, shape: tuple[int, ...], name: st
     """Checks that there are integers of each token that is read; returns these, [num_tokens - 1, layers, top_k].
 
     Args:
-        num_tokens: Number of tokens of the sequence, the last of which is only predicted.
         shape: [layers, top_k].
-        name: Name of the sequence in messages.
 
     Raises:
         ValueError: The value has another shape, or other numbers.
@@ -100,7 +94,6 @@ def expert_fault(numbers: NDArray[Any], places: Sequence[int], model: ModelSecti
     """Says what is wrong with numbers as experts of a model; returns None where nothing is.
 
     Args:
-        numbers: [tokens, columns].
         places: Columns of the experts of a token, by layer.
     """
     assert model.experts is not None, "only a model with experts reads them"

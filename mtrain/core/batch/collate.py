@@ -1,12 +1,10 @@
-"""Samples to microbatches: rows of one or several samples with, for each loss term, weights and shares of the
-denominator.
+"""Samples to microbatches: rows of samples with, for each loss term, weights and shares of the denominator.
 
-A row is a list of samples, laid one after the other; what is left of its width is padding. Everything that a loss reads
-is made for each sample by itself before it is laid down, so a sample counts the same wherever it lies.
+A row is a list of samples, laid one after the other and padded. Everything that a loss reads is made for each sample by
+itself before it is laid down, so a sample counts the same wherever it lies.
 
-The depths of multi-token prediction look further ahead than the next token: depth k of a position gets the token k
-positions ahead and predicts the token after that, both inside the document. Rows are whole here; the later cut for
-context parallelism needs no neighbour any more.
+Depth k of multi-token prediction reads the token k positions ahead and predicts the token after that, both inside the
+document. Rows are whole here, so the later cut for context parallelism needs no neighbour.
 """
 
 from __future__ import annotations
@@ -44,15 +42,15 @@ class RowForm:
     is_packed: bool = False
     """Whether a row may hold several samples."""
     isolates_documents: bool = False
-    """Whether documents do not see each other. Samples of one row never do; a sample without edges is one document."""
+    """Whether documents do not see each other. Samples of one row never do."""
     with_padding: bool = False
     """Whether batches say which positions hold no text."""
     num_predictions: int = 1
-    """How many tokens a position predicts. Each further one is a term of its own, aggregated as the main one."""
+    """Number of tokens that a position predicts. Each further one is a term of its own, aggregated as the main one."""
     with_sources: bool = False
     """Whether losses are reported by source."""
     window: int | None = None
-    """Tokens that a windowed layer sees, the token itself included; None without such layers."""
+    """Tokens that a windowed layer sees, including the token itself; None without such layers."""
     extras: tuple[str, ...] = ()
     """Names of the values that are read in addition to the weights; every sample has them."""
     choices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -79,8 +77,7 @@ class RowForm:
         """Returns the dtype of every tensor of a batch; each tensor is [batch, seq], those of choices [batch, seq,
         layers, k].
 
-        Args:
-            terms: Names of the loss terms that are computed from logits.
+        Each tensor is [batch, seq], that of routed experts [batch, seq, layers, top_k].
         """
         dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
         if self.isolates_documents:
@@ -88,7 +85,6 @@ class RowForm:
         if self.is_packed:
             dtypes["sequence_ids",] = torch.int64
         if self.with_padding:
-            # only where routers count text: a field that nobody reads would be broadcast with every batch
             dtypes["is_padding",] = torch.bool
         if self.with_sources:
             dtypes["sources",] = torch.int64
@@ -120,7 +116,7 @@ class _PlacedSample:
     """One sample as it lies in a row; arrays are [width]."""
 
     sample: Sample
-    """The sample; one that had no text has one position of padding."""
+    """The sample; one position of padding if it had no text."""
     is_text: NDArray[np.bool_]
     document_starts: NDArray[np.int32]
     """Index in the sample of the first token of each token's document."""
@@ -130,20 +126,18 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
     """Builds the microbatch of one forward pass.
 
     Args:
-        rows: Samples of each row. An empty row fills the microbatch up: there is no sequence in it, so its weights and
-            shares are 0 whatever the aggregation.
-        first_of_step: Place of the sample in slot 0 of the global batch; None where it is not in these rows.
+        rows: Samples of each row. An empty row fills the microbatch up: its weights and shares are 0.
+        first_of_step: Place of the sample in slot 0 of the global batch; None if it is not in these rows.
     """
     laid = [[_piece(sample, form) for sample in row] for row in rows]
     starts = _document_starts(laid, form)
-    # taken from whole samples, before any cut: the token k positions ahead may later be on another context-parallel
-    # rank
+    # before any cut: the token k positions ahead may later be on another context-parallel rank
     further = {
         depth_term(depth): [[_ahead(piece, depth) for piece in row] for row in laid]
         for depth in range(1, form.num_predictions)
     }
     by_term = {name: _aggregated(laid, term, name == MAIN_TERM, first_of_step) for name, term in form.terms.items()}
-    # a depth has a mask, and so lengths, of its own: it has fewer tokens
+    # a depth has fewer tokens, so other lengths
     by_term |= {name: _aggregated(each, form.terms[MAIN_TERM], False, first_of_step) for name, each in further.items()}
     is_text = _laid([[piece.is_text for piece in row] for row in laid], form.width, np.bool_)
     ids, num_sequences = _sequence_ids(laid, form.width)
@@ -201,8 +195,7 @@ def _piece(sample: Sample, form: RowForm) -> _PlacedSample:
 
 
 def _ahead(piece: _PlacedSample, depth: int) -> _PlacedSample:
-    """Returns the sample as depth `depth` of multi-token prediction sees it; positions without such a token hold no
-    text."""
+    """Returns the sample as a depth of multi-token prediction sees it; positions without such a token hold no text."""
     starts = piece.document_starts
     return replace(piece, sample=mtp_sample(piece.sample, starts, depth), is_text=moved(piece.is_text, starts, depth))
 
@@ -219,7 +212,6 @@ def _targets(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> MtpTarge
 def _aggregated(
     rows: Sequence[Sequence[_PlacedSample]], term: TermSection, is_main: bool, first_of_step: Place | None
 ) -> list[list[TokenTerms]]:
-    """Aggregates one term for every sample of every row."""
     return [
         [_terms(piece.sample, term, is_main, (row, number) == first_of_step) for number, piece in enumerate(pieces)]
         for row, pieces in enumerate(rows)
@@ -227,13 +219,12 @@ def _aggregated(
 
 
 def _terms(sample: Sample, term: TermSection, is_main: bool, is_first_in_step: bool) -> TokenTerms:
-    """Aggregates one term for one sample."""
     mask, weight = sample.mask, sample.weight
     if sample.member is not None:
         if is_main:
-            weight = 1.0  # the weight of the score; how much the group counts is decided by the preference loss
+            weight = 1.0  # the preference loss decides how much the group counts
         elif sample.member.role != "chosen":
-            mask = np.zeros_like(mask)  # nothing is to imitate the other answers
+            mask = np.zeros_like(mask)
     return aggregate(mask, weight, term, is_first_in_step)
 
 
@@ -253,11 +244,9 @@ def _document_starts(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> 
 
 
 def _sequence_ids(rows: Sequence[Sequence[_PlacedSample]], width: int) -> tuple[NDArray[np.int64], int]:
-    """Numbers the sequences: [rows, width] with the number of each position's sequence in the microbatch, and their
-    count.
+    """Returns [rows, width], the number of each position's sequence in the microbatch, and the number of sequences.
 
-    Padding belongs to the last sample of its row, and a row without one is a sequence without text: where every row
-    holds one sample, the number is that of the row.
+    Padding belongs to the last sample of its row, and a row without samples is a sequence without text.
     """
     ids, count = np.zeros((len(rows), width), np.int64), 0
     for row, pieces in zip(ids, rows):
@@ -270,11 +259,11 @@ def _sequence_ids(rows: Sequence[Sequence[_PlacedSample]], width: int) -> tuple[
 
 def _sources(rows: Sequence[Sequence[_PlacedSample]], width: int) -> Tensor:
     """Returns [rows, width]: the number of each position's source; 0 in padding, which counts nothing."""
-    samples = [[piece.sample for piece in row] for row in rows]
-    numbers = [
-        [np.full(each.width, -1 if each.source is None else each.source) for each in of_row] for of_row in samples
-    ]
-    return _laid(numbers, width, np.int64)
+
+    def numbers(sample: Sample) -> NDArray[np.int64]:
+        return np.full(sample.width, -1 if sample.source is None else sample.source)
+
+    return _laid([[numbers(piece.sample) for piece in row] for row in rows], width, np.int64)
 
 
 def _of_samples(rows: Sequence[Sequence[_PlacedSample]], name: str, width: int) -> Tensor:
@@ -324,13 +313,12 @@ def mtp_sample(sample: Sample, document_starts: NDArray[np.int32], depth: int) -
 
 
 def moved(values: NDArray[Value], document_starts: NDArray[np.int32], depth: int) -> NDArray[Value]:
-    """Returns the values `depth` positions further in the same document; 0 where document or row end before.
+    """Returns the values, [seq], `depth` positions further in the same document; 0 beyond the end of the document or
+    row.
 
     Args:
-        values: [seq] values of a whole row.
         document_starts: [seq]: index in the row of the first token of each token's document.
     """
     found = np.zeros_like(values)
-    # the same start is the same document: nothing is predicted across an edge
     found[:-depth] = np.where(document_starts[depth:] == document_starts[:-depth], values[depth:], values.dtype.type(0))
     return found

@@ -62,7 +62,6 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     """Checks a datum and turns it into a sample.
 
     Args:
-        datum: Sequence that the user gave.
         name: Name of the datum in messages, such as "sample 3".
         needed: Names of the extras that the loss functions read.
 
@@ -124,12 +123,12 @@ def named_choices(batch: Sequence[Datum]) -> tuple[str, ...]:
 
 
 def check_temperature(given: float, name: str) -> None:
-    """Refuses a number that no logits can be divided by.
+    """Refuses a temperature that no logits can be divided by.
 
     Raises:
         DataError: The number is not finite or not above 0, in float32.
     """
-    # as float32, in which it travels: what is 0 there would be taken for padding, at temperature 1
+    # as float32, in which it travels: 0 would be taken for padding, at temperature 1
     with np.errstate(over="ignore", under="ignore"):
         divisor = np.float32(given)
     if not (np.isfinite(divisor) and divisor > 0):
@@ -229,7 +228,7 @@ def _extras(datum: Datum, num_tokens: int, name: str, needed: Sequence[str]) -> 
 
 
 def _columns(values: NDArray[np.float32] | float, extra: str) -> dict[str, NDArray[np.float32] | float]:
-    """Splits an extra of several numbers a token into columns: each [num_tokens - 1], or one number for the whole
+    """Splits an extra of several numbers per token into columns: [num_tokens - 1] each, or one number for the
     sequence."""
     if isinstance(values, float) or values.ndim == 1:
         return {extra: values}
@@ -280,8 +279,7 @@ def _checked_extra(
 
 
 def _fault(message: str) -> DataError:
-    """Builds the error of a batch that is the same on all ranks."""
+    """Makes an error that every rank raises, since all have seen the same samples."""
     error = DataError(message)
-    # every rank has seen the same samples, so all raise it: no collective has to spread it
     error.on_every_rank = True
     return error

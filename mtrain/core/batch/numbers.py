@@ -12,11 +12,8 @@ from numpy.typing import NDArray
 
 
 def whole_number(given: Any) -> int | None:
-    """Returns the value as an int; None where it is a boolean, a float, or no number at all.
-
-    Args:
-        given: Any value; integers of numpy and tensors without dimensions count as numbers.
-    """
+    """Returns an int, also from an integer of numpy or a tensor without dimensions; None for a boolean, a float or
+    anything else."""
     if type(given) is int:
         return given
     # True is an int in Python, and a tensor of one element may stand for its element
@@ -29,14 +26,10 @@ def whole_number(given: Any) -> int | None:
 
 
 def token_ids(given: Any, name: str, size: int) -> NDArray[np.int64]:
-    """Checks token ids; returns them as [n].
-
-    Args:
-        given: Sequence of token ids: a list, an array or a tensor.
-        name: Name of the values in messages, such as "input_ids".
+    """Checks a list, an array or a tensor of token ids; returns them as [n].
 
     Raises:
-        ValueError: The value is no row of ids, or one of its elements is no id; names the element and its place.
+        ValueError: The value is no row of ids, or an element is no id; names the element and its place.
     """
     # no subclass: one with a mask would pass what it hides
     if type(given) is np.ndarray and given.ndim == 1 and given.dtype.kind in "iu":
@@ -44,7 +37,7 @@ def token_ids(given: Any, name: str, size: int) -> NDArray[np.int64]:
         if not len(whole) or (whole.min() >= 0 and whole.max() < size):
             return whole.astype(np.int64)
     values = _row(given, name)
-    # nearly always all are plain ints, which numpy checks much faster than a loop
+    # numpy checks plain ints much faster than a loop
     if {*map(type, values)} <= {int}:
         try:
             found = np.array(values, dtype=np.int64)
@@ -66,9 +59,6 @@ def token_ids(given: Any, name: str, size: int) -> NDArray[np.int64]:
 
 def real_numbers(given: Any, name: str) -> NDArray[Any]:
     """Returns an array of numbers, of the dtype that they have; booleans stay booleans.
-
-    Args:
-        name: Name of the value in messages, such as "weights".
 
     Raises:
         ValueError: An element is no number, rows differ in length, or the value is a tensor with a gradient.

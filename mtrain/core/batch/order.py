@@ -1,8 +1,7 @@
 """The sample with number g of a run: arithmetic on (seed, g), without state.
 
-A run that resumes at step k therefore reads the same samples as a run that was never stopped, on any number of ranks
-and whatever the length of the run. Nothing here depends on a library's random generator, whose streams change between
-versions.
+So a run that resumes at step k reads the same samples as a run that was never stopped, on any number of ranks. Nothing
+depends on a library's random generator, whose streams change between versions.
 """
 
 import bisect
@@ -38,7 +37,7 @@ def mix(word: Word) -> Word:
 
 
 def key_of(*words: int) -> int:
-    """Hashes the words to 64 bits that depend on every word and on their order; words are at least 0."""
+    """Hashes words of at least 0 to 64 bits that depend on every word and on their order."""
     # the length goes in first, so that (1,) and (1, 0) differ
     key = len(words)
     for word in words:
@@ -51,18 +50,17 @@ def _exchange(word: Word, half_bits: int, key: int) -> Word:
     mask = (1 << half_bits) - 1
     left, right = word >> half_bits, word & mask
     for turn in range(_ROUNDS):
-        # the round function need not be invertible: only left is changed, by what stays known
         left, right = right, left ^ (mix(right ^ mix(key + turn & _MASK)) & mask)
     return (left << half_bits) | right
 
 
 def _half_bits(size: int) -> int:
-    # the smallest even number of bits that holds the range: below 4 x size, so few values fall outside
+    # the smallest even number of bits that holds the range is below 4 x size: few values fall outside
     return max(1, ((size - 1).bit_length() + 1) // 2)
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Returns the image of `index` under a random permutation of range(size); each key has its own. O(1) in time and
+    """Returns the image of `index` under a random permutation of range(size), one for each key. O(1) in time and
     memory.
 
     Values outside the range are permuted again until they fall into it (cycle walking), less than four times on
@@ -70,7 +68,6 @@ def permuted(index: int, size: int, key: int) -> int:
     """
     half_bits = _half_bits(size)
     word = _exchange(index, half_bits, key)
-    # walking on keeps it one-to-one: the cycle of an index inside leads back inside
     while word >= size:
         word = _exchange(word, half_bits, key)
     return word
@@ -94,8 +91,8 @@ def all_permuted(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.
 def whole_weights(weights: Sequence[float]) -> list[int]:
     """Scales the weights to whole numbers in the same proportion, with a sum of at most PERIOD_LIMIT.
 
-    Exact where the decimals as written allow it (0.7 and 0.3 give 7 and 3); otherwise each share is rounded to a
-    multiple of 1 / PERIOD_LIMIT, the largest remainders upwards.
+    Exact if the decimals allow it (0.7 and 0.3 give 7 and 3); otherwise each share is rounded to a multiple of 1 /
+    PERIOD_LIMIT, the largest remainders upwards.
 
     Raises:
         ConfigError: A source's share is too small to be met.
@@ -134,15 +131,14 @@ class BlendPosition(NamedTuple):
 class Blend:
     """Deals samples out to sources so that after any n samples source i has had n * w_i of them, to within 1.
 
-    The rule is Tijdeman's (The chairman assignment problem, 1980): among the sources that are not ahead, the one whose
-    share falls due first. Its error stays below 1 - 1 / (2k - 2) for k sources, so with shares that are multiples of
-    1/P it is 0 after P samples and the sequence repeats. One period is computed and every number is looked up in it.
+    Tijdeman's rule (The chairman assignment problem, 1980): among the sources that are not ahead, the one whose share
+    falls due first. With shares that are multiples of 1/P its error is 0 after P samples, so the sequence repeats; one
+    period is computed and every number is looked up in it.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.parts = whole_weights(weights)
         self.period = sum(self.parts)
-        # at most 100,000 numbers; without a table sample g would need all samples before it
         self._source = _one_period(self.parts)
         self._number = np.empty(self.period, np.int64)
         self._turns = [np.flatnonzero(self._source == source) for source in range(len(self.parts))]
@@ -174,14 +170,10 @@ class Blend:
         return periods * self.period + int(self._turns[place.source][rest])
 
     def next_epoch(self, n: int, sizes: Sequence[int]) -> int:
-        """Finds the first sample whose source has used up its epoch since sample n.
+        """Returns the number of the first sample, above n, whose source has used up its epoch since sample n.
 
         Args:
-            n: Number of a sample, counted from 0.
             sizes: Number of samples that each source has in an epoch.
-
-        Returns:
-            Number of the sample, above n.
         """
         ends = [(count // size + 1) * size for count, size in zip(self.counts(n), sizes)]
         return min(self.number_of(BlendPosition(source, end)) for source, end in enumerate(ends))
@@ -210,14 +202,13 @@ class BlendPhase:
 
 
 class BlendPhases:
-    """Blends one after the other. A source continues where the previous phase left it, whatever its share is now, so
-    that each of its epochs is whole across phases."""
+    """Blends one after the other. A source continues where the previous phase left it, so each of its epochs is
+    whole."""
 
     def __init__(self, phases: Sequence[BlendPhase], num_sources: int) -> None:
         """
         Args:
             phases: Phases in ascending order; the first one begins at sample 0.
-            num_sources: Number of sources over all phases.
         """
         self._firsts = [phase.first for phase in phases]
         self._blends = [Blend(phase.weights) for phase in phases]
@@ -288,11 +279,6 @@ class SampleOrder:
     """The endless sequence of training samples over weighted sources."""
 
     def __init__(self, seed: int, dealer: Dealer, sizes: Sequence[int]) -> None:
-        """
-        Args:
-            seed: Number that decides every permutation.
-            sizes: Number of samples that each source has in an epoch, at least 1.
-        """
         self._seed, self._dealer = seed, dealer
         self.sizes = tuple(sizes)
         """Number of samples that each source has in an epoch."""
@@ -304,13 +290,12 @@ class SampleOrder:
         """
         source, number = self._dealer.locate(g)
         epoch, turn = divmod(number, self.sizes[source])
-        # an order of its own for each source and epoch; nothing is drawn, so nothing has to be saved
         key = key_of(self._seed, source, epoch)
         return SamplePosition(source, epoch, permuted(turn, self.sizes[source], key))
 
     def locate_all(self, numbers: NDArray[np.int64]) -> Iterator["SamplesOfEpoch"]:
-        """Yields the places of many samples, a hundred times as fast as one by one; one item for each source and
-        epoch."""
+        """Yields the places of many samples, one item for each source and epoch; a hundred times as fast as one by
+        one."""
         sources, counts = self._dealer.locate_all(numbers)
         for source in np.unique(sources).tolist():
             positions = np.flatnonzero(sources == source)

@@ -19,18 +19,15 @@ class TokenizedSample:
     ids: NDArray[np.int32]
     """[n]: token ids, at least one."""
     loss_weights: NDArray[np.float32]
-    """[n] at least 0: weight of predicting ids[t]; 0 for prompts and headers. The first is not used, as nothing comes
-    before it."""
+    """[n] at least 0: weight of predicting ids[t]; 0 for prompts and headers. The first is not used."""
     weight: float = 1.0
     """Weight of the whole sequence, at least 0."""
     extras: NDArray[np.float32] | None = None
-    """[n, extras]: numbers that data.extras names, of each token; the first row is not used. None where it names
-    none."""
+    """[n, extras]: numbers of each token that data.extras names; the first row is not used. None if it names none."""
 
 
 def with_label(sample: TokenizedSample, end: int) -> TokenizedSample:
-    """Cuts a sequence to `end` tokens and puts the label, which follows the whole sequence, in the place of the last
-    one."""
+    """Cuts a sequence to `end` tokens, the last of which becomes the label that followed the whole sequence."""
 
     def cut(values: NDArray[Any]) -> NDArray[Any]:
         return np.concatenate([values[: end - 1], values[-1:]])
@@ -43,15 +40,15 @@ class SampleEncoder(Protocol):
     """Encoder of the records of a finetuning source."""
 
     fingerprint: str
-    """Name of the encoding: changes when tokenizer, template or an option would give other ids or weights for the same
-    record, or would refuse it."""
+    """Name of the encoding; changes when tokenizer, template or an option would encode or refuse a record
+    differently."""
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample | tuple[TokenizedSample, ...]:
-        """Encodes a record as one sequence, or as several that are compared. A pure function of the record; may run in
-        worker processes.
+        """Encodes a record as one sequence, or as several that are compared. A pure function; may run in worker
+        processes.
 
         Raises:
-            DataError: The record is no sample of this form; says what is wrong, not where it lies.
+            DataError: The record is no sample of this form; the message says what is wrong, not where.
         """
 
 
@@ -76,9 +73,9 @@ class Sample:
     """Name -> [width, layers, k]: what layers take in place of their own choice for each token that is read
     (choices.py); -1 where the layer chooses."""
     source: int | None = None
-    """Number of the source in data.train; None where the sample does not come from a blend."""
+    """Number of the source in data.train; None outside a blend."""
     member: GroupMember | None = None
-    """Part of the sample in a group that a preference loss compares; None where sequences are judged separately."""
+    """Part of the sample in a group that a preference loss compares; None if sequences are judged separately."""
 
     def as_member(self, member: GroupMember) -> Sample:
         """Returns the sample as a member of a group."""
@@ -86,8 +83,8 @@ class Sample:
 
     @property
     def width(self) -> int:
-        """Counts the positions that the sample takes in a row: one, of padding, where it has no text."""
-        # a sequence's share of a denominator lies at its first position, so each needs one
+        """Counts the positions that the sample takes in a row: one, of padding, if it has no text."""
+        # a sequence's share of a denominator lies at its first position
         return max(1, len(self.tokens))
 
 
@@ -108,11 +105,10 @@ class SampleSource(Protocol):
         """
 
     def why_nothing(self) -> str | None:
-        """Explains, with counts, why no sample has anything to learn; returns None where one has."""
+        """Explains, with counts, why no sample has anything to learn; returns None if one has."""
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns [n]: `sample(epoch, index).width` of many samples, the same in every epoch; without reading them, as
-        packing asks for all samples of a step on every rank."""
+        """Returns [n]: `sample(epoch, index).width` of many samples, the same in every epoch, without reading them."""
 
 
 def shifted(
@@ -127,8 +123,7 @@ def shifted(
     Args:
         ids: [n] token ids, at least one.
         label_mask: [n - 1]: weight of predicting each of ids[1:].
-        document_starts: [n - 1]: index of the first token of each token's document; None where the sample is one
-            document.
+        document_starts: [n - 1]: index of the first token of each token's document; None for one document.
         extras: Values of each predicted token, [n - 1], or one number for the whole sample, by name.
     """
     width = max(1, len(ids) - 1)
@@ -143,7 +138,6 @@ def shifted(
 
 
 def _spread(extra: NDArray[np.float32] | float, width: int) -> NDArray[np.float32]:
-    """Returns [width]: one number a position, 0 where there is none."""
     if isinstance(extra, float):
         return np.full(width, extra, np.float32)
     return extra if len(extra) else np.zeros(width, np.float32)

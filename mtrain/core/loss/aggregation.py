@@ -14,7 +14,7 @@ the global batch):
     sum                      v w_t               1
 
 The first token of a sequence carries what the sequence adds to the denominator, and the first token of the step's first
-sequence carries the 1 of a whole step. So however rows are cut and distributed later, each share has exactly one owner.
+sequence carries the 1 of a whole step, so each share has one owner however rows are cut and distributed.
 """
 
 import math
@@ -41,28 +41,23 @@ def aggregate(mask: NDArray[np.float64], sample_weight: float, term: TermSection
     Args:
         mask: Mask w_t >= 0, [seq]; padding is 0.
         sample_weight: Weight v >= 0 of the sample.
-        term: The aggregation and its options.
         is_first_in_step: Whether the sequence has slot 0 of the global batch (or of the validation set).
     """
     # float64: the planned and the measured D are sums of these shares and are compared with each other
     counted = sample_weight * mask.astype(np.float64)
     if term.aggregation == "token-mean":
-        # here each token carries its own share of the denominator, so a row may be cut anywhere
         return TokenTerms(counted.astype(np.float32), counted)
-    # rounded once, so it does not depend on an order of adding
-    total = math.fsum(mask)
+    total = math.fsum(mask)  # rounded once, so it does not depend on an order of adding
     shares = np.zeros(mask.shape, np.float64)
-    # a row always has a first token, masked or not, so the share has one owner on every layout
     shares[0] = _share(total, sample_weight, term, is_first_in_step)
     return TokenTerms((counted / _divisor(total, term)).astype(np.float32), shares)
 
 
 def _divisor(total: float, term: TermSection) -> float:
-    """Returns what the tokens of one sequence are divided by."""
     match term.aggregation:
         case "token-mean" | "seq-mean-token-sum" | "sum":
             return 1.0
-        # Where total is 0 every weight is 0 too: the divisor 1.0 only keeps 0 / 0 (nan) out of the weights.
+        # where total is 0 every weight is 0: the divisor 1.0 only keeps 0 / 0 (nan) out of the weights
         case "seq-mean-token-mean":
             return total if total > 0 else 1.0
         case "seq-mean-token-sqrt":
@@ -81,7 +76,7 @@ def _share(total: float, sample_weight: float, term: TermSection, is_first_in_st
     assert term.aggregation != "token-mean", "its denominator belongs to tokens, not to sequences"
     match term.aggregation:
         case "sum" | "token-sum-norm":
-            # a constant divisor has no sequence of its own: the row of slot 0 carries it for the whole batch
+            # slot 0 carries the constant divisor of the whole batch
             return 1.0 if is_first_in_step else 0.0
         case "seq-mean-token-sqrt":
             # n / sqrt(n): the denominator is the sum of the token weights, 0 for an empty sequence

@@ -1,8 +1,7 @@
 """Diagnostics that a loss function reports with its pair: means and maxima over tokens, without a gradient.
 
-Like a loss, a mean is not divided where it is made: it is two sums, (numerator, denominator) in one tensor of shape
-[2]; a maximum is a scalar. Both are combined over chunks, microbatches and ranks, and a mean is divided once at the
-end.
+Like a loss, a mean travels as two sums, (numerator, denominator) in one tensor of shape [2], and is divided once at the
+end; a maximum is a scalar. Both are combined over chunks, microbatches and ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class Reported:
 def reports(*means: str, maxima: Sequence[str] = ()) -> Callable[[Function], Function]:
     """Marks a loss function whose pairs have these diagnostics for every microbatch.
 
-    The names are then in `StepResult.diagnostics` and in the records of a run; a side term's name comes first, as in
-    `kl/estimate`.
+    The names appear in `StepResult.diagnostics` and in the records of a run; those of a side term as `term/name`.
     """
 
     def marked(function: Function) -> Function:
@@ -55,12 +53,12 @@ def diagnosed(
         maxima: Values by name, [batch, seq]; the largest is reported.
     """
     counted = inputs.weights != 0
-    found = {name: mean_of(torch.where(counted, values.detach(), 0.0), counted) for name, values in means.items()}
+    made = {name: mean_of(torch.where(counted, values.detach(), 0.0), counted) for name, values in means.items()}
     for name, values in (maxima or {}).items():
         # max() of no elements raises, and a microbatch may have no tokens
         kept = torch.where(counted, values.detach(), -math.inf).double().flatten()
-        found[name] = torch.cat([kept, kept.new_full((1,), -math.inf)]).max()
-    return replace(pair, diagnostics={**pair.diagnostics, **found})
+        made[name] = torch.cat([kept, kept.new_full((1,), -math.inf)]).max()
+    return replace(pair, diagnostics={**pair.diagnostics, **made})
 
 
 def mean_of(numerators: Tensor, denominators: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The objective: sum over terms of coefficient x numerator / denominator, in one backward pass.
 
-The main term stays un-normalised and is divided once, when gradients are finalised, by its denominator D_main. A side
-term therefore enters multiplied by coefficient x D_main / D_k, with denominators that are known before the forward.
+The numerator of the main term is divided by its denominator D_main once, when gradients are finalised. A side term is
+therefore multiplied by coefficient x D_main / D_k, with denominators that are known before the forward pass.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Objective:
     functions: dict[str, LossFunction]
     """Loss function of each term that is computed from logits; the main term first."""
     coefficients: dict[str, float]
-    """Coefficient of each term, 1 for the main term: first the terms of `functions`, then those of routers, which are
-    computed inside the layers."""
+    """Coefficient of each term, 1 for the main term: first the terms of `functions`, then those that routers
+    compute."""
     names: dict[str, str]
     """Name of each term's function in the configuration, for messages."""
     apart: frozenset[str]
-    """Side terms whose denominator can differ from the main term's, because they are aggregated differently or over
-    other tokens, or belong to routers."""
+    """Side terms whose denominator can differ from the main term's: those of another aggregation or other tokens, and
+    routers."""
     preference: PreferenceLoss | None = None
     """Preference loss, if groups of sequences are compared; the main term of `functions` then carries its gradient."""
     has_head: bool = False
-    """Whether the model has a head that judges sequences instead of logits of tokens."""
+    """Whether a head judges whole sequences, instead of logits of tokens."""
     has_temperatures: bool = False
     """Whether the data give the temperature of each sample."""
     choices: tuple[str, ...] = ()
@@ -77,12 +77,12 @@ class Objective:
         """Loads every term's function.
 
         Args:
-            model: Section of the model, in which each token further ahead is a side term; None for one that predicts
-                the next token only.
+            model: Section of the model, in which each token further ahead is a side term; None predicts the next token
+                only.
 
         Raises:
-            ConfigError: A function cannot be loaded; a function needs a teacher and there is none, or the other way
-                round; logits are to be computed in chunks, and a function is not marked for that.
+            ConfigError: A function cannot be loaded; a function needs a teacher and there is none, or the reverse;
+                logits are to be computed in chunks, and a function is not marked for that.
         """
         terms = {MAIN_TERM: section, **section.side_terms}
         # the coefficients of all depths add up to mtp_coefficient, whatever their number
@@ -91,31 +91,28 @@ class Objective:
         depths = [depth_term(depth) for depth in range(1, ahead + 1)]
         loaded = {name: load_loss_function(term.function, term.options) for name, term in terms.items()}
         sides = {name: side.coefficient for name, side in section.side_terms.items()}
-        # decided by the options, not by values: whether a plan is needed has to be known before any batch
         preference = _preference(loaded[MAIN_TERM], section)
         _check_head(loaded[MAIN_TERM], section.function, has_head)
         if preference is not None:
             loaded[MAIN_TERM] = head_term if has_head else score_term
-        # no other term counts groups, so its denominator differs
+        # a preference loss counts groups, and no side term does; decided by the options, before any batch is known
         apart = [
             name
             for name, term in terms.items()
             if _divisor(term) != _divisor(section) or (preference and name in sides)
         ]
         objective = cls(
-            # The main term is first and routers are last: PairAccumulator.terms has the same order, and vectors of
-            # planned denominators are matched with `coefficients` by place.
+            # The main term first, routers last, as in PairAccumulator.terms: vectors of planned denominators are
+            # matched with `coefficients` by position.
             functions=loaded | dict.fromkeys(depths, next_token_loss),
             coefficients={MAIN_TERM: 1.0} | sides | dict.fromkeys(depths, share) | section.router.coefficients,
             names={name: term.function for name, term in terms.items()} | dict.fromkeys(depths, "next_token_loss"),
-            # a depth loses the tokens at each row's end, a router counts text: never the main denominator
+            # a depth has no targets at each row's end, and a router counts text
             apart=frozenset([*apart, *depths, *section.router.coefficients]),
             preference=preference,
             has_head=has_head,
         )
-        objective._check_teacher(section)
-        objective._check_chunks(section)
-        return objective
+        return objective._checked_with(section)
 
     def with_main(
         self, loss: AnyLoss | str, section: LossSection, options: Mapping[str, Any] | None = None
@@ -127,8 +124,7 @@ class Objective:
             options: Options of the function, as in `loss.options`, if `loss` is a name; None for a function.
 
         Raises:
-            ConfigError: The function cannot be loaded or does not accept the options; it needs a teacher and there is
-                none, or the other way round; logits are to be computed in chunks, and it is not marked for that.
+            ConfigError: The function cannot take the place of the configured one; see `from_config`.
         """
         if isinstance(loss, str):
             wrong = wrong_options(options or {}) if loss in LOSS_FUNCTIONS else []
@@ -152,9 +148,7 @@ class Objective:
         term = function if preference is None else head_term if self.has_head else score_term
         functions = self.functions | {MAIN_TERM: term}
         objective = replace(self, functions=functions, names=self.names | {MAIN_TERM: name}, preference=preference)
-        objective._check_teacher(section)
-        objective._check_chunks(section)
-        return objective
+        return objective._checked_with(section)
 
     @property
     def router_terms(self) -> tuple[str, ...]:
@@ -170,7 +164,7 @@ class Objective:
     def extras(self) -> tuple[str, ...]:
         """Returns the names of the extras that the functions of all terms, and layers, read, each name once."""
         functions = self.functions.values()
-        found = dict.fromkeys(name for function in functions for name in extras_of(function))
+        names = dict.fromkeys(name for function in functions for name in extras_of(function))
         if self.has_temperatures and any(reads_temperature(function) for function in functions):
             found[TEMPERATURE] = None
         return (*found, *self.choices)
@@ -190,7 +184,7 @@ class Objective:
         return [term for term, function in self.functions.items() if not is_per_token(function)]
 
     def notes(self, section: LossSection) -> list[str]:
-        """Returns notes for the user of a run: which loss functions keep the logits of a microbatch whole."""
+        """Returns a note for the user about loss functions that keep the logits of a microbatch whole."""
         if section.chunk_tokens != "auto" or not self.whole_microbatch_terms:
             return []
         return [
@@ -200,9 +194,13 @@ class Objective:
 
     @property
     def _need_whole(self) -> list[str]:
-        return [f"{self.names[term]} (term {term!r})" for term in self.whole_microbatch_terms]
+        return self._shown(self.whole_microbatch_terms)
 
-    def _check_chunks(self, section: LossSection) -> None:
+    def _shown(self, terms: list[str]) -> list[str]:
+        return [f"{self.names[term]} (term {term!r})" for term in terms]
+
+    def _checked_with(self, section: LossSection) -> Objective:
+        self._check_teacher(section)
         askers = self._need_whole
         if askers and isinstance(section.chunk_tokens, int):
             raise ConfigError(
@@ -210,15 +208,16 @@ class Objective:
                 f"{', '.join(askers)} is not marked with mtrain.per_token; mark it if what it adds for a "
                 "token follows from that token alone, or set loss.chunk_tokens=auto, which keeps whole logits for it"
             )
+        return self
 
     def _check_teacher(self, section: LossSection) -> None:
-        askers = [f"{self.names[term]} (term {term!r})" for term in self.teacher_terms]
+        askers = self._shown(self.teacher_terms)
         if askers and section.teacher is None:
             raise ConfigError(
                 f"loss.teacher is not given, but {', '.join(askers)} compares with one; set loss.teacher.checkpoint to "
                 "a run folder"
             )
-        # refused, not ignored: a teacher costs a forward pass of every microbatch and the memory of its weights
+        # a teacher costs a forward pass of every microbatch and the memory of its weights
         if section.teacher is not None and not askers:
             raise ConfigError(
                 f"loss.teacher.checkpoint={section.teacher.checkpoint!r} is given, but no loss function asks for a "
@@ -227,19 +226,17 @@ class Objective:
             )
 
     def pairs(self, inputs_by_term: Mapping[str, TermInputs]) -> dict[str, LossPair]:
-        """Evaluates the given terms of one microbatch: all of them, or those of one of its distributions.
+        """Evaluates the given terms of one microbatch.
 
         Raises:
             ConfigError: A function did not return a pair.
         """
-        # in the order of the functions on every rank, whatever order the terms are given in: they communicate
-        return {
-            term: _checked(
-                function(inputs_by_term[term]), self.names[term], inputs_by_term[term], reported_by(function)
-            )
-            for term, function in self.functions.items()
-            if term in inputs_by_term
-        }
+        pairs = {}
+        for term, function in self.functions.items():  # in one order on every rank, as functions communicate
+            if term in inputs_by_term:
+                inputs = inputs_by_term[term]
+                pairs[term] = _checked(function(inputs), self.names[term], inputs, reported_by(function))
+        return pairs
 
     def scalar(
         self,
@@ -250,63 +247,48 @@ class Objective:
         """Returns the scalar that a microbatch is differentiated from: (N_main + sum_k factor_k N_k) x numerator_scale.
 
         Args:
-            pairs: Pairs by term, as the method `pairs` returns them; a term that is missing is left out of the sum.
             factors: Factor of each side term: its coefficient, or the one from `side_term_factors` for a term of
                 `apart`.
             numerator_scale: Exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain sums;
-                the caller divides by it when it divides by D_main. A number, or a scalar on the device.
+                the caller divides by it again. A number, or a scalar on the device.
         """
-        # A factor may be a float64 scalar on the device; both are scalars, so the product is float64: back to float32,
-        # since the main numerator, alone or not, is differentiated in one dtype.
+        # a float64 factor makes the product float64: back to the dtype of the main numerator
         parts = [
             pair.numerator if term == MAIN_TERM else (pair.numerator * factors[term]).to(pair.numerator.dtype)
             for term, pair in pairs.items()
         ]
-        # a power of two changes exponents only, so dividing by it later does not round; 1.0 outside fp16
         scalar = functools.reduce(torch.add, parts)
         return (scalar * numerator_scale).to(scalar.dtype)
 
 
 def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns the factor of each side term's numerator before backward: c_k x D_main / D_k.
+    """Returns c_k x D_main / D_k of each side term, a float64 scalar on the device of `planned`; 0 where D_k is 0.
 
     Args:
         planned: Denominators over the global batch, [terms] float64, in the order of `coefficients`.
-        coefficients: Coefficient c_k of each term, the main term first.
-
-    Returns:
-        Factor of each side term, a float64 scalar on the device of `planned`; 0 where D_k is 0.
     """
-    # scalars stay on the device: reading D_k on the host would wait for all work queued there
+    # scalars stay on the device: reading D_k on the host would wait for all queued work
     terms = list(zip(coefficients.items(), planned))
     return {
-        # where, not a clamp: nan and inf of the other branch are dropped, and no graph exists to carry them. The order
-        # of operations is that of `check_factors`, so that the number that is checked is the number that is used.
+        # the order of operations is that of `check_factors`, so that the checked number is the one that is used
         term: torch.where(denominator == 0, 0.0, coefficient * (planned[0] / denominator))
         for (term, coefficient), denominator in terms[1:]
     }
 
 
 def power_of_two_near(x: Tensor) -> Tensor:
-    """Returns the exact power of two 2^round(log2 x), without a host synchronisation.
+    """Returns 2^round(log2 x) as a float64 scalar on the same device, without a host synchronisation; 1 where `x` is
+    not a positive finite number.
 
     Multiplying by it only changes exponents, so that dividing by it later does not round.
-
-    Returns:
-        Float64 scalar on the same device; 1 where `x` is not a positive finite number.
     """
-    # The exponent alone is a power of two, however the device rounds. Times sqrt(2), the next lower power is the
-    # nearest.
+    # times sqrt(2), the next lower power of two, which the exponent bits alone are, is the nearest
     power = ((x * math.sqrt(2)).view(torch.int64) & _EXPONENT).view(torch.float64)
     return torch.where(x.isfinite() & (x > 0), power, 1.0)
 
 
 def _preference(function: Callable[..., Any], section: LossSection) -> PreferenceLoss | None:
-    """Returns the function if it is marked as a preference loss, else None.
-
-    Raises:
-        ConfigError: The aggregation of `section` defines no score of a sequence.
-    """
+    """Returns the function if it is marked as a preference loss, else None; refuses aggregations without a score."""
     if preference_marks(function) is None:
         return None
     if section.aggregation not in SCORE_AGGREGATIONS:
@@ -318,11 +300,7 @@ def _preference(function: Callable[..., Any], section: LossSection) -> Preferenc
 
 
 def _check_head(function: Callable[..., Any], name: str, has_head: bool) -> None:
-    """Refuses a loss of tokens for a model with a head, and a loss of a head for a model without one.
-
-    Raises:
-        ConfigError: The function reads tokens and the model has a head, or the other way round.
-    """
+    """Refuses a loss of tokens for a model with a head, and a loss of a head for a model without one."""
     marks = preference_marks(function)
     if marks is not None:
         reads_head = marks.scores_by_head
@@ -338,26 +316,23 @@ def _check_head(function: Callable[..., Any], name: str, has_head: bool) -> None
 
 
 def _divisor(term: TermSection) -> dict[str, object]:
-    """Returns all fields of a term but its function and options: with the batch they determine its denominator."""
-    # every other field, so that a field added later makes terms differ until it is proved not to matter
+    """Returns all fields of a term except its function and options; with the batch they determine its denominator."""
     return {key: getattr(term, key) for key in TermSection.model_fields if key not in ("function", "options")}
 
 
 def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) -> LossPair:
-    """Checks what a loss function returned, and returns it as a pair."""
+    """Refuses a value that is not a valid pair."""
     if not isinstance(pair, LossPair):
         raise ConfigError(
             f"loss.function={name!r} returned a value of type {type(pair).__name__}, but has to return a "
             "mtrain.LossPair(numerator, denominator)"
         )
-    # fixed dtypes, so that pairs of any functions can be added; denominators are float64 like planned ones
     _check_part(pair.numerator, "numerator", (torch.float32, inputs.logits.dtype), name)
     _check_part(pair.denominator, "denominator", (torch.float64,), name)
     # D divides after backward, so the gradient that such a function expects through D would never flow
     if pair.denominator.requires_grad:
         raise ConfigError(f"loss.function={name!r} returned a denominator with a graph; detach it")
-    # megatron-core's backward_step (pipeline_parallel/schedules.py) skips an output without a graph: the microbatch
-    # would silently add nothing to the gradient.
+    # megatron-core's backward_step (pipeline_parallel/schedules.py) silently skips an output without a graph
     if torch.is_grad_enabled() and inputs.logits.local.requires_grad and not pair.numerator.requires_grad:
         raise ConfigError(
             f"loss.function={name!r} returned a numerator without a graph; compute it from inputs.logits even where "
@@ -368,7 +343,7 @@ def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) ->
 
 
 def _check_diagnostics(pair: LossPair, name: str, reported: Reported) -> None:
-    """Refuses diagnostics that differ from those that the function is marked for, for which every rank waits."""
+    """Refuses diagnostics other than those that the function is marked for, for which every rank waits."""
     wanted = dict.fromkeys(reported.means, (2,)) | dict.fromkeys(reported.maxima, ())
     found = {each: tuple(value.shape) for each, value in pair.diagnostics.items()}
     if found != wanted:

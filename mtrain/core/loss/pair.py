@@ -35,14 +35,12 @@ class LossPair:
     denominator: Tensor
     """Share of this rank in the divisor; float64 scalar without a graph."""
     by_source: Tensor | None = None
-    """Numerator and denominator of each source of a blend, [2, sources] float64 without a graph; None where losses are
-    not reported by source, or where a function made its pair without `weigh` or `weigh_sequences`."""
+    """Numerator and denominator of each source of a blend, [2, sources] float64 without a graph; None if losses are not
+    reported by source, or if the pair was made without `weigh` and `weigh_sequences`."""
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Means and maxima by name, without a graph, made by `mtrain.diagnosed`; the names are those that
-    `mtrain.reports` declared."""
+    """Means and maxima by name, without a graph, made by `mtrain.diagnosed` and declared by `mtrain.reports`."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        # two, since functions unpack a pair; a new pair of the two parts has no by_source and no diagnostics
         return iter((self.numerator, self.denominator))
 
 
@@ -73,66 +71,61 @@ class TermInputs:
     teacher: VocabParallelLogits | None = None
     """Logits of the frozen teacher for the same tokens, split like the model's; None where the run has no teacher."""
     context: dist.ProcessGroup | None = None
-    """The ranks that hold the other tokens of the same sequences; None where this rank holds all of them."""
+    """Ranks that hold the other tokens of the same sequences; None if this rank holds all of them."""
     aggregation: Aggregation = "token-mean"
     """Aggregation of the term."""
     packed: PackedSequences | None = None
-    """Sequences of the tokens, where a row may hold several; None where each row is one sequence."""
+    """Sequences of the tokens, if a row may hold several; None if each row is one sequence."""
     extras: Mapping[str, Tensor] = field(default_factory=Extras)
     """Further numbers of the data by name, such as advantages, [batch, seq] float32, for functions marked with
-    `needs_extras`. Aligned with the labels: position t has what belongs to the prediction of token t + 1. An extra of a
-    whole sequence stands at every position of it; padding has 0."""
+    `needs_extras`. Position t has what belongs to the prediction of token t + 1. An extra of a whole sequence stands at
+    each of its positions; padding has 0."""
     sources: TokenSources | None = None
-    """Sources of a blend that the tokens come from, if the term's losses are reported by source; else None."""
+    """Source of each token in a blend; None if the term's losses are not reported by source."""
 
     @property
     def shares(self) -> Tensor:
-        """Returns `denominator_weights`, under its name of version 0.1.0, which is kept up to version 0.2."""
+        """Returns `denominator_weights`; the name of version 0.1.0, kept until version 0.2."""
         return self.denominator_weights
 
     @property
     def sequence_ids(self) -> Tensor:
-        """Returns the sequence of each token, [batch, seq] int64.
+        """Returns the sequence of each token, [batch, seq] int64, counted from 0 in the microbatch, the same on all
+        ranks.
 
-        Sequences are counted from 0 in the microbatch, with the same numbers on all ranks that hold parts of it.
-
-        A sequence is a sample, as in every aggregation: one conversation, also in a packed row, or one window of
+        As in every aggregation, a sequence is a sample: one conversation, also in a packed row, or one window of
         running text with all of its documents.
         """
         if self.packed is not None:
             return self.packed.ids
         batch, seq = self.labels.shape
-        # each row is a sequence, at the same index on every context-parallel rank, so no communication is needed;
-        # expand takes no memory
         return torch.arange(batch, device=self.labels.device).unsqueeze(1).expand(batch, seq)
 
     def logits_at(self, temperature: float | None) -> VocabParallelLogits:
         """Returns the logits divided by the sampler's temperature, for functions marked with `at_temperature`.
 
         Args:
-            temperature: Temperature of all tokens. None: that of each sample in the data (`Datum.temperature`), 1 where
-                the data have none.
+            temperature: Temperature of all tokens. None: that of each sample (`Datum.temperature`), or 1.
         """
         if temperature is None:
             return self.logits.divided_by(self.extras[TEMPERATURE]) if TEMPERATURE in self.extras else self.logits
         return self.logits.divided_by(temperature)
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
-        """Adds up values over the tokens of each sequence, those on other context-parallel ranks included.
+        """Adds up values over the tokens of each sequence, including those on other context-parallel ranks.
 
         One all-reduce of [sequences] numbers over CP and one in backward; none at cp = 1. Every rank has to call it,
-        and its result has to reach the numerator on every rank, as `weigh_sequences` sees to.
+        and its result has to reach the numerator on every rank, as `weigh_sequences` ensures.
 
         Args:
             values: One value per token, [batch, seq]. Tokens of weight 0 are left out, whatever their value is.
 
         Returns:
-            Sums, [sequences] float64, the same on all ranks of the sequence; index them with `sequence_ids` to get one
-            per token.
+            Sums, [sequences] float64, the same on all ranks; index them with `sequence_ids` to get one per token.
         """
         # where, not values * (weights != 0): a masked value may be inf or nan, and 0 x inf is nan
         kept = torch.where(self.weights != 0, values, 0.0)
-        # float64: which tokens are added on which rank depends on cp, and float32 would show it in the last digits
+        # float64: the order of adding depends on cp, and float32 would show it in the last digits
         if self.packed is None:
             return sum_over_ranks(kept.sum(dim=1, dtype=torch.float64), self.context)
         return sum_over_ranks(sum_by_sequence(kept.double(), self.packed), self.context)
@@ -210,7 +203,7 @@ def per_token(function: Function) -> Function:
     """Marks a loss function that may be called with a few tokens at a time, and only with those that some term counts.
 
     Its value for a token must follow from that token's logits, label, weight, extras and teacher alone, and be exactly
-    0 where both its weight and its share of the denominator are 0. So it uses neither sums over sequences nor
+    0 where both its weight and its share of the denominator are 0. It uses neither sums over sequences nor
     `sequence_ids`. The run then never holds the logits of a microbatch whole, and computes none for tokens that no term
     counts.
     """
@@ -231,15 +224,15 @@ def per_token_unless(**options: Sequence[object]) -> Callable[[Function], Functi
 def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
     """Sums weight x loss and the shares: the last step of nearly every loss function.
 
-    A token of weight 0 adds exactly 0, and its loss gets gradient 0, even where the loss is inf or nan. (The backward
-    of the operations before can still turn this 0 into nan, as that of the square of inf does: mask their inputs.) The
-    numerator keeps its graph when all tokens are masked.
+    A token of weight 0 adds exactly 0, and its loss gets gradient 0, even if the loss is inf or nan. (The backward of
+    the operations before, such as the square of inf, can still turn this 0 into nan: mask their inputs.) The numerator
+    keeps its graph when all tokens are masked.
 
     Args:
         token_losses: One loss per token, [batch, seq], float32 or wider.
         inputs: The microbatch whose weights and shares count.
     """
-    # where, not a selection by index: the host would have to wait for the number of selected tokens
+    # a selection by index would make the host wait for the number of selected tokens
     return _pair(torch.where(inputs.weights != 0, token_losses * inputs.weights, 0.0), inputs)
 
 
@@ -248,7 +241,7 @@ def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
 
     A sequence counts by its shares of the denominator, each of which belongs to one token of one rank, so it counts
     once under any layout: by its sample weight in means over sequences, by its number of loss tokens in token-mean, and
-    not at all where it has no loss token (unless loss.empty_sequences=include).
+    not at all if it has no loss token (unless loss.empty_sequences=include).
 
     Args:
         sequence_losses: One loss per sequence, [sequences], the same on all ranks that hold parts of the sequences;
@@ -256,7 +249,7 @@ def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
         inputs: The microbatch whose shares count.
 
     Raises:
-        ConfigError: The term is divided by one number for the whole batch, of which no sequence has a share.
+        ConfigError: The aggregation divides by one number for the whole batch, of which no sequence has a share.
     """
     if inputs.aggregation in ("sum", "token-sum-norm"):
         raise ConfigError(
@@ -268,7 +261,7 @@ def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
 
 
 def _pair(kept: Tensor, inputs: TermInputs) -> LossPair:
-    """Sums what each token adds to the numerator, [batch, seq], and the shares, and both by source where asked for."""
+    """Sums what each token adds to the numerator, [batch, seq], and the shares; both by source if wanted."""
     numerator = kept.sum().to(inputs.logits.dtype)
     denominator = inputs.denominator_weights.sum(dtype=torch.float64)
     if inputs.sources is None:

@@ -1,12 +1,12 @@
 """Losses of a router: how large its logits are, and how evenly it loads its experts.
 
-They are sums over tokens that hold text, whether the loss mask counts these or not. A balancing loss compares, over
-some set of tokens, the share of the choices that went to each expert with the mean of the expert's normalised score:
+They are sums over tokens of text, whatever the loss mask says. A balancing loss compares, over some set of tokens, the
+share of the choices that went to each expert with the mean of the expert's normalised score:
 
     E x sum over e of (choices of e / all choices) x (mean over tokens of score_te)
 
-It is 1 where the load is even. Choices are counted, not differentiated. The sum over experts is linear in the scores,
-so each token has a loss of its own once the counts are known, and losses of tokens can be added up anywhere.
+It is 1 if the load is even. Choices are counted, not differentiated. The sum over experts is linear in the scores, so
+each token has a loss of its own once the counts are known.
 
 Source: Switch Transformer (Fedus et al. 2021), section 2.2, and DeepSeek-V3 (2024), equations 17 to 20: the choices are
 the top k of the unbiased scores among all experts. ST-MoE (Zoph et al. 2022), section 3, for the z-loss.
@@ -38,13 +38,12 @@ def router_denominator(term: RouterTerm, padding: Sequence[Tensor], sequence_ids
 
     Args:
         padding: Positions without text of each microbatch, [batch, seq] bool, full rows on the CPU.
-        sequence_ids: Sequence of each position of each microbatch, [batch, seq], likewise; None where it is the row.
+        sequence_ids: Sequence of each position, likewise; None where it is the row.
     """
-    # numpy: it is planned before the first forward pass, while batches are still on the host
     is_text = [~each.numpy() for each in padding]
     match term:
         case "router_sequence_balance":
-            # a sequence of padding alone has no counts and no loss, so it must not be in the denominator either
+            # a sequence of padding alone has no loss
             return float(sum(_num_sequences(text, ids) for text, ids in zip(is_text, sequence_ids, strict=True)))
         case "router_z" | "router_microbatch_balance" | "router_global_balance":
             return float(sum(each.sum() for each in is_text))
@@ -53,19 +52,15 @@ def router_denominator(term: RouterTerm, padding: Sequence[Tensor], sequence_ids
 
 
 def _num_sequences(is_text: NDArray[np.bool_], ids: Tensor | None) -> int:
-    """Counts the sequences of one microbatch that hold text."""
     return int(is_text.any(1).sum()) if ids is None else len(np.unique(ids.numpy()[is_text]))
 
 
 def squared_logsumexp(logits: Tensor, is_text: Tensor) -> Tensor:
-    """Computes the z-loss of each token.
+    """Computes the z-loss of each token in nats squared, [seq, batch]; loss and gradient are 0 where there is no text.
 
     Args:
         logits: Logits of the router, [seq, batch, experts].
-        is_text: Whether each position holds text, [seq, batch] bool.
-
-    Returns:
-        Losses in nats squared, [seq, batch]; loss and gradient are 0 where there is no text, whatever the logits are.
+        is_text: [seq, batch] bool.
     """
     kept = torch.where(is_text.unsqueeze(-1), logits, 0.0)  # where before the log: its gradient at inf is nan
     # a second where: the logits that were set to 0 would add (log of the number of experts)^2
@@ -89,35 +84,27 @@ def normalised_scores(logits: Tensor, score: Literal["softmax", "sigmoid"], is_t
 
 
 def choices_by_sequence(scores: Tensor, top_k: int, sequence_ids: Tensor, num_sequences: int) -> Tensor:
-    """Counts how often each expert is among the top k of the tokens of each sequence.
+    """Counts how often each expert is among the top k of the tokens of each sequence, [num_sequences, experts] int64.
 
     Args:
         scores: Scores of the router, [seq, batch, experts].
-        sequence_ids: Sequence of each token, [seq, batch] int64, below num_sequences; negative where there is no text.
-
-    Returns:
-        Counts, [num_sequences, experts] int64.
+        sequence_ids: Sequence of each token, [seq, batch] int64; negative where there is no text.
     """
-    # counted from the unbiased scores and without groups, unlike where the tokens are sent
-    # (docs/explanation/objective.md)
+    # unbiased scores without groups, unlike the choice that sends the tokens (docs/explanation/objective.md)
     best = scores.detach().topk(top_k, dim=-1).indices
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
-    # integers, so that sums over ranks, microbatches and the threads of a device are exact in any order
+    # integers: sums are exact in any order
     counts = torch.zeros(num_sequences, scores.shape[-1], dtype=torch.int64, device=scores.device)
     kept = (chosen & (sequence_ids >= 0).unsqueeze(-1)).to(torch.int64)
     return counts.index_add_(0, sequence_ids.clamp(min=0).flatten(), kept.flatten(0, 1))
 
 
 def balance_losses(scores: Tensor, choices: Tensor) -> Tensor:
-    """Computes the balancing loss of each token.
+    """Computes the balancing loss of each token, [seq, batch]; their mean over the set of tokens is the loss.
 
     Args:
         scores: Normalised scores, [seq, batch, experts].
-        choices: Counts over the set of tokens that is to be balanced, [experts], or each token's own counts, [seq,
-            batch, experts].
-
-    Returns:
-        Losses, [seq, batch]; their mean over the set of tokens is the loss.
+        choices: Counts over the set of tokens to balance, [experts], or each token's own, [seq, batch, experts].
     """
     # clamp: a set without text has no choices, and 0 / 0 would be nan; all its scores are 0
     shares = choices.to(scores.dtype) / choices.sum(-1, keepdim=True).clamp(min=1)

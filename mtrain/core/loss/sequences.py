@@ -17,12 +17,12 @@ class PackedSequences:
     ids: Tensor
     """Sequence of each token of this rank, [batch, seq] int64, counted from 0 in the microbatch."""
     num_sequences: int
-    """Number of sequences of the whole microbatch, the same on all ranks that hold parts of it."""
+    """Number of sequences of the whole microbatch, the same on all ranks."""
 
 
 def sum_by_sequence(values: Tensor, packed: PackedSequences) -> Tensor:
     """Sums values over this rank's tokens of each sequence, [batch, seq] -> [num_sequences]; differentiable."""
-    # not index_add or scatter_add, which add in any order on a GPU: a run has to repeat to the bit
+    # index_add and scatter_add add in any order on a GPU, but a run has to repeat to the bit
     return values.new_zeros(packed.num_sequences).index_put((packed.ids,), values, accumulate=True)
 
 
@@ -38,7 +38,7 @@ class TokenSources:
 
 def sum_by_source(values: Tensor, sources: TokenSources) -> Tensor:
     """Sums values over this rank's tokens of each source, [batch, seq] -> [num_sources] float64, without a graph."""
-    # a matrix product: atomic adds into a few places are slow on a GPU, and their order is not fixed
+    # a matrix product: atomic adds are slow on a GPU, and their order is not fixed
     is_of = sources.ids.reshape(-1, 1) == torch.arange(sources.num_sources, device=values.device)
     return values.detach().reshape(-1).double() @ is_of.double()
 
@@ -47,13 +47,8 @@ def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Returns the sum of every rank's values, on every rank; differentiable.
 
     One all-reduce over the group, and one in backward. All ranks must call it, and go backward through it, in the same
-    order.
-
-    Args:
-        values: Values of any shape that is the same on all ranks.
-        group: Ranks to sum over; None where there is one rank.
+    order. `group` is None if there is one rank.
     """
-    # no node in the graph and no collective at cp = 1
     if group is None:
         return values
     result: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
@@ -64,14 +59,12 @@ class _SumOverRanks(torch.autograd.Function):
     """Sum over ranks whose backward is the same sum.
 
     Each rank differentiates its own part N_r of the numerator N = sum of N_r. The summand x_s of rank s reaches all of
-    them through the sum S, so dN / dx_s is the sum over r of dN_r / dS. Whether one rank uses S or all do, no gradient
-    is lost and none is counted twice.
+    them through the sum S, so dN / dx_s is the sum over r of dN_r / dS.
     """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        # all_reduce works in place, and autograd must not see its input change
         total = values.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total

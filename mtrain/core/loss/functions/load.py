@@ -16,22 +16,16 @@ from mtrain.core.loss.pair import LossFunction
 
 
 def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
-    """Imports a loss function and binds its options.
+    """Imports a loss function and binds its options, which makes it a function of `TermInputs` alone.
 
     Args:
         name: Key of `LOSS_FUNCTIONS`, or `package.module:name`.
-        options: Keyword arguments of the function, which takes the `TermInputs` first.
-
-    Returns:
-        Function of `TermInputs` alone.
 
     Raises:
-        ConfigError: Nothing can be imported under this name, what is imported cannot be called, or its signature does
-            not accept the options.
+        ConfigError: The function cannot be imported or called, or its signature does not accept the options.
     """
     path = LOSS_FUNCTIONS.get(name, name)
     module_name, colon, attribute = path.partition(":")
-    # no dotted attribute: only a name of the module itself is imported
     if not (module_name and colon and attribute.isidentifier()):
         raise ConfigError(
             f"loss.function={path!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function "
@@ -44,37 +38,34 @@ def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
     if not callable(function):
         raise ConfigError(f"loss.function={path!r} is of type {type(function).__name__}, but has to be a function")
     _check_options(function, path, options)
-    # bound once here, not at each microbatch; options are constants of the run
     return functools.partial(function, **options)
 
 
 def asks_for_teacher(function: LossFunction) -> bool:
-    """Says whether a function, with or without bound options, was marked by `mtrain.needs_teacher`."""
+    """Says whether a function was marked by `mtrain.needs_teacher`."""
     return _is_marked(function, "needs_teacher")
 
 
 def is_per_token(function: LossFunction) -> bool:
-    """Says whether a function, with or without bound options, was marked by `mtrain.per_token`, and no
-    option says otherwise (`mtrain.core.loss.pair.per_token_unless`)."""
-    inner, bound = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
+    """Says whether a function was marked by `mtrain.per_token`, and no option says otherwise (`per_token_unless`)."""
+    inner, bound = _unbound(function)
     whole: Mapping[str, Sequence[object]] = getattr(inner, "per_token_unless", {})
     return _is_marked(function, "per_token") and not any(bound.get(name) in values for name, values in whole.items())
 
 
 def reads_temperature(function: LossFunction) -> bool:
     """Says whether a function was marked by `mtrain.at_temperature`, and no option gives the temperature."""
-    bound = function.keywords if isinstance(function, functools.partial) else {}
-    return _is_marked(function, "at_temperature") and bound.get("temperature") is None
+    return _is_marked(function, "at_temperature") and _unbound(function)[1].get("temperature") is None
 
 
 def extras_of(function: LossFunction) -> tuple[str, ...]:
-    """Returns the extras that `mtrain.needs_extras` declared for a function, options bound or not."""
-    inner, bound = (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
-    names, by_option = getattr(inner, "needs_extras", ((), {}))
+    """Returns the columns of the extras that `mtrain.needs_extras` declared for a function."""
+    inner, bound = _unbound(function)
+    always, by_option = getattr(inner, "needs_extras", ((), {}))
     defaults = {name: each.default for name, each in inspect.signature(inner).parameters.items()}
     options = defaults | bound
-    found = (*names, *(name for option, name in by_option.items() if options[option]))
-    return tuple(column for name in found for column in _columns(name, options))
+    names = (*always, *(name for option, name in by_option.items() if options[option]))
+    return tuple(column for name in names for column in _columns(name, options))
 
 
 def _columns(name: str, options: Mapping[str, Any]) -> list[str]:
@@ -84,15 +75,18 @@ def _columns(name: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def reported_by(function: LossFunction) -> Reported:
-    """Returns the diagnostics that `mtrain.reports` declared for a function, options bound or not."""
-    inner = function.func if isinstance(function, functools.partial) else function
-    found: Reported = getattr(inner, "reports", Reported())
-    return found
+    """Returns the diagnostics that `mtrain.reports` declared for a function."""
+    reported: Reported = getattr(_unbound(function)[0], "reports", Reported())
+    return reported
+
+
+def _unbound(function: LossFunction) -> tuple[Any, dict[str, Any]]:
+    """Returns a function and the options that are bound to it."""
+    return (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
 
 
 def _is_marked(function: LossFunction, mark: str) -> bool:
-    inner = function.func if isinstance(function, functools.partial) else function
-    return bool(getattr(inner, mark, False))
+    return bool(getattr(_unbound(function)[0], mark, False))
 
 
 def _import(module_name: str, path: str) -> ModuleType:
@@ -101,20 +95,20 @@ def _import(module_name: str, path: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name
-        # the module itself or a package above it; any other name is an import inside the user's module that failed
+        # any other name is an import inside the user's module that failed
         if missing is not None and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise ConfigError(
                 f"loss.function={path!r}: there is no module {missing!r} on the import path; correct the name, install "
                 "the package, or add the folder that holds it to PYTHONPATH"
             ) from error
         raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
-    # anything else that a module raises while it is imported is the user's own error, and keeps its traceback
+    # any other error is the user's own, and keeps its traceback
     except (ImportError, SyntaxError) as error:
         raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
 
 
 def _nearest(name: str, module: ModuleType) -> str:
-    """Returns a hint for the user: the function of the module that is meant, or all of them."""
+    """Returns a hint: the function of the module that is meant, or all of them."""
     functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
     near = meant(name, functions)
     return f"did you mean {near}?" if near else f"it has {', '.join(sorted(functions)) or 'no functions'}"

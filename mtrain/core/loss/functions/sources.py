@@ -1,4 +1,4 @@
-"""Identity of the source of loss functions of the user's own: two starts with other code are two runs."""
+"""Identity of the source of the user's own loss functions: a start with other code is another run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ from mtrain.config.schema.loss import LOSS_FUNCTIONS, LossSection
 
 _NUM_DIGITS = 16
 _OF_OTHERS = frozenset({"mtrain", "megatron", "torch"})
-"""Packages that are never the user's own, wherever they lie: a checkpoint has their versions."""
+"""Packages that are never the user's own; a checkpoint has their versions."""
 _FOLDERS_OF_PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 
 def source_fingerprints(section: LossSection) -> dict[str, str]:
-    """Returns the fingerprint of the source of each loss function of the user's own, by the key that names it.
+    """Returns the fingerprint of the source of each of the user's own loss functions, by the key that names it.
 
-    It covers the file of the named module and of every module that it imports, directly or not, wherever the import
-    statement stands: modules of the same package, and all others that are not installed. It depends on the names and
-    bytes of the modules, not on where they lie. The functions must have been loaded before.
-
-    Args:
-        section: Section that defines the terms.
+    It covers the file of the named module and of every module that it imports, directly or not: modules of the same
+    package, and all others that are not installed. It depends on the names and bytes of the modules, not on their
+    folder. The functions must have been loaded before.
 
     Raises:
         MachineError: The disk refuses.
@@ -52,21 +49,21 @@ def _fingerprint(name: str) -> str:
 
 
 def _own_modules(name: str) -> dict[str, bytes]:
-    """Returns name -> content of the user's modules that a module consists of: itself, the packages that it lies in,
-    and what these import."""
+    """Returns name -> content of a module, of the packages that it lies in, and of the user's modules that these
+    import."""
     own_package, found = _package(name), dict[str, bytes]()
 
     @cache
     def is_own(package: str) -> bool:
         return package == own_package or (package not in _OF_OTHERS and _is_outside(_spec(package)))
 
-    asked, waiting = set[str](), [name]
+    seen, waiting = set[str](), [name]
     while waiting:
         module = waiting.pop()
-        # by the package first: to look for a module imports what it lies in, which is none of ours elsewhere
-        if module in asked or not is_own(_package(module)):
+        # the package first: looking for a module imports its package, which may be foreign
+        if module in seen or not is_own(_package(module)):
             continue
-        asked.add(module)
+        seen.add(module)
         waiting.append(module.rpartition(".")[0] or module)
         spec = _spec(module)
         if spec is not None and spec.has_location and spec.origin and isinstance(spec.loader, ResourceLoader):
@@ -87,7 +84,7 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _is_outside(spec: ModuleSpec | None) -> bool:
-    """Says whether a package or module is neither installed nor of Python itself."""
+    """Says whether a package or module is neither installed nor part of Python."""
     if spec is None:
         return False
     places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())

@@ -1,10 +1,10 @@
 """The contract of a preference loss: a function of the scores of all sequences of a global batch.
 
 A score is the sum (loss.aggregation=seq-mean-token-sum) or the mean (seq-mean-token-mean) of the log-probabilities of a
-sequence's loss tokens. A first forward pass computes the scores of the whole batch and gathers them from all ranks; the
-loss is then a function of a few short float64 vectors, the same on every rank, and so is its derivative with respect to
-each score. A second pass through the model multiplies each token by the derivative of its sequence, which gives the
-exact gradient (`mtrain/core/step/scoring_pass.py`).
+sequence's loss tokens. A first forward pass computes the scores of the whole batch on all ranks; the loss is then a
+function of a few short float64 vectors, the same on every rank, and so is its derivative by each score. A second pass
+multiplies each token by the derivative of its sequence, which gives the exact gradient
+(`mtrain/core/step/scoring_pass.py`).
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ class ScoredSequences:
             DataError: A group is not one chosen and one rejected sequence of the same weight.
         """
         chosen, rejected = (self._by_group(role) for role in ("chosen", "rejected"))
-        if not torch.equal(self.groups[chosen], self.groups[rejected]) or len(set(self.groups[chosen].tolist())) < len(
-            chosen
-        ):
+        has_duplicates = len(set(self.groups[chosen].tolist())) < len(chosen)
+        if has_duplicates or not torch.equal(self.groups[chosen], self.groups[rejected]):
             self._refuse_incomplete(chosen, rejected)
         if not torch.equal(self.weights[chosen], self.weights[rejected]):
             group = int(self.groups[chosen][self.weights[chosen] != self.weights[rejected]][0])
@@ -115,7 +114,6 @@ class ScoredSequences:
 
         Args:
             losses: Loss of each pair, [pairs] float64.
-            pairs: Result of the method `pairs`.
             rewards: Rewards of the chosen and of the rejected answers, [pairs] each, for the diagnostics.
         """
         weights = pairs.weights
@@ -155,7 +153,7 @@ class ScoredSequences:
 
 
 def agreed_fault(message: str) -> DataError:
-    """Makes an error that every rank raises alike, found in vectors that are the same on all ranks."""
+    """Makes an error that every rank raises, found in vectors that are the same on all ranks."""
     error = DataError(message)
     error.on_every_rank = True
     return error
@@ -166,13 +164,11 @@ Function = TypeVar("Function", bound=Callable[..., PreferenceValue])
 
 
 class PreferenceMarks(NamedTuple):
-    """Properties of a preference loss that a run has to know."""
+    """Marks of `preference_loss`."""
 
     needs_reference: bool
     couples_groups: bool
-    """Whether the loss of a group depends on the other groups of the batch."""
     scores_by_head: bool
-    """Whether a score is the number that a head computes from a sequence, not a log-probability."""
 
 
 def preference_loss(
@@ -204,8 +200,8 @@ def preference_marks(function: Callable[..., Any]) -> PreferenceMarks | None:
 def score_term(inputs: TermInputs) -> LossPair:
     """Weighs and sums the log-probabilities of the labels.
 
-    If each sequence's weights are multiplied by the derivative of the loss with respect to its score, the gradient is
-    that of the loss; the value is not.
+    The gradient is that of the preference loss if each sequence's weights are multiplied by the derivative by its
+    score; the value is not.
     """
     return weigh(-inputs.logits.cross_entropy(inputs.labels), inputs)
 
@@ -213,5 +209,5 @@ def score_term(inputs: TermInputs) -> LossPair:
 @per_token
 def head_term(inputs: TermInputs) -> LossPair:
     """Weighs and sums the scores that a head of one label gives; see `score_term`."""
-    # of a single number: log(exp(x)) = x exactly, as exponentials are relative to the largest one
+    # log(exp(x)) = x exactly, as exponentials are relative to the largest one
     return weigh(inputs.logits.logsumexp(), inputs)

@@ -1,9 +1,8 @@
 """Output layer and loss together, a few tokens at a time, so that the logits of a microbatch never exist as a whole.
 
 A loss is a sum over tokens, so its gradient with respect to hidden states and table is a sum over chunks of tokens.
-Each chunk's part is computed in the forward pass, as soon as its logits exist; backward multiplies by one number.
-Instead of what the backward of whole logits would keep (logits, exponentials, later their gradient) only the two
-gradients themselves are kept, which exist in every backward pass anyway.
+Each chunk's part is computed in the forward pass, as soon as its logits exist; backward multiplies by one number. Only
+the two gradients are kept, not logits and exponentials.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LossOfChunk = Callable[[int, slice, Tensor], Tensor]
-"""Function of (index of the hidden states, rows of them, their logits [rows, 1, vocab_local]) that returns a scalar to
-differentiate, with a graph on the logits where gradients are recorded."""
+"""Function of (index of the hidden states, rows of them, their logits [rows, 1, vocab_local]) that returns a scalar,
+with a graph on the logits if gradients are recorded."""
 
 
 def chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:
     """Yields runs of rows of about equal length, none longer than `chunk_rows`; none where there are no rows."""
-    # of equal length, since a last chunk of a few rows would cost as many kernel launches as a full one
+    # a last chunk of a few rows would cost as many kernel launches as a full one
     num_chunks = -(-num_rows // chunk_rows)
     for number in range(num_chunks):
         yield slice(number * num_rows // num_chunks, (number + 1) * num_rows // num_chunks)
@@ -37,21 +36,16 @@ def logits_of_rows(hidden: Tensor, weight: Tensor) -> Tensor:
 def sum_over_chunks(
     weight: Tensor, hidden: list[Tensor], loss_of_chunk: LossOfChunk, chunk_rows: int, expected_gradient: Tensor
 ) -> Tensor:
-    """Returns the sum of the losses of all chunks, which can be differentiated once.
+    """Returns the sum of the losses of all chunks, a float32 scalar with a graph that can be differentiated once.
 
-    Makes no collective calls but those of `loss_of_chunk`, forward or backward: those of tensor parallelism are in the
-    graph of the hidden states.
+    Makes no collective calls except those of `loss_of_chunk`.
 
     Args:
         weight: Table of the output layer, [vocab_local, hidden].
-        hidden: Hidden states, [rows, hidden] each, of any number of rows; without rows the gradient is empty.
-        loss_of_chunk: Loss of some rows, called with increasing rows, first for all of the first hidden states.
-        chunk_rows: Largest number of rows of one call.
+        hidden: Hidden states, [rows, hidden] each; rows may be 0.
+        loss_of_chunk: Called with increasing rows, first for all of the first hidden states.
         expected_gradient: Gradient that the result is expected to get, float32 scalar. Gradients are computed with it,
             so that those of fp16 do not underflow. If the actual one differs, they are multiplied by the ratio.
-
-    Returns:
-        Sum, float32 scalar; with a graph even where there are no rows.
     """
     if not torch.is_grad_enabled():
         total = weight.new_zeros((), dtype=_wide(weight))
@@ -107,9 +101,8 @@ class _SumOverChunks(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("a sum over chunks is differentiated once; its gradients have been handed on")
         of_weight, of_hidden = ctx.gradients
-        # not kept: they are multiplied in place, and freed as soon as they have been used
-        ctx.gradients = None
-        # exactly 1 if the gradient is the expected one; not compared on a GPU, for which the host would have to wait
+        ctx.gradients = None  # multiplied in place below
+        # exactly 1 if the gradient is the expected one; the comparison would make the host wait for a GPU
         factor = gradient / ctx.expected_gradient
         if factor.is_cuda or factor != 1:
             for each in (of_weight, *of_hidden):
@@ -146,7 +139,7 @@ class _WeightGradient:
         self._sum: Tensor | None = None  # the first product is not added to zeros
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Adds the contribution of some rows: gradient [rows, vocab_local], hidden [rows, hidden]."""
+        """Adds the part of some rows: gradient [rows, vocab_local], hidden [rows, hidden]."""
         if gradient.dtype != self._wide and not gradient.is_cuda:
             gradient, hidden = gradient.to(self._wide), hidden.to(self._wide)
         if gradient.dtype != self._wide:
@@ -159,5 +152,5 @@ class _WeightGradient:
             self._sum.addmm_(gradient.t(), hidden)
 
     def rounded(self) -> Tensor:
-        """Returns the gradient in the table's dtype, as the backward of whole logits would."""
+        """Returns the gradient in the table's dtype."""
         return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)

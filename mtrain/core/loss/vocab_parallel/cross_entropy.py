@@ -1,8 +1,8 @@
 """Losses of one distribution over a split vocabulary: cross entropy, log-sum-exp and entropy.
 
 All build on exponentials, the softmax before its division: those of a rank's columns are computed once, kept in full
-precision, and shared by the losses of a microbatch. The losses are nodes of the autograd graph, of which none
-communicates, forward or backward. All tensors of one number per token are [seq, batch], in the order of the logits.
+precision, and shared by the losses of a microbatch. The losses are nodes of the autograd graph, none of which
+communicates. All tensors of one number per token are [seq, batch], in the order of the logits.
 """
 
 from __future__ import annotations
@@ -36,15 +36,10 @@ class Exponentials:
 
 
 def shifted_logits(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
-    """Returns the logits minus their token's maximum, in the maximum's dtype; -inf at padding.
-
-    Args:
-        local: Logits, [..., vocab_local].
-        maximum: Largest logit of each token, [...].
-    """
-    # bf16 - float32 is float32, on GPUs in one kernel; local.float() first would be one more copy of the logits
+    """Returns the logits, [..., vocab_local], minus their token's maximum, [...], in the maximum's dtype; -inf at
+    padding."""
+    # bf16 - float32 is float32; local.float() would be one more copy of the logits
     shifted = torch.sub(local.detach(), maximum.unsqueeze(-1))
-    # exp(-inf) is exactly 0, so padding is in no sum, whatever its logits are
     shifted[..., num_real:] = float("-inf")
     return shifted
 
@@ -56,23 +51,19 @@ def local_maximum(local: Tensor, num_real: int) -> Tensor:
     # a tensor-parallel rank can hold only padding, and amax over no columns raises
     if num_real == 0:
         return torch.full(real.shape[:-1], float("-inf"), dtype=dtype, device=real.device)
-    # the maximum of bf16 numbers is one of them: exact, so the cast is of [seq, batch] numbers only
     return real.amax(-1).to(dtype)
 
 
 def softmax_times(
     exponentials: Exponentials, scale: Tensor, is_masked: Tensor, dtype: torch.dtype, shift: Tensor | None = None
 ) -> Tensor:
-    """Computes softmax x scale - shift in the logits' dtype, rounded once.
+    """Computes softmax x scale - shift in the logits' dtype, rounded once, [seq, batch, vocab_local]; 0 at padding
+    columns.
 
     Args:
-        exponentials: Exponentials of the logits.
         scale: Factor of each token, [seq, batch].
         is_masked: Tokens that get exactly 0, even if their logits are inf or nan, [seq, batch] bool.
         shift: Number that is subtracted at every real column, [seq, batch]; None: 0.
-
-    Returns:
-        Products, [seq, batch, vocab_local]; every padding column is exactly 0.
     """
     values, factor = exponentials.values, (scale / exponentials.total).unsqueeze(-1)
     # out= of a smaller dtype: computed in full precision and rounded when stored (CPUs use a temporary)
@@ -88,8 +79,7 @@ def cleared(gradient: Tensor, is_masked: Tensor, num_real: int) -> Tensor:
     """Sets the gradient to exact zeros at masked tokens and at padding, in place, and returns it."""
     # filled, not multiplied by 0: at a masked token with inf logits the softmax is nan
     if gradient.device.type == "cpu":
-        # Finds the rows first, few or none: on a GPU the host would have to wait for them. The boolean itself as an
-        # index would be one more pass over the gradient.
+        # finds the rows first, few or none; on a GPU the host would have to wait for them
         gradient[is_masked.nonzero(as_tuple=True)] = 0.0
     else:
         gradient.masked_fill_(is_masked.unsqueeze(-1), 0.0)
@@ -99,21 +89,18 @@ def cleared(gradient: Tensor, is_masked: Tensor, num_real: int) -> Tensor:
 
 def row_slices(local: Tensor) -> Iterator[slice]:
     """Yields slices of positions whose logits fit into a temporary."""
-    # along positions, the outermost axis, so that each part is one contiguous stretch of the logits
     step = max(1, ELEMENTS_AT_A_TIME // max(1, math.prod(local.shape[1:])))
     for start in range(0, local.shape[0], step):
         yield slice(start, start + step)
 
 
 def compute_dtype(local: Tensor) -> torch.dtype:
-    """Returns float32, or float64 for float64 logits."""
-    # float64 stays float64: the references of `mtrain verify` go through the same code
+    """Returns float32, or float64 for float64 logits, as of the references of `mtrain verify`."""
     return torch.promote_types(local.dtype, torch.float32)
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
     """Reduces a tensor over the group in place; does nothing if the group is this rank alone."""
-    # one rank makes no call: a collective over itself still costs a launch
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)
 
@@ -139,21 +126,19 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, exponentials: Exponentials, target: TargetLogits) -> tuple[Tensor, Tensor]:
-        # not the logits: softmax follows from the exponentials, a tensor that other terms of the microbatch save too
+        # softmax follows from the exponentials, which other terms of the microbatch save as well
         ctx.save_for_backward(exponentials.values, exponentials.total, target.column, target.is_local)
         ctx.num_real, ctx.dtype = exponentials.num_real, local.dtype
         ctx.label_share, ctx.uniform_share = target.label_share, target.uniform_share
         log_total = exponentials.total.log()
-        # The maximum cancels in the first, since target probabilities add up to 1: no large numbers are subtracted.
+        # the maximum cancels in the first, since target probabilities add up to 1
         return log_total - target.shifted_logit, log_total + exponentials.maximum
 
     @staticmethod
-    # a second derivative would ignore tensors that are saved without a graph: it raises instead of being wrong
     @once_differentiable
     def backward(ctx: Any, grad_entropy: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor, None, None]:
         values, total, column, is_local = ctx.saved_tensors
-        # Both losses have the softmax as gradient, so one pass over [seq, batch, vocab_local] serves both. The gradient
-        # of an output that no term used arrives as zeros, since autograd materialises gradients.
+        # both losses have the softmax as gradient; that of an output that no term used arrives as zeros
         scale, column = grad_entropy + grad_logsumexp, column.unsqueeze(-1)
         is_masked = (grad_entropy == 0) & (grad_logsumexp == 0)
         exponentials = Exponentials(values, total, total, ctx.num_real)
@@ -164,8 +149,7 @@ class CrossEntropy(torch.autograd.Function):
         at_label = values.gather(-1, column).squeeze(-1) / total * scale
         at_label = at_label - grad_entropy * (ctx.label_share + ctx.uniform_share)
         is_set = is_local & ~is_masked
-        # Where another rank holds the label, column 0 gets its old value back: so the scatter needs no boolean index,
-        # for which the host would have to wait.
+        # where another rank holds the label, column 0 gets its old value back: a boolean index would make the host wait
         kept = torch.where(is_set, at_label.to(ctx.dtype), gradient.gather(-1, column).squeeze(-1))
         return gradient.scatter_(-1, column, kept.unsqueeze(-1)), None, None
 
@@ -200,9 +184,8 @@ class Entropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
         values, total, mean = ctx.saved_tensors
-        # exp(s) s from exp(s) alone: underflowed exponentials have no weight, and the logits need not be kept
+        # exp(s) s from exp(s) alone, so that the logits need not be kept
         gradient = torch.xlogy(values, values).addcmul_(values, mean.unsqueeze(-1), value=-1)
-        # in place in full precision and rounded once at the end, as the two products almost cancel for a flat
-        # distribution
+        # rounded once at the end, as the two products almost cancel for a flat distribution
         gradient.mul_((-grad_entropy / total).unsqueeze(-1))
         return cleared(gradient, grad_entropy == 0, ctx.num_real).to(ctx.dtype), None, None

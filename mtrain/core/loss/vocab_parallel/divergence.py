@@ -1,7 +1,7 @@
 """Kullback-Leibler divergences between a trained distribution and a frozen one over the same split vocabulary.
 
-Backward recomputes both softmaxes from the logits, a few tokens at a time: apart from the logits of student and
-teacher, which exist anyway, only a few numbers per token are kept.
+Backward recomputes both softmaxes from the logits, a few tokens at a time, so that only a few numbers per token are
+kept.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Tempered:
 
     def scores(self, rows: slice) -> Tensor:
         """Returns (logit - maximum) / temperature of some positions; -inf at padding."""
-        # the maximum of logits / T is maximum / T, so one maximum serves every temperature without a further all-reduce
+        # the maximum of logits / T is maximum / T: one all-reduce serves every temperature
         return shifted_logits(self.local[rows], self.maximum[rows], self.num_real).div_(self.temperature)
 
 
 def local_sums(weighting: Tempered, other: Tempered) -> Tensor:
-    """Returns this rank's part of [sum of exp(a), sum of exp(a) (a - b), sum of exp(b)] for scores a and b: [3, ...].
+    """Returns this rank's part of [sum of exp(a), sum of exp(a) (a - b), sum of exp(b)] for scores a and b, [3, seq,
+    batch].
 
     A token of the vocabulary whose exp(a) is 0 adds nothing to the second sum, whatever b is.
     """
-    # [3, seq, batch]: stacked, so that one all-reduce carries all three
     sums = torch.empty(3, *weighting.maximum.shape, dtype=weighting.maximum.dtype, device=weighting.local.device)
     for rows in row_slices(weighting.local):
         first, second = weighting.scores(rows), other.scores(rows)
@@ -54,9 +54,10 @@ def local_sums(weighting: Tempered, other: Tempered) -> Tensor:
 
 
 def divergence_of_sums(sums: Tensor) -> Tensor:
-    """Computes the sum of p (log p - log q) from `local_sums` added up over all ranks; p is the weighting distribution.
+    """Computes the sum of p (log p - log q) from the sums of `local_sums` over all ranks; p is the weighting
+    distribution.
 
-    Computed in float64, because for similar distributions the three parts almost cancel.
+    In float64, because for similar distributions the three parts almost cancel.
     """
     weights, gaps, others = sums.double().unbind()
     return gaps / weights - weights.log() + others.log()
@@ -75,7 +76,7 @@ class Divergence(torch.autograd.Function):
         value: Tensor,
         is_reverse: bool,
     ) -> Tensor:
-        # no exponentials: for two distributions they would be two more full-precision copies of the logits
+        # exponentials would be two more full-precision copies of the logits
         ctx.save_for_backward(local, student.maximum, teacher.local, teacher.maximum, log_totals, value)
         ctx.num_real, ctx.temperature, ctx.is_reverse = student.num_real, student.temperature, is_reverse
         return value.clone()
@@ -94,10 +95,8 @@ class Divergence(torch.autograd.Function):
             if ctx.is_reverse:
                 part = _reverse_gradient(log_p, log_q, value[rows])
             else:
-                # p - q in full precision: in half precision the difference of similar distributions would be rounding
                 part = log_p.exp_().sub_(log_q.exp_())
             part.mul_((grad_value[rows] / ctx.temperature).unsqueeze(-1))
-            # the copy rounds to the dtype of the logits, once
             gradient[rows] = cleared(part, grad_value[rows] == 0, ctx.num_real)
         return gradient, None, None, None, None, None
 
@@ -137,10 +136,7 @@ class KnownProbabilities:
 
 
 class TopKDivergence(torch.autograd.Function):
-    """Autograd node (logits) -> KL(known and rest || model).
-
-    `others` is the sum of the exponentials of all other tokens, [seq, batch].
-    """
+    """Autograd node (logits) -> KL(known and rest || model); `others` is the sum of the other tokens' exponentials."""
 
     @staticmethod
     def forward(
@@ -162,8 +158,7 @@ class TopKDivergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (values, total, others), target = ctx.saved_tensors, ctx.target
-        # softmax minus the target, whose rest is spread over the other tokens in proportion to the model's
-        # probabilities
+        # softmax minus the target, whose rest is spread in proportion to the model's probabilities
         spread = torch.where(target.rest > 0, target.rest / others, 0.0)
         gradient = target.others_of(values * (grad * (1 / total - spread)).unsqueeze(-1))
         at_known = (values.gather(-1, target.column) / total.unsqueeze(-1) - target.known) * grad.unsqueeze(-1)

@@ -39,15 +39,15 @@ class VocabParallelLogits:
 
     Args:
         local: Logits of this rank's columns, [seq, batch, vocab_local], of any floating dtype.
-        group: Ranks that hold the other columns; None where this rank holds all of them.
+        group: Ranks that hold the other columns; None if this rank holds all of them.
         first_index: Vocabulary index of the first local column.
-        vocab_size: Number of real tokens. Columns from this index on are padding: they take part in no softmax,
-            whatever they hold, and their gradient is exactly 0.
+        vocab_size: Number of real tokens. Columns from this index on are padding: they take part in no softmax, and
+            their gradient is exactly 0.
 
     Results are float32 (float64 for float64 logits), in nats, [batch, seq]; gradients have the dtype of `local`. Every
-    rank of the group must make the same calls in the same order. All-reduces are over the group; the numbers given are
-    those of a first call. What another call has computed (a maximum, the exponentials) is not reduced again. Backward
-    never communicates.
+    rank of the group must make the same calls in the same order. The numbers of all-reduces over the group are those of
+    a first call; what another call has computed (a maximum, the exponentials) is not reduced again. Backward never
+    communicates.
     """
 
     def __init__(self, local: Tensor, group: dist.ProcessGroup | None, first_index: int, vocab_size: int) -> None:
@@ -72,7 +72,7 @@ class VocabParallelLogits:
         """Returns the logits at a temperature, with a graph to these ones; the same object for the same temperature.
 
         Args:
-            temperature: Divisor, above 0: one number, or one per token, [batch, seq], where 0 (in padding) counts as 1.
+            temperature: Divisor above 0: one number, or one per token, [batch, seq], where 0 (in padding) counts as 1.
         """
         if isinstance(temperature, float | int) and temperature == 1:
             return self
@@ -82,9 +82,9 @@ class VocabParallelLogits:
                 return divided
         divisor = temperature
         if isinstance(temperature, Tensor):
-            # where: 0 / 0 of a padding token would be nan in the gradient of its hidden state
+            # 0 / 0 of a padding token would be nan in the gradient of its hidden state
             divisor = torch.where(temperature > 0, temperature, 1.0).t().unsqueeze(-1)
-        # in full precision, so that dividing rounds no logit and no gradient to bf16
+        # so that dividing rounds no logit and no gradient to bf16
         local = self.local.to(self.dtype) / divisor
         divided = VocabParallelLogits(local, self.group, self.first_index, self.vocab_size)
         self._divided.append((temperature, divided))
@@ -97,13 +97,10 @@ class VocabParallelLogits:
         has computed the exponentials, none if both arguments are those of the previous call.
 
         Args:
-            labels: Labels, [batch, seq] int64. A label outside [0, vocab_size), such as -100, is read as label 0: the
-                value is finite and meaningless, so its weight has to be 0.
+            labels: Labels, [batch, seq] int64. A label outside [0, vocab_size), such as -100, is read as label 0: its
+                weight has to be 0.
             label_smoothing: Share of the target that is spread evenly over all vocab_size real tokens, the label
                 included; 0 <= label_smoothing < 1.
-
-        Returns:
-            [batch, seq] nats.
 
         Source: label smoothing as in Szegedy et al. 2016, section 7, and in torch's own cross entropy.
         """
@@ -117,11 +114,8 @@ class VocabParallelLogits:
         """Returns the logarithm of the softmax's denominator at each token.
 
         Two all-reduces (maximum, sum of exponentials); none if another method has computed the exponentials.
-
-        Returns:
-            [batch, seq] nats.
         """
-        # the second output of the cross entropy's node: both losses share one backward pass over the vocabulary
+        # the second output of the cross entropy's node, so that both share one backward pass
         if self._losses is not None:
             return self._losses.logsumexp
         if self._logsumexp is None:
@@ -135,25 +129,22 @@ class VocabParallelLogits:
 
         Labels are read as in `cross_entropy`. One all-reduce, and one more if the maximum is not known yet.
         """
-        shifted = self._shifted_logits(*self._locate(labels))
+        shifted = self._shifted_logits(*self._located(labels.t().contiguous()))
         all_reduce(shifted, dist.ReduceOp.SUM, self.group)
         return (shifted >= 0).t()
 
     def entropy(self) -> Tensor:
-        """Returns the entropy of the model's distribution at each token: the sum of -p log p over the vocabulary.
+        """Returns the entropy of the model's distribution at each token, from 0 to log(vocab_size).
 
         Two all-reduces (the maximum; the sum of exponentials stacked with the sum of their products with the logits),
         one if another method has computed the exponentials.
-
-        Returns:
-            Entropies in nats, [batch, seq], from 0 to log(vocab_size).
         """
         if self._entropy is None:
             # exp(s) s with 0 log 0 = 0: at padding s is -inf, and 0 x -inf would be nan
             products = torch.xlogy(self._values(), self._values()).sum(-1)
-            # The left operand is evaluated first and reduces the total as well; the other order would be one more
-            # all-reduce.
-            mean = self._sum_with_total(products) / self._known_exponentials().total
+            # first, since it reduces the total as well; the other order would be one more all-reduce
+            (summed,) = self._sums_with_total(products)
+            mean = summed / self._known_exponentials().total
             result: Tensor = Entropy.apply(self.local, self._known_exponentials(), mean)  # type: ignore[no-untyped-call]
             self._entropy = result.t()
         return self._entropy
@@ -166,9 +157,6 @@ class VocabParallelLogits:
         Args:
             teacher: Logits of the same tokens, split in the same way.
             temperature: Divisor of both logits, above 0. The result is not multiplied by its square.
-
-        Returns:
-            [batch, seq] nats.
         """
         return self._divergence(teacher, temperature, is_reverse=False)
 
@@ -177,26 +165,23 @@ class VocabParallelLogits:
         return self._divergence(teacher, temperature, is_reverse=True)
 
     def top_k_divergence(self, ids: Tensor, known: Tensor, rest: Tensor) -> Tensor:
-        """Returns KL(target || self) at each token.
+        """Returns KL(target || self) at each token, for a target that knows the probability of a few tokens and of the
+        rest.
 
-        The target gives a probability to each of a few tokens, and one to all other tokens together. Two all-reduces
-        (the maximum; the sum of exponentials stacked with two more sums), one if another method has computed the
-        exponentials.
+        Two all-reduces (the maximum; the sum of exponentials stacked with two more sums), one if another method has
+        computed the exponentials.
 
         Args:
             ids: Tokens with a known probability, [batch, seq, k] int64, each once.
             known: Probabilities of these tokens, [batch, seq, k].
-            rest: Probability of all other tokens together, [batch, seq]. Where it is 0 they take no part.
-
-        Returns:
-            [batch, seq] nats.
+            rest: Probability of all other tokens together, [batch, seq]; if it is 0 they take no part.
         """
         column, is_local = self._located(ids.transpose(0, 1).contiguous())
         dtype = self._values().dtype
         target = KnownProbabilities(column, is_local, known.transpose(0, 1).to(dtype), rest.t().to(dtype))
         shifted = self.local.detach().gather(-1, column) - self._known_maximum().unsqueeze(-1)
         mean = torch.where(is_local, target.known * shifted, 0.0).sum(-1)
-        # summed without the known tokens: a difference of sums would lose all digits where these have nearly all
+        # a difference of sums would lose all digits if the known tokens have nearly all
         others = torch.cat([target.at(rows).others_of(self._values()[rows]).sum(-1) for rows in row_slices(self.local)])
         mean, others = self._sums_with_total(mean, others)
         result: Tensor = TopKDivergence.apply(  # type: ignore[no-untyped-call]
@@ -206,14 +191,12 @@ class VocabParallelLogits:
 
     def _divergence(self, teacher: VocabParallelLogits, temperature: float, is_reverse: bool) -> Tensor:
         assert teacher.local.shape == self.local.shape, "student and teacher are split in different ways"
-        # both at once, before either is needed: one all-reduce instead of two
         _find_maxima([self, teacher])
         own, other = self._tempered(temperature), teacher._tempered(temperature)
         sums = local_sums(own, other) if is_reverse else local_sums(other, own)
         all_reduce(sums, dist.ReduceOp.SUM, self.group)
         value = divergence_of_sums(sums).to(own.maximum.dtype)
-        # local_sums has the weighting distribution first, in the forward direction the teacher; here it is always (own,
-        # other)
+        # local_sums has the weighting distribution first; here the order is always (own, other)
         log_totals = (sums[0::2] if is_reverse else sums[0::2].flip(0)).log()
         result: Tensor = Divergence.apply(self.local, own, other, log_totals, value, is_reverse)  # type: ignore[no-untyped-call]
         return result.t()
@@ -221,15 +204,15 @@ class VocabParallelLogits:
     def _token_losses(self, labels: Tensor, label_smoothing: float) -> _TokenLosses:
         """Computes cross entropy and log-sum-exp as two outputs of one node, whose backward serves both."""
         assert 0 <= label_smoothing < 1
-        column, is_local = self._locate(labels)
+        column, is_local = self._located(labels.t().contiguous())
         # smoothed over the whole real vocabulary: megatron-core's _VocabParallelCrossEntropy
         # (tensor_parallel/cross_entropy.py) smooths over each rank's own part, so its loss differs from rank to rank
         label_share, uniform_share = 1.0 - label_smoothing, label_smoothing / self.vocab_size
         logits = self._shifted_logits(column, is_local) * label_share
         if label_smoothing > 0:
             logits = logits + self._sum_of_shifted_logits() * uniform_share
-        # one sum over ranks for both parts of the target, stacked with the exponentials' total
-        target = TargetLogits(column, is_local, self._sum_with_total(logits), label_share, uniform_share)
+        (summed,) = self._sums_with_total(logits)
+        target = TargetLogits(column, is_local, summed, label_share, uniform_share)
         entropy, logsumexp = CrossEntropy.apply(self.local, self._known_exponentials(), target)  # type: ignore[no-untyped-call]
         return _TokenLosses(labels, label_smoothing, entropy.t(), logsumexp.t())
 
@@ -238,30 +221,23 @@ class VocabParallelLogits:
         """Counts the local columns that are not padding; they come first."""
         return min(max(self.vocab_size - self.first_index, 0), self.local.shape[-1])
 
-    def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each label's local column, 0 if another rank holds it, and whether this rank does; [seq, batch]."""
-        # [seq, batch], like the logits
-        return self._located(labels.t().contiguous())
-
     def _located(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what `_locate` does, for tokens in the order of the logits, [seq, batch] or [seq, batch, k]."""
-        # a label out of range becomes 0: if no rank held it, its loss would be relative to the maximum, not to a logit
+        """Returns each token's local column, 0 if another rank holds it, and whether this rank does."""
+        # a label out of range becomes 0: the loss of one that no rank holds would be relative to the maximum
         index = torch.where((index >= 0) & (index < self.vocab_size), index, 0) - self.first_index
         is_local = (index >= 0) & (index < self._num_real)
         return torch.where(is_local, index, 0), is_local
 
     def _shifted_logits(self, column: Tensor, is_local: Tensor) -> Tensor:
         """Returns the label's logit minus the token's maximum, 0 where another rank holds it; [seq, batch]."""
-        # detached: the node's backward includes this part, so a graph here would only keep memory
+        # the node's backward includes this part
         logits = self.local.detach().gather(-1, column.unsqueeze(-1)).squeeze(-1)
-        # each label has one owner, so the sum over ranks is its logit
         return torch.where(is_local, logits - self._known_maximum(), 0.0)
 
     def _sum_of_shifted_logits(self) -> Tensor:
         """Returns the sum over this rank's real columns of logit minus maximum, [seq, batch]."""
         maximum, real = self._known_maximum(), self._num_real
-        # From the logits, not as log of the exponentials: those that underflowed count in this sum. By rows, since this
-        # full-precision copy is used only once.
+        # from the logits: exponentials that underflowed count in this sum. By rows, since the copy is used only once
         parts = [
             shifted_logits(self.local[rows, :, :real], maximum[rows], real).sum(-1) for rows in row_slices(self.local)
         ]
@@ -276,7 +252,7 @@ class VocabParallelLogits:
 
     def _values(self) -> Tensor:
         """Returns the exponentials relative to each token's maximum, [seq, batch, vocab_local]; 0 at padding."""
-        # kept as the only full-precision copy of the logits, which all losses of this distribution share
+        # the only full-precision copy of the logits, which all losses of this distribution share
         if self._local_values is None:
             self._local_values = shifted_logits(self.local, self._known_maximum(), self._num_real).exp_()
         return self._local_values
@@ -285,26 +261,17 @@ class VocabParallelLogits:
         """Returns the exponentials and their sum; one all-reduce if the sum is not known yet."""
         if self._exponentials is None:
             total = self._values().sum(-1)
-            # every rank of the group calls in the same order: the terms of the run decide it, not a rank's data
             all_reduce(total, dist.ReduceOp.SUM, self.group)
             self._exponentials = Exponentials(self._values(), self._known_maximum(), total, self._num_real)
         return self._exponentials
 
-    def _sum_with_total(self, part: Tensor) -> Tensor:
-        """Returns one number per token, [seq, batch], summed over the group; see `_sums_with_total`."""
-        (summed,) = self._sums_with_total(part)
-        return summed
-
     def _sums_with_total(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Sums numbers of each token, [seq, batch], over the group.
-
-        One all-reduce, which sums the exponentials as well if their sum is not known yet.
-        """
+        """Sums numbers of each token, [seq, batch], over the group, and the exponentials if their sum is not known
+        yet."""
         if self._exponentials is not None:
             stacked = torch.stack(parts)
             all_reduce(stacked, dist.ReduceOp.SUM, self.group)
             return stacked.unbind()
-        # [1 + parts, seq, batch]: for so few numbers latency counts, so one all-reduce carries all sums
         stacked = torch.stack([self._values().sum(-1), *parts])
         all_reduce(stacked, dist.ReduceOp.SUM, self.group)
         total, *summed = stacked.unbind()
@@ -317,7 +284,7 @@ class VocabParallelLogits:
 
 @dataclass(frozen=True)
 class _TokenLosses:
-    """Outputs of one cross-entropy node, with the arguments that they belong to."""
+    """Outputs of one cross-entropy node and their arguments."""
 
     labels: Tensor
     label_smoothing: float
@@ -326,16 +293,14 @@ class _TokenLosses:
 
 
 def _find_maxima(of: Sequence[VocabParallelLogits]) -> None:
-    """Sets each token's largest real logit over the group; 0 where all are -inf, since any constant serves there.
-
-    One all-reduce for all logits whose maximum is not known yet; none if all are known.
-    """
+    """Sets each token's largest real logit over the group; 0 where all are -inf. One all-reduce for all unknown
+    maxima."""
     unknown = [each for each in of if each._maximum is None]
     if not unknown:
         return
     # [unknown, seq, batch]
     stacked = torch.stack([local_maximum(each.local, each._num_real) for each in unknown])
     all_reduce(stacked, dist.ReduceOp.MAX, unknown[0].group)
-    # -inf - (-inf) would be nan in every score of such a token
+    # 0: -inf - (-inf) would be nan in every score of the token
     for each, maximum in zip(unknown, torch.where(stacked == float("-inf"), 0.0, stacked)):
         each._maximum = maximum
