@@ -12,10 +12,9 @@ from mtrain.core.ranks.groups import to_device
 class AsyncAllReduce:
     """The sum of every rank's vector, started at once and awaited when read; the same bits on every rank.
 
-    On GPUs this is an all-reduce. On CPUs gloo's all-reduce would cut even five numbers into pieces and send each of
-    them around a ring twice. Where the number of ranks is a power of two, neighbours at distance 1, 2, 4, ... therefore
-    swap their sums; otherwise each rank sends its vector to every other one, and all add the same rows in the same
-    order (`tools/bench/pairs.py` compares this with the all-reduce).
+    On GPUs this is an all-reduce. On CPUs gloo's all-reduce would send even five numbers around a ring twice in pieces.
+    If the number of ranks is a power of two, neighbours at distance 1, 2, 4, ... therefore swap their sums; otherwise
+    each rank sends its vector to every other one (`tools/bench/pairs.py` compares this with the all-reduce).
     """
 
     def __init__(self, vector: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -33,10 +32,10 @@ class AsyncAllReduce:
             return
         if vector.device.type != "cpu":
             self._work = dist.all_reduce(vector, group=group, async_op=True)
-        elif size & (size - 1) == 0:  # only then every rank has a partner at every distance
-            self._swap = _Swap(vector, 1, group)  # the first round runs in the background; the others wait for it
+        elif size & (size - 1) == 0:  # a power of two: every rank has a partner at every distance
+            self._swap = _Swap(vector, 1, group)  # only the first round runs in the background
         else:
-            self._rows = vector.new_empty(size, len(vector))  # [ranks, n]: row r comes from rank r, on every rank alike
+            self._rows = vector.new_empty(size, len(vector))  # row r comes from rank r
             self._work = dist.all_to_all_single(self._rows, vector.repeat(size, 1), group=group, async_op=True)
 
     def get(self) -> Tensor:
@@ -48,13 +47,12 @@ class AsyncAllReduce:
     def _awaited(self) -> Tensor:
         assert self._work is not None
         self._work.wait()
-        # on GPUs there is one row, which the all-reduce has filled in place
+        # on GPUs one row, which the all-reduce has filled in place
         return self._rows.sum(0)
 
     def _swapped(self, swap: _Swap) -> Tensor:
-        """Adds the rounds' vectors; both partners add the same two numbers, so sums agree to the bit in any order."""
+        """Adds the rounds' vectors; both partners add the same two numbers, so sums agree to the bit."""
         vector, distance = swap.added(), 2
-        # the host waits in each further round, which sends what the round before has added
         while distance < dist.get_world_size(self._group):
             vector = _Swap(vector, distance, self._group).added()
             distance *= 2
@@ -62,9 +60,9 @@ class AsyncAllReduce:
 
 
 class AsyncVote:
-    """A vote on whether a flag is true on any rank of the world: started now, and read when other work has been done.
+    """Vote on whether a flag is true on any rank of the world: started now, and read when other work has been done.
 
-    On a GPU the answer arrives by a copy of its own, so the host waits for nothing that is queued after the question.
+    On a GPU the answer is copied on its own, so the host waits for nothing that is queued after the question.
     """
 
     def __init__(self, flag: bool, device: torch.device) -> None:
@@ -80,7 +78,7 @@ class AsyncVote:
         self._arrived.record()
 
     def read(self) -> bool:
-        """Returns the answer; call it at the same place on all ranks, as on CPUs it may take another message."""
+        """Returns the answer; call it at the same point on all ranks, as on CPUs it may take another message."""
         if self._arrived is None:
             return self._votes.get().item() > 0
         self._arrived.synchronize()  # a step later it has long arrived
@@ -95,9 +93,8 @@ class _Swap:
         Args:
             vector: [n] on the CPU.
             distance: Power of two: the bit in which the partners' ranks in the group differ.
-            group: Group of the ranks; None means all ranks.
         """
-        partner = dist.get_rank(group) ^ distance  # the rank in the group, hence group_dst and group_src below
+        partner = dist.get_rank(group) ^ distance
         self._own, self._other = vector, torch.empty_like(vector)
         # both are posted before either is awaited: two partners that each wait for their send first could deadlock
         self._works = [

@@ -1,7 +1,7 @@
-"""One rank of a tensor-parallel group reads the data and broadcasts them to the others.
+"""Broadcast of the data that one rank of a tensor-parallel group reads.
 
-Rows go from device to device. Values that the host needs for decisions go from host to host: a host that asked its
-device for them would wait for all the work that is queued there.
+Rows go from device to device. Values that the host needs for decisions go from host to host, as reading them from a
+device would wait for all its queued work.
 """
 
 from __future__ import annotations
@@ -35,26 +35,23 @@ def broadcast_batches(
 
     Args:
         batches: Microbatches of the step on tensor-parallel rank 0; None elsewhere.
-        count: Number of microbatches; None where rows are packed and ranks without batches do not know it.
+        count: Number of microbatches; None if rows are packed and ranks without batches do not know it.
         extras: Names of what the loss functions read in addition to the weights.
     """
-    # Every rank with tp_rank 0 reads for itself, whatever its place in DP, CP and PP: nothing is sent between those.
     if groups.layout.tp == 1:
         assert batches is not None
         return [batch.map(lambda rows: to_device(rows, groups.device)) for batch in batches]
-    # Both sides derive fields and shapes from the configuration: only the number of microbatches of a packed step is
-    # not known from it.
     num_sequences = None
     if config.data.packing is not None:
         count, num_sequences = _shared_counts(batches, groups)
-    assert count is not None, "without packing it follows from the configuration"
+    assert count is not None
     form = RowForm.of(config, extras)
     fields = form.dtypes(terms)
     has_documents = fields.pop(DOCUMENT_STARTS, None) is not None
     choices = {path: fields.pop(path) for path in [("choices", name) for name in form.choices]}
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
     integers = [path for path in fields if path not in reals]
-    shape = (config.train.micro_batch_size, form.width)  # whole rows; they are cut for CP afterwards
+    shape = (config.train.micro_batch_size, form.width)
     # one vector of each kind: int64 and float64 hold every value of the narrower types
     packed = [
         _broadcast(batches, integers, torch.int64, (count, len(integers), *shape), groups),
@@ -78,13 +75,9 @@ def broadcast_batches(
 
 
 def broadcast_on_hosts(own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, groups: Groups) -> Tensor:
-    """Returns a tensor of tensor-parallel rank 0 on the CPU of every rank of the group.
+    """Returns a tensor of tensor-parallel rank 0 on the CPU of every rank of the group; `own` is None elsewhere.
 
-    Costs one broadcast between hosts, none where the group has one rank. No host waits for a device.
-
-    Args:
-        own: Tensor on the CPU of tensor-parallel rank 0; None elsewhere.
-        dtype: Dtype in which it is sent and returned.
+    One broadcast between hosts, none if the group has one rank. No host waits for a device.
     """
     numbers = torch.empty(shape, dtype=dtype) if own is None else own.to(dtype).contiguous()
     assert numbers.shape == shape, f"{tuple(numbers.shape)} in the place of {shape}"
@@ -95,18 +88,16 @@ def broadcast_on_hosts(own: Tensor | None, shape: tuple[int, ...], dtype: torch.
 
 
 def _document_starts(batches: Sequence[Microbatch] | None, shape: tuple[int, ...], groups: Groups) -> Sequence[Tensor]:
-    """Returns each microbatch's starts of documents on the CPU, where attention cuts rows. One broadcast of hosts."""
+    """Returns each microbatch's starts of documents on the CPU. One broadcast of hosts."""
     own = None if batches is None else torch.stack([batch.tensors()[DOCUMENT_STARTS] for batch in batches])
     return broadcast_on_hosts(own, shape, torch.int32, groups).unbind()
 
 
 def _shared_counts(batches: Sequence[Microbatch] | None, groups: Groups) -> tuple[int, int]:
-    """Returns the number of microbatches of tensor-parallel rank 0, and the most sequences in one of them. One
-    broadcast between hosts."""
+    """Returns the number of microbatches, and the most sequences in one of them. One broadcast of hosts."""
     own = None
     if batches is not None:
         own = torch.tensor([len(batches), max((batch.num_sequences for batch in batches), default=0)])
-    # numpy: nothing here is an operation on a device
     num_microbatches, num_sequences = broadcast_on_hosts(own, (2,), torch.int64, groups).numpy().tolist()
     return num_microbatches, num_sequences
 
@@ -130,7 +121,7 @@ def _broadcast(
         whole = torch.stack([torch.stack(rows) for rows in given])
         packed = to_device(whole, groups.device)
     else:
-        packed = torch.empty(shape, dtype=dtype, device=groups.device)  # never read before the broadcast has filled it
+        packed = torch.empty(shape, dtype=dtype, device=groups.device)
     # `src` is a rank of the world: the first one of this TP group
     dist.broadcast(packed, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
     return packed

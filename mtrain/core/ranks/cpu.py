@@ -165,11 +165,11 @@ def install() -> None:
     _patch_factories()
     _patch_tensor()
     _patch_cuda()
-    # jit.py keeps torch.compile as it is at first import (jit_fuser): later imports get the plain functions as well.
+    # jit.py keeps torch.compile as it is at first import (jit_fuser)
     with _without_compile():
         import megatron.core.tensor_parallel.random as rng
 
-        # These two call torch.cuda.random and torch._C themselves, not by the names that are replaced above.
+        # these two call torch.cuda.random and torch._C by other names than those replaced above
         rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
         rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
         # "CPU RNG state changed within GPU RNG context" is true of every dropout here: there is one generator
@@ -178,7 +178,7 @@ def install() -> None:
         import megatron.core.optimizer  # noqa: F401
         import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
-        # Replaced where it is used: token_dispatcher.py has imported the name from moe_utils.py.
+        # token_dispatcher.py has imported the name from moe_utils.py
         dispatcher.maybe_move_tensor_to_cpu = _moved_to_host
     cpu_collectives.install()
 

@@ -1,10 +1,10 @@
 """Collectives on CPUs: those that gloo lacks, and those of two ranks.
 
 gloo sends all-gathers and reduce-scatters around a ring of two in small pieces. Two ranks that swap their halves in one
-message each do the same for a fraction of the processor time (`tools/bench/peers/pretrain.py --layout tp2sp` measures
-a step), and with the same bits, as a sum of two numbers does not depend on the order. Other groups keep gloo's.
+message each need a fraction of the processor time (`tools/bench/peers/pretrain.py --layout tp2sp`) and get the same
+bits. Other groups keep gloo's.
 
-megatron-core gathers and scatters lists of tensors of several sizes where experts are divided over etp > 1
+megatron-core gathers and scatters lists of tensors of several sizes if experts are divided over etp > 1
 (tensor_parallel/mappings.py). gloo refuses them, but its all-to-all takes any sizes.
 """
 
@@ -24,22 +24,22 @@ _in_the_place_of: list[Kind] = []
 
 
 def in_the_place_of() -> Kind | None:
-    """Returns the collective whose message is being sent now; None if the message belongs to no collective."""
+    """Returns the collective whose message is being sent now, if any."""
     return _in_the_place_of[-1] if _in_the_place_of else None
 
 
 def install() -> None:
-    """Replaces the collectives that megatron-core calls by these; for CPUs only.
+    """Replaces the collectives that megatron-core calls by these; on every rank, for CPUs only.
 
-    Every rank has to call it: one that swaps would wait for ever for one that does not. A user's program keeps torch's
-    own collectives of equal sizes, and so do gradient buffers, whose calls torch collects.
+    A user's program keeps torch's own collectives of equal sizes, and so do gradient buffers, whose calls torch
+    collects.
     """
     _install_unequal_sizes()
     import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.utils as utils
 
-    # replaced where they are used: these modules bind torch's functions to names of their own
+    # these modules bind torch's functions to names of their own
     module: Any
     for module in (layers, mappings, utils):
         module.dist_all_gather_func = all_gather_into_tensor
@@ -48,11 +48,12 @@ def install() -> None:
 
 
 class SwappedHalves:
-    """A collective that has begun; used in the place of torch's `Work`."""
+    """Collective that has begun, in the place of torch's `Work`."""
 
     def __init__(self, kind: Kind, sent: Tensor, received: Tensor, group: Any, end: Callable[[], object]) -> None:
         """
         Args:
+            sent: Contiguous tensor, not to change before `wait`.
             received: Contiguous memory for what the other rank sends.
             group: Group of two ranks.
             end: Called when the message is there, for the rest of the work.
@@ -128,13 +129,11 @@ def _install_unequal_sizes() -> None:
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather(tensors: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         sizes = [len(each) for each in tensors]
-        # All ranks know all sizes, so all of them take the same branch.
         if len(set(sizes)) <= 1:
             return original(tensors, tensor, group, async_op)
         assert not async_op
         whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])  # [rows of all ranks, ...]
         own = [len(tensor)] * len(sizes)
-        # Each rank sends its rows to every rank, as one message a partner; the copies cost memory of ranks x own rows.
         dist.all_to_all_single(whole, torch.cat([tensor] * len(sizes)), sizes, own, group=group)
         for each, part in zip(tensors, torch.split(whole, sizes), strict=True):
             each.copy_(part)
@@ -154,7 +153,6 @@ def _scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         sizes = [len(each) for each in tensors]
         if len(set(sizes)) <= 1:
             return original(output, tensors, op, group, async_op)
-        # a caller that wants a maximum must not get a sum
         assert op == dist.ReduceOp.SUM, "only sums"
         assert not async_op
         parts = output.new_empty(len(sizes), *output.shape)  # [ranks, own rows, ...]

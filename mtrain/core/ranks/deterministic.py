@@ -16,10 +16,9 @@ VARIABLES = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
 }
 """Environment variable -> the values with which NCCL, cuBLAS or TransformerEngine adds in one order; the first one is
-set where there is none. NCCL_ALGO may list several.
+the default. NCCL_ALGO may list several; Tree is excluded, as its order follows from the network.
 
-Source: megatron-core 0.19.2, megatron/training/determinism.py. Tree is not among them: its order follows from the
-network.
+Source: megatron-core 0.19.2, megatron/training/determinism.py.
 """
 
 _KEY = "train.deterministic=true"
@@ -29,13 +28,11 @@ _SIGN = "does not have a deterministic implementation"
 
 @contextlib.contextmanager
 def deterministic(is_wanted: bool) -> Iterator[None]:
-    """Makes what a block computes repeat to the bit on the same device, versions and layout.
+    """Makes what a block computes repeat to the bit on the same device, versions and layout; nothing if not
+    `is_wanted`.
 
     Enter it before CUDA starts. The environment keeps the variables, since libraries have read them; torch's switch is
-    restored at the end. On a CPU nothing computes otherwise, and everything is checked all the same.
-
-    Args:
-        is_wanted: Value of `train.deterministic`; nothing is done where it is false.
+    restored at the end.
 
     Raises:
         ConfigError: The block used an operation of torch that cannot be deterministic.
@@ -47,7 +44,6 @@ def deterministic(is_wanted: bool) -> Iterator[None]:
     has_cuda_started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     _set_variables(os.environ, has_cuda_started)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    # not warn_only, under which the backward passes of torch's attention only warn
     torch.use_deterministic_algorithms(True)
     try:
         yield

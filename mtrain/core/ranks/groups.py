@@ -28,7 +28,7 @@ class Groups:
     collection: ProcessGroupCollection
     """Groups in the form that megatron-core takes."""
     tp_host: dist.ProcessGroup
-    """Hosts of the tensor-parallel group, for tensors on the CPU: a gloo group on GPUs; on CPUs it is `tp` itself."""
+    """Hosts of the tensor-parallel group, for tensors on the CPU: a gloo group on GPUs, `tp` itself on CPUs."""
     rank: int
     tp_rank: int
     pp_rank: int
@@ -61,18 +61,18 @@ class Groups:
 
     @property
     def counts_loss(self) -> bool:
-        """Says whether this rank's loss pairs count: the last pipeline stage, once for each tensor-parallel group."""
+        """Says whether this rank's loss pairs count: one rank of each tensor-parallel group on the last pipeline
+        stage."""
         return self.pp_rank == self.layout.pp - 1 and self.tp_rank == 0
 
     @property
     def counts_planned(self) -> bool:
-        """Says whether this rank's planned denominators count: one rank of those that share a batch."""
+        """Says whether this rank's planned denominators count: one of the ranks that share a batch."""
         return self.pp_rank == 0 and self.tp_rank == 0 and self.cp_rank == 0
 
 
 def is_of_experts(parameter: torch.Tensor) -> bool:
-    """Says whether a parameter belongs to routed experts; it is marked where it is made."""
-    # megatron-core's own mark, by which DistributedDataParallel puts a parameter into the buffers of experts
+    """Says whether a parameter belongs to routed experts, by the mark that DistributedDataParallel reads."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -81,9 +81,6 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
     """Opens every group of the layout on an initialised torch.distributed world, and closes them at the end.
 
     Collective over the world. Also seeds the random states that dropout draws from.
-
-    Args:
-        timeout_s: Seconds that ranks wait for each other in any collective of any of these groups.
 
     Raises:
         ConfigError: This process already has such groups.
@@ -94,7 +91,7 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
             "this process already has megatron-core's process groups, of another Engine or of a program of your own; "
             "close that one first, with mtrain.close_all() if its name is gone"
         )
-    # A program may have other groups of its own; they keep their timeouts.
+    # a program's other groups keep their timeouts
     others = set(dist.distributed_c10d._world.pg_map)
     try:
         with patience.opening(), connecting_on_first_use():
@@ -106,12 +103,10 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
                 expert_model_parallel_size=layout.ep,
                 expert_tensor_parallel_size=layout.etp,
                 distributed_timeout_minutes=timeout_s / 60,  # a float serves, since a timedelta is made of it
-                # The gloo groups would serve gathers of DistributedOptimizer's checkpoints; ranks here write
-                # their own shards.
+                # they would gather DistributedOptimizer's checkpoints; ranks here write their own shards
                 create_gloo_process_groups=False,
             )
             collection, timeout = ProcessGroupCollection.use_mpu_process_groups(), timedelta(seconds=timeout_s)
-            # On CPUs `tp` itself serves, and a single rank has no other to send to.
             is_apart = device.type != "cpu" and layout.tp > 1
             tp_host = open_host_group(collection.tp, timeout) if is_apart else collection.tp
             # parallel_state.py does not apply its timeout to all groups that it opens
@@ -130,17 +125,14 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
         seed_generators(seed, 0, groups)
         yield groups
     finally:
-        # This forgets the groups without closing them: mtrain/core/ranks/init.py closes them with the world.
+        # forgets the groups; init.py closes them with the world
         parallel_state.destroy_model_parallel()
 
 
 def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """Opens a group of the same ranks over gloo, in which their hosts exchange values without NCCL (ADR 53).
+    """Opens a gloo group of the same ranks, in which their hosts exchange values without NCCL (ADR 53).
 
     Collective over the world.
-
-    Args:
-        timeout: Time that ranks wait for each other.
 
     Raises:
         MachineError: The ranks cannot reach each other.
@@ -161,12 +153,11 @@ def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGr
 
 @contextlib.contextmanager
 def connecting_on_first_use() -> Iterator[None]:
-    """Lets NCCL connect a group that is opened inside the block in its first collective, not now.
+    """Lets NCCL connect groups that are opened inside the block in their first collective, not now.
 
-    megatron-core opens some twenty groups, most of which a layout never uses or which have one rank. Where the world
-    is bound to a GPU, torch connects each of them at once: on an H100 every communicator took 0.4 GiB of the GPU, and
-    0.4 s to close. It also handles the ranks outside of a new group by a split of the world's communicator, even where
-    the group is not one of NCCL.
+    megatron-core opens some twenty groups, most of which a layout never uses or which have one rank. If the world is
+    bound to a GPU, torch connects each of them at once: on an H100 every communicator took 0.4 GiB of the GPU, and 0.4
+    s to close. It also splits the world's communicator for ranks outside of a new group, even of a gloo group.
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is open"
@@ -178,21 +169,19 @@ def connecting_on_first_use() -> Iterator[None]:
 
 
 def seed_generators(seed: int, step: int, groups: Groups) -> None:
-    """Sets the random states of dropout, which follow from the run's seed, the step and this rank's place.
+    """Sets the random states of dropout, which follow from the run's seed, the step and this rank's coordinates.
 
-    Ranks of a tensor-parallel group share the state that replicated activations draw from; all others differ, since
-    they hold other layers, other samples or other positions.
+    Ranks of a tensor-parallel group share the state for replicated activations; all others differ.
     """
-    # tp_rank is not in the digest: megatron-core adds it to the seed of the state for activations that TP divides.
+    # without tp_rank, which megatron-core adds to the seed of the state for activations that TP divides
     digest = hashlib.sha256(f"{seed}:{step}:{groups.pp_rank}:{groups.dp_rank}:{groups.cp_rank}".encode()).digest()
     derived = int.from_bytes(digest[:4], "little") >> 1
-    # Only the CPU's generator, as the next call seeds those of the device: torch.manual_seed() records a stack trace
-    # for every kind of device that is not there.
+    # the next call seeds the device; torch.manual_seed() records a stack trace for every missing kind of device
     torch.default_generator.manual_seed(derived)
     tensor_parallel.model_parallel_cuda_manual_seed(derived, force_reset_rng=True)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to the device, in the order of the device's work; returns the tensor itself on a CPU."""
-    # from pageable memory even a non-blocking copy waits
+    """Copies a CPU tensor to the device in the order of the device's work; returns the tensor itself on a CPU."""
+    # a non-blocking copy from pageable memory would wait
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -52,7 +52,7 @@ _places: dict[tuple[str, int], MeetingPlace] = {}
 
 
 def choose_device(wanted: Device, local_rank: int) -> torch.device:
-    """Returns the device of `train.device`; `auto` means this rank's GPU where there is one, else the CPU.
+    """Returns the device of `train.device`; `auto` means this rank's GPU if there is one, else the CPU.
 
     Raises:
         MachineError: A GPU was asked for and there is none, or there are fewer GPUs than ranks.
@@ -65,7 +65,6 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
         case _:
             assert_never(wanted)
     if on_cpu:
-        # cpu.py emulates only where no GPU is seen; megatron-core would allocate on the GPU and meet CPU tensors
         if torch.cuda.is_available():
             raise MachineError(
                 "train.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= (empty) before the "
@@ -100,19 +99,18 @@ def init_distributed(
 ) -> Iterator[torch.device]:
     """Opens torch.distributed, NCCL on GPUs and gloo on CPUs; yields this rank's device.
 
-    Args:
-        purpose: Purpose of the world; ranks that have come for another one are refused.
+    Ranks with another `purpose` are refused.
 
     Raises:
-        MachineError: The device is not there, the other ranks cannot be reached, or ranks of several launches meet.
-        MachineError: Memory ran out inside the `with` block.
-        RankLostError: Inside the `with` block, the connection to another rank broke or the rank did not answer in time.
+        MachineError: The device is missing, the other ranks cannot be reached, ranks of several launches meet, or
+            memory runs out inside the block.
+        RankLostError: Inside the block, the connection to another rank broke or the rank did not answer in time.
     """
     patience.install()
     device = choose_device(wanted_device, environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # torch starts as many threads as there are cores in every process: ranks of one machine would compete for them
+    # torch starts a thread for each core in every process: ranks of one machine would compete for cores
     elif "OMP_NUM_THREADS" not in os.environ and environment.local_world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
     is_over_gloo = device.type == "cpu" and environment.world_size > 1
@@ -123,12 +121,12 @@ def init_distributed(
                 yield device
         finally:
             with patience.counted():
-                if dist.is_initialized():  # vLLM in this process has ended it when it was shut down
-                    dist.destroy_process_group()  # after an error too, so that a second world can open in this process
+                if dist.is_initialized():  # vLLM in this process may have ended it
+                    dist.destroy_process_group()
 
 
 def _open_world(environment: RankEnvironment, device: torch.device, timeout_s: float, purpose: Purpose) -> None:
-    # given the device, torch connects NCCL now, inside the `try`, and not in the first collective
+    # given the device, torch connects NCCL now, inside the `try`
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
     try:
@@ -146,12 +144,12 @@ def _open_world(environment: RankEnvironment, device: torch.device, timeout_s: f
 def joined_distributed(wanted_device: Device, timeout_s: float, purpose: Purpose) -> Iterator[torch.device]:
     """Opens the world like `init_distributed`, or uses the one that the program has opened, which stays open.
 
-    The environment gives what a launcher says. Groups that are opened inside the block are closed with it. In a world
-    of the program's own, this costs one all-gather of digests.
+    Groups that are opened inside the block are closed with it. In a world of the program's own, this costs one
+    all-gather of digests.
 
     Raises:
         ConfigError: torch.distributed was opened with a backend that cannot serve the device.
-            MachineError, RankLostError: See `init_distributed`.
+        MachineError: See `init_distributed`; so is RankLostError.
     """
     if not dist.is_initialized():
         environment = RankEnvironment.from_environ(os.environ)
@@ -171,16 +169,16 @@ def joined_distributed(wanted_device: Device, timeout_s: float, purpose: Purpose
         with naming_lost_ranks(lambda: ""), naming_lack_of_memory():
             _refuse_other_purposes(purpose)
             yield device
-            dist.barrier()  # else the first rank to finish closes connections that another one still reads
+            dist.barrier()  # no rank closes connections that another one still reads
     finally:
         for group in set(dist.distributed_c10d._world.pg_map) - others:
             dist.destroy_process_group(group)
 
 
 def _rendezvous(environment: RankEnvironment, timeout_s: float, purpose: Purpose) -> dict[str, Any]:
-    """Opens a store that a world of this process has for itself, once its ranks are there and belong together."""
+    """Returns the arguments of `init_process_group` with a store for this world, once its ranks have met."""
     rank, size = environment.rank, environment.world_size
-    # a single rank needs no port, which another program might hold
+    # a single rank needs no port
     if size == 1:
         return {"store": HashStore(), "rank": 0, "world_size": 1}
     address = environment.master_addr, environment.master_port
@@ -191,9 +189,9 @@ def _rendezvous(environment: RankEnvironment, timeout_s: float, purpose: Purpose
 
 
 def _refuse_other_purposes(purpose: Purpose) -> None:
-    """Raises unless all ranks of a world that a program has opened, and which thus share a launch, have one purpose."""
+    """Raises unless all ranks of a world that a program has opened have one purpose."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    # nothing of the launcher is compared
+    # without the launcher, which the program has checked
     own = Member.of(RankEnvironment(rank, size, 0, 1, "", 0), purpose, {})
     digests: list[Any] = [None] * size
     dist.all_gather_object(digests, (own.digest, own.folders))
@@ -214,7 +212,7 @@ def naming_lost_ranks(missing: Callable[[], str]) -> Iterator[None]:
     """Replaces torch's error about a rank that is gone, or does not answer in time, by one message.
 
     Args:
-        missing: Called once that has happened; returns the names of the missing ranks, empty where they are unknown.
+        missing: Returns the names of the missing ranks, empty if they are unknown; called after the error.
 
     Raises:
         RankLostError: The connection to another rank broke inside the block, or the rank did not answer in time.
@@ -222,12 +220,12 @@ def naming_lost_ranks(missing: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's DistError is one, and gloo raises plain ones
-        # The texts are the only sign: gloo and NCCL raise RuntimeError for a lost peer and for a wrong argument alike.
+        # gloo and NCCL raise RuntimeError for wrong arguments as well, so only the text tells
         is_sign = any(sign in str(error) for sign in _SIGNS_OF_A_LOST_RANK)
         if not is_sign and not isinstance(error, _ERRORS_OF_THE_STORE):
             raise
-        line = str(error).splitlines()[0].partition(" This is typically")[0]  # gloo's advice is not for our users
-        reason, names = re.sub(r"^\[/[^\]]*\] ", "", line), missing()  # nor is the line of its source
+        line = str(error).splitlines()[0].partition(" This is typically")[0]  # without gloo's advice
+        reason, names = re.sub(r"^\[/[^\]]*\] ", "", line), missing()  # without the line of its source
         message = f"rank {dist.get_rank()} lost the connection to another rank"
         raise RankLostError(f"{message}; {names} ({reason})" if names else f"{message}: {reason}") from error
 
@@ -255,9 +253,9 @@ def naming_lack_of_memory() -> Iterator[None]:
 def on_first_rank(action: Callable[[], Result]) -> Result:
     """Runs `action` on rank 0; its result, or the MtrainError it raised, reaches every rank.
 
-    Costs one broadcast of a small object from rank 0.
+    One broadcast of a small object. Any other exception is a defect: it ends rank 0, and the others report the lost
+    rank.
     """
-    # Any other exception than an MtrainError is a defect: it ends rank 0, and the others report the lost rank.
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -276,16 +274,15 @@ def with_the_slowest(action: Callable[[], Result]) -> Result:
     """Runs `action` on every rank; ranks that finish early wait for the others, however long that takes.
 
     For work that one rank may do for all, such as tokenizing: a collective would give up after
-    train.process_group_timeout_s. This is no collective: ranks count themselves in the store where they met. A rank
-    that dies meanwhile ends the run through its launcher only.
+    train.process_group_timeout_s, but here ranks count themselves in the store where they met. A rank that dies
+    meanwhile ends the run through its launcher only.
     """
     store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
     try:
         return action()
     finally:
-        # also after an error: the others must not wait for a rank that will never come
-        turn = store.add(_ARRIVED, 1)
-        # no rank can begin the next round before the last one of this round is here, so one counter serves all rounds
+        turn = store.add(_ARRIVED, 1)  # also after an error
+        # one counter serves all rounds: none begins before the last rank of the round before has come
         all_of_round = -(-turn // size) * size
         while store.add(_ARRIVED, 0) < all_of_round:
             time.sleep(_ARRIVAL_POLL_S)
@@ -295,14 +292,13 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     """Says whether the flag is true on any rank. One all-reduce of one number over the world; the host waits for it."""
     flags = torch.tensor([flag], dtype=torch.int32, device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
-    # all ranks read the same number, so all take the same branch after this call
     return bool(flags.item())
 
 
 def on_all_ranks(action: Callable[[], Result]) -> Result:
     """Runs `action` on every rank; an MtrainError of any rank is raised on all of them, the lowest rank's if several.
 
-    Costs one all-gather of small objects.
+    One all-gather of small objects, which is a barrier as well.
     """
     result, fault = None, None
     try:
@@ -310,9 +306,7 @@ def on_all_ranks(action: Callable[[], Result]) -> Result:
     except MtrainError as error:
         fault = error
     faults: list[MtrainError | None] = [None] * dist.get_world_size()
-    # A barrier as well: no rank goes on before every rank has run the action, and none is left waiting by a failure.
     dist.all_gather_object(faults, fault)
-    # The list is in the order of ranks, so every rank raises the same error.
     first = next((error for error in faults if error is not None), None)
     if first is not None:
         first.on_every_rank = True

@@ -41,16 +41,14 @@ _MOST_NAMED = 8
 class MeetingPlace:
     """The store at one address, as this process uses it; kept to the end of the process.
 
-    A second world that opened the same port again could reach the store of the first one, which rank 0 is about to
-    close.
+    If it were opened again, a second world could reach the first one's store, which rank 0 is about to close.
     """
 
     def __init__(self, environment: RankEnvironment, timeout_s: float, environ: Mapping[str, str]) -> None:
         """Opens the store, or connects to it.
 
         Args:
-            timeout_s: Seconds that the others may take to be there.
-            environ: Environment that tells whether torchrun's agent keeps the store.
+            timeout_s: Seconds that the others may take to come.
 
         Raises:
             MachineError: Nothing answers there, or another program does.
@@ -76,8 +74,8 @@ class MeetingPlace:
         """Waits for all ranks of this launch; returns a store for these ranks alone.
 
         Raises:
-            MachineError: Ranks that do not belong together have met here, or not all have come in time; the others
-                that wait end with the same message.
+            MachineError: Ranks that do not belong together have met, or not all have come in time; all that wait raise
+                it.
         """
         clock = AwakeClock(_LONGEST_GAP_S)
         number = max(self._next_round, self._latest())
@@ -121,10 +119,10 @@ class _Round:
         self._at.add(_CAME, 1)
 
     def joined(self, is_of_agent: bool) -> bool:
-        """Joins the round; returns False where the round is one of an earlier start of this launch.
+        """Joins the round; returns False if the round belongs to an earlier start of this launch.
 
         Args:
-            is_of_agent: Whether the store outlives its ranks, as torchrun's agent keeps it.
+            is_of_agent: Whether torchrun's agent keeps the store, which then outlives its ranks.
 
         Raises:
             MachineError: This rank and another one do not belong together.
@@ -274,7 +272,7 @@ def _opened(environment: RankEnvironment, keeps_store: bool, timeout_s: float) -
         except BaseException as error:
             found.append(error)
 
-    # torch's own timeout does not end the wait for the first answer of a program that accepts connections and is silent
+    # torch's timeout does not end the wait for a program that accepts connections and is silent
     thread = threading.Thread(target=connect, name="connect", daemon=True)
     thread.start()
     thread.join(timeout_s + _ASK_S)

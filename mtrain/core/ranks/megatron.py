@@ -1,4 +1,4 @@
-"""What differs between the versions of megatron-core that this program runs on, chosen by what is there."""
+"""Differences between the versions of megatron-core that this program runs on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gradients_of_norm(part: Any) -> list[Tensor]:
 
 def feed_forward_spec(submodules: Any) -> Any:
     """Builds the spec of megatron-core's MLP in a layer, from its MLPSubmodules."""
-    # not above: what stands in for triton and CUDA is installed before the first import of megatron-core
+    # not above: replacements of triton and CUDA are installed before the first import of megatron-core
     from megatron.core.transformer import ModuleSpec
     from megatron.core.transformer.mlp import MLP
 

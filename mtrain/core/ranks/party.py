@@ -1,7 +1,7 @@
 """The identity of a rank among those that meet, and whether two of them belong to one world.
 
-A world has one run folder, one configuration, one program and one launch. What a launcher says of itself is compared
-if it says something; ranks started by hand have no launch to compare.
+A world has one run folder, one configuration, one program and one launch. Launches are compared if launchers name them;
+ranks started by hand have none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mtrain.config import Config
 from mtrain.config.changes import flat_keys
 
 _LAUNCHERS = ("MTRAIN_LAUNCH", "TORCHELASTIC_RUN_ID")
-"""Variables that name a launch which has started all ranks of its world: a rank without the name is not of it."""
+"""Variables that name a launch of all ranks of a world."""
 _JOB, _STEP, _JOB_RESTART = "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"
 _RESTART = "TORCHELASTIC_RESTART_COUNT"
 _WORLD_SIZE, _WORK, _FOLDER = "world size", "work", "run folder"
@@ -34,10 +34,10 @@ _LONGEST_VALUE = 120
 
 
 class Purpose(NamedTuple):
-    """The purpose for which a process opens a world; the same on every rank."""
+    """Purpose for which a process opens a world; the same on every rank."""
 
     work: str
-    """Verb of the command line, or a name in its place."""
+    """Verb of the command line, or another name."""
     folder: Path
     """Folder that the work is done on, such as the run folder."""
     agreed: Mapping[str, str]
@@ -50,12 +50,11 @@ def purpose_of(
     """Returns the purpose of work that a configuration describes.
 
     Args:
-        work: Verb of the command line, or a name in its place.
-        config: Configuration, resolved, as this rank has read it.
+        work: Verb of the command line, or another name.
         folder: Folder that the work is done on; None: the run folder.
         more: Name -> text of further values that the ranks must agree on.
     """
-    # the text of run.dir may differ where each rank starts in its own working directory
+    # run.dir may differ, as each rank may start in its own working directory
     keys = {name: json.dumps(value) for name, value in flat_keys(config).items() if name != _FOLDER_KEY}
     return Purpose(work, Path(config.run.dir) if folder is None else folder, {**keys, **more})
 
@@ -80,7 +79,7 @@ class Member:
     process: str
     """Number and machine of the process, for people."""
     agent: str
-    """Name of the torchrun agent that has started it; empty where none has."""
+    """Name of the torchrun agent that started it, else empty."""
     group: str
     """Number of that agent."""
     launch: Mapping[str, str]
@@ -136,16 +135,16 @@ class Member:
         return f"rank {self.rank} ({self.process})"
 
     def follows(self, other: Member) -> bool:
-        """Says whether a torchrun agent has started this process after it had ended the other."""
+        """Says whether a torchrun agent started this process after it had ended the other."""
         return bool(self.agent) and self.agent == other.agent and self.restart > other.restart
 
     def replaces(self, other: Member) -> bool:
-        """Says the same where the agent does not count the start, as another node's ranks failed, not its own."""
+        """Says the same of a start that the agent does not count, because another node's ranks failed."""
         is_sibling = bool(self.agent) and (self.agent, self.restart) == (other.agent, other.restart)
         return is_sibling and self.rank == other.rank and self.process != other.process
 
     def shares_launch(self, other: Member) -> bool:
-        """Says whether one launcher is known to have started both, so that people see one log of both."""
+        """Says whether one launcher is known to have started both, so that their logs are one."""
         return bool(self.launch) and self.launch == other.launch
 
 
@@ -163,7 +162,7 @@ def differences(first: Member, second: Member, elastic: bool = False) -> list[Di
         found += [Difference(name, first.launch.get(name), second.launch.get(name)) for name in (_JOB, _JOB_RESTART)]
         if _STEP in first.launch and _STEP in second.launch:
             found.append(Difference(_STEP, first.launch[_STEP], second.launch[_STEP]))
-    # agents of several nodes count separately: one whose ranks were well does not count that it restarts them
+    # agents of several nodes count separately, and only restarts after failures of their own ranks
     if not elastic and first.group == second.group:
         found.append(Difference(_RESTART, first.launch.get(_RESTART), second.launch.get(_RESTART)))
     names = [*first.agreed, *(name for name in second.agreed if name not in first.agreed)]
@@ -172,8 +171,7 @@ def differences(first: Member, second: Member, elastic: bool = False) -> list[Di
 
 
 def explained(one: Member, other: Member) -> str:
-    """Says what is wrong with two ranks that meet and differ, or are the same rank, and what to change; for people."""
-    # in one order, whichever rank came first
+    """Says what is wrong with two ranks that differ, or are the same rank, and what to change."""
     first, second = sorted((one, other), key=lambda each: each.rank)
     found = differences(first, second)
     if not found:
@@ -188,7 +186,7 @@ _RANK = "rank"
 
 
 def _advice(names: Sequence[str]) -> str:
-    """Says what to change, by the first of the names that shows where two ranks come from."""
+    """Says what to change, by the most telling of the names."""
     if _STEP in names and _JOB not in names:
         return "unset MASTER_PORT, so that each step of a job takes a port of its own, or set another one for each step"
     if {_FOLDER, _WORK, _JOB, *_LAUNCHERS} & set(names):
@@ -205,7 +203,7 @@ def _advice(names: Sequence[str]) -> str:
 
 
 def _launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables by which launchers name a launch and its restarts, where they are set."""
+    """Returns the variables that are set by which launchers name a launch and its restarts."""
     found = {name: environ[name] for name in (*_LAUNCHERS, _RESTART, _JOB, _STEP) if environ.get(name)}
     if _JOB in found:
         found[_JOB_RESTART] = environ.get(_JOB_RESTART) or "0"  # Slurm sets none before the first one

@@ -1,12 +1,12 @@
-"""Waits for other ranks: how long they may take, counted in time in which ranks run, and how long they took.
+"""Waits for other ranks: how long they may take, not counting suspensions, and how long they took.
 
 gloo measures its timeouts by a clock that goes on while a job is suspended: after a suspension longer than the timeout
 every open wait would fail at once. So gloo's own timeouts are set too high to be reached, and a thread, which stops
 with its process, counts how long each wait has lasted. If one takes too long, the thread shuts down the connections of
 all groups, which ends all waits here and those of the other ranks, as gloo's timeout does.
 
-Every collective and every message of torch.distributed ends in `Work.wait`, of which each rank has one. On CPUs the
-host waits there; on GPUs the stream does, and the host only where it reads a number.
+Every collective and every message of torch.distributed ends in `Work.wait`. On CPUs the host waits there; on GPUs the
+stream does, and the host only when it reads a number.
 """
 
 from __future__ import annotations
@@ -37,13 +37,9 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Patience:
-    """The limit on this process's waits for other ranks; a thread counts them inside the `with` block of `limited`."""
+    """Limit on this process's waits for other ranks; a thread counts them inside the block of `limited`."""
 
     def __init__(self, limit_s: float) -> None:
-        """
-        Args:
-            limit_s: Most seconds that a wait may take.
-        """
         shortest, longest = _POLL_S
         self._limit_s, self._poll_s = limit_s, min(max(limit_s / _POLLS_PER_LIMIT, shortest), longest)
         self._sockets: dict[int, str] = {}
@@ -52,10 +48,10 @@ class Patience:
         self._is_over, self.ended = False, threading.Event()
 
     def take(self, sockets: dict[int, str], groups: Iterable[dist.ProcessGroup]) -> None:
-        """Makes these groups wait by this clock from now on, and no longer by gloo's.
+        """Makes groups wait by this clock instead of gloo's.
 
         Args:
-            sockets: Descriptor -> name of the connections that the groups have opened; empty: nothing changes.
+            sockets: Descriptor -> name of the connections that the groups have opened; if empty, nothing changes.
         """
         connected = {descriptor: name for descriptor, name in sockets.items() if _is_connected(descriptor)}
         if connected:
@@ -63,17 +59,14 @@ class Patience:
             set_timeouts(groups, _NEVER)
 
     def wait(self, plain: Callable[..., Any], work: Any, *arguments: Any, **options: Any) -> Any:
-        """Waits for a collective or a message.
-
-        Args:
-            plain: The method of torch that waits.
+        """Waits for a collective or a message by `plain`, the method of torch.
 
         Raises:
             RuntimeError: The wait took longer than the limit, or the connection broke.
         """
         try:
             with self.counted():
-                # messages keep the timeout that their group was opened with, unless each wait is given its own
+                # a message would keep the timeout that its group was opened with
                 return plain(work, *arguments, **options) if arguments or options else plain(work, _NEVER)
         except RuntimeError as error:
             if not self._is_over:
@@ -102,7 +95,7 @@ class Patience:
                 return
 
     def _shut_down(self) -> None:
-        """Ends the connections of all groups, and with them whatever still waits for another rank."""
+        """Shuts down the connections of all groups, which ends all waits for other ranks."""
         there = _sockets()
         for descriptor, name in self._sockets.items():
             if there.get(descriptor) == name:
@@ -114,17 +107,13 @@ _current: list[Patience] = []
 
 
 def current() -> Patience | None:
-    """Returns the limit of the world that this process has opened; None where its groups wait by their own clocks."""
+    """Returns the limit of the world that this process has opened; None if its groups wait by their own clocks."""
     return _current[-1] if _current else None
 
 
 @contextlib.contextmanager
 def limited(limit_s: float) -> Iterator[None]:
-    """Limits every wait for groups of `opening` inside the block.
-
-    Args:
-        limit_s: Most seconds of a wait, not counting those in which this process was suspended.
-    """
+    """Limits every wait for groups of `opening` inside the block, in seconds without suspensions."""
     own = Patience(limit_s)
     thread = threading.Thread(target=own.count, name="patience", daemon=True)
     thread.start()
@@ -151,7 +140,7 @@ def opening() -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Counts what this thread does inside the block as a wait; closing groups waits for what is open in them."""
+    """Counts what this thread does inside the block as a wait, such as closing groups."""
     own = current()
     with contextlib.nullcontext() if own is None else own.counted():
         yield
@@ -159,14 +148,14 @@ def counted() -> Iterator[None]:
 
 def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
     """Sets the timeout of collectives of these groups, by the clock of their backend."""
-    # public since torch 2.15, which warns of the name before it
+    # public since torch 2.15, which warns about the old name
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
         set_timeout(timeout, group)
 
 
 def _sockets() -> dict[int, str]:
-    """Returns descriptor -> a name that no other socket has had, of all sockets that this process has open."""
+    """Returns descriptor -> unique name of all sockets that this process has open."""
     found = {}
     with contextlib.suppress(OSError):
         for link in _DESCRIPTORS.iterdir():
@@ -195,7 +184,7 @@ def waited_s() -> float:
 
 @contextlib.contextmanager
 def for_device(device: torch.device) -> Iterator[None]:
-    """Records a wait inside the block: the host waits for a GPU, and so for its stream's ranks; on CPUs it works."""
+    """Records a wait inside the block on a GPU, whose stream waits for other ranks."""
     began = time.perf_counter()
     yield
     if device.type != "cpu":
@@ -203,7 +192,7 @@ def for_device(device: torch.device) -> Iterator[None]:
 
 
 def install() -> None:
-    """Records waits from now on; calling it again changes nothing. Costs a microsecond or two each."""
+    """Records waits from now on, at a microsecond or two each. Idempotent."""
     works: Any = Work
     works.wait = _noted
 
@@ -218,7 +207,7 @@ def _noted(self: Work, *arguments: Any, **options: Any) -> Any:
         result = _plain_wait(self, *arguments, **options)
     else:
         result = limit.wait(_plain_wait, self, *arguments, **options)
-    # not after an error: a wait that timed out is no progress, and shows where the rank is stuck
+    # not after an error: the open wait shows where the rank is stuck
     _waited_s[0] += time.perf_counter() - began
     if own is not None:
         own.end_wait(kind)

@@ -1,7 +1,4 @@
-"""The states of every rank's random number generators, as tensors of a checkpoint.
-
-Only dropout draws from them: data order and initial weights are pure functions of the seed.
-"""
+"""The states of every rank's random number generators, as tensors of a checkpoint. Only dropout draws from them."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ def random_states(groups: Groups) -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if groups.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
-    # The tracker's states are not the generators': megatron-core swaps one in inside `fork()` and back out afterwards.
+    # megatron-core swaps one of the tracker's states in inside `fork()` and back out afterwards
     states |= {f"tracker.{name}": state for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
-    # Cloned, since a save writes them in a thread while training goes on drawing.
+    # cloned, since a save writes them in a thread while training goes on
     return {name: state.cpu().clone() for name, state in states.items()}
 
 
@@ -44,7 +41,7 @@ def sharded(states: Mapping[str, Tensor], groups: Groups) -> list[ShardedTensor]
     """Returns each state as this rank's row of a global tensor [world_size, length]."""
     world_size = groups.layout.world_size
     return [
-        # replica_id 0 everywhere: no two ranks count as copies, though those of a TP group share some states.
+        # replica_id 0 everywhere: no two ranks count as copies
         ShardedTensor.from_rank_offsets(
             f"{PREFIX}{name}", state, (0, groups.rank, world_size), replica_id=0, prepend_axis_num=1
         )

@@ -1,4 +1,4 @@
-"""Search for nan and inf in a state that is about to be saved or was loaded: such a state is no checkpoint."""
+"""Search for nan and inf in a state that is about to be saved or was loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NonFinite(NamedTuple):
 
 @torch.no_grad()
 def non_finite(shards: Sequence[Shard]) -> NonFinite | None:
-    """Finds the first number that is nan or inf; None where all are finite.
+    """Finds the first number that is nan or inf; None if all are finite.
 
     Each shard is read once, on its device; integers are left out. The host reads one vector of flags from each device.
     """
@@ -33,7 +33,7 @@ def non_finite(shards: Sequence[Shard]) -> NonFinite | None:
     floats = [shard for shard in shards if shard.data.is_floating_point() and shard.data.numel() > 0]
     if not floats:
         return None
-    # the smallest and the largest carry every nan and inf, and need no mask as large as the shard
+    # minimum and maximum show every nan and inf, without a mask as large as the shard
     extremes = [torch.stack(torch.aminmax(shard.data.detach())) for shard in floats]
     flags = _read([pair.isfinite().all() for pair in extremes])
     bad = [shard for shard, is_finite in zip(floats, flags, strict=True) if not is_finite]
@@ -52,11 +52,7 @@ def _read(flags: Sequence[Tensor]) -> list[bool]:
 
 
 def described(everyone: Sequence[NonFinite | None]) -> str | None:
-    """Describes what the ranks have found in one line; None where all numbers are finite.
-
-    Args:
-        everyone: NonFinite of each rank, in order; None for a rank without one.
-    """
+    """Describes what the ranks, in order, have found; None if all numbers are finite."""
     found = {rank: finding for rank, finding in enumerate(everyone) if finding is not None}
     if not found:
         return None
@@ -72,8 +68,7 @@ def described(everyone: Sequence[NonFinite | None]) -> str | None:
 
 
 def _place(shard: Shard) -> str:
-    """Describes the first non-finite number, such as `decoder.final_layernorm.weight[3] is nan`, by its global
-    index."""
+    """Describes the first non-finite number by its global index: `decoder.final_layernorm.weight[3] is nan`."""
     # only for the message: this takes a mask as large as the shard
     values: Tensor = shard.data.detach().view(shard.at.shape)
     index = (~values.isfinite()).nonzero()[0].tolist()

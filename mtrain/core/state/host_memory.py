@@ -20,15 +20,10 @@ _PIECES_AT_ONCE = 32
 
 
 class HostBlocks:
-    """Memory of the host, block by block: pinned where a GPU copies; plain once the driver has refused to pin, which
-    gives one warning."""
+    """Memory of the host, block by block: pinned if wanted; plain, after one warning, once the driver refuses to
+    pin."""
 
     def __init__(self, is_pinned: bool, purpose: str) -> None:
-        """
-        Args:
-            is_pinned: Whether pinned memory is wanted.
-            purpose: Purpose of the memory, for the warning.
-        """
         self._is_pinned, self._purpose = is_pinned, purpose
 
     def block(self, size_bytes: int) -> Tensor:
@@ -41,10 +36,10 @@ class HostBlocks:
 
 
 class HostMemory:
-    """Pieces of one size that are used again and again; pinned where a GPU copies.
+    """Pieces of one size that are used again and again; pinned if a GPU copies.
 
-    Pieces have one size because needs change from step to step with the tokens that experts get: blocks cut to their
-    content would fit nothing else. The memory grows when there are too few pieces, and never shrinks.
+    Pieces have one size because needs change from step to step with the tokens that experts get. The memory grows when
+    there are too few pieces, and never shrinks.
     """
 
     def __init__(self, is_pinned: bool) -> None:
@@ -76,7 +71,7 @@ class HostMemory:
 
 
 class CopyStream:
-    """Copies in the order of the requests, in parallel with the device's computation; on a CPU done at once."""
+    """Copies in the order of the requests, in parallel with the device's computation; at once on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
@@ -104,11 +99,7 @@ class CopyStream:
 
 
 def copy_to_host(values: Tensor, pieces: list[Tensor]) -> None:
-    """Copies to the host, without waiting where the pieces are pinned.
-
-    Args:
-        values: Contiguous tensor of one axis.
-    """
+    """Copies a contiguous tensor of one axis to the host, without waiting if the pieces are pinned."""
     for part, piece in _parts(values, pieces):
         piece.copy_(part, non_blocking=True)
 
