@@ -1,8 +1,8 @@
 """Transformer layers compiled by torch.compile, each separately.
 
-Everything that depends on the layout stays outside of the graphs and runs uncompiled: collectives, the schedules,
-recomputation, the dispatch of tokens to experts, cutting rows into documents. So a layer without any of these is one
-graph, and others have graphs between them. Layers of a kind share their graphs.
+Everything that depends on the layout stays outside of the graphs: collectives, the schedules, recomputation, the
+dispatch of tokens to experts, cutting rows into documents. A layer without any of these is one graph. Layers of a kind
+share their graphs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _GRAPHS_OF_A_FUNCTION = 64
 def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) -> None:
     """Makes the layers of a rank's chunks compile in their first forward pass, as `train.compile` says.
 
-    All ranks compile or none: compiled and plain sums round differently, and ranks of TP hold copies of activations
-    that have to stay the same bits. If a rank has no working compiler, a note says so and nothing is compiled. A part
-    that later turns out not to be compilable runs uncompiled, with one note. Collective over the world.
+    All ranks compile or none, as compiled sums round differently and ranks of TP hold copies that have to stay the same
+    bits. If a rank has no working compiler, a note says so and nothing is compiled. A part that turns out not to be
+    compilable runs uncompiled, with one note. Collective over the world.
     """
     match config.train.compile:
         case "none":
@@ -81,7 +81,7 @@ def as_written() -> contextlib.AbstractContextManager[object]:
 def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list[tuple[nn.Module, str]]:
     """Lists methods inside a layer that run uncompiled."""
     layout, attention, feed_forward = groups.layout, layer.self_attention, layer.mlp
-    # checkpointed parts run a second time in backward, outside of the graphs: they must run the same way both times
+    # checkpointed parts run again in backward, outside of the graphs: they must run the same way both times
     kept: list[tuple[nn.Module, str]] = []
     if isinstance(attention, SelfAttention):
         kept.append((attention, "_checkpointed_attention_forward"))
@@ -140,8 +140,7 @@ def _settle(groups: Groups) -> None:
     dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS_OF_A_FUNCTION)
     # megatron-core warns in the middle of a layer, which would end a graph
     dynamo.ignore_logging_functions.add(warnings.warn)
-    # A part that cannot be compiled runs uncompiled, and torch knows so before any of it has run; for backward,
-    # too, if that is compiled along with forward.
+    # a part that cannot be compiled runs uncompiled; torch knows so before any of it has run
     dynamo.suppress_errors = functorch.force_non_lazy_backward_lowering = True
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_NoteInPlaceOfTracebacks(groups))
 

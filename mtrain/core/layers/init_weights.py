@@ -1,8 +1,7 @@
 """Initial weights that do not depend on the layout.
 
 Every weight is drawn by its global name and position: each block of rows of the global tensor has its own generator,
-seeded by (seed, name, block). A rank draws the blocks that its shard touches and cuts its part out, so TP, PP, VPP and
-vocabulary padding all start from the same model.
+seeded by (seed, name, block). A rank draws the blocks that its shard touches and cuts its part out.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.layers.sharded_parameters import sharded_parameters, shards
 from mtrain.core.ranks.groups import Groups
 
-# This defines the initial weights: another size draws another model from the same seed. A rank draws at most two
-# blocks of which it needs only a part, whatever the size of the tensor.
+# defines the initial weights: another size draws another model from the same seed
 _ROWS_PER_BLOCK = 256
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = (_EMBEDDING, "output_layer.weight")
@@ -41,8 +39,7 @@ def sharded_tensors(
     """Yields this rank's parameters and buffers with their global name, shape and offset, fused ones split into parts.
 
     Args:
-        value_of: Returns the `data` of a parameter's shard: a tensor of the same shape, such as its gradient; None
-            leaves the parameter out.
+        value_of: Returns a tensor of the parameter's shape, such as its gradient; None leaves the parameter out.
     """
     for place in sharded_parameters([module], groups):
         values = value_of(place.data)
@@ -52,16 +49,15 @@ def sharded_tensors(
 
 @torch.no_grad()
 def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_follow: bool = False) -> None:
-    """Fills matrices from a normal distribution, and what `Modules.first_values` names as transformers does; norms
-    (ones) and biases (zeros) stay as built.
+    """Fills matrices from a normal distribution, and parameters in `Modules.first_values` as transformers does.
 
-    Standard deviation: model.init_std; projections back into the residual stream: see the key.
-    Rows of the padded vocabulary are zero. Of an adapter one matrix is drawn with the variance of PEFT's and the other
-    stays zero, so that a model begins as its frozen part.
+    Norms (ones) and biases (zeros) stay as built. The standard deviation is model.init_std, with exceptions for
+    projections back into the residual stream (see the key). Rows of the padded vocabulary are zero. One matrix of an
+    adapter is drawn with PEFT's variance and the other stays zero.
 
     Args:
-        others_follow: Whether to draw only what files of weights may lack: heads and adapters. All else is nan until it
-            is loaded or drawn, so that forgotten values do not pass for weights.
+        others_follow: Whether to draw only heads and adapters, which files of weights may lack. All else is nan until
+            it is loaded, so that forgotten values do not pass for weights.
     """
     num_threads = cores_of_rank(os.environ)
     for shard in sharded_tensors(module, groups):
@@ -73,13 +69,12 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
         if deviation == 0 or (len(shape) < 2 and transformed is None):
             continue
         if name == "output_layer.weight" and config.model.output.is_tied:
-            # The last stage's copy of a tied table is drawn like the first stage's, so both start equal without a
-            # broadcast.
+            # the last stage's copy of a tied table starts like the first stage's without a broadcast
             name = _EMBEDDING
         if others_follow and not _may_lack(name, config.model):
             shard.data.fill_(math.nan)
         else:
-            # on the host, in the parameter's dtype: a GPU gets one copy of the whole shard
+            # on the host: a GPU gets one copy of the whole shard
             host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
             draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
             if transformed is not None:
@@ -88,7 +83,7 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
             if host is not shard.data:
                 shard.data.copy_(host)
         if name in _VOCABULARY:
-            # tp decides how many rows are padding: zeros, so that layouts do not differ
+            # tp decides how many rows are padding
             shard.data[max(0, config.model.vocab_size - offset[0]) :] = 0.0
 
 

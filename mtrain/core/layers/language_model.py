@@ -1,7 +1,7 @@
 """One stage of a language model: embedding, transformer block, depths of multi-token prediction, output.
 
 megatron-core's parts in a shell of our own. Its own shell, GPTModel, is deprecated from 0.19 on, derives positions from
-lengths, and computes losses as means; names of parameters and places in checkpoints are the same here.
+lengths, and computes losses as means; names of parameters and checkpoints are the same here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mtrain.core.ranks.groups import Groups
 
 
 class LanguageModel(LanguageModule):
-    """One stage of a language model; it computes neither logits nor losses, which happens outside.
+    """One stage of a language model; it computes neither logits nor losses.
 
     megatron-core's schedules and reductions of gradients read `model_type`, `pre_process`, `post_process`, `vp_stage`,
     `mtp_process`, `share_embeddings_and_output_weights` and `shared_embedding_or_output_weight`.
@@ -80,10 +80,9 @@ class LanguageModel(LanguageModule):
         self.share_embeddings_and_output_weights = model.output.is_tied
         rows = padded_vocab_size(model, layout.tp)
         if self.pre_process or self.mtp_process:
-            # it wants the length for learned positions, which no model here has
             self.embedding = LanguageModelEmbedding(config, rows, 0, "rope", tp_group=groups.collection.tp)
         self._scales_embeddings = model.scale_embeddings
-        # that of activations: parameters of a frozen base may be narrow
+        # the dtype of activations: parameters of a frozen base may be narrow
         self.rotary = _rotary(model, torch.promote_types(config.pipeline_dtype, torch.float32))
         layers = layout.layers(model.num_layers, groups.pp_rank, vp_stage or 0)
         self.decoder = TransformerBlock(
@@ -106,7 +105,7 @@ class LanguageModel(LanguageModule):
             if isinstance(module, RotatingAttention | FullWidthNormAttention):
                 module.rotation_factor, module.rotary_size = rotation_factor(model), model.rotary_size
         for module in self.modules():
-            # TransformerEngine's; no recipe of quantization by layer comes as far as here
+            # TransformerEngine's
             if hasattr(module, "finish_init"):
                 module.finish_init(None)
 
@@ -140,7 +139,7 @@ class LanguageModel(LanguageModule):
         Args:
             input_ids: [batch, seq_local] int64.
             position_ids: [batch, seq_local] int64.
-            document_starts: [batch, seq] int32 on the CPU, full rows; None where each row is one document.
+            document_starts: [batch, seq] int32 on the CPU, full rows; None if each row is one document.
             sequence_ids: [batch, seq_local] int64: the sequence of each position in the microbatch, negative where
                 there is no text; None where there is no router.
             ahead: Tokens and labels ahead, by depth; empty where only the next token is predicted.
@@ -148,11 +147,11 @@ class LanguageModel(LanguageModule):
                 always choose: inference engines report the layers of the model alone.
 
         Returns:
-            Last stage: logits, not yet computed, of all depths where `ahead` is given. Other stages: hidden states.
+            Last stage: logits, not yet computed, of all depths in `ahead`. Other stages: hidden states.
         """
-        # where all rows have the same positions, one row of angles broadcasts over the batch
+        # without documents all rows have the same positions
         angles = self.rotary(position_ids[:1] if document_starts is None else position_ids)
-        # by name: where activations move to the host, a hook tells the input from what others hold
+        # by name, so that a hook tells the input from tensors that others hold (offload/activations.py)
         hidden_states = self.decoder(
             hidden_states=self._embed(input_ids) if self.pre_process else None,
             attention_mask=document_starts,
@@ -162,11 +161,9 @@ class LanguageModel(LanguageModule):
         if not self.post_process:
             return hidden_states
         ahead = ahead if self.mtp_process and self.looks_ahead else ()
-        # Before the output layer: where parameters arrive during the forward pass, the wait for a table shared with the
-        # embedding happens at the embedding.
+        # before the output layer: with overlap_param_gather the embedding waits for a table that both share
         embedded = [self._embed(each.tokens) for each in ahead]
         main, further = self._logits(hidden_states), []
-        # one after the other: a depth reads the hidden states of the one before
         for number, each in enumerate(ahead):
             own = self._own_part(of_text(sequence_ids, each.is_padding))
             hidden_states = self.mtp.layers[number](embedded[number], hidden_states, document_starts, angles, own)
@@ -182,7 +179,6 @@ class LanguageModel(LanguageModule):
         """Returns the positions of this sequence-parallel rank."""
         if marks is None or not self.config.sequence_parallel:
             return marks
-        # sequence parallelism gives rank r the r-th part of what its CP rank holds
         return marks.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
 
     def _logits(self, hidden_states: Tensor) -> DeferredLogits:
@@ -205,17 +201,17 @@ class LanguageModel(LanguageModule):
         places: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         places.pop(f"{prefix}output_layer._extra_state", None)  # empty, and no checkpoint has it
         if self.mtp_process and not self.pre_process:
-            # a copy of the first stage's, which is the one that is saved
+            # a copy of the first stage's, which is saved
             table = places[f"{prefix}embedding.word_embeddings.weight"]
             table.replica_id = (1, *table.replica_id[1:])
         if self.post_process and isinstance(self.output_layer, ScoreHead):
-            # megatron-core marks it as a table that is padded for tp: one of a vocabulary would be read instead
+            # megatron-core marks it as padded for tp, so that the table of a vocabulary could be read instead
             places[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
         return places
 
 
 def of_text(sequence_ids: Tensor | None, is_padding: Tensor | None) -> Tensor | None:
-    """Sets the sequence of positions without text to -1; None where there is no router."""
+    """Sets the sequence of positions without text to -1; None without routers."""
     if sequence_ids is None or is_padding is None:
         return None
     return torch.where(is_padding, -1, sequence_ids)
@@ -237,5 +233,5 @@ def scaled(embedded: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _rounded_root(size: int, dtype: torch.dtype) -> float:
-    # a number, not a tensor: one on a GPU would be copied there in every forward pass, for which the host waits
+    # a number: a tensor would be copied to the GPU in every forward pass, and the host would wait
     return float(torch.tensor(math.sqrt(size), dtype=dtype))

@@ -1,7 +1,7 @@
 """The modules of each part of a layer: the half of `mtrain/arch/features` that needs megatron-core.
 
-Every part has one function, which puts its modules into a draft of the layer. `layer_spec` calls those of the parts
-that a layer has, in the order of LAYER_PARTS, so later parts may change what earlier ones put there.
+Every part has one function, which puts its modules into a draft of the layer. `layer_spec` calls them in the order of
+LAYER_PARTS, so later parts may change what earlier ones put there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LayerDraft:
     """Beginning of a name inside the layer -> its replacement in checkpoints."""
 
     def spec(self) -> ModuleSpec:
-        """Returns the spec of the layer, once it has all its parts; megatron-core passes a sublayer that it has not."""
+        """Returns the spec of the layer; megatron-core skips a missing sublayer."""
         sublayers: dict[str, Any] = {}
         if self.attention is not None:
             sublayers |= {"self_attention": self.attention, "self_attn_bda": get_bias_dropout_add}
@@ -212,7 +212,7 @@ class Modules(NamedTuple):
     fields: Callable[[ModelSection], dict[str, Any]] = _no_fields
     """Fields of TransformerConfig for a model in which some layer has the part."""
     first_values: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
-    """End of a parameter's name -> what turns numbers uniform between 0 and 1 into its initial values."""
+    """End of a parameter's name -> function that turns numbers uniform between 0 and 1 into its initial values."""
 
 
 _ATTENTION_NORM_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -277,11 +277,10 @@ def transformer_fields(model: ModelSection) -> dict[str, Any]:
 
 
 def softmax_scale(model: ModelSection) -> float:
-    """Returns query_scalar ** -0.5, or 1/sqrt(head_dim) where that is unset, times yarn's attention factor squared
-    where all of every head rotates.
+    """Returns query_scalar ** -0.5, or 1/sqrt(head_dim) if that is unset, times yarn's attention factor squared if
+    whole heads rotate.
 
-    yarn multiplies cos and sin, hence the rotated query and the rotated key, by the factor; their product contains it
-    twice.
+    yarn multiplies cos and sin, hence query and key, by the factor; their product contains it twice.
     """
     factor = 1.0 if _rotates_in_part(model) else inverse_frequencies(model.rope, model.rotary_size)[1]
     return factor**2 / _divisor(model)
@@ -299,7 +298,7 @@ def _rotates_in_part(model: ModelSection) -> bool:
 
 
 def windowed_softmax_scale(model: ModelSection) -> float:
-    """Returns the scale of layers with a window: where they rotate by a base of their own, yarn plays no part."""
+    """Returns the scale of layers with a window; yarn plays no part if they rotate by a base of their own."""
     return softmax_scale(model) if model.rope.local_base is None else 1.0 / _divisor(model)
 
 

@@ -1,4 +1,4 @@
-"""Layer specs: the module in each place of megatron-core's transformer."""
+"""Layer specs: the module of each part of megatron-core's transformer."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def global_name(key: str, places: tuple[int, ...]) -> str:
 
     Args:
         key: Checkpoint key: TransformerEngine's names, with layers stacked (no number) or spelled out.
-        places: Indices along the stacked axes: the layer, then the expert; empty where the key is complete.
+        places: Indices along the stacked axes: the layer, then the expert; empty if the key is complete.
     """
     return spelled_name(canonical_name(key), places)
 
 
 def spelled_name(key: str, places: tuple[int, ...]) -> str:
-    """Returns a checkpoint key with layer and expert; see `global_name`, which renames norms as well."""
+    """Returns a checkpoint key with layer and expert; `global_name` renames norms as well."""
     if _STACKED_EXPERTS in key:
         # the expert's axis is the last of the stacked ones; a key with its layer spelled out has no other
         key, places = key.replace(_STACKED_EXPERTS, f"mlp.experts.{places[-1]}."), places[:-1]
@@ -70,9 +70,9 @@ class Choice(NamedTuple):
 
     backend: Backend
     certificate: str = ""
-    """Name of the certificate that decided; empty where none did."""
+    """Name of the certificate that decided, or empty."""
     note: str = ""
-    """What a certificate decided, or why it did not, for the run's output; empty where there is none."""
+    """What a certificate decided, or why none did, for the run's output; may be empty."""
 
 
 def absent(device: torch.device) -> list[str]:
@@ -89,14 +89,13 @@ def unbuildable(config: Sections) -> list[str]:
     """Lists what keeps a run from TransformerEngine's layers, whatever the machine and a certificate say.
 
     TransformerEngine fuses norms into the projections after them, whose inputs an adapter has to read. Under context
-    parallelism it cuts every document for itself, ours are rows that are cut.
+    parallelism it cuts every document; ours are rows that are cut.
     """
     documents = "documents in rows (data.isolate_documents, data.packing) need torch layers"
     is_in_8_bits = config.train.fp8 is not None and config.model.experts is not None
     reasons = {
         f"{documents} under layout.cp={config.layout.cp}": config.data.isolate_documents and config.layout.cp > 1,
         "adapter needs the torch backend": config.adapter is not None,
-        # our experts would multiply in the run's precision
         "model.experts needs model.experts.implementation=te under train.fp8": (
             is_in_8_bits and not config.model.has_transformer_engine_experts
         ),
@@ -109,7 +108,7 @@ def unbuildable(config: Sections) -> list[str]:
 
 
 def uncertified(config: Sections) -> list[str]:
-    """Lists for what a run takes TransformerEngine's layers with a certificate of `mtrain verify backend` alone."""
+    """Lists what keeps a run from TransformerEngine's layers without a certificate of `mtrain verify backend`."""
     beyond = release_beyond_bounds()
     reasons = {
         f"transformer_engine cannot be used ({beyond})": beyond is not None,
@@ -125,9 +124,9 @@ def uncertified(config: Sections) -> list[str]:
 def choose(config: Sections, device: torch.device) -> Choice:
     """Resolves `model.backend` on this rank.
 
-    `auto` means te where it can be built and a certificate of these layers on this machine says that it is right and
-    faster; without a certificate, where it has always been taken. Delta nets, which te has not, are computed by
-    flash-linear-attention where a certificate says the same of it, and nowhere else.
+    `auto` means te if it can be built and a certificate of these layers on this machine says that it is right and
+    faster, or if it needs no certificate. Delta nets, which te lacks, use flash-linear-attention if a certificate says
+    the same of it.
 
     Raises:
         ConfigError: `te`, or what its layers alone can do, was asked for where they cannot run.
@@ -138,7 +137,7 @@ def choose(config: Sections, device: torch.device) -> Choice:
 
 
 def _delta_rule_of(config: Sections, device: torch.device) -> Choice:
-    """Chooses between the delta rules of our layers and of a flash-linear-attention that is there."""
+    """Chooses between the delta rules of our layers and of flash-linear-attention."""
     unmet = flash_linear_attention.unable(config)
     found = Finding(None, "", "") if unmet else finding(config, device, candidate_of(config))
     if found.comparison is None:
@@ -182,7 +181,7 @@ def _modules_of(config: Sections, device: torch.device) -> Choice:
 
 
 def only_by_transformer_engine(config: Sections) -> str:
-    """Names a key that ours cannot follow, with its value; empty where there is none."""
+    """Names a key that our layers cannot follow, with its value; empty without one."""
     if config.train.fp8 is not None:
         return f"train.fp8={config.train.fp8}"
     return "model.experts.implementation=te" if config.model.has_transformer_engine_experts else ""
@@ -206,11 +205,11 @@ def _with_certificate(comparison: Comparison, name: str, taken: Backend, library
 def _without_certificate(
     found: Finding, unmet: list[str], taken: Backend, is_openable: bool, library: str = "TransformerEngine"
 ) -> str:
-    """Says in one line why no certificate decided, and what one could open; nothing where layers are as they would be.
+    """Says in one line why no certificate decided, and what one could open; empty if nothing keeps the run from the
+    library.
 
     Args:
-        unmet: What keeps the run from the library's.
-        taken: Layers that the run takes.
+        unmet: What keeps the run from the library's layers.
         is_openable: Whether a certificate would change that.
     """
     if found.certificate:
@@ -234,11 +233,7 @@ def chosen_backend(config: Sections, device: torch.device) -> Backend:
 
 
 def block_spec(model: ModelSection, backend: Backend, layers: range) -> TransformerBlockSubmodules:
-    """Builds the spec of a stage's transformer block.
-
-    Args:
-        layers: Global numbers, from 0, of the layers that the stage holds.
-    """
+    """Builds the spec of a stage's transformer block; `layers` are global numbers, from 0."""
     match backend:
         case "te":
             layer_specs = [transformer_engine_layer(model, layer) for layer in layers]
@@ -253,7 +248,7 @@ def block_spec(model: ModelSection, backend: Backend, layers: range) -> Transfor
 def transformer_engine_layer(model: ModelSection, layer: int) -> ModuleSpec:
     """Builds the spec of layer `layer`, counted from 0, of TransformerEngine's modules.
 
-    The norm that router and experts read is ours, and that before latent attention; so are router and dispatcher.
+    The norms before router and experts and before latent attention are ours; so are router and dispatcher.
     """
     from mtrain.core.layers.attention.te_attention import (
         DocumentAttention,  # a subclass of TransformerEngine's

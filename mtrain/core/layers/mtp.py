@@ -2,8 +2,8 @@
 
 Depth k joins the hidden states of depth k - 1 (of the model itself for k = 1) with the embedding of the token k ahead:
 both are normalized, their concatenation is projected to the hidden size, and a transformer layer, a final norm and the
-model's own output layer follow. Tokens and labels come with the batch, cut from whole rows, and the losses are terms of
-the objective: megatron-core's own rolling, masking and dividing are not used. Names in checkpoints are megatron-core's.
+model's own output layer follow. Tokens and labels come with the batch, and the losses are terms of the objective:
+megatron-core's rolling, masking and dividing are not used. Names in checkpoints are megatron-core's.
 
 Source: DeepSeek-V3 report (2024), section 2.2.
 """
@@ -90,8 +90,7 @@ class Depth(MegatronModule):
         Args:
             embeddings: [seq_local, batch, hidden] of the token k ahead of each position.
             hidden_states: [seq_local, batch, hidden] of the depth before, under its final norm.
-            attention_mask: Mask that the model's layers get.
-            rotary_pos_emb: Angles that the model's layers get: positions are those of the row, not of the tokens ahead.
+            rotary_pos_emb: Angles of the positions in the row, not of the tokens ahead.
             padding_mask: Sequence of each position for routers, [batch, seq_local of sequence parallelism] int64;
                 negative where no token lies so far ahead.
         """
@@ -111,7 +110,7 @@ class Depth(MegatronModule):
         padding_mask: Tensor | None,
     ) -> Tensor:
         is_divided = self.config.sequence_parallel
-        # as TransformerBlock does: under sp, ranks of TP hold other tokens and draw dropout from states of their own
+        # as TransformerBlock does: under sp, ranks of TP hold other tokens and draw other dropout
         with tensor_parallel.get_cuda_rng_tracker().fork() if is_divided else nullcontext():
             hidden_states, _ = self.transformer_layer(
                 hidden_states=self._joined(embeddings, hidden_states),
@@ -142,7 +141,7 @@ class Depths(MegatronModule):
         vp_stage: int | None,
     ) -> None:
         super().__init__(config=config)
-        # numbered on after the model's own layers; TransformerLayer itself adds the number of those on earlier stages
+        # TransformerLayer itself adds the number of layers on earlier stages
         first = config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
         numbered = enumerate(model.layers_ahead, start=first)
         self.layers = nn.ModuleList(Depth(model, config, backend, groups, (number, vp_stage)) for number, _ in numbered)

@@ -1,7 +1,7 @@
 """The end of a model, its output layer or a head, and logits that are computed on demand.
 
-The last stage passes on hidden states and the table that they are multiplied by. The caller decides which logits are
-computed, and how many at a time: a loss needs those of the tokens that it weighs, generation those of one position.
+The last stage passes on hidden states and the table that multiplies them. The caller decides which logits are computed:
+a loss needs those of the tokens that it weighs, generation those of one position.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Operands(NamedTuple):
     """The factors that the output layer multiplies."""
 
     hidden: Tensor
-    """[seq, batch, hidden], all that this context-parallel rank holds, the same on all tensor-parallel ranks; their
-    gradient is summed over them in backward."""
+    """[seq, batch, hidden], all that this context-parallel rank holds, the same on all tensor-parallel ranks; backward
+    sums their gradient over these."""
     weight: Tensor
     """[vocab_local, hidden]."""
 
@@ -57,7 +57,7 @@ class OutputLayer(ColumnParallelLinear):
             init_method=config.init_method,
             bias=False,
             skip_bias_add=False,
-            gather_output=False,  # else logits would be gathered on every rank of TP: large
+            gather_output=False,
             skip_weight_param_allocation=takes_embeddings,
             tp_group=tp,
         )

@@ -1,4 +1,5 @@
-"""Global names and places of this rank's parameters, which do not depend on the layout, and of what belongs to them."""
+"""Global names and slices of this rank's parameters, which do not depend on the layout, and of tensors of their
+shape."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def checkpoint_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
-    """Returns the places that a checkpoint holds: all, or of a model with adapters only these and what learns whole."""
+    """Returns the places that a checkpoint holds: all, or in a model with adapters those that learn."""
     models = list(modules)
-    # by the model and not by what this stage holds: it may have no adapter
+    # asks the model, as this stage may hold no adapter
     adapts = any(has_adapters(model) for model in models)
     return sharded_parameters(models, groups, lambda key: not adapts or _learns(models, key))
 
@@ -35,52 +36,53 @@ def base_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[S
 
 
 def frozen_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
-    """Returns the places that do not learn where adapters do; all of them in a model without adapters."""
+    """Returns the places that do not learn; all of them in a model without adapters."""
     models = list(modules)
     return sharded_parameters(models, groups, lambda key: not _learns(models, key))
 
 
 def _learns(models: Iterable[MegatronModule], key: str) -> bool:
-    # a teacher's or a test's plain model has none
-    whole = (getattr(model, "learns_whole", None) for model in models)
-    return is_adapter_key(key) or any(is_whole is not None and is_whole(key) for is_whole in whole)
+    if is_adapter_key(key):
+        return True
+    # a teacher's or a test's plain model has no such attribute
+    rules = [getattr(model, "learns_whole", None) for model in models]
+    return any(learns_whole is not None and learns_whole(key) for learns_whole in rules)
 
 
 def sharded_parameters(
     modules: Iterable[MegatronModule], groups: Groups, is_wanted: Callable[[str], bool] = lambda key: True
 ) -> list[ShardedParameter]:
-    """Returns the places of all parameters, and of the buffers that belong to the model's state.
+    """Returns the places of all wanted parameters, and of the buffers that belong to the model's state.
 
     Copies on other ranks are replicas: over TP, over stages (tied embeddings), over DP x CP; those of experts over the
     ranks that hold the same ones. Each of these ranks has the main replica of every n-th parameter, so that all share
     the writing.
 
     Args:
-        is_wanted: Says by key which of them are returned.
+        is_wanted: Says by key which places are returned.
     """
-    # our own modules assert that it is there; megatron-core's would ask the global state
+    # megatron-core would ask the global state
     metadata = {"dp_cp_group": groups.dp_cp}
     states = (value for module in modules for value in nested_values(module.sharded_state_dict(metadata=metadata)))
-    # what TransformerEngine pickles with the weights (_extra_state) is empty without fp8 and not kept; all other
-    # entries are tensors
+    # TransformerEngine's pickled _extra_state is empty without fp8 and left out
     places = [
         state for state in states if isinstance(state, ShardedTensor | ShardedTensorFactory) and is_wanted(state.key)
     ]
     return [
-        # (over stages, over TP, over replicas): the first two are megatron-core's, 0 only on the main copy
+        # (over stages, over TP, over replicas)
         replace(place, replica_id=(*place.replica_id[:2], _turn(groups.replicas_of(place.data), number)))
         for number, place in enumerate(places)
     ]
 
 
 def _turn(replicas: dist.ProcessGroup, number: int) -> int:
-    # in turn, so that the ranks write about equally many bytes; known to all of them without communication
+    # in turn, so that the ranks write about equally many bytes
     return int((replicas.rank() - number) % replicas.size())
 
 
 def is_written_here(place: ShardedParameter) -> bool:
     """Says whether this rank has the main replica."""
-    return bool(is_main_replica(place.replica_id))  # all three entries are 0
+    return bool(is_main_replica(place.replica_id))
 
 
 def has_own_shard(place: ShardedParameter) -> bool:
@@ -94,11 +96,8 @@ def optimizer_key(state: str, key: str) -> str:
 
 
 def shards(place: ShardedParameter, key: str, values: Tensor) -> Iterator[ShardedTensor]:
-    """Yields a tensor in the place of a parameter, such as its moments; fused parameters come as their parts.
-
-    Args:
-        values: Tensor of the parameter's shape; the shards are views of it.
-    """
+    """Yields the shards of a tensor of a parameter's shape, such as its moments, as views; fused parameters come as
+    their parts."""
     if isinstance(place, ShardedTensorFactory):
         # gate and up of linear_fc1 are two slices of the global tensor, with other ranks' rows between them
         yield from nested_values(replace(place, key=key, data=values).build())
@@ -112,13 +111,10 @@ def whole_of(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Shar
 
 
 def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: int) -> Iterator[Shard]:
-    """Yields the shards of elements [start, end) of a parameter, or of a tensor in its place.
+    """Yields the shards of elements [start, end) of this rank's flattened parameter, or of a tensor in its place.
 
     Args:
-        place: Place of the parameter; fused parameters are several global slices.
         values: Elements, [end - start]; the shards are views of it.
-        start: Index of the first element in the flattened parameter of this rank.
-        end: Index after the last element.
     """
     for shard in shards(place, key, place.data):
         # slices_of_run counts elements in memory order, which a strided view does not have

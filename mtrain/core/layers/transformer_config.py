@@ -22,7 +22,7 @@ from mtrain.core.layers.layer_parts import transformer_fields
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SMALLEST_LOSS_SCALE = 1.0
-"""Smallest loss scale of fp16; the numerator_scale (`mtrain/core/step/step.py`) keeps gradients near 1 without less."""
+"""Smallest loss scale of fp16; the numerator_scale (`mtrain/core/step/step.py`) keeps gradients near 1."""
 
 
 def gelu_tanh(hidden: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def relu2(hidden: Tensor) -> Tensor:
 
 
 def as_it_is(weight: Tensor) -> Tensor:
-    """Returns the weight unchanged: an initializer that leaves it to be drawn later."""
+    """Returns the weight unchanged: an initializer for weights that are drawn later."""
     return weight
 
 
@@ -82,8 +82,8 @@ def compute_in_float64(translated: TransformerConfig) -> None:
 def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """Returns the fields of `model.megatron`, without those about transfers that `layout` does not make.
 
-    A run's own layout makes them all (config/known_issues.py); a reference of one process, a teacher or a generator
-    shares its model and not its layout.
+    A run's own layout makes them all (config/known_issues.py); a reference of one process, a teacher or a generator has
+    another layout.
     """
     overlaps = layout.vpp > 1 and given.get("overlap_p2p_comm") is not False
     unfit = {
@@ -95,7 +95,7 @@ def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 
 
 def _architecture(model: ModelSection) -> dict[str, Any]:
-    # megatron-core counts the keys before the query, ours includes the query's own; none after
+    # megatron-core counts the keys before the query, ours includes the query's own
     window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
     return {
         "num_layers": model.num_layers,
@@ -132,24 +132,22 @@ def _parallelism(model: ModelSection, layout: Layout) -> dict[str, Any]:
         "cp_comm_type": CP_COMM_TYPES[layout.cp_comm],
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        # With interleaving a stage exchanges with its next and its previous stage at once. At pp = 2 both are the same
-        # rank, and batched transfers then pair activations with gradients (p2p_communication.py::_batched_p2p_ops).
+        # With interleaving a stage exchanges with its next and previous stage at once. At pp = 2 both are one rank, and
+        # batched transfers then pair activations with gradients (p2p_communication.py::_batched_p2p_ops).
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
-        # It would wait for the whole GPU after each transfer, against a fault of torch before 1.13; streams wait
-        # anyway.
+        # would wait for the whole GPU after each transfer, against a fault of torch before 1.13
         "batch_p2p_sync": False,
     }
 
 
 def _stage_contents(model: ModelSection, layout: Layout) -> list[list[str]] | None:
-    """Returns the contents of each (virtual) stage, in model order; None where the layers divide evenly."""
+    """Returns the contents of each (virtual) stage, in model order; None if the layers divide evenly."""
     layers = layout.layers_per_stage(model.num_layers)
-    if len(set(layers)) == 1:  # megatron-core divides evenly by itself
+    if len(set(layers)) == 1:
         return None
     contents = [["decoder"] * count for count in layers]
     contents[0].insert(0, "embedding")
-    # depths read the last layer's output and the logits' table: they come between it and the loss
     contents[-1] += ["mtp" for _ in model.layers_ahead] + ["loss"]
     return contents
 
@@ -163,9 +161,8 @@ def _execution(train: TrainSection, device: torch.device) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,  # what a stage receives into; both ends must agree
         "use_cpu_initialization": on_cpu,
-        # mtrain.core.layers.init_weights draws the weights. perform_initialization stays on, because without it
-        # megatron-core does not mark its weights as tensor-parallel either, and the gradient norm misses those of tp
-        # rank > 0.
+        # init_weights.py draws the weights. perform_initialization stays on: without it megatron-core does not mark its
+        # weights as tensor-parallel, and the gradient norm misses those of tp rank > 0.
         "init_method": as_it_is,
         "output_layer_init_method": as_it_is,
         "embedding_init_method": as_it_is,
@@ -203,7 +200,7 @@ def _recomputed(train: TrainSection) -> dict[str, Any]:
             modules = ("core_attn",) if train.recompute_modules is None else train.recompute_modules
             return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
         case "full" if train.recompute_layers is None:
-            # One layer at a time keeps the input of every layer. Not "block", whose other layers lose the padding mask.
+            # not "block", whose other layers lose the padding mask
             return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         case "full":
             layers = train.recompute_layers

@@ -149,7 +149,8 @@ def joined_distributed(wanted_device: Device, timeout_s: float, purpose: Purpose
 
     Raises:
         ConfigError: torch.distributed was opened with a backend that cannot serve the device.
-        MachineError: See `init_distributed`; so is RankLostError.
+        MachineError: See `init_distributed`.
+        RankLostError: See `init_distributed`.
     """
     if not dist.is_initialized():
         environment = RankEnvironment.from_environ(os.environ)

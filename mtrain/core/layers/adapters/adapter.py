@@ -1,4 +1,4 @@
-"""Parts that all adapters share: a switch, parameter names, and their place in a checkpoint."""
+"""Parts that all adapters share: a switch, parameter names, and their slices in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtrain.core.layers.own_parameters import own_places
 LORA_A, LORA_B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 """Endings of parameter names: [rank, inputs], [outputs, rank], [outputs]."""
 MODULE = "_adapter"
-"""Suffix that makes the name of an adapter from that of its module; both have the same parent."""
+"""Suffix that makes the name of an adapter from that of its sibling, the frozen module."""
 _OF_TABLE = {f"embedding_{LORA_A}": 0.0, f"embedding_{LORA_B}": 1.0}
 """Matrix of a table's pair -> standard deviation of its first numbers, as in PEFT: A has a row for each token."""
 
@@ -27,9 +27,8 @@ _OF_TABLE = {f"embedding_{LORA_A}": 0.0, f"embedding_{LORA_B}": 1.0}
 class Adapter(nn.Module):
     """Trained parameters of a frozen module, next to it in the tree: `linear_qkv_adapter` of `linear_qkv`.
 
-    It is a sibling and not a child, so that the frozen module's own names stay those of a model without adapters. All
-    parameters belong to the adapter itself, not to modules in it: the wait for gathered parameters happens in the call
-    of the module that owns them.
+    It is a sibling, so that the frozen module's own names stay those of a model without adapters. All parameters belong
+    to the adapter itself: the wait for gathered parameters happens in the call of the module that owns them.
     """
 
     is_switched_on = True
@@ -40,10 +39,6 @@ class Adapter(nn.Module):
     """Hook by which the frozen module calls this adapter."""
 
     def __init__(self, config: TransformerConfig, collection: ProcessGroupCollection) -> None:
-        """
-        Args:
-            collection: Groups of the ranks that hold parts of the frozen module.
-        """
         super().__init__()
         self._config, self._tp = config, collection.tp
         self._divided: dict[str, int] = {}
@@ -73,7 +68,7 @@ class Adapter(nn.Module):
         device = "cpu" if self._config.use_cpu_initialization else torch.cuda.current_device()
         parameter: Any = nn.Parameter(torch.zeros(shape, dtype=self._config.params_dtype, device=device))
         if divided_axis is None:
-            # under sp each rank of TP sees its own tokens: this mark makes finalize_model_grads sum the gradients, once
+            # under sp each rank of TP sees its own tokens: this mark makes finalize_model_grads sum the gradients
             parameter.sequence_parallel = self._config.sequence_parallel
         else:
             # else the gradient norm would leave out the parts of all ranks but the first
@@ -101,7 +96,7 @@ class Adapter(nn.Module):
 
 
 class AdapterSet:
-    """Adapters of a rank's chunks, which other sets on the same frozen modules can take turns with."""
+    """Adapters of a rank's chunks, which take turns with other sets on the same frozen modules."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         holders = [holder for model in models for holder in model.modules()]
@@ -119,7 +114,7 @@ class AdapterSet:
             adapter.is_in_model = False
 
     def put_in(self) -> None:
-        """Makes the adapters a part of the tree of modules again, in the same order."""
+        """Puts the adapters back into the tree of modules, in the same order."""
         for holder, name, adapter in self._places:
             holder.add_module(name, adapter)
             adapter.is_in_model = True
@@ -139,12 +134,8 @@ def is_adapter_key(key: str) -> bool:
 def first_deviation(name: str, columns: int) -> float:
     """Returns the standard deviation of the first numbers of an adapter's parameter, 0 for one that begins at zero.
 
-    A is drawn with PEFT's variance, and everything else begins at zero, whatever module it belongs to, so that a model
-    begins as its frozen part. Of a table it is the other way round.
-
-    Args:
-        name: Name of the parameter, in the model or in a checkpoint.
-        columns: Number of columns of the whole matrix.
+    A is drawn with PEFT's variance and B begins at zero, so that a model begins as its frozen part; for a table it is
+    the other way round. `columns` are those of the whole matrix.
     """
     own = name.rpartition(".")[2]
     # that of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
@@ -152,7 +143,7 @@ def first_deviation(name: str, columns: int) -> float:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Says whether an unwrapped model chunk belongs to a model that learns by adapters; it may itself have none."""
+    """Says whether a chunk belongs to a model that learns by adapters; the chunk itself may have none."""
     return bool(getattr(model, "has_adapters", False))
 
 
@@ -163,7 +154,7 @@ def adapters_of(modules: Iterable[nn.Module]) -> Iterator[Adapter]:
 
 @contextlib.contextmanager
 def adapters_off(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Turns adapters off inside the `with` block; for forward passes of the frozen model without a gradient."""
+    """Turns adapters off inside the block, for forward passes of the frozen model without a gradient."""
     found = list(adapters_of(chunks))
     for adapter in found:
         adapter.is_switched_on = False

@@ -2,10 +2,10 @@
 
 Between A and B there are `rank` numbers per token, so what ranks of TP exchange for an adapter is that narrow: for a
 column-parallel projection the gradient of A x (under sp A x itself, gathered over the sequence), for a row-parallel one
-the sum of A x. The frozen projection's own communication stays as it is.
+the sum of A x.
 
-DoRA: y = m / |W + s B A| * (W x + s B A x), with the norms of rows as constants in the backward pass, as in PEFT and
-in section 4.3 of the paper. Rows of a row-parallel projection lie on several ranks, which sum their squares.
+DoRA: y = m / |W + s B A| * (W x + s B A x), with the norms of rows as constants in the backward pass, as in PEFT and in
+section 4.3 of the paper. Rows of a row-parallel projection lie on several ranks, which sum their squares.
 
 Sources: LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353.
 """
@@ -39,7 +39,7 @@ from mtrain.core.layers.output_layer import Operands
 
 
 class Fusion(NamedTuple):
-    """The outputs of a linear module on one rank: a number of groups, each with the same share of every part."""
+    """Outputs of a linear module on one rank: a number of groups, each with the same share of every part."""
 
     groups: int
     sizes: tuple[int, ...]
@@ -50,11 +50,10 @@ class Fusion(NamedTuple):
         return self.groups * self.sizes[part]
 
     def joined(self, parts: Sequence[Tensor | None], fill: float, like: Tensor) -> Tensor:
-        """Joins parts, whose last axis are outputs in the order of the heads, in the order of the fused module.
+        """Joins parts, [..., width] with outputs in the order of the heads, in the order of the fused module.
 
         Args:
-            parts: Tensors [..., width]; None for a missing part, which becomes `fill`.
-            fill: Value of missing parts.
+            parts: None for a missing part, which becomes `fill`.
             like: Tensor [..., any] that gives the other axes, dtype and device.
         """
         if len(parts) == 1 and parts[0] is not None:
@@ -100,15 +99,11 @@ class LinearAdapter(Adapter):
         linear: FrozenLinear,
         parts: FusedParts,
     ) -> None:
-        """
-        Args:
-            parts: Parts of its outputs.
-        """
         super().__init__(config, collection)
         self._section, self._parts = section, parts
         self.is_row_parallel = isinstance(linear, RowParallelLinear)
         self._is_replicated = isinstance(linear, ReplicatedLinear)
-        self._weight: Callable[[], Tensor] = lambda: linear.weight  # not an attribute: it is not the adapter's
+        self._weight: Callable[[], Tensor] = lambda: linear.weight  # not a parameter of the adapter
         columns = linear.weight.shape[1]
         for part, name in enumerate(parts.names):
             if name not in parts.adapted:
@@ -127,16 +122,15 @@ class LinearAdapter(Adapter):
 
         Args:
             inputs: Input of the projection: [seq_local, batch, inputs].
-            plain: Output of the projection without a bias: [seq_local, batch, outputs]; seq_local is the whole sequence
-                of a column-parallel one under sp. For an output layer it may be the operands of the product.
+            plain: Output of the projection without a bias, [seq_local, batch, outputs] (the whole sequence for a
+                column-parallel one under sp), or the operands of an output layer's product.
         """
         if isinstance(plain, Operands):
             return self._both(inputs, plain)
         names = [name for name in self._parts.names if name in self._parts.adapted]
         narrow = self._between(self._dropped(inputs), torch.cat([self._of(name, LORA_A) for name in names]))
-        of_part = dict(
-            zip(names, torch.split(narrow, [self._section.rank_of(name) for name in names], dim=-1), strict=True)
-        )
+        ranks = [self._section.rank_of(name) for name in names]
+        of_part = dict(zip(names, torch.split(narrow, ranks, dim=-1), strict=True))
         wide = [
             functional.linear(of_part[name] * self._section.scale_of(name), self._of(name, LORA_B))
             if name in of_part
@@ -150,27 +144,24 @@ class LinearAdapter(Adapter):
         return (lengths - 1.0) * plain + lengths * change
 
     def _both(self, inputs: Tensor, plain: Operands) -> Operands:
-        """Returns [x, scale A x] and [W, B]: their product is W x + scale B A x, whoever multiplies, in any number of
-        rows.
-
-        Costs a copy of the table for each microbatch, and a gradient of all of it.
-        """
+        """Returns [x, scale A x] and [W, B], whose product is W x + scale B A x. Copies the table for each
+        microbatch."""
         (name,) = self._parts.names
         narrow = self._between(self._dropped(inputs), self._of(name, LORA_A)) * self._section.scale_of(name)
         widened = torch.cat([plain.weight, self._of(name, LORA_B)], dim=1)
         if plain.hidden.requires_grad:
-            # The gradient of a concatenation is a strided view; megatron-core 0.16.1 sums a copy of it over TP and
-            # returns the view itself (tensor_parallel/mappings.py::_reduce).
+            # megatron-core 0.16.1 sums a copy of a strided gradient over TP and returns the view itself
+            # (tensor_parallel/mappings.py::_reduce)
             plain.hidden.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
         return Operands(torch.cat([plain.hidden, narrow], dim=-1), widened)
 
     def _between(self, inputs: Tensor, down: Tensor) -> Tensor:
         """Returns A x, complete: [seq, batch, ranks of all parts], at the positions that B's product needs.
 
-        Costs one collective over TP, of `rank` numbers per token and part.
+        One collective over TP, of `rank` numbers per token and part.
         """
         narrow, group = functional.linear(inputs, down), self._tp
-        # in a replicated projection each rank has its own positions, or the gradient that comes back is a sum already
+        # in a replicated projection each rank has its own positions, or the incoming gradient is a sum already
         if group.size() == 1 or self._is_replicated:
             return narrow
         result: Tensor
@@ -201,7 +192,7 @@ class LinearAdapter(Adapter):
             return functional.dropout(inputs, self._section.dropout)
 
     def _lengths(self) -> Tensor:
-        """Returns [outputs] of this rank in the inputs' dtype: magnitude over row norm, 1 where a part has none."""
+        """Returns [outputs] of this rank in the inputs' dtype: magnitude over row norm, 1 for a part without one."""
         norms = self._parts.fusion.split(self.row_norms())
         ratios = [
             (_wide(self._of(name, MAGNITUDE)) / norm) if name in self._parts.adapted else None
@@ -214,8 +205,8 @@ class LinearAdapter(Adapter):
         """Returns the norms of the rows of W + s B A, in the order of the fused projection: [outputs], at least
         float32.
 
-        Costs one all-reduce over TP of a row-parallel projection. The norm of a sum needs all of its elements, so the
-        sum is formed, a matrix of the projection's size, and freed.
+        One all-reduce over TP for a row-parallel projection. The sum, a matrix of the projection's size, is formed and
+        freed.
         """
         products = [
             self._section.scale_of(name) * (_wide(self._of(name, LORA_B)) @ _wide(self._of(name, LORA_A))).T
@@ -228,7 +219,7 @@ class LinearAdapter(Adapter):
         return self._over_ranks(whole.square().sum(0)).sqrt()
 
     def _over_ranks(self, squares: Tensor) -> Tensor:
-        """Sums over the columns of a row; each rank of TP has a part of them where the projection is row-parallel."""
+        """Sums over the columns of a row, of which each rank of TP has a part if the projection is row-parallel."""
         if self.is_row_parallel and self._tp.size() > 1:
             dist.all_reduce(squares, group=self._tp)
         return squares
@@ -237,9 +228,10 @@ class LinearAdapter(Adapter):
     def reset_magnitudes(self) -> dict[Tensor, Tensor]:
         """Sets the magnitudes to the current norms of the rows, so that the output is that of W + s B A.
 
+        One all-reduce over TP for a row-parallel projection.
+
         Returns:
-            Each magnitude -> its norms in float32, for the optimizer's main weights. One all-reduce over TP of a
-            row-parallel projection.
+            Each magnitude -> its norms in float32, for the optimizer's main weights.
         """
         if not self._section.has_magnitudes:
             return {}
@@ -265,7 +257,7 @@ class WeightAdapter(LinearAdapter):
         (name,) = self._parts.names
         down: Tensor = self._of(name, LORA_A)
         if self._tp.size() > 1 and not self._config.sequence_parallel:
-            # Each rank's rows give a part of A's gradient. Under sp A is marked, and the parts are summed at the end.
+            # each rank's rows give a part of A's gradient; under sp the mark on A sums them at the end
             down = self._same_gradient(down)
         whole = weight.to(down.dtype) + self._section.scale_of(name) * (self._of(name, LORA_B) @ down)
         return self._lengths().unsqueeze(1) * whole if self._section.has_magnitudes else whole

@@ -1,13 +1,13 @@
 """A rank's experts, their weights stacked along the first axis.
 
 They replace megatron-core's SequentialMLP and TEGroupedMLP, under the same checkpoint keys, without two faults of
-theirs: here, experts whose etp is not the dense layers' tp are marked as experts even where ep = 1, so that their
-gradients are summed over all their replicas, and are counted in the gradient norm on every rank.
+theirs: here, experts whose etp is not the dense layers' tp are marked as experts even if ep = 1, so that their
+gradients are summed over all their replicas, and count in the gradient norm on every rank.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
@@ -40,20 +40,20 @@ class Stack(nn.Module):
     def forward(self, tokens: Tensor, counts: Tensor, product: Product) -> Tensor:
         """Multiplies [count, columns] sorted by expert -> [count, rows], without the bias.
 
-        A call of the module itself is where overlapped gathering of parameters waits.
+        Overlapped gathering of parameters waits in the call of the module.
         """
         return self.product(tokens, product)(tokens, self.weight, counts)
 
     def product(self, tokens: Tensor, wanted: Product) -> Product:
-        """Returns the wanted product, or the sequential one where that cannot be used."""
+        """Returns the wanted product, or the sequential one if that cannot be used."""
         # grouped products take operands of one precision
         return wanted if self.weight.dtype == tokens.dtype else sequential
 
     def biases(self, counts: Tensor, num_tokens: int) -> Tensor | None:
-        """Returns each token's bias, [num_tokens, rows]; None where there are no biases."""
+        """Returns each token's bias, [num_tokens, rows]; None without biases."""
         if self.bias is None:
             return None
-        # given the size of the output, the host need not wait for it
+        # with output_size the host does not wait
         counts = counts.to(self.bias.device, non_blocking=True)
         return self.bias.repeat_interleave(counts, dim=0, output_size=num_tokens)
 
@@ -68,8 +68,7 @@ def marked(parameter: Any) -> nn.Parameter:
     parameter.allreduce = False  # its replicas are those of the expert, not of the dense layers
     parameter.tensor_model_parallel = True  # no other rank holds the same part: counts in the norm everywhere
     parameter.partition_dim, parameter.partition_stride = 0, 1
-    own: nn.Parameter = parameter
-    return own
+    return cast(nn.Parameter, parameter)
 
 
 class Experts(MegatronModule):
@@ -118,13 +117,13 @@ class Experts(MegatronModule):
         """
         product = chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
         stacks = (self.linear_fc1, self.linear_fc2)
-        # other products need sizes on the host, which waits for them once, where the dispatcher has not done so
+        # sequential products need sizes on the host, which waits for them once
         on_host = any(stack.product(tokens, product) is sequential for stack in stacks)
         counts = tokens_per_expert.cpu() if on_host else tokens_per_expert
         weights = weights.unsqueeze(-1)
         hidden = self.linear_fc1(tokens, counts, product)
         biases = self.linear_fc1.biases(counts, len(tokens))
-        # weighted before fc2, which is linear, as in megatron-core's experts; fc2's bias is weighted separately
+        # weighted before fc2, as in megatron-core's experts; fc2's bias is weighted separately
         hidden = (self._activated(hidden if biases is None else hidden + biases) * weights).to(tokens.dtype)
         output = self.linear_fc2(hidden, counts, product)
         # every rank of etp would add it to its part of the sum: config/rules.py refuses biases with etp > 1
@@ -166,15 +165,15 @@ class Experts(MegatronModule):
         """Returns a function that cuts a parameter into shards of the global tensor [outer axes, num_experts, ...].
 
         Args:
-            name: Name of the parameter: `weight` or `bias` of all experts, or with the number of the only one.
-            outer: Places of the layer along the outer axes.
+            name: `weight` or `bias` of all experts, or with the number of the only one.
+            outer: Positions of the layer along the outer axes.
         """
         kind = _kind(name)
         first = self._ep.rank() * self.num_local_experts + int(name.removeprefix(kind) or 0)
         count, depth = self._ep.size() * self.num_local_experts, len(outer) + 1
         is_divided = kind == "weight" or linear == "linear_fc1"
         size, rank = (self._etp.size(), self._etp.rank()) if is_divided else (1, 0)
-        # globally all gates come before all ups, so a rank's gates and ups are two slices with other ranks between them
+        # globally all gates come before all ups, so a rank's gates and ups are two slices
         num_parts = 2 if linear == "linear_fc1" and self.config.gated_linear_unit else 1
 
         def build(key: str, stack: Tensor, replica_id: ReplicaId, flattened_range: object) -> list[ShardedTensor]:

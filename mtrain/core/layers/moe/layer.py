@@ -1,9 +1,8 @@
 """The layer of experts: megatron-core's parts, and the sequence of each position on its way to the router.
 
-Dispatchers sort tokens by expert, and back, in the place of megatron-core's, which call masked_select twice per layer
-and pass, for whose size the host waits (moe_utils.py::permute), though it follows from top_k; and which copy counts of
-tokens to the host, which nothing needs where every rank holds all experts whole. Order and numbers are the same to the
-bit.
+Our dispatchers sort tokens by expert, and back. megatron-core's call masked_select twice per layer and pass, for whose
+size the host waits (moe_utils.py::permute) although it follows from top_k, and copy counts of tokens to the host even
+if every rank holds all experts whole. Order and numbers are the same to the bit.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from mtrain.core.layers.norm import Norm
 def dispatcher_in_place_of(
     theirs: MoETokenDispatcher, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """Returns a layer's dispatcher: megatron-core's own where sizes depend on values or all tokens are gathered."""
+    """Returns a layer's dispatcher: megatron-core's own if sizes depend on values or all tokens are gathered."""
     if config.moe_expert_capacity_factor is not None:  # some choices are dropped
         return theirs
     if groups.ep.size() == groups.expt_tp.size() == 1:
@@ -60,14 +59,14 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """Dispatcher of one layer; like megatron-core's, it keeps what one part of the layer's pass finds for the next."""
+    """Dispatcher of one layer; like megatron-core's, it keeps state between the parts of a pass."""
 
     _shape: torch.Size
     _token_of_row: Tensor
     _counts: Tensor
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sorts tokens by expert.
+        """Sorts tokens, [seq_local, batch, hidden], by expert.
 
         Args:
             routing_map: Choices, [tokens, num_experts] bool, top_k of each token's true.
@@ -82,7 +81,7 @@ class LocalDispatcher(MoETokenDispatcher):
         return ordered, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the tokens, which are on the right rank already."""
+        """Returns the tokens unchanged, as this rank holds all experts."""
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,11 +89,11 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states, self._counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns the outputs, which are in the order in which the tokens came."""
+        """Returns the outputs unchanged."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Returns the outputs, which are on the right rank already."""
+        """Returns the outputs unchanged."""
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
@@ -115,20 +114,19 @@ def rows_by_expert(chosen: Tensor, top_k: int) -> Tensor:
     """Returns [tokens x top_k] int64: expert x tokens + token of every choice, ascending. The host does not wait.
 
     Args:
-        chosen: [tokens, num_experts] bool.
-        top_k: Number of true values in every row.
+        chosen: [tokens, num_experts] bool; top_k of every row are true.
     """
     flat = chosen.T.reshape(-1)
     count = chosen.shape[0] * top_k
-    # moves each choice to the place of its number; all others to one place more, which is cut off
+    # moves each choice to the position of its number; all others to one more, which is cut off
     places = torch.where(flat, flat.cumsum(0) - 1, count)
     rows = torch.empty(count + 1, dtype=torch.int64, device=chosen.device)
     return rows.scatter_(0, places, torch.arange(len(flat), device=chosen.device))[:count]
 
 
 class SharedExperts(SharedExpertMLP):
-    """Shared experts whose input has one gradient, also where a gate reads it as well: recomputed or not, it is added
-    up in one order, to the bit."""
+    """Shared experts whose input has one gradient even if a gate reads it: recomputed or not, it is added in one
+    order."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns [seq_local, batch, hidden]; takes the same."""
@@ -137,9 +135,9 @@ class SharedExperts(SharedExpertMLP):
 
 
 class ExpertsLayer(MoELayer):
-    """MoELayer whose router receives the sequence of each position.
+    """MoELayer whose router receives the sequence of each position, for balancing by sequence.
 
-    megatron-core passes a padding mask along, which MoELayer makes bool; a balance by sequence needs numbers.
+    megatron-core passes a padding mask along, which MoELayer would make bool.
     """
 
     token_dispatcher: MoETokenDispatcher
@@ -159,13 +157,11 @@ class ExpertsLayer(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """Routes the tokens of this rank, sends them to their experts and brings them back.
+        """Routes the tokens of this rank, [seq_local, batch, hidden], sends them to their experts and brings them back.
 
         Args:
-            intermediate_tensors: Part of megatron-core's protocol, for CUDA graphs of a part of the layer.
-            padding_mask: Sequence of each position, [batch, seq_local] int64, in the place of megatron-core's mask;
-                negative where there is no text. None where nothing is counted. With experts to take, [batch, seq_local,
-                marks] of `router_marks`.
+            padding_mask: Sequence of each position, [batch, seq_local] int64; negative where there is no text. None if
+                nothing is counted. With experts to take, [batch, seq_local, marks] of `router_marks`.
 
         Returns:
             [seq_local, batch, hidden]; and no bias.
@@ -199,7 +195,7 @@ class BranchedExpertsLayer(ExpertsLayer):
             self.add_module(name, Norm(config, config.hidden_size, config.layernorm_epsilon))
 
     def _routed(self, hidden_states: Tensor, marks: Tensor | None) -> Tensor:
-        # one gradient of its three readers, recomputed or not: the residual stream adds its own to their sum
+        # one gradient of its three readers, recomputed or not
         hidden_states = hidden_states.view_as(hidden_states)
         shared = self.shared_output_norm(self.shared_experts_compute(self.shared_input_norm(hidden_states)))
         weights, chosen = self.route(hidden_states, marks)
@@ -213,11 +209,11 @@ class BranchedExpertsLayer(ExpertsLayer):
 def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
     """Returns megatron-core's layer and dispatcher with our router and experts.
 
-    It is a class, since megatron-core 0.16.1 warns of each ModuleSpec whose class is not one of its own.
+    It is a class, since megatron-core 0.16.1 warns about each ModuleSpec whose class is not its own.
     """
     module, shared = Experts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     if section.implementation == "te":
-        from mtrain.core.layers.moe import te_experts  # there where TransformerEngine is
+        from mtrain.core.layers.moe import te_experts  # needs TransformerEngine
 
         module, shared = te_experts.TransformerEngineExperts, te_experts.SHARED_EXPERTS
     submodules = MoESubmodules(
@@ -231,9 +227,9 @@ def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
 
 
 def experts_fields(model: ModelSection) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig; none where the model has no experts.
+    """Returns the fields of TransformerConfig; none for a model without experts.
 
-    megatron-core's balancing is not used: its losses and its update of the bias stay off.
+    megatron-core's balancing losses and its update of the bias stay off.
     """
     section = model.experts
     if section is None:

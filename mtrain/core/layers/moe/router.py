@@ -32,7 +32,7 @@ class TopkRouting(NamedTuple):
     chosen: Tensor
     """[tokens, num_experts] bool."""
     places: Tensor
-    """[tokens, top_k] int64: the chosen experts, the best first; where they were given, in the given order."""
+    """[tokens, top_k] int64: the chosen experts, the best first, or in the given order."""
 
 
 def choose(
@@ -47,7 +47,6 @@ def choose(
     """
     scores = scores_of(logits, section)
     ranking = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
-    # indices have no gradient; weights get theirs from the unbiased scores below
     places = best_places(ranking.detach(), section)
     if given is not None:
         places = torch.where(given >= 0, given, places)
@@ -80,7 +79,7 @@ def router_marks(sequence_ids: Tensor | None, choices: Mapping[str, Tensor]) -> 
 
 
 def scores_of(logits: Tensor, section: ExpertsSection) -> Tensor:
-    """Returns the values that rank experts: sigmoid, softmax over all, or logits where the softmax comes after."""
+    """Returns the values that rank experts: sigmoid, softmax over all, or logits if the softmax comes after."""
     match section.score:
         case "sigmoid":
             return logits.sigmoid()
@@ -94,8 +93,8 @@ def best_places(ranking: Tensor, section: ExpertsSection) -> Tensor:
     """Returns the indices of the top_k highest: [tokens, num_experts] -> [tokens, top_k] int64.
 
     With groups, a token chooses among its group_top_k best ones; a group counts by the sum of its num_scored highest.
-    By default that is the number of experts that a token would take from each chosen group if it took equally many
-    (megatron-core); in DeepSeek-V3 it is always 2 (transformers 5, modeling_deepseek_v3.py).
+    By default that is top_k / group_top_k (megatron-core); in DeepSeek-V3 it is always 2 (transformers 5,
+    modeling_deepseek_v3.py).
     """
     if section.num_groups is not None and section.group_top_k is not None:
         grouped = ranking.view(len(ranking), section.num_groups, -1)
@@ -122,8 +121,8 @@ class StatsHook(Protocol):
     """Receives what a router does with each microbatch."""
 
     def logits(self, logits: Tensor, is_padding: Tensor | None) -> Tensor:
-        """Receives the logits [seq_local, batch, num_experts] and the padding [seq_local, batch]; returns the logits,
-        perhaps with a further loss in their graph."""
+        """Receives the logits [seq_local, batch, num_experts] and the padding [seq_local, batch]; may add a loss to
+        their graph."""
 
     def choice(self, chosen: Tensor, is_padding: Tensor | None) -> None:
         """Receives the choice [seq_local x batch, num_experts], given or its own, before any token is dropped, and the
@@ -155,7 +154,7 @@ class Router(MegatronModule):
         self.layer_number: int | None = None
         self.watch: StatsHook | None = None
         self.record: list[Tensor] | None = None
-        """Receives the chosen experts of each pass, [seq_local x batch, top_k] int64, where somebody asks for them."""
+        """Receives the chosen experts of each pass, [seq_local x batch, top_k] int64."""
         self.weight = self._parameter(torch.empty(section.num_experts, config.hidden_size))
         if section.router_bias:
             self.bias = self._parameter(torch.zeros(section.num_experts))
@@ -164,17 +163,14 @@ class Router(MegatronModule):
         sizes = {"scale": config.hidden_size, "per_expert_scale": section.num_experts}
         for name, size in sizes.items():
             self.register_parameter(name, self._parameter(torch.ones(size)) if section.branch_norms else None)
-        has_expert_bias = section.expert_bias
-        device = self.weight.device
         # a buffer: it moves by counts and not by a gradient, but belongs to the checkpoint
-        self.register_buffer(
-            "expert_bias", torch.zeros(section.num_experts, device=device) if has_expert_bias else None
-        )
+        expert_bias = torch.zeros(section.num_experts, device=self.weight.device) if section.expert_bias else None
+        self.register_buffer("expert_bias", expert_bias)
 
     def _parameter(self, value: Tensor) -> nn.Parameter:
         device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
         parameter = nn.Parameter(value.to(device=device, dtype=self.config.params_dtype))
-        # whole on every TP rank, each routing its own tokens under sp: this mark makes the gradients sum over TP
+        # each TP rank routes its own tokens under sp: this mark sums the gradients over TP
         parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 
@@ -188,8 +184,8 @@ class Router(MegatronModule):
         Args:
             hidden: [seq_local, batch, hidden_size].
             padding_mask: Sequence of each position in the microbatch, [seq_local, batch] int64; negative where there is
-                no text, which is routed like all else and not counted. None where nothing is counted. With experts to
-                take, [seq_local, batch, marks], as `router_marks` joins them.
+                no text, which is routed and not counted. None if nothing is counted. With experts to take, [seq_local,
+                batch, marks] of `router_marks`.
 
         Returns:
             Weights and choice, [seq_local x batch, num_experts] each.
@@ -206,7 +202,6 @@ class Router(MegatronModule):
         if self.record is not None:
             self.record.append(choice.places)
         weights, chosen = choice.weights, choice.chosen
-        # the tokens that a rank drops depend on which ones it holds: rules.py allows it only with a switch
         if self.section.capacity_factor is not None:
             weights, chosen = self._within_capacity(choice)
         if self.per_expert_scale is not None:
@@ -214,8 +209,8 @@ class Router(MegatronModule):
         return weights, chosen
 
     def _taken_apart(self, marks: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sequence of each position, [seq_local, batch], and the experts to take in this layer, [seq_local
-        x batch, top_k]; int64."""
+        """Returns the sequence of each position, [seq_local, batch], and the experts of this layer, [seq_local x batch,
+        top_k]."""
         assert self.layer_number is not None, "megatron-core numbers every layer"
         first = 1 + (self.layer_number - 1) * self.section.top_k
         given = marks[..., first : first + self.section.top_k].flatten(0, 1)
@@ -230,7 +225,7 @@ class Router(MegatronModule):
             size = hidden.shape[-1]
             hidden = functional.rms_norm(hidden, (size,), None, self.config.layernorm_epsilon)
             hidden = hidden * (self.scale.to(dtype) * size**-0.5)
-        # The product itself in float32: rounded to bfloat16, close scores would tie, and their order would decide.
+        # in float32: rounded to bfloat16, close scores would tie
         return functional.linear(hidden, self.weight.to(dtype), bias)
 
     def _within_capacity(self, choice: TopkRouting) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,8 @@
 """Moves what backward needs of a layer to the host, between its forward and its backward pass.
 
-autograd passes each tensor that it keeps to a hook. The memory of those of a moved layer goes to the host while the
-next layer computes, once for all tensors that share it, and comes back while the following layer is in its backward
-pass. Weights stay where they are, and so do small tensors, those on the host, and those that others hold anyway. Values
-are copied unchanged, so no number changes.
+autograd passes each tensor that it keeps to a hook. The memory of a moved layer goes to the host while the next layer
+computes, once for all tensors that share it, and comes back while the following layer is in its backward pass. Weights
+stay, and so do small tensors, those on the host, and those that others hold anyway. Values are copied unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch
 
     Args:
         blocks: TransformerBlocks of megatron-core, one for each virtual stage.
-        num_layers: Number of layers of each, or all where there are fewer.
+        num_layers: Number of layers of each, or all if there are fewer.
 
     Returns:
         The host memory that they share.
@@ -51,7 +50,7 @@ class _Departures:
         self._leaving: KeptByLayer | None = None
 
     def follow(self, leaving: KeptByLayer) -> None:
-        """Notes a layer whose copies have started; frees the layer before it, whose copies had a layer's time."""
+        """Notes a layer whose copies have started; frees the layer before it."""
         if self._leaving is not None:
             self._leaving.free()
         self._leaving = leaving
@@ -64,7 +63,7 @@ class _Block:
         self._departures, self._block = departures, block
         self._num_layers = min(num_layers, len(block.layers))
         self._pass: MovingPass | None = None
-        """Forward pass in progress; None outside of one, and where layers run a second time in backward."""
+        """Forward pass in progress; None outside of one, and when layers are recomputed in backward."""
         self._number = 0
         """Number of the running layer; the number of layers while the norm after them runs."""
         self._hooks = contextlib.ExitStack()
@@ -73,7 +72,7 @@ class _Block:
         """Starts a forward pass."""
         if not torch.is_grad_enabled():
             return
-        # given to all layers, and held by the caller; the schedule holds what a stage receives, for its gradient
+        # held by the caller; the schedule holds what a stage receives, for its gradient
         given = [*args, *(value for name, value in options.items() if name != "hidden_states")]
         given.append(None if self._block.pre_process else self._block.input_tensor)
         staying = [*block.parameters(), *block.buffers(), *(each for each in given if isinstance(each, Tensor))]
@@ -94,7 +93,7 @@ class _Block:
         if self._pass is None:
             return
         left = self._pass.begin_layer(moves=False)
-        if self._number < len(self._block.layers):  # after the norm, copies have the time of the loss, too
+        if self._number < len(self._block.layers):  # after the norm, copies have the time of the loss
             self._departures.follow(left)
         self._close()
 
@@ -146,13 +145,13 @@ class KeptByLayer:
         """
         Args:
             side: Host memory that they go to.
-            before: Tensors of the layer that is next in backward; None where there is none.
+            before: Tensors of the layer that is next in backward, if any.
         """
         self._side, self._before = side, before
         self._found: dict[_Moved, None] = {}
         """Memory of this layer in the order in which the forward pass kept it."""
         self._known: list[weakref.ref[_Moved]] = []
-        """Weak references after the forward pass: backward alone decides how long the memory lives."""
+        """Weak references after the forward pass, as backward decides how long the memory lives."""
         self._gone: Any = None
         """Moment when the copies to the host are done."""
         self._back: Any = None
@@ -225,7 +224,7 @@ class _OfMoved(NamedTuple):
 
 
 class _OfNextLayer(NamedTuple):
-    """A tensor that stays, of the layer after the last moved one: when backward reaches it, that one is next."""
+    """Tensor that stays, of the layer after the last moved one, which is next when backward reaches it."""
 
     value: Tensor
     layer: KeptByLayer
@@ -245,7 +244,7 @@ class MovingPass:
     def __init__(self, side: HostSide, staying: Iterable[Tensor]) -> None:
         """
         Args:
-            side: Host memory that they go to.
+            side: Host memory that tensors go to.
             staying: Tensors whose memory stays: the weights, and what others hold until backward is done.
         """
         self._side = side
@@ -260,13 +259,10 @@ class MovingPass:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def begin_layer(self, moves: bool) -> KeptByLayer:
-        """Moves on to the next layer.
+        """Starts the next layer; returns the tensors of the layer before, on their way to the host.
 
         Args:
             moves: Whether the layer moves; one after those that do only has to say when its backward pass begins.
-
-        Returns:
-            The tensors that the layer before has kept, on their way to the host.
         """
         before = self._layer
         before.leave()
@@ -282,7 +278,7 @@ class MovingPass:
         return _OfMoved(moved, self._layer, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _moved(self, tensor: Tensor) -> _Moved | None:
-        """Returns the memory of a tensor; None where it stays."""
+        """Returns the memory of a tensor; None if it stays."""
         if tensor.layout != torch.strided or tensor.device.type != self._side.device.type:
             return None
         storage = tensor.untyped_storage()
