@@ -43,7 +43,7 @@ class Run:
     model: RankModel
     objective: Objective
     teacher: Teacher | None
-    """Teacher of the loss functions that compare with one; None if there are none."""
+    """Teacher of the loss functions that compare with one, if any."""
     training: TrainingStep
     loader: StepLoader | None
     """Training data; None on ranks that receive them from tensor-parallel rank 0."""
@@ -62,7 +62,7 @@ class Run:
 
 
 def load_teacher(config: Config, groups: Groups) -> Teacher | None:
-    """Loads the teacher of `loss.teacher`; returns None if there is none. Collective over the world.
+    """Loads the teacher of `loss.teacher`, if any. Collective over the world.
 
     Raises:
         ConfigError: The teacher's model does not fit this run.
@@ -84,7 +84,6 @@ class BuiltStep:
 
     model: RankModel
     teacher: Teacher | None
-    """Teacher of the loss functions that compare with one; None if there are none."""
     training: TrainingStep
 
 
@@ -133,14 +132,13 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         of_machine = (*_notes_on_packages(), *_notes_on_layers(config, groups))
         for note in (*of_config, *notes_on_folder(config.model.hf), *of_machine):
             _log.info(f"note: {note}")
-    # opened before the model is built: bad data end the run while that is still cheap
+    # before the model is built: bad data end the run early
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
     loader = opened_loader(groups, lambda: StepLoader(config, *of_rank, extras=extras))
     held_out = agreed(groups, lambda: of_validation({} if loader is None else loader.valid_fingerprints))
     validation = ValidationSet.open_all(loader)
     references = References(config, folder, groups, objective.preference, loader)
     references.score_apart()
-    # before weights are loaded, as loading fills existing tensors; a teacher is a separate model
     built = build_step(config, groups, objective, teacher_of, weights_follow=True)
     # before the run's own weights are loaded, since this overwrites the model's weights
     references.use(built.model)

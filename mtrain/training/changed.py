@@ -27,9 +27,9 @@ from mtrain.runs.folder import RunFolder
 from mtrain.training.inputs import VALID, changed_inputs
 
 DATA = "data.train"
-"""Key under which training data with another fingerprint are recorded."""
+"""Key of a change to training data with another fingerprint."""
 CURRICULUM = "data.curriculum"
-"""Key under which training data that differ in future steps alone are recorded."""
+"""Key of a change to training data that differ in future steps alone."""
 
 
 class KnownData(Protocol):
@@ -48,10 +48,10 @@ def going_on(folder: RunFolder, config: Config) -> Config:
         RunFolderError: The folder holds a run of another configuration.
     """
     saved, steps = folder.saved_config(), published_steps(folder.checkpoints)
-    # without a checkpoint nothing is decided: a run that failed before its first save may change its configuration
+    # a run that failed before its first save may change its configuration
     if saved is None or not steps:
         return config
-    # that of the checkpoint, not of the last start, which may have changed something and crashed before it saved
+    # the last start may have changed something and crashed before it saved
     saved = checkpoint_config(folder.checkpoints / step_name(steps[-1])) or saved
     return continued(config, saved, folder.path, steps[-1])
 
@@ -60,7 +60,7 @@ def resumable(checkpoint: CheckpointSection, folder: RunFolder, unusable: Mappin
     """Returns the newest good checkpoint of the run, from which it resumes.
 
     Args:
-        unusable: Reason by step, for checkpoints that looked complete but were found damaged.
+        unusable: Reason by step, for checkpoints that were found damaged.
 
     Raises:
         DataError: No checkpoint is good, but there are some.
@@ -78,10 +78,9 @@ def resumable(checkpoint: CheckpointSection, folder: RunFolder, unusable: Mappin
 def changes_since(
     entry: CheckpointEntry, data: KnownData, config: Config, run_folder: Path, inputs: Mapping[str, str]
 ) -> tuple[ChangeInfo, ...]:
-    """Returns all changes of a run up to this start: those recorded in its checkpoint, and those of this start.
+    """Returns all changes of a run: those recorded in its checkpoint, and those of this start.
 
-    The comparison is with the checkpoint, not with the last start: a start that changed something and crashed before it
-    saved has made no update that counts.
+    The comparison is with the checkpoint: a start that changed something and crashed before it saved does not count.
 
     Raises:
         RunFolderError: A key has another value without consent.

@@ -1,7 +1,7 @@
 """Exports during training: turns published checkpoints into folders that Hugging Face's libraries can load.
 
-A checkpoint is the sharded state that all ranks wrote together. The first rank converts its files in a thread, one
-tensor at a time, straight from the page cache: no rank holds the model, nothing is sent, and no other rank waits.
+The first rank converts the files of a checkpoint in a thread, one tensor at a time, straight from the page cache: no
+rank holds the model, nothing is sent, and no other rank waits.
 
 An export is due while its checkpoint exists and its folder does not; nothing else records it. So a run that stops or
 dies leaves its exports to the next start.
@@ -33,8 +33,7 @@ from mtrain.runs.folder import RunFolder
 _log = logging.getLogger(__name__)
 
 _NUM_WORKERS = 1
-"""Number of files that are converted at once, kept low because training goes first. With one, the exporter's own thread
-does the work, for which the end of the run need not wait."""
+"""Number of files that are converted at once; with one, the exporter's own thread does the work."""
 _POLL_S = 0.1
 _STEP = re.compile(r"step_(\d+)")
 _PATIENCE_S = 2.0
@@ -53,19 +52,13 @@ class _StoppedError(Exception):
 
 
 def due_steps(folder: RunFolder, every_steps: int) -> list[int]:
-    """Returns the steps whose checkpoints exist and are not exported, ascending.
-
-    Args:
-        every_steps: Interval of the steps that are exported; 0: none.
-    """
+    """Returns the steps whose checkpoints exist and are not exported, ascending; none if `every_steps` is 0."""
     steps = published_steps(folder.checkpoints) if every_steps > 0 else []
     return [step for step in steps if step % every_steps == 0 and not _target(folder, step).exists()]
 
 
 def clean_staging(folder: RunFolder, every_steps: int) -> None:
-    """Deletes unfinished exports that are no longer due.
-
-    Must be called at the start of a run, by the holder of the folder's lock.
+    """Deletes unfinished exports that are no longer due, at the start of a run that holds the folder's lock.
 
     Raises:
         MachineError: The disk refuses.
@@ -88,7 +81,7 @@ class Exporter:
 
         Args:
             every_steps: Interval of the steps that are exported; 0: none.
-            check: Function that is called before an export begins; raises if another run has taken the folder over.
+            check: Called before an export begins; raises if another run has taken the folder over.
 
         Raises:
             MachineError: The disk refuses.
@@ -106,7 +99,7 @@ class Exporter:
     def expect(self, step: int) -> None:
         """Notes a checkpoint that is about to be published; must be called for each."""
         if self._every > 0 and step % self._every == 0 and not _target(self._folder, step).exists():
-            # the folder appears only when all ranks have written, some steps later: `poll` looks for it
+            # the folder appears some steps later: `poll` looks for it
             self._expected.append(step)
 
     def poll(self) -> None:
@@ -142,7 +135,7 @@ class Exporter:
             self._waiting.remove(export)
             export.held.close()
         with disk_faults(f"clean {self._folder.exports}"):
-            # unfinished ones too, or the next export of the step would continue them
+            # also unfinished ones, which the next export of the step would continue
             for path in [*self._folder.exports.glob("step_*"), *staging_folders(self._folder.exports)]:
                 if (found := _STEP.search(path.name)) is not None and int(found[1]) > step:
                     remove(path)
@@ -155,10 +148,7 @@ class Exporter:
         self._is_stopped.set()
 
     def finish(self, is_stopped: Callable[[], bool] = lambda: False) -> list[int]:
-        """Waits until all published checkpoints that are due are exported.
-
-        Args:
-            is_stopped: Function that is called while waiting and says whether to `stop`.
+        """Waits until all published checkpoints that are due are exported, or `is_stopped` says to `stop`.
 
         Returns:
             Steps that are left to the next start; none unless the run was stopped.
@@ -185,7 +175,6 @@ class Exporter:
         self.stop()
         if self._running is not None:
             export, work = self._running
-            # a thread cannot be ended from outside, so one that hangs on the disk is abandoned
             if concurrent.futures.wait([work], _PATIENCE_S).done:
                 self._end(export, work)
             else:
@@ -193,7 +182,7 @@ class Exporter:
         for export in self._waiting:
             export.held.close()
         self._waiting.clear()
-        with contextlib.suppress(MtrainError):  # the next start looks again, and reports what is wrong with the disk
+        with contextlib.suppress(MtrainError):  # the next start reports what is wrong with the disk
             if due := due_steps(self._folder, self._every):
                 _log.info(f"exports left to the next start: {', '.join(map(step_name, due))}")
 
@@ -228,7 +217,7 @@ class Exporter:
         if fault is None:
             _log.info(f"exported {target}")
             return
-        with contextlib.suppress(OSError):  # frees a full disk; the next start deletes what cannot be deleted now
+        with contextlib.suppress(OSError):  # the next start deletes the rest
             remove(staging_folder(target))
         self._fail(export.step, fault if isinstance(fault, MtrainError) else MachineError(repr(fault)))
 
@@ -268,12 +257,11 @@ def exported_through_checkpoint(
         checkpoint = save(scratch)
         on_first_rank(lambda: convert(checkpoint, out))
     finally:
-        # in `finally`: an export that fails must not leave a second copy of the weights on the disk
         on_first_rank(lambda: _removed(scratch))
 
 
 def _cleared(out: Path, scratch: Path) -> None:
-    """Refuses an existing folder before any work is done, and deletes what a dead export has left."""
+    """Refuses an existing folder, and deletes what a dead export has left."""
     if out.exists():
         raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
     _removed(scratch)

@@ -47,8 +47,7 @@ def resume_or_initialize(
 ) -> Resumed:
     """Loads the run's newest good checkpoint, or else the weights it starts from. Collective over the world.
 
-    A checkpoint that is skipped because it is damaged, or holds nan or inf, is set aside, so that its step can be saved
-    again.
+    A checkpoint that is damaged, or holds nan or inf, is set aside, so that its step can be saved again.
 
     Args:
         folder: Run folder, whose lock the first rank holds.
@@ -61,7 +60,6 @@ def resume_or_initialize(
             weights to start from are not finite.
         RunFolderError: checkpoint.resume=never, but there is a checkpoint; or a key has changed without consent.
     """
-    # the run's own checkpoint has priority: initialize_from says where the run began, not where it is
     if model.config.adapter is not None:  # checkpoints of adapters do not hold the frozen model
         load_base(model)
     resumed = load_newest(model, folder, loader, inputs)
@@ -102,8 +100,7 @@ def _refuse_non_finite(source: Path, model: RankModel) -> None:
     fault = non_finite_state(model)
     if fault is not None:
         error = DataError(f"{source} cannot be trained from: {fault}; restore it, or start from other weights")
-        # `non_finite_state` has gathered the result, so all ranks raise the same error
-        error.on_every_rank = True
+        error.on_every_rank = True  # `non_finite_state` has gathered the result
         raise error
 
 
@@ -134,7 +131,7 @@ def load_newest(
     Damaged checkpoints are set aside.
 
     Args:
-        passed_over: Reason by step, for checkpoints that a run that rolls back must not load; None at a start.
+        passed_over: Reason by step, for checkpoints that a rollback must not load; None at a start.
 
     Raises:
         DataError, RunFolderError: See `resume_or_initialize`.
@@ -153,12 +150,12 @@ def load_newest(
             entry = announced(newest)
             if entry is None:
                 return None
-            # on the first rank, which reads data; before the load, which takes long
+            # before the load, which takes long
             changes = on_first_rank(functools.partial(_changes, entry, loader, model.config, folder, inputs))
             state = load_checkpoint(entry, model)
             fault = non_finite_state(model)
             if fault is None:
-                # only now that another checkpoint is known to be good: a start that fails moves nothing
+                # only now: a start that fails moves nothing
                 on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
                 return Resumed(state.step, changes, BadStepHistory(entry.manifest.skipped, state.recent))
         damaged[entry.step] = fault  # the next checkpoint overwrites everything that was loaded
@@ -169,7 +166,7 @@ def _load_start(model: RankModel) -> Path | None:
     config, groups = model.config, model.groups
     if config.checkpoint.initialize_from is not None:
         source = Path(config.checkpoint.initialize_from)
-        # one rank looks and all use its answer: a shared disk may show ranks different states
+        # a shared disk may show ranks different states
         megatron = on_first_rank(lambda: megatron_folder(source))
         if megatron is not None:
             if groups.rank == 0:
@@ -199,7 +196,6 @@ def _changes(
     folder: RunFolder,
     inputs: Mapping[str, str],
 ) -> tuple[ChangeInfo, ...]:
-    """Returns the changes of the run up to this start, and refuses those without consent. On the first rank."""
     assert loader is not None, "the first rank reads data"
     return changes_since(entry, loader, config, folder.path, inputs)
 

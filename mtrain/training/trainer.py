@@ -86,17 +86,16 @@ def train(config: Config) -> bool:
     which sees signals if the main thread holds a StopSignal.
 
     Returns:
-        Whether the run has come to its end; false where a signal has stopped it and the caller holds a StopSignal.
+        Whether the run has come to its end; false if a signal has stopped it and the caller holds a StopSignal.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, or a notebook's interrupt, has come, and no StopSignal of the caller has seen it; the
-            run was stopped or is done, and all is saved.
-        StopRequestedError: The same for another stop signal, or where one of another rank has stopped the run.
+        KeyboardInterrupt: Ctrl-C, or a notebook's interrupt, has come, and the caller holds no StopSignal; the run was
+            stopped or is done, and all is saved.
+        StopRequestedError: The same for another stop signal, or one of another rank.
         MtrainError: A part of the run fails; see mtrain/base/errors.py for the exit codes.
     """
     environment = RankEnvironment.from_environ(os.environ)
     layout = Layout.from_config(config, environment.world_size)
-    # before anything is opened: it needs no torch, and each rank comes to the same result
     refuse_unexportable(config)
     timeout_s = config.train.process_group_timeout_s
     with (
@@ -128,8 +127,8 @@ def _to_be_requeued(folder: RunFolder, reason: str) -> None:
 
 
 def _counted(count: Callable[[], Counted], uncounted: Counted, rank: int) -> Counted:
-    """Returns the result of `count` on rank 0, which may tokenise for longer than the timeout of a collective.
-    Collective over the world."""
+    """Returns the result of `count` on rank 0, which may tokenise longer than a collective waits. Collective over the
+    world."""
     counted = on_all_ranks(lambda: with_the_slowest(count if rank == 0 else lambda: uncounted))
     return on_first_rank(lambda: counted)
 
@@ -146,7 +145,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         build: Function that builds the run; a check replaces it to observe the run.
 
     Returns:
-        Sentence on the stop signal that has ended the run; None where it has come to its end.
+        Sentence on the stop signal that has ended the run; None if it has come to its end.
 
     Raises:
         MtrainError: A part of the run fails; see mtrain/base/errors.py for the exit codes.
@@ -157,7 +156,6 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         lock, config = on_first_rank(lambda: _enter(folder, config, groups, life, held))
         held.enter_context(life)
         heartbeat, account = _open_reporting(folder, lock.number, config.train, groups, held)
-        # agreed by all ranks: if one left alone, the others would wait in the next collective
         if any_rank(signal.received is not None, groups.device):
             return _stopped(life, "stopped by a signal before the model was built")
         heartbeat.enter(Phase.BUILD, 0)
@@ -207,7 +205,7 @@ def _exported(exporter: Exporter, signal: StopSignal, life: Life) -> str | None:
 
 
 def _stopped(life: Life, reason: str) -> str:
-    """Notes that a signal has ended the run, on the first rank; returns the reason. Collective over the world."""
+    """Notes on the first rank that a signal has ended the run; returns the reason. Collective over the world."""
     on_first_rank(lambda: life.stopped(reason))
     return reason
 
@@ -230,8 +228,6 @@ def _open_reporting(
 
 
 def _save_listener(life: Life, account: StartAccount) -> Callable[[int, float], None]:
-    """Returns the function that is called after a save."""
-
     def saved(step: int, seconds: float) -> None:
         account.saved(step)
         life.saved(step, seconds)
@@ -240,7 +236,7 @@ def _save_listener(life: Life, account: StartAccount) -> Callable[[int, float], 
 
 
 def _finished(run: Run, folder: RunFolder) -> str:
-    """Returns the message of a start that finds nothing left to train; missing exports are still made."""
+    """Returns the message of a start that finds nothing left to train."""
     return (
         f"{folder.path} is finished: its newest checkpoint has {run.start_step} steps done, and train.num_steps="
         f"{run.model.config.train.num_steps}; nothing is trained. Raise train.num_steps to go on, or set another "
@@ -260,7 +256,7 @@ def _origin(run: Run) -> Provenance:
 
 
 def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
-    """Returns all that can change the last digits of a run; nothing that reveals where or by whom it was run."""
+    """Returns all that can change the last digits of a run, and nothing that reveals where or by whom it was run."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     chosen = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     shape = {"device": kind, "layout": str(layout), "world_size": str(layout.world_size)}
@@ -273,7 +269,7 @@ def _environment(device: torch.device, layout: Layout) -> dict[str, str]:
 
 
 def _certificate(config: Sections, device: torch.device) -> dict[str, str]:
-    """Names the certificate of `mtrain verify backend` by which layers are chosen; nothing where there is none."""
+    """Names the certificate of `mtrain verify backend` by which layers are chosen, if any."""
     found = finding(config, device, candidate_of(config))
     named = {} if found.comparison is None or config.model.backend == "torch" else {"certificate": found.certificate}
     return named | ({"delta_rule": "flash-linear-attention"} if chosen_backend(config, device) == "fla" else {})
@@ -292,10 +288,10 @@ def _enter(folder: RunFolder, config: Config, groups: Groups, life: Life, held: 
 
 
 def _write_first_samples(run: Run, folder: RunFolder) -> None:
-    """Writes samples of the first step for people to check; once in a run, or again if the file was removed."""
+    """Writes samples of the first step for people to check, once in a run."""
     if run.loader is not None and not folder.first_samples.exists():
         text = as_text(run.loader.shown(run.start_step + 1, _NUM_FIRST_SAMPLES))
-        with contextlib.suppress(OSError):  # for people only: a full disk is reported where it matters
+        with contextlib.suppress(OSError):  # for people only
             write_atomically(folder.first_samples, text)
 
 
@@ -323,9 +319,8 @@ def _with_rollbacks(
     while True:
         try:
             stopped_after = _loop(course, opened.enter_context(reopen(course.run)))
-            heartbeat.enter(
-                Phase.SAVE, course.run.model.config.train.num_steps if stopped_after is None else stopped_after
-            )
+            last = course.run.model.config.train.num_steps if stopped_after is None else stopped_after
+            heartbeat.enter(Phase.SAVE, last)
             saver.finish()
             return stopped_after
         except (RollBackError, SpoiledStateError) as error:
@@ -364,7 +359,6 @@ class _Loop:
     def __init__(self, course: _Course, sinks: Sinks, tokens: int) -> None:
         """
         Args:
-            course: Objects that the loop works with.
             tokens: Number of text tokens that the run has read before.
         """
         self._course, self._sinks, self._tokens = course, sinks, tokens
@@ -396,12 +390,12 @@ class _Loop:
             self._tokens += record.tokens
         else:
             course.life.alarmed(step, made.refused)
-        # at the same place on every rank: while a save is in flight this is a collective
+        # a collective while a save is in flight
         self._saver.poll()
         return made
 
     def validate_if_due(self, step: int) -> float | None:
-        """Returns the loss of the first validation set, in nats; None where nothing was validated."""
+        """Returns the loss of the first validation set, in nats; None if nothing was validated."""
         if not self._validation.after(step, self._last):
             return None
         return _validate(self._run, self._sinks, step, self._heartbeat)

@@ -1,8 +1,7 @@
 """Detection of bad steps, from numbers that are the same on all ranks, so that all ranks decide alike.
 
-Loss and gradient norm are sums over the whole global batch, and the window that a step is compared with is part of
-every checkpoint. So decisions depend neither on the layout nor on where a run was stopped, except for the rounding of
-the sums themselves.
+Loss and gradient norm are sums over the whole global batch, and every checkpoint has the window that a step is compared
+with. So decisions depend neither on the layout nor on where a run was stopped, except for rounding.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ class Guard:
 
     @property
     def may_go_on(self) -> bool:
-        """Says whether the run can survive some kind of bad step, for which the state before a step has to be kept."""
+        """Says whether the run can survive some bad step, for which the state before a step has to be kept."""
         spike = self._train.on_spike
         return self._train.on_nonfinite != "stop" or (spike is not None and spike.action != "stop")
 
     def left_out(self, step: int) -> str | None:
-        """Says why the batch of a step, counted from 1, is not computed at all; returns None if it is."""
+        """Says why the batch of a step, counted from 1, is not computed; None if it is."""
         known = self._skipped.get(step)
         return None if known is None else known.reason
 
     def updates_before(self, step: int) -> int:
-        """Counts the steps before this one that were not left out; the learning rate follows this number."""
+        """Counts the earlier steps that were not left out; the learning rate follows this number."""
         return step - 1 - sum(each < step for each in self._skipped)
 
     def judge(self, loss: float, grad_norm: float) -> None:

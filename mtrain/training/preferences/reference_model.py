@@ -1,7 +1,7 @@
 """Reference model of a preference loss: the model that the run starts from, or that of loss.reference.
 
-loss.reference may name an adapter: a folder of PEFT, which is used with the frozen model of the run, or a run of
-adapters, which is used with its own frozen model, identified by the fingerprint in its checkpoints.
+loss.reference may name an adapter: a PEFT folder, used with the frozen model of the run, or a run of adapters, used
+with its own frozen model, identified by the fingerprint in its checkpoints.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Reference(NamedTuple):
     """Reference model, and where its weights come from."""
 
     config: Config
-    """Configuration from which `initialize` makes the model, except for the adapters of `saved`. Its `adapter` is None
-    if the reference has no adapter."""
+    """Configuration from which `initialize` makes the model, except for the adapters of `saved`; `adapter` is None
+    without them."""
     named: str | None = None
-    """Value of loss.reference; None if it is not set."""
+    """Value of loss.reference, if set."""
     saved: Path | None = None
-    """Run or checkpoint whose adapters belong to the model of `config`; None if there is none."""
+    """Run or checkpoint whose adapters belong to the model of `config`, if any."""
 
     @classmethod
     def of(cls, config: Config) -> Reference:
@@ -66,7 +66,7 @@ class Reference(NamedTuple):
         return on_first_rank(lambda: named_reference(config, str(config.loss.reference)))
 
     def fits(self, config: Config) -> bool:
-        """Says whether the run's model can hold the reference for a while, before the run's own weights are loaded.
+        """Says whether the run's model can hold the reference before the run's own weights are loaded.
 
         It can if the reference is where the run starts, has no adapters, or has the same adapters as a run that loads
         its own from `adapter.path` afterwards.
@@ -83,11 +83,9 @@ class Reference(NamedTuple):
     def loaded(self, model: RankModel) -> Iterator[tuple[str, RankModel]]:
         """Loads the reference into a model that can hold it, for the `with` block. Collective over the world.
 
-        One all-reduce for the fingerprint, in addition to those of loading.
-
         Yields:
             Hash of all that determines the scores (weights, architecture, precision), and the model with the
-            configuration of the reference.
+                configuration of the reference.
 
         Raises:
             DataError: Weights are missing, damaged, of another model or not finite.
@@ -128,17 +126,14 @@ def _facts(adapter: AdapterSection) -> list[Any]:
     """Returns all settings that determine what an adapter computes, apart from its weights."""
     parts = sorted(adapter.parts)
     found: list[Any] = [adapter.kind, adapter.rank, adapter.scale, parts, adapter.base_dtype]
-    # apart, so that hashes of adapters without these stay those of earlier versions
+    # hashes of adapters without patterns stay those of earlier versions
     patterns = [[adapter.rank_of(part), adapter.scale_of(part)] for part in parts]
     found += [patterns] if adapter.rank_pattern or adapter.alpha_pattern else []
     return [*found, {"whole": sorted(adapter.modules_to_save)}] if adapter.modules_to_save else found
 
 
 def named_reference(config: Config, named: str) -> Reference:
-    """Finds the reference that loss.reference names; no collective.
-
-    Args:
-        named: Path of a folder, the value of loss.reference.
+    """Finds the reference that `named`, a value of loss.reference, names; no collective.
 
     Raises:
         ConfigError: The reference is incompatible with the run's layout or precision.
@@ -181,9 +176,10 @@ def _adapter_run(named: Path) -> Config | None:
 
 
 def _with_its_own(config: Config, saved: Config) -> Config:
-    """Returns the configuration of an adapter on the frozen model of its own run.
+    """Returns the configuration of an adapter on the frozen model of its own run, or on this run's if that model is
+    gone.
 
-    If that model is gone, this run's is used; the fingerprint in the checkpoint verifies that they are the same.
+    The fingerprint in the checkpoint verifies that they are the same.
     """
     assert saved.adapter is not None, "asked of runs of adapters"
     places = (saved.model.hf, saved.checkpoint.initialize_from)
@@ -192,14 +188,11 @@ def _with_its_own(config: Config, saved: Config) -> Config:
 
 
 def _with(config: Config, start: Config, adapter: AdapterSection, precision: Config | None = None) -> Config:
-    """Returns the run's configuration with a reference's adapter.
+    """Returns the run's configuration with a reference's adapter; refuses it if a rule of the configuration forbids it.
 
     Args:
         start: Configuration that says where the frozen model comes from.
         precision: Configuration with the precision of the frozen model; None: that of the run.
-
-    Raises:
-        ConfigError: A rule of the configuration forbids it.
     """
     content = config.model_dump()
     # it is never trained, and some optimizers do not support adapters

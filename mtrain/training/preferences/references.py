@@ -1,9 +1,8 @@
 """Scores of the reference model: computed once, before the first step, and kept in the run folder.
 
-The reference is the model that the run starts from, with the adapter that the run names, or the model of
-loss.reference. A start that resumes does not need the model again: it reads the scores, and trains on them bit for bit
-as before, whatever has become of the weights. Scores of a named reference are also stored next to the token cache,
-under a hash of all that determines them, including the weights, so that another run need not compute them again.
+A start that resumes reads the scores, and trains on them bit for bit as before, whatever has become of the reference's
+weights. Scores of a named reference are also stored next to the token cache, under a hash of all that determines them,
+for other runs.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class _Kept(NamedTuple):
     paths: tuple[Path | None, ...]
     """Path of each source's scores; None if they have to be computed."""
     scored_by: str | None = None
-    """Place that loss.reference named when they were computed, if it names another one now."""
+    """Value of loss.reference when they were computed, if it differs now."""
 
 
 class References:
@@ -80,7 +79,7 @@ class References:
         """Looks for scores in the run folder. Collective over the world.
 
         Args:
-            loss: Preference loss that is minimised; no scores are needed if it is None or has no reference.
+            loss: Preference loss; no scores are needed if it is None or has no reference.
 
         Raises:
             ConfigError: The named reference is incompatible with the run's layout.
@@ -93,7 +92,7 @@ class References:
         if self._is_needed:
             self._sources = on_first_rank(lambda: _sources(loader))
             self._kept = on_first_rank(self._find_kept)
-            # a run without a checkpoint checks the weights too: existing scores may be those of other weights
+            # without a checkpoint, existing scores may be those of other weights
             if not self._kept.goes_on or None in self._kept.paths or self._kept.scored_by is not None:
                 self._reference = Reference.of(config)
 
@@ -115,9 +114,7 @@ class References:
                 torch.cuda.empty_cache()
 
     def use(self, model: RankModel) -> None:
-        """Gives every sequence of the data its score. Collective over the world.
-
-        Missing scores are computed with the reference's weights, which are loaded into the model for this.
+        """Gives every sequence of the data its score, computing missing ones with the model. Collective over the world.
 
         Raises:
             DataError: Kept scores are damaged, or the weights of the reference cannot be loaded.
@@ -146,11 +143,8 @@ class References:
             self._kept = self._kept._replace(paths=tuple(paths))
 
     def _score(self, model: RankModel, source: _Source, paths: Sequence[Path | None]) -> None:
-        """Scores all sequences of a source, in passes the size of a step, and writes the scores to files.
-
-        Args:
-            paths: Paths of the files; None entries are ignored.
-        """
+        """Scores all sequences of a source, in passes the size of a step, and writes the scores to files, except
+        None."""
         config, groups = model.config, model.groups
         if groups.rank == 0:
             _log.info(f"scoring {source.num_sequences:,} sequences under the reference model, once for the run")
@@ -162,7 +156,7 @@ class References:
         on_first_rank(lambda: _write_all(paths, _content(found)))
 
     def _find_kept(self) -> _Kept:
-        """Finds the scores of a run with a checkpoint, those of earlier versions included. On the first rank."""
+        """Finds the scores of a run with a checkpoint, also of earlier versions. On the first rank."""
         steps, named = published_steps(self._folder.checkpoints), self._config.loss.reference
         if not steps:
             return _Kept(False, (None,) * len(self._sources))
@@ -178,11 +172,7 @@ class References:
         return next((path for path in (*there, earlier) if path.exists()), None)
 
     def _of_identity(self, identity: str) -> _Kept:
-        """Returns the existing scores of a reference whose identity is now known.
-
-        Raises:
-            DataError: The run goes on with scores of another model.
-        """
+        """Returns the existing scores of a reference whose identity is now known; refuses scores of another model."""
         kept = self._kept
         if not kept.goes_on:
             paths = (self._path(source, identity) for source in self._sources)
@@ -214,11 +204,7 @@ class References:
         return self._kept._replace(paths=tuple(paths))
 
     def _path(self, source: _Source, identity: str) -> Path:
-        """Returns the path of scores, named after the sequences and the model.
-
-        Args:
-            identity: Hash that identifies the reference, from `Reference.loaded`.
-        """
+        """Returns the path of scores, named after the sequences and the hash of the reference."""
         return self._folder.references / f"{self._stem(source, self._config.loss.reference)}-{identity}.npy"
 
     def _stem(self, source: _Source, named: str | None) -> str:
@@ -234,7 +220,7 @@ class References:
         return _hashed([_FORMAT, source.fingerprint, config.loss.aggregation, *start])
 
     def _shared_path(self, source: _Source, identity: str) -> Path:
-        """Returns the path next to the token cache, named after what determines the scores, not after file names."""
+        """Returns the path next to the token cache, named after what determines the scores."""
         config = self._config
         assert isinstance(config.data, SftSection), "a rule of the configuration"
         folder = default_folder() if config.data.cache_dir is None else Path(config.data.cache_dir)
@@ -259,7 +245,7 @@ def _sources(loader: StepLoader | None) -> list[_Source]:
 
 
 def _remove_others(folder: RunFolder, kept: Sequence[Path | None]) -> None:
-    """Deletes scores of starts that reached no checkpoint, so that only one set of scores is left to resume with."""
+    """Deletes scores of starts that reached no checkpoint, so that only one set is left to resume with."""
     with disk_faults(f"write {folder.references}"):
         stems = {path.stem.partition("-")[0] for path in kept if path is not None}
         for path in folder.references.glob("*-*.npy"):

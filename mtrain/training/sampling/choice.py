@@ -1,7 +1,7 @@
 """Choice of the next token.
 
-The random number of a token is a function of the seed, the number of the answer and the position in it. No state is
-kept, so neither the layout nor other answers change an answer, and the random states of training are not touched.
+The random number of a token is a function of the seed, the number of the answer and the position in it, so neither the
+layout nor other answers change an answer, and the random states of training are not touched.
 """
 
 from __future__ import annotations
@@ -28,14 +28,11 @@ class TokenPlace:
 
 
 def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Draws the next token of each row.
-
-    Args:
-        logits: Logits, [rows, vocab_size] float32, finite or -inf.
+    """Draws the next token of each row of logits, [rows, vocab_size] float32, finite or -inf.
 
     Returns:
         Tokens, [rows] int64, and their log-probabilities in nats, [rows] float64; see `log_probs`. A row with nan, or
-        with nothing but -inf, gives token -1.
+            with nothing but -inf, gives token -1.
     """
     values = logits.double()
     shares = None if sampling.temperature == 0 else _shares(values, sampling)

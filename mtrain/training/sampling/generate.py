@@ -46,16 +46,16 @@ class Model(NamedTuple):
     config: Config
     """Configuration with the architecture, tokenizer and chat template."""
     entry: CheckpointEntry | None
-    """Checkpoint with the weights; None: they are those of `model.hf`."""
+    """Checkpoint with the weights; None: those of `model.hf`."""
     origin: Path | None
-    """Folder of Hugging Face that the model comes from, as in `ModelSource.origin`; None if there is none."""
+    """Hugging Face folder that the model comes from, as in `ModelSource.origin`, if any."""
 
 
 def model_at(path: Path, overrides: Sequence[str] = ()) -> Model:
     """Finds the model of a run folder (newest good checkpoint), a checkpoint, an import or a Hugging Face folder.
 
     Args:
-        overrides: Texts of the form `section.key=value` that change the configuration.
+        overrides: Changes of the configuration, as `section.key=value`.
 
     Raises:
         ConfigError, DataError: Nothing at `path` says what model it is.
@@ -108,8 +108,7 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
         Continuations without the prompts; the same on all ranks.
 
     Raises:
-        ConfigError: Nothing says what model it is, no tokenizer is named, or a chat template is wanted and there is
-            none.
+        ConfigError: Nothing says what model it is, or its tokenizer or chat template is missing.
         DataError: Tokenizer or checkpoint is missing or damaged.
     """
     found = model_at(path)

@@ -1,7 +1,6 @@
 """Sample answers of a run while it trains (`eval.*`).
 
-They do not change the run: tokens are drawn without the random states of training, layers are left unchanged, and the
-answers are written to separate files.
+They do not change the run: tokens are drawn without the random states of training, and layers are left unchanged.
 """
 
 from __future__ import annotations
@@ -80,10 +79,8 @@ class PromptSamples:
         self._files.callback(self._lines.close)
 
     def take(self, run: Run, step: int, sinks: Sinks) -> None:
-        """Answers the prompts with the current weights, and writes the answers. Collective over the world.
-
-        Args:
-            sinks: Sinks of this rank; those that show texts get the answers too.
+        """Answers the prompts with the current weights, and writes the answers, also to sinks that show texts.
+        Collective over the world.
 
         Raises:
             NumericError: The logits are not finite; on all ranks.

@@ -29,7 +29,7 @@ from mtrain.training.sampling.choice import TokenPlace, choose, log_probs
 from mtrain.training.sampling.params import SamplingParams
 
 _PROMPT_TOKENS_OF_A_PASS = 8192
-"""Number of tokens from which on a pass takes no further prompt: it bounds the memory of activations."""
+"""Number of tokens from which on a pass takes no further prompt; bounds the memory of activations."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     """Reason for the end. stop: a stop token or `is_complete` ended the answer; length: it has max_new_tokens."""
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Likeliest tokens in each token's place with their log-probabilities, the likeliest first; empty where none were
-    asked for."""
+    """Likeliest tokens at each token's position with their log-probabilities, the likeliest first; empty if not asked
+    for."""
     routed_experts: Tensor | None = field(default=None, compare=False)
-    """Experts that the tokens of prompt and answer were sent to, all but the last, which is never read: [tokens - 1,
-    layers, top_k] int32 on the CPU, as `Datum.routed_experts` takes them; -1 in dense layers. None if not asked for."""
+    """Experts of the tokens of prompt and answer except the last, [tokens - 1, layers, top_k] int32 on the CPU, for
+    `Datum.routed_experts`; -1 in dense layers. None if not asked for."""
 
 
 @dataclass
@@ -73,8 +73,8 @@ def generate(
 ) -> list[Completion]:
     """Generates an answer to each prompt. Collective over the world; the random states of training do not change.
 
-    One all-reduce of the answers over the replicas at the end, in addition to the forward passes; where routed experts
-    are wanted, one more over the world for each layer with experts.
+    One all-reduce of the answers over the replicas at the end; with routed experts, one more over the world for each
+    layer with experts.
 
     Args:
         model: Model of this rank, parameters complete; left as it was.
@@ -84,17 +84,16 @@ def generate(
         routed_experts: Whether the experts of all tokens are wanted.
 
     Raises:
-        ConfigError: The model cannot generate (see `cached_model`), or routed experts are wanted of one without
-            experts.
+        ConfigError: The model cannot generate (see `cached_model`), or has no experts to report.
         NumericError: The logits are not finite; on all ranks.
-        ValueError: A prompt is empty, or holds what is no id of the vocabulary; or an argument is of a wrong type.
+        ValueError: A prompt is empty or holds an invalid id; or an argument is of a wrong type.
     """
     config, groups, chunks = model.config, model.groups, model.chunks
     prompts, sampling = _checked(prompts, config.model.vocab_size), _checked_sampling(sampling, max_sequences)
     layout, device = groups.layout, groups.device
     replica, num_replicas = groups.dp_rank * layout.cp + groups.cp_rank, layout.dp * layout.cp
     own = range(replica, len(prompts), num_replicas)
-    # the same on all ranks, so that what is allocated does not depend on which prompts a replica got
+    # the same on all ranks
     length = max((len(prompt) for prompt in prompts), default=0) + sampling.max_new_tokens
     num_sequences = max(1, min(max_sequences, -(-len(prompts) // num_replicas)))
     sampling = replace(sampling, num_likeliest=min(sampling.num_likeliest, config.model.vocab_size))
@@ -149,7 +148,7 @@ def _goes_on(own: bool, groups: Groups) -> bool:
 
 
 def _completion(rows: list[list[float]], sampling: SamplingParams) -> Completion:
-    """Returns an answer of rows of numbers, one a token: the token, its log-probability, and the likeliest ones."""
+    """Returns an answer from rows of numbers, one per token: the token, its log-probability, and the likeliest ones."""
     ids = [int(row[0]) for row in rows]
     if -1 in ids:
         error = NumericError(
@@ -257,7 +256,7 @@ class _Replies:
 
 
 def _likeliest_rows(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, ...]:
-    """Returns tokens and log-probabilities, [num_likeliest, answers] float64 each; nothing where none are sampling."""
+    """Returns tokens and log-probabilities, [num_likeliest, answers] float64 each, if any are wanted."""
     if sampling.num_likeliest == 0:
         return ()
     found = log_probs(logits, sampling).topk(sampling.num_likeliest, dim=-1)
