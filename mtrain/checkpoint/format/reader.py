@@ -3,8 +3,8 @@
 A checkpoint may hold a global tensor in any number of slices. What is read stays in the page cache and takes no memory
 of its own, unless it has to be assembled from several slices.
 
-A slice is a record of torch.save: a zip file whose members are stored uncompressed: a pickle that describes the tensor,
-and its bytes. The pickle may only describe one plain tensor.
+A slice is a record of torch.save: an uncompressed zip file of a pickle that describes the tensor, and its bytes. The
+pickle may only describe one plain tensor.
 """
 
 from __future__ import annotations
@@ -68,16 +68,15 @@ def mapped_tensor(content: mmap.mmap, place: range, dtype: torch.dtype, sizes: S
     description = _member(content, place, members["data.pkl"])
     if len(description) > _LONGEST_DESCRIPTION:
         raise ValueError(f"its description has {len(description)} bytes")
-    # only the bytes of data.pkl are copied, at most _LONGEST_DESCRIPTION of them
     storage = _described(read_inert(content[description.start : description.stop], _ALLOWED))
     data = _member(content, place, members[f"data/{storage.key}"])
-    # the metadata and the record state these independently: a mismatch means that one of them is damaged
+    # a mismatch means that the metadata or the record is damaged
     if storage.dtype != dtype or storage.shape != sizes:
         raise ValueError(f"it holds {storage.dtype} {list(storage.shape)} instead of {dtype} {list(sizes)}")
     # frombuffer refuses a count of 0
     if math.prod(sizes) == 0:
         return torch.empty(sizes, dtype=dtype)
-    # the last element's place, in elements: under any strides the furthest one that is read
+    # the furthest element that is read under these strides
     last = sum((size - 1) * stride for size, stride in zip(storage.shape, storage.stride))
     begin = data.start + storage.offset * dtype.itemsize
     if begin + (last + 1) * dtype.itemsize > data.stop:
@@ -92,8 +91,7 @@ def _member(content: mmap.mmap, place: range, info: zipfile.ZipInfo) -> range:
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{info.filename} is compressed")
     header = place.start + info.header_offset
-    # The local header, not the directory, says where the bytes begin: its extra field may be longer, as torch pads it
-    # so that tensors are aligned.
+    # the local header's extra field may be longer than the directory's, as torch pads it to align tensors
     names = int.from_bytes(content[header + 26 : header + 28], "little")
     extra = int.from_bytes(content[header + 28 : header + 30], "little")
     start = header + 30 + names + extra

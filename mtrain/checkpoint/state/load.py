@@ -2,8 +2,7 @@
 
 A checkpoint holds, under names that do not depend on the layout: the weights as they compute (`decoder...`), float32
 main weights and Adam's moments (`optimizer.state.{param,exp_avg,exp_avg_sq}.decoder...`), the random states of each
-rank (`rng...`), and in training_state.json the counters. Directories, completeness and retention are
-mtrain.checkpoint's.
+rank (`rng...`), and in training_state.json the counters.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class LoadedState(NamedTuple):
-    """Result of a load: where a resumed run stands."""
+    """Point at which a resumed run stands."""
 
     step: int
     """Optimizer updates completed."""
@@ -91,12 +90,9 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
     On the layout that saved it, training goes on bit for bit (on GPUs with train.deterministic). On another one weights
     and moments are the same bits and only the order of later sums differs.
 
-    Args:
-        model: Model to fill; its optimizer need not have stepped.
-
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model, precision or batch size. On all
-            ranks; the model may be half overwritten then.
+            ranks; the model may be half overwritten.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
@@ -105,7 +101,7 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
     base = base_of(model)
     state = on_first_rank(lambda: _resumable_state(entry, config, base))
     saved = on_all_ranks(lambda: CheckpointTensors(entry.path))
-    # the device too: a GPU's generator has a state of another kind
+    # a GPU's generator has another kind of state
     is_same_layout = (state.layout, state.device) == (str(groups.layout), groups.device.type)
     # tensors hash by identity, so a parameter finds its own place
     places = {place.data: place for place in checkpoint_parameters([unwrap(chunk) for chunk in chunks], groups)}
@@ -122,7 +118,7 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
             shards += whole_of(sharded, sharded.key, sharded.data)
 
     def may_be_left(key: str) -> bool:
-        # some rank must ask for everything else: a key that is left over means another model
+        # any other key that no rank asks for means another model
         return _TE_STATE in key or (key.startswith(rng.PREFIX) and not is_same_layout)
 
     load_shards(saved, shards, may_be_left, state.vocab_size)
@@ -139,13 +135,11 @@ def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
 
 @torch.no_grad()
 def load_weights(entry: CheckpointEntry, model: RankModel) -> None:
-    """Starts from the weights of a checkpoint; moments and counters stay as they are. Collective over the world.
+    """Starts from the weights of a checkpoint of any layout; moments and counters stay as they are. Collective over the
+    world.
 
-    The float32 main weights are read where the checkpoint has them, whatever precision it and this run compute in.
-
-    Args:
-        entry: Checkpoint from the checkpoint directory; of any layout.
-        model: Model to fill; the main weights of its optimizer follow.
+    Reads the float32 main weights if the checkpoint has them, whatever precision it and this run compute in, and fills
+    the optimizer's.
 
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model. On all ranks.
@@ -159,7 +153,7 @@ def load_weights(entry: CheckpointEntry, model: RankModel) -> None:
 
 @torch.no_grad()
 def load_adapters(entry: CheckpointEntry, model: RankModel) -> None:
-    """Loads trained adapters onto the frozen model, which is settled; the optimizer's moments stay. Collective.
+    """Loads trained adapters onto the frozen model; the optimizer's moments stay. Collective.
 
     Raises:
         DataError: The checkpoint is damaged, or of another frozen model. On all ranks.
@@ -196,7 +190,6 @@ def load_frozen_weights(
     """Fills a model without optimizer, as `load_weights` fills one with it. Collective over the world.
 
     Args:
-        entry: Checkpoint from the checkpoint directory; of any layout.
         main: Whether to read the float32 main weights where they exist, rather than those that computed.
 
     Raises:
@@ -221,7 +214,7 @@ def _read_weights(
 
 
 class Naming:
-    """The names of the weights in a checkpoint."""
+    """Names of the weights in a checkpoint."""
 
     def __init__(self, saved: GlobalTensors, main: bool) -> None:
         """

@@ -1,7 +1,7 @@
 """Reads slices of global tensors into the state of each rank, from a checkpoint or from a Hugging Face folder.
 
-Every rank maps the files and copies what it needs, straight to where it computes; nothing is planned or sent between
-ranks. An error on one rank is raised on all of them.
+Every rank maps the files and copies what it needs, straight to where it computes. An error on one rank is raised on all
+of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
     """A parameter that a rank reads from disk."""
 
     values: Tensor
-    """Tensor of the parameter's shape, in the dtype on disk: the parameter's own memory where the dtypes agree."""
+    """Tensor of the parameter's shape, in the dtype on disk: the parameter's own memory if the dtypes agree."""
     shards: list[Shard]
     """Shards of the values."""
 
@@ -63,7 +63,7 @@ class GlobalTensors(Protocol):
 
     @property
     def others(self) -> AbstractSet[str]:
-        """Returns the keys of what is not a tensor."""
+        """Returns the keys of everything that is not a tensor."""
         ...
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
@@ -71,7 +71,7 @@ class GlobalTensors(Protocol):
         ...
 
     def expect(self, key: str, wanted: TensorSlice) -> None:
-        """Lets the system read a slice that will be asked for soon."""
+        """Lets the system read a slice that is needed soon."""
         ...
 
 
@@ -82,9 +82,7 @@ def load_shards(
     vocab_size: int,
     after_each: Callable[[int], None] = lambda number: None,
 ) -> None:
-    """Reads into `data` of each shard, in place. Collective over the world.
-
-    Everything is compared before anything is read.
+    """Reads into `data` of each shard, in place, after everything has been compared. Collective over the world.
 
     Args:
         shards: Shards that this rank needs, with data of the dtype that was saved, on any device.
@@ -96,23 +94,20 @@ def load_shards(
         DataError: A tensor is missing in the checkpoint, has another shape or dtype, is not asked for by any rank, or
             cannot be read; on all ranks.
     """
-    # shape and dtype are those of the whole tensor, so one shard of each key gives them; reversed, the first one stays
     firsts = {shard.key: shard for shard in reversed(shards)}
-    # names over all ranks first: what this stage does not ask for may be another's
+    # stages ask for different tensors
     everyone: list[set[str]] = [set()] * dist.get_world_size()
-    # sets of names, a few kilobytes per rank and once per load: stages ask for different tensors
     dist.all_gather_object(everyone, set(firsts))
     check_keys(saved, set().union(*everyone), may_be_left)
     shapes = {key: shard.global_shape for key, shard in firsts.items()}
     padded = {key for key, shard in firsts.items() if shard.may_be_padded}
     dtypes = {key: shard.data.dtype for key, shard in firsts.items()}
     on_all_ranks(lambda: check_shapes(saved, shapes, padded, vocab_size, dtypes))
-    on_all_ranks(lambda: _read(saved, shards, after_each))  # a barrier too: no rank trains while another may still fail
+    on_all_ranks(lambda: _read(saved, shards, after_each))  # also a barrier
 
 
 def memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns memory for the values of a parameter: the parameter itself where dtypes agree, as another copy costs as
-    much time as reading it."""
+    """Returns memory for the values of a parameter: the parameter itself if dtypes agree, which saves a copy."""
     is_held = parameter.dtype == dtype and parameter.is_contiguous()
     return parameter.detach() if is_held else torch.empty(parameter.shape, dtype=dtype)
 
@@ -128,7 +123,6 @@ def load_parameters(
     """Reads one parameter after another in the order of their keys. Collective over the world.
 
     Args:
-        wanted: Parameter -> what this rank needs.
         may_be_left: Says which keys may stay unread, see `load_shards`.
         use: Called with each parameter and its complete values, while the system reads the next ones; values outside
             the parameter are freed afterwards.
@@ -147,7 +141,7 @@ def load_parameters(
             values = wanted[parameter].values
             use(parameter, values)
             if values.data_ptr() != parameter.data_ptr():
-                values.untyped_storage().resize_(0)  # else a whole model in float32 would exist next to the filled one
+                values.untyped_storage().resize_(0)  # so that no whole model exists twice
 
     load_shards(saved, [shard for shard, _ in owned], may_be_left, vocab_size, after_each)
 
@@ -158,9 +152,9 @@ def _read(saved: GlobalTensors, shards: Sequence[Shard], after_each: Callable[[i
     for number, (shard, following) in enumerate(zip_longest(shards, shards[1:])):
         if following is not None:  # the system reads it while this one is copied
             saved.expect(following.key, following.at)
-        target = shard.data.view(shard.at.shape)  # a shard's data is flat, its place has the global tensor's axes
+        target = shard.data.view(shard.at.shape)  # a shard's data is flat
         if shard.may_be_padded:
-            # The table on disk may be padded for another tp: this rank's rows can lie wholly after its end.
+            # the table on disk may be padded for another tp and end before this rank's rows
             rows = max(0, saved.tensors[shard.key].shape[0] - shard.at.offset[0])
             target[rows:].zero_()
             target = target[:rows]  # a view: what follows stays zero
@@ -177,7 +171,7 @@ def check_keys(saved: GlobalTensors, asked: AbstractSet[str], may_be_left: Calla
         may_be_left: Says which keys of the checkpoint may stay unread.
 
     Raises:
-        DataError: A key is missing, or is there and is not asked for.
+        DataError: A key is missing, or no rank asks for it.
     """
     there = saved.tensors.keys() | saved.others
     left = {key for key in there - asked if not may_be_left(key)}
@@ -199,7 +193,7 @@ def check_shapes(
     vocab_size: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Compares shapes, and dtypes where they are given.
+    """Compares shapes, and dtypes if they are given.
 
     Args:
         saved: Tensors on disk; has all keys.
@@ -216,10 +210,8 @@ def check_shapes(
         if key in saved.others:
             faults.append(f"{key} is not a tensor")
             continue
-        # A layout divides by shapes: reading a table of another width would silently fill the wrong places.
         there = saved.tensors[key]
-        # Rows are padded to a multiple that tp decides: on disk there may be more or fewer, but never fewer than the
-        # vocabulary.
+        # tp decides about padding rows: on disk there may be more or fewer, but never fewer than the vocabulary
         rows_suffice = key in padded and there.shape[:1] >= (vocab_size,) and there.shape[1:] == wanted[1:]
         if there.shape != wanted and not rows_suffice:
             faults.append(f"{key} has shape {list(there.shape)}, but the model needs {list(wanted)}")

@@ -1,9 +1,8 @@
 """Saving while training goes on.
 
 A save begins with a copy of this rank's state; training goes on while a thread writes and hashes it. Ranks exchange
-their progress only at step boundaries, in the thread that trains, so no collective of a save can meet one of training
-in another order on another rank. When all have written, the first rank lists and publishes, in a thread again; one step
-boundary later all know how it ended.
+their progress only at step boundaries, in the thread that trains, so the order of collectives is the same on all ranks.
+When all have written, the first rank lists and publishes in a thread; one step boundary later all know how it ended.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _CLEANING_S = 10.0
-"""Seconds that the next save and the end wait until a failed one's files are deleted; a start deletes them, too."""
+"""Seconds that the next save and the end wait until a failed one's files are deleted; a start deletes them as well."""
 
 
 class Provenance(NamedTuple):
-    """The origin of a checkpoint, in addition to its configuration."""
+    """Origin of a checkpoint, in addition to its configuration."""
 
     dataset: str | None = None
     """Fingerprint of the training data; needed on the first rank only."""
@@ -77,7 +76,7 @@ class Provenance(NamedTuple):
     inputs: Mapping[str, str] = MappingProxyType({})
     """Fingerprints of what the run reads besides its training data, by key."""
     valid_measure: str | None = None
-    """Fingerprint of what the run's validation losses are the losses of."""
+    """Fingerprint of what the run's validation losses measure."""
 
 
 class Saver:
@@ -96,8 +95,8 @@ class Saver:
         """
         Args:
             folder: Folder `checkpoints` of the run, seen by all ranks.
-            check: Called on the first rank before anything becomes visible or is deleted, and on any rank where a step
-                has been saved already; raises if another run has taken the folder over.
+            check: Called on the first rank before anything becomes visible or is deleted, and on any rank if a step has
+                been saved already; raises if another run has taken the folder over.
             start_step: Number of updates completed when the run began or was resumed.
             on_saved: Called on the first rank when a checkpoint is on disk, with its step and the seconds that it took.
         """
@@ -130,8 +129,7 @@ class Saver:
     ) -> None:
         """Saves everything that resuming needs; with checkpoint.async_save it is on disk some steps later.
 
-        Waits for a save in flight first. Collectives: one all-reduce and one broadcast of small objects; none of
-        tensors.
+        Waits for a save in flight first. Collectives: one all-reduce and one broadcast of small objects.
 
         Args:
             valid_loss: Loss of the validation at this step, if there was one.
@@ -150,7 +148,7 @@ class Saver:
         fault_point("snapshot", self._groups.rank, step)
         parts = local_shards(model)
         if self._config.checkpoint.async_save and not self._is_stuck():
-            parts = self._snapshot.take(parts)  # here training waits: for a copy in memory, not for the disk
+            parts = self._snapshot.take(parts)  # training waits for a copy in memory
         facts = CheckpointInfo(
             step=step,
             tokens=tokens,
@@ -175,8 +173,8 @@ class Saver:
     def poll(self) -> None:
         """Ends or advances a save in flight when all ranks are ready; call it at every step boundary.
 
-        Collectives: one all-reduce of one number while a save is in flight, whose answer is read at the next boundary,
-        so that the step waits for none; twice per save, short objects.
+        Collectives: one all-reduce of one number while a save is in flight, whose answer is read at the next boundary;
+        twice per save, short objects.
 
         Raises:
             MtrainError: See `save`.
@@ -193,15 +191,14 @@ class Saver:
     def confirm(self, step: int) -> None:
         """Confirms the weights after `step` updates, which have given a finite loss; the same on all ranks.
 
-        From then on a checkpoint of them counts as good, and older ones may be deleted for it.
+        A checkpoint of them then counts as good, and older ones may be deleted.
         """
         self._retention.confirmed = max(step, self._retention.confirmed)
 
     def give_up(self) -> str:
         """Ends the saves after a numeric error: those of confirmed weights are completed, others dropped.
 
-        Returns:
-            What the user can go back to.
+        Returns what the user can go back to.
         """
         self._settle()
         return on_first_rank(self._way_back)
@@ -217,13 +214,11 @@ class Saver:
         self._retention.rewind(step)
 
     def doubtful(self, below: int) -> dict[int, str]:
-        """Ends the saves after a numeric error, like `give_up`, and lists what a rollback must not go back to.
+        """Ends the saves like `give_up`; returns step -> reason of published checkpoints that a rollback must not go
+        back to.
 
         Args:
             below: Step from which on checkpoints are too new.
-
-        Returns:
-            Step -> reason, of published checkpoints.
         """
         self._settle()
         return on_first_rank(lambda: self._retention.doubtful(below))
@@ -270,7 +265,7 @@ class Saver:
             raise self._fault
 
     def _named_staging(self, step: int) -> StagingDir:
-        """Makes the folder of a save, on the first rank, after deleting failed ones, as a full disk has no space."""
+        """Names the folder of a save, on the first rank, after deleting failed ones, as a full disk has no space."""
         if self._cleaning is not None:
             concurrent.futures.wait([self._cleaning], _CLEANING_S)
         return named_staging(self._folder, step)
@@ -303,7 +298,7 @@ class Saver:
                 written = write_shards(path, shards, lambda number: fault_point(f"write.{number}", rank, step))
             except OSError:
                 with contextlib.suppress(OSError):
-                    path.unlink()  # the other ranks may still write for long, and a full disk needs the space now
+                    path.unlink()  # a full disk needs the space now
                 raise
             fault_point("written", rank, step)
         return written
@@ -346,7 +341,7 @@ class Saver:
                 assert_never(flight.stage)
 
     def _after_writing(self, flight: PendingSave, own: Outcome | None) -> MtrainError | None:
-        """Starts publishing, on the first rank, where all ranks have written; else returns the first fault."""
+        """Starts publishing, on the first rank, if all ranks have written; else returns the first fault."""
         everyone: list[Outcome | None] | None = [None] * dist.get_world_size() if self._groups.rank == 0 else None
         dist.gather_object(own, everyone)
         fault = on_first_rank(lambda: first_fault(everyone or []))
@@ -356,7 +351,6 @@ class Saver:
         if everyone is None:
             flight.work.set_result(None)  # nothing to do here while the first rank publishes
         else:
-            # every outcome is a Written by now: a fault was found above
             written = [one for one in everyone if isinstance(one, Written)]
             flight.work = started(lambda: self._publish(flight, written), f"publish-{flight.facts.step}")
         return None

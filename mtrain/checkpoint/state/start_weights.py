@@ -1,9 +1,9 @@
-"""Start weights from a folder of Hugging Face, an adapter of PEFT, or a checkpoint of another program; on any layout.
+"""Start weights from a Hugging Face folder, a PEFT adapter, or a checkpoint of another program; on any layout.
 
 The global tensors of Megatron-LM and Megatron-Bridge are ours. Only names differ: a prefix of the wrapper (`model.`,
 `module.`, `model0.` of a virtual stage), norms under the names of TransformerEngine or of the local spec, and layers
-and experts that are stacked in one tensor or spelled out, with a key each. Of Hugging Face and PEFT each rank maps the
-files and copies its own shards.
+and experts that are stacked in one tensor or spelled out, with a key each. Each rank maps files of Hugging Face and
+PEFT and copies its own shards.
 
 Whether a checkpoint holds the weights of a model is checked without building the model.
 """
@@ -50,11 +50,8 @@ _DEPTHS = "mtp."
 def load_hf_weights(folder: Path, model: RankModel) -> None:
     """Starts from the weights of a folder, under any layout. Collective over the world; no tensor is sent.
 
-    A rank reads views of the mapped files and its own shards; of a tensor that is stored in another order, or in FP8
-    with scales, it reads the whole, one at a time.
-
-    Args:
-        model: Model to fill; the main weights of its optimizer follow.
+    A rank reads views of the mapped files and its own shards; a tensor that is stored in another order, or in FP8 with
+    scales, is read whole, one at a time. The optimizer's main weights follow.
 
     Raises:
         DataError: The folder is damaged or holds another model. On all ranks.
@@ -69,7 +66,7 @@ def load_hf_weights(folder: Path, model: RankModel) -> None:
         return not config.model.layers_ahead and key.startswith(_DEPTHS)
 
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
-    # global names are the keys here: the source converts names and axes as it reads
+    # the source converts names and axes as it reads
     read_weights(saved, places, config.model, lambda key: key, may_be_left, filler_of(optimizer))
 
 
@@ -88,10 +85,7 @@ STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.(?!\d)")
 def load_megatron_weights(folder: Path, model: RankModel) -> None:
     """Starts from the weights of another program's checkpoint; each rank reads its own shards. Collective.
 
-    Reads the weights that computed, in the precision that they were saved in; the optimizer's are not read.
-
-    Args:
-        model: Model to fill, which must be that of the checkpoint; the main weights of its optimizer follow.
+    Reads the weights that computed, in the precision that they were saved in. The optimizer's main weights follow.
 
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model; on all ranks.
@@ -100,7 +94,7 @@ def load_megatron_weights(folder: Path, model: RankModel) -> None:
     model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
     on_first_rank(lambda: check_run_config(folder, config.model))  # a small file: one rank reads it for all
     saved = on_all_ranks(lambda: CheckpointTensors(folder))
-    # their names are mapped to ours and not the reverse: they write the same weight in several ways
+    # they write the same weight in several ways
     theirs = keys_by_our_names(saved)
     wanted: dict[Tensor, Wanted] = {}
     for place in base_parameters([unwrap(chunk) for chunk in chunks], groups):
@@ -119,12 +113,12 @@ def load_megatron_weights(folder: Path, model: RankModel) -> None:
                 shard.data.view(shard.at.shape)[max(0, config.model.vocab_size - shard.at.offset[0]) :].zero_()
         fill(parameter, values)
 
-    # Keys of their optimizer and training loop may stay unread; any other that the model lacks is refused by name.
+    # keys of their optimizer and training loop may stay unread
     load_parameters(saved, wanted, lambda key: canonical(key) is None, config.model.vocab_size, use)
 
 
 def canonical(key: str) -> str | None:
-    """Returns a weight's name without prefix, in the names of our own modules; None where it is no weight."""
+    """Returns a weight's name without prefix, in the names of our own modules; None for any other key."""
     if _OPTIMIZER.match(key) or _OBJECT.fullmatch(key) or any(name in key for name in _SCRATCH):
         return None
     match = _PREFIX.match(key)
@@ -142,7 +136,7 @@ def keys_by_our_names(saved: CheckpointTensors) -> dict[str, str]:
 
 
 def in_their_words(shard: Shard, theirs: Mapping[str, str]) -> Shard:
-    """Returns the same slice with the key and the axes of the checkpoint; unchanged where it has no such key."""
+    """Returns the same slice with the key and the axes of the checkpoint; unchanged if it has no such key."""
     return next((each._replace(key=theirs[each.key]) for each in _spellings(shard) if each.key in theirs), shard)
 
 
@@ -156,14 +150,13 @@ def _spellings(shard: Shard) -> Iterator[Shard]:
             continue
         yield layered
         depth = len(layered.global_shape) - len(shard.global_shape) + int(STACKED_LAYERS.search(name) is not None)
-        # after the axis of layers, if that is still there: a spelled-out layer has removed its own
         experts = _spelled(layered, STACKED_EXPERTS, ".mlp.experts.", depth)
         if experts is not None:
             yield experts
 
 
 def _spelled(shard: Shard, stacked: re.Pattern[str], name: str, axis: int) -> Shard | None:
-    """Returns the shard with the index along an axis in the key; None where the key has no such axis."""
+    """Returns the shard with the index along an axis in the key; None if the key has no such axis."""
     if not stacked.search(shard.key):
         return None
 
@@ -177,11 +170,10 @@ def _spelled(shard: Shard, stacked: re.Pattern[str], name: str, axis: int) -> Sh
 
 @torch.no_grad()
 def load_peft_adapter(folder: Path, model: RankModel) -> None:
-    """Copies the values of a folder into the adapters, under any layout. Collective over the world.
+    """Copies a folder with adapter_config.json and adapter_model.safetensors into the adapters. Collective over the
+    world.
 
-    Args:
-        folder: Folder with adapter_config.json and adapter_model.safetensors.
-        model: Model with the adapters; the main weights of its optimizer follow.
+    The optimizer's main weights follow.
 
     Raises:
         DataError: The folder is damaged or holds another adapter. On all ranks.
@@ -270,7 +262,7 @@ def shards_of(table: Table, shapes: Mapping[str, Sizes]) -> Iterator[Shard]:
 
 
 def _table(config: Config) -> Table | None:
-    """Returns the table of the model's parameters; None where no family describes it, or files lack its output."""
+    """Returns the table of the model's parameters; None if no family describes it, or files lack its output."""
     if config.model.output.is_new:
         return None
     try:

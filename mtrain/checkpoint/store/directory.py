@@ -63,16 +63,16 @@ class StagingDir:
 
 
 class AfterPublishingError(MachineError):
-    """The checkpoint is published, but a later action failed."""
+    """Failure of an action after a checkpoint was published."""
 
 
 class Newest(NamedTuple):
     """Newest checkpoint that a resuming run finds."""
 
     entry: CheckpointEntry | None
-    """Newest good checkpoint; None where nothing was ever published."""
+    """Newest good checkpoint; None if nothing was ever published."""
     warnings: tuple[str, ...]
-    """Reason for every newer checkpoint that was skipped; to be shown to the user."""
+    """Reason for every newer checkpoint that was skipped, for the user."""
 
 
 def load_entry(path: Path) -> CheckpointEntry:
@@ -102,7 +102,7 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
     warnings: list[str] = []
     for step in reversed(published_steps(root)):
         try:
-            # faults found by reading all bytes (mtrain/checkpoint/state/verified.py): `load_entry` only compares sizes
+            # found by reading all bytes (state/verified.py); `load_entry` only compares sizes
             if unusable is not None and step in unusable:
                 raise DataError(unusable[step])
             entry = load_entry(root / step_name(step))
@@ -110,7 +110,6 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
             warnings.append(f"checkpoint of step {step} is passed over: {fault}")
         else:
             return Newest(entry, tuple(warnings))
-    # something was published here: beginning anew would hide that it is lost
     if (root / LATEST_NAME).exists():
         warnings.append(f"{root / LATEST_NAME} says that there was a checkpoint")
     warnings += [f"{path} is not named as a checkpoint of this program" for path in _unknown_folders(root)]
@@ -122,11 +121,10 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
 
 
 def checkpoint_at(path: Path, unusable: Mapping[int, str] | None = None) -> Newest:
-    """Finds the checkpoint in this folder, or the newest good one where it is a run folder.
+    """Finds the checkpoint in this folder, or the newest good one of a run folder.
 
     Args:
-        path: Folder of a checkpoint or of a run.
-        unusable: Step -> reason, for checkpoints that turned out not to be whole, as in `newest_good`.
+        unusable: Step -> reason, as in `newest_good`.
 
     Raises:
         DataError: The path is neither, or nothing good is left there.
@@ -153,7 +151,7 @@ def open_staging(staging: StagingDir, check: Callable[[], None] = lambda: None) 
     """Creates the staging directory; several ranks may do so.
 
     Args:
-        check: Function that is called where the step is published already; raises where another run has done so.
+        check: Called if the step is published already; raises if another run has done so.
 
     Raises:
         RunFolderError: The step is published already.
@@ -161,7 +159,6 @@ def open_staging(staging: StagingDir, check: Callable[[], None] = lambda: None) 
     """
     _refuse_published(staging.root, staging.step, check)
     with disk_faults(f"begin {step_name(staging.step)} in {staging.root}"):
-        # every rank creates it when it begins to write, so nobody waits for the first one
         staging.path.mkdir(parents=True, exist_ok=True)
 
 
@@ -187,10 +184,9 @@ def publish(
     A damaged folder of the same step, which a resumed run has skipped, is set aside as `.damaged-*`; so is a link.
 
     Args:
-        known: Path -> facts, for files that were hashed while they were written and are on disk; others are read and
-            synced.
-        check: Function that is called immediately before the rename, before `latest` is written, and where the step is
-            published already; raises where this run may no longer write here.
+        known: Path -> facts, for files that were hashed while they were written; others are read and synced.
+        check: Called immediately before the rename, before `latest` is written, and if the step is published already;
+            raises if this run may no longer write here.
 
     Raises:
         DataError: The staging directory holds no file, or not the files in `known`.
@@ -200,8 +196,8 @@ def publish(
     """
     assert facts.step == staging.step, (facts.step, staging.step)
     with disk_faults(f"publish the checkpoint of step {staging.step} in {staging.root}"):
-        # The order: files on disk, then the folders that name them, then the manifest (complete), then the rename
-        # (visible). After a crash between any two the step is absent or whole.
+        # files, then the folders that name them, then the manifest (complete), then the rename (visible): after a crash
+        # between any two the step is absent or whole
         files = _measured_files(staging.path, known or {})
         if not files:
             raise DataError(f"nothing was saved in {staging.path}; an empty checkpoint is not published")
@@ -211,17 +207,15 @@ def publish(
         write_manifest(staging.path, manifest)
         final = staging.root / step_name(staging.step)
         _refuse_published(staging.root, staging.step, check)
-        # as late as possible: only between this and the rename can another run take over unnoticed
-        check()
+        check()  # as late as possible
         # lexists: a dangling link is in the way as well; rename does not replace a folder that is not empty
         if os.path.lexists(final):
             set_aside(staging.root, staging.step)
         staging.path.rename(final)
     try:
         with disk_faults(f"write {staging.root / LATEST_NAME}"):
-            # the rename itself is on disk only with its folder, and `latest` must not name what a crash takes back
-            sync_folder(staging.root)
-            # again: a process that was suspended since the rename must not put its older name over a later one
+            sync_folder(staging.root)  # `latest` must not name what a crash takes back
+            # again: a process that was suspended since the rename must not overwrite a later name
             check()
             write_atomically(staging.root / LATEST_NAME, final.name + "\n")
     except MachineError as fault:
@@ -232,7 +226,8 @@ def publish(
 def delete_checkpoint(root: Path, step: int) -> bool:
     """Deletes a published checkpoint, unless someone is `reading` it; returns whether it is gone.
 
-    If it is killed in between, the checkpoint is no longer listed and `clean_leftovers` completes the deletion.
+    If the process is killed in between, the checkpoint is no longer listed and `clean_leftovers` completes the
+    deletion.
 
     Raises:
         MachineError: The disk refuses.
@@ -254,9 +249,8 @@ def delete_checkpoint(root: Path, step: int) -> bool:
 
 @contextmanager
 def reading(entry: CheckpointEntry) -> Iterator[None]:
-    """Keeps every process from deleting the checkpoint inside the `with` block; the lock ends with this process.
-
-    Where the file system has no locks, only this process is kept from deleting it.
+    """Keeps every process from deleting the checkpoint inside the block; on file systems without locks only this
+    process.
 
     Raises:
         DataError: The checkpoint has been deleted meanwhile.
@@ -272,8 +266,7 @@ def reading(entry: CheckpointEntry) -> Iterator[None]:
     _reading_here[place] += 1
     try:
         with disk_faults(f"read the checkpoint {entry.path}"):
-            # Between open and lock it may have been renamed to .trash-*: then the lock is on a file that is being
-            # deleted.
+            # between open and lock it may have been renamed to .trash-*
             if try_lock(descriptor, fcntl.LOCK_SH) is LockOutcome.BUSY or not manifest.exists():
                 raise DataError(f"{entry.path} has been deleted meanwhile")
         yield
@@ -299,10 +292,8 @@ def abandon(staging: StagingDir) -> None:
 
 
 def clean_leftovers(root: Path) -> list[str]:
-    """Deletes what failed saves and interrupted deletions left; returns the deleted names.
-
-    The holder of the run folder's lock calls it at the start of a run: no live process owns anything there then.
-    """
+    """Deletes what failed saves and interrupted deletions left, at the start of a run that holds the lock; returns the
+    names."""
     with disk_faults(f"clean {root}"):
         # .damaged-* stay: they may be all that is left of a step, and people decide
         prefixes = (_ATTEMPT, _TRASH, ".new-")
@@ -323,16 +314,14 @@ def _refuse_published(root: Path, step: int, check: Callable[[], None]) -> None:
 
 
 def _measured_files(folder: Path, known: Mapping[str, FileInfo]) -> dict[str, FileInfo]:
-    """Returns the facts of every file below the folder, except the manifest; files not in `known` are read and
-    synced."""
+    """Returns the facts of every file below the folder, except the manifest; reads and syncs files not in `known`."""
     files: dict[str, FileInfo] = {}
     for path in _files_below(folder):
         name = path.relative_to(folder).as_posix()
-        # ranks have synced their own files as they wrote them; config.yaml and the like were only written
         if name not in known:
             sync_file(path)
         files[name] = known[name] if name in known else read_facts(path)
-        # a rank that writes late, or a full disk, would show here and not at the next load
+        # shows a rank that writes late, or a full disk
         if (size := path.stat().st_size) != files[name].size_bytes:
             raise DataError(f"{path} has {size} bytes, but {files[name].size_bytes} were written")
     if missing := sorted(known.keys() - files.keys()):
@@ -357,12 +346,12 @@ def _unknown_folders(root: Path) -> list[Path]:
 
 
 def _unique(prefix: str, step: int) -> str:
-    # random, so that a writer that survives from an earlier save of this step cannot write into this one
+    # random: a surviving writer of an earlier save of this step cannot write into this one
     return f"{prefix}{step_name(step)}-{secrets.token_hex(4)}"
 
 
 def _delete(path: Path) -> None:
-    """Renames before it deletes, so that no reader or late writer finds half a folder; the target of a link stays."""
+    """Renames before it deletes, so that nobody finds half a folder; the target of a link stays."""
     trash = path.with_name(_TRASH + path.name.removeprefix(_TRASH))
     if trash != path:
         path.rename(trash)

@@ -1,7 +1,7 @@
 """mtrain.json: facts and files of a checkpoint; written last, so its presence means that the checkpoint is complete.
 
-Its last line is the SHA-256 of everything before it. The bytes themselves are hashed, not their meaning, so that any
-changed bit is found, and a later version with more fields can still verify an old manifest.
+Its last line is the SHA-256 of the bytes before it, so any changed bit is found, and a later version with more fields
+can still verify an old manifest.
 """
 
 import errno
@@ -68,8 +68,7 @@ class FileInfo(BaseModel):
     sha256: str | None = Field(None, pattern=_DIGEST)
     """SHA-256 of small files, and of all files in formats up to 3."""
     blake3: str | None = Field(None, pattern=_DIGEST)
-    """BLAKE3 of files that are hashed as they are written: 12 times as fast where the CPU lacks SHA-256
-    instructions."""
+    """BLAKE3 of files that are hashed as they are written: 12 times as fast on a CPU without SHA-256 instructions."""
 
     @model_validator(mode="after")
     def has_one_digest(self) -> Self:
@@ -107,7 +106,7 @@ class ChangeInfo(BaseModel):
     key: str
     """Dotted key."""
     old: str | None
-    """Old value as JSON; None where the key was missing."""
+    """Old value as JSON; None if the key was missing."""
     new: str | None
 
 
@@ -117,7 +116,7 @@ class SkippedInfo(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int = Field(gt=0, le=_MOST_COUNT)
-    """Number of the step, from 1; it may lie beyond the checkpoint, since a rollback went back to that."""
+    """Number of the step, from 1; after a rollback it may lie beyond the checkpoint."""
     reason: str
     is_margin: bool = False
     """Whether the step is only near a bad one."""
@@ -150,26 +149,26 @@ class CheckpointInfo(BaseModel):
     versions: dict[str, str]
     """Package -> version."""
     dataset: str | None = None
-    """Fingerprint of the training data; None where there were none, as in a conversion."""
+    """Fingerprint of the training data; None without any, as in a conversion."""
     git: GitState | None = None
-    """State of the program's source; None where the program did not run from a git checkout."""
+    """State of the program's source; None outside a git checkout."""
     inputs: dict[str, str] = {}
-    """Key of the configuration -> fingerprint of what it named, for what a run reads besides its training data and
-    decides its numbers: source of loss functions of the user's own, teacher, validation sets."""
+    """Key of the configuration -> fingerprint of what it named, for what a run reads besides its training data: source
+    of the user's own loss functions, teacher, validation sets."""
     valid_loss: float | None = None
-    """Loss of a validation at this step, in nats; None where there was none."""
+    """Loss of a validation at this step, in nats, if any."""
     valid_measure: str | None = None
-    """Fingerprint of what `valid_loss` is the loss of, samples and loss function; only losses with the same one
-    compare. None where there was no validation, and in checkpoints from before this field."""
+    """Fingerprint of what `valid_loss` measures, samples and loss function; only losses with the same one compare. None
+    without a validation, and in checkpoints from before this field."""
     changes: tuple[ChangeInfo, ...] = ()
     """Changes of the configuration up to this step, in order."""
     skipped: tuple[SkippedInfo, ...] = ()
     """Steps that train.on_nonfinite and train.on_spike left out of the run, ascending."""
     base: BaseInfo | None = None
-    """Frozen model of an adapter checkpoint; None where the checkpoint holds a whole model."""
+    """Frozen model of an adapter checkpoint; None for a whole model."""
     reference: str | None = None
-    """Value of `loss.reference`: the model that answers were compared with, whose scores are part of `dataset`. None
-    where that was the model that the run began from, or where nothing was compared."""
+    """Value of `loss.reference`: the model that answers were compared with, whose scores are part of `dataset`. None if
+    that was the model that the run began from, or if nothing was compared."""
 
 
 class Manifest(CheckpointInfo):
@@ -186,7 +185,7 @@ class Manifest(CheckpointInfo):
     def files_lie_inside_the_checkpoint(cls, files: dict[str, FileInfo]) -> dict[str, FileInfo]:
         for name in files:
             path = PurePosixPath(name)
-            # one spelling for each file: "a//b" and "./a/b" would be compared as files of their own
+            # "a//b" and "./a/b" would be compared as different files
             if path.is_absolute() or ".." in path.parts or path.as_posix() != name or name == "." or "\0" in name:
                 raise ValueError(f"file {name[:255]!r} does not lie inside the checkpoint")
         return files
@@ -205,8 +204,7 @@ class Manifest(CheckpointInfo):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest with its own SHA-256, whole or not at all; raises OSError where the disk refuses."""
-    # not sorted or formatted anew: the bytes that are hashed are exactly those that are written
+    """Writes the manifest with its own SHA-256, whole or not at all; raises OSError if the disk refuses."""
     body = manifest.model_dump_json(indent=1).encode()
     seal = _SEAL % hashlib.sha256(body).hexdigest().encode()
     write_atomically(folder / MANIFEST_NAME, (body.removesuffix(b"\n}") + seal).decode())
@@ -224,7 +222,7 @@ def parsed_manifest(raw: bytes) -> Manifest:
     if sealed is not None and hashlib.sha256(body).hexdigest().encode() != sealed[1]:
         raise ValueError("it was changed after it was written (its SHA-256 differs)")
     manifest = Manifest.model_validate_json(body)
-    # else a damaged seal, which no longer looks like one, would go unnoticed
+    # a damaged seal may no longer look like one
     if manifest.is_sealed != (sealed is not None):
         raise ValueError("its last line, the SHA-256 of itself, is damaged")
     return manifest
@@ -234,7 +232,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads a published checkpoint's manifest and compares it with the files in the folder.
 
     Files are compared by presence and size; `verification` reads their bytes. A file that the manifest does not name
-    has no digest to be compared with, so it is not allowed.
+    cannot be verified, so it is not allowed.
 
     Raises:
         DataError: The manifest is missing or cannot be understood, or a file is missing, has another size, is a link or
@@ -242,14 +240,14 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
-        # a link could name the manifest of another checkpoint, whose files would then be compared with this folder's
+        # a link could name the manifest of another checkpoint
         manifest = parsed_manifest(read_plain_file(path, MOST_BYTES, follow_link=False))
     except FileNotFoundError:
         raise DataError(f"{folder} has no {MANIFEST_NAME}: it was not completed, or another program wrote it") from None
     except NotADirectoryError:
         raise DataError(f"{folder} is not a folder") from None
     except OSError as fault:
-        # a fault of the disk says nothing about the checkpoint: it must not count as damaged
+        # a fault of the disk does not make the checkpoint damaged
         if fault.errno not in NOT_A_PLAIN_FILE:
             raise
         reason = "it is a link" if fault.errno == errno.ELOOP else fault.strerror or fault
@@ -279,15 +277,11 @@ def _compare(folder: Path, files: Mapping[str, FileInfo]) -> None:
 
 
 def _sizes_below(folder: Path) -> dict[str, int]:
-    """Returns the size in bytes of all files: path inside the folder -> size.
-
-    Raises:
-        DataError: There is something that is neither a file nor a folder.
-    """
+    """Returns path inside the folder -> size in bytes of all files; refuses what is neither a file nor a folder."""
     sizes: dict[str, int] = {}
     left = [folder]
     while left:
-        # one pass with one stat per file: `exists` and `stat` by name cost two round trips each on a network disk
+        # one stat per file: `exists` and `stat` by name cost two round trips each on a network disk
         with os.scandir(left.pop()) as entries:
             for entry in entries:
                 # a link itself counts: its target may change without the checkpoint changing
@@ -312,7 +306,7 @@ class BadStepHistory(NamedTuple):
     skipped: tuple[SkippedInfo, ...] = ()
     """Steps that were left out, ascending."""
     recent: RecentUpdates | None = None
-    """Latest updates where train.on_spike is set; else None."""
+    """Latest updates if train.on_spike is set, else None."""
 
 
 NO_BAD_STEPS = BadStepHistory()
