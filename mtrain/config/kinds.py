@@ -15,6 +15,12 @@ _DATA_OF_0_1_0 = frozenset(
 config.yaml."""
 
 
+def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges two mappings section by section; `over` takes precedence."""
+    both = {name for name, value in over.items() if isinstance(value, dict) and isinstance(under.get(name), dict)}
+    return {**under, **over, **{name: merged(under[name], over[name]) for name in both}}
+
+
 def sections_at(place: tuple[int | str, ...]) -> tuple[type[Section], ...]:
     """Returns the classes of a section by its keys as the user writes them, one per kind; empty for a value."""
     found: tuple[type[Section], ...] = (Config,)

@@ -203,16 +203,10 @@ AXOLOTL: dict[str, Row] = {
     "micro_batch_size": to("train.micro_batch_size", 1),
     "gradient_accumulation_steps": later(number, 1),
     "batch_size": lost("gradient_accumulation_steps says how often a batch is accumulated"),
-    "dp_shard_size": later(number),
-    "dp_replicate_size": later(number),
-    "max_steps": later(number),
     "num_epochs": later(number, 1.0),
     "learning_rate": to("optimizer.lr"),
     "lr_scheduler": choice("optimizer.schedule", SCHEDULES, "cosine"),
     "lr_scheduler_kwargs": lost("no key here corresponds"),
-    "cosine_min_lr_ratio": later(number),
-    "warmup_steps": later(number),
-    "warmup_ratio": later(number),
     "weight_decay": to("optimizer.weight_decay", 0.0),
     "max_grad_norm": to("optimizer.clip_grad", 1.0),
     "adam_beta1": to("optimizer.beta1", 0.9),
@@ -241,9 +235,7 @@ AXOLOTL: dict[str, Row] = {
     "tensor_parallel_size": to("layout.tp", change=unless_0),
     "expert_parallel_size": to("layout.ep", change=unless_0),
     "output_dir": to("run.dir", "./model-out"),
-    "save_steps": later(number),
     "save_total_limit": to("checkpoint.keep_last", 4, lambda value: above_0(value or 4)),
-    "eval_steps": later(number),
     "evals_per_epoch": lost("valid.interval_steps is a number of steps", 0),
     "saves_per_epoch": lost("checkpoint.interval_steps is a number of steps", 0),
     "save_strategy": lost("checkpoint.interval_steps is a number of steps", "steps"),
@@ -262,9 +254,8 @@ AXOLOTL: dict[str, Row] = {
     "orpo_alpha": to("loss.options.beta", change=number),
     "dpo_label_smoothing": to("loss.options.label_smoothing", change=number),
     "simpo_gamma": to("loss.options.gamma", change=number),
-    "cpo_alpha": later(number),
     "dpo_loss_type": lost("the loss of DPO is that of its paper", ["sigmoid"]),
-    # 0 is 1 there, too
+    # 0 means 1 there as well
     "kto_desirable_weight": to("loss.options.desirable_weight", change=lambda value: number(value) or 1.0),
     "kto_undesirable_weight": to("loss.options.undesirable_weight", change=lambda value: number(value) or 1.0),
     "load_in_4bit": _NO_4_BITS,
@@ -276,6 +267,13 @@ AXOLOTL: dict[str, Row] = {
     "sample_packing_sequentially": lost(_SHUFFLED),
     "curriculum_sampling": lost(_SHUFFLED),
     "shuffle_before_merging_datasets": UNUSED,
+    **dict.fromkeys(
+        """
+        dp_shard_size dp_replicate_size max_steps cosine_min_lr_ratio warmup_steps warmup_ratio save_steps eval_steps
+        cpo_alpha
+        """.split(),
+        later(number),
+    ),
     **dict.fromkeys(
         """
         flash_attention sdp_attention xformers_attention flex_attention eager_attention attn_implementation tf32

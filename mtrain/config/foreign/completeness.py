@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtrain.base.errors import MtrainError
+from mtrain.config.kinds import merged
 from mtrain.config.load import Given, Resolve
 from mtrain.config.schema.root import Config
 
@@ -75,13 +76,13 @@ def _key_of(line: str) -> str:
 
 def _names_stand_in(content: Mapping[str, Any], line: str) -> bool:
     """Says whether a message is about a missing model's sizes, of which only given ones can be wrong."""
-    return any(key.startswith("model.") and _value(content, key) is None for key in keys_in(line))
+    return any(key.startswith("model.") and value_at(content, key) is None for key in keys_in(line))
 
 
 def _is_missing(sections: Mapping[str, Any], key: str) -> bool:
     if key == _FOLDER:
-        return not Path(str(_value(sections, key))).exists()
-    return _value(sections, key) is None and _stand_in(sections, key) is not None
+        return not Path(str(value_at(sections, key))).exists()
+    return value_at(sections, key) is None and _stand_in(sections, key) is not None
 
 
 def _record(sections: Mapping[str, Any], key: str, line: str, found: Faults) -> None:
@@ -94,14 +95,15 @@ def _repair(sections: dict[str, Any], key: str, line: str) -> bool:
     if key == _FOLDER:
         model = {name: value for name, value in sections.get("model", {}).items() if name != "hf"}
         is_new = model != sections.get("model")
-        sections["model"] = _merged(_model_for(sections), model)
+        sections["model"] = merged(_model_for(sections), model)
         return is_new
     if _is_missing(sections, key):
         return _fill(sections, key)
     return any(_remove(sections, each) for each in (key, *(each for each in keys_in(line) if "." in each)))
 
 
-def _value(sections: Mapping[str, Any], key: str) -> Any:
+def value_at(sections: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a dotted key, if any."""
     place: Any = sections
     for part in key.split("."):
         place = place.get(part) if isinstance(place, Mapping) else None
@@ -109,7 +111,7 @@ def _value(sections: Mapping[str, Any], key: str) -> Any:
 
 
 def _stand_in(sections: Mapping[str, Any], key: str) -> Any:
-    return _value({**_STAND_INS, "model": _model_for(sections)}, key)
+    return value_at({**_STAND_INS, "model": _model_for(sections)}, key)
 
 
 def _fill(sections: dict[str, Any], key: str) -> bool:
@@ -121,17 +123,12 @@ def _fill(sections: dict[str, Any], key: str) -> bool:
 
 def _remove(sections: dict[str, Any], key: str) -> bool:
     *parents, name = key.split(".")
-    place = _value(sections, ".".join(parents)) if parents else sections
+    place = value_at(sections, ".".join(parents)) if parents else sections
     if not isinstance(place, dict) or place.pop(name, None) is None:
         return False
     if parents[:1] == ["model"] and "hf" not in sections["model"]:
-        sections["model"] = _merged(_model_for(sections), sections["model"])
+        sections["model"] = merged(_model_for(sections), sections["model"])
     return True
-
-
-def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    both = {name for name, value in over.items() if isinstance(value, dict) and isinstance(under.get(name), dict)}
-    return {**under, **over, **{name: _merged(under[name], over[name]) for name in both}}
 
 
 def _model_for(sections: Mapping[str, Any]) -> dict[str, Any]:

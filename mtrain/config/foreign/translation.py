@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrain.base.errors import ConfigError
-from mtrain.config.foreign.completeness import found_faults, keys_in
+from mtrain.config.foreign.completeness import found_faults, keys_in, value_at
 from mtrain.config.foreign.values import boolean, default_of, fitting, is_same
 from mtrain.config.load import Resolve
 
@@ -65,10 +65,7 @@ class Translation:
 
     def get(self, key: str) -> Any:
         """Returns the value of a dotted key, if any."""
-        place: Any = self.content
-        for part in key.split("."):
-            place = place.get(part) if isinstance(place, dict) else None
-        return place
+        return value_at(self.content, key)
 
     def is_default(self, origin: str) -> bool:
         """Says whether an origin is a default of the program instead of a given value."""

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.config.kinds import merged
 from mtrain.config.schema.bounds import can_be_a_path
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import DEPTHS, differences
@@ -128,7 +129,7 @@ def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
     described = described_model(Path(folder), depths if isinstance(depths, int) else 0)
     described = with_tokens(described, Path(folder), _tokens_in(given))
     # the user's value takes precedence, so that a contradiction is reported by its key below
-    filled = _merged(described.model_dump(), given)
+    filled = merged(described.model_dump(), given)
     try:
         model = ModelSection.model_validate(filled)
     except ValidationError:  # reported with everything else that is wrong
@@ -177,11 +178,3 @@ def disagreements(described: ModelSection, model: ModelSection) -> list[tuple[st
     if model.mtp_depths > described.mtp_depths == 0:
         found.append((_DEPTHS, 0, model.mtp_depths))
     return found
-
-
-def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    both = {
-        name: _merged(under[name], value) if isinstance(value, dict) and isinstance(under.get(name), dict) else value
-        for name, value in over.items()
-    }
-    return {**under, **both}
