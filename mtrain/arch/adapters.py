@@ -105,7 +105,7 @@ def _learned_norms(model: ModelSection, adapter: AdapterSection, layers: Iterabl
 
 
 def _learned_tables(model: ModelSection, adapter: AdapterSection) -> set[str]:
-    # a tied output layer has no table of its own
+    # a tied output layer has no own table
     named = _NAMES.keys() & {*adapter.modules_to_save}
     return named - {"output"} if model.tied_embeddings else named
 

@@ -124,7 +124,7 @@ class _StageRank:
         match self.config.optimizer:
             case AdamWSection():
                 spared = RankParameters(0, 0)
-            case MuonSection():  # a momentum in the place of two moments
+            case MuonSection():  # a momentum instead of two moments
                 spared = matrices_on_rank(self.config.model, self.layout, self.pp_rank)
             case _:
                 assert_never(self.config.optimizer)
@@ -139,12 +139,8 @@ def own_shard(train: TrainSection, layout: Layout, numbers: RankParameters) -> i
 
 
 def _moments_at_once(moved: int, largest: int) -> int:
-    """Returns the bytes of moments on the device in an update: those being updated, their predecessors and successors.
-
-    Args:
-        moved: Bytes of all moments that move.
-        largest: Elements of the largest parameter.
-    """
+    """Returns the bytes of moments on the device in an update: those being updated (of at most `largest` elements),
+    their predecessors and successors, out of `moved` bytes."""
     return min(moved, max(MOMENTS_AT_ONCE_BYTES, _MOMENTS_BYTES * largest) + 2 * MOMENTS_AT_ONCE_BYTES)
 
 

@@ -31,7 +31,7 @@ def program_versions() -> dict[str, str]:
 
 @cache
 def _versions() -> Mapping[str, str]:
-    import importlib.metadata  # imports the e-mail parser, since metadata have that format
+    import importlib.metadata  # imports the e-mail parser, the format of metadata
 
     found = {"mtrain": __version__, "python": platform.python_version()}
     for name in PACKAGES:

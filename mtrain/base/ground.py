@@ -146,7 +146,7 @@ def _spec_of(name: str) -> ModuleSpec | None:
     path = None
     if parent:
         above = _spec_of(parent)
-        # a folder without __init__.py is a package, too, but `path` of one below another needs an import: give up there
+        # a folder without __init__.py is also a package, but finding `path` of a nested one needs an import: give up
         if above is None or above.submodule_search_locations is None or (above.origin is None and "." in parent):
             return None
         path = list(above.submodule_search_locations)

@@ -232,7 +232,7 @@ class Heartbeat:
             before = _parsed(os.pread(file, _NUM_BYTES, 0))
             if before is not None and before.start > self._beat.start:
                 return  # a later start of the run beats here, as this one was thought to be dead
-            # at once, since a process that is suspended in between overwrites what a later start has written
+            # at once: a process suspended in between would overwrite the beats of a later start
             os.pwrite(file, text.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
         finally:
             os.close(file)

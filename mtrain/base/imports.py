@@ -62,7 +62,7 @@ def without_collections() -> Iterator[None]:
 
 
 def _release_triton() -> None:
-    # its bindings print 70 lines about leaks if their objects are exempt at the end, too
+    # its bindings print 70 lines about leaks if their objects stay exempt until the end
     if "triton" in sys.modules:
         gc.unfreeze()
 
@@ -199,7 +199,7 @@ def _beyond_bounds(version: str) -> str | None:
 
 
 def _hide(package: str) -> None:
-    # a loaded module is found whatever its parent says, so hide the loaded parts of a half-broken package, too
+    # a loaded module is found whatever its parent says, so the loaded parts of a half-broken package are hidden as well
     loaded = [name for name in sys.modules if name.startswith(f"{package}.")]
     for name in (package, *loaded):
         sys.modules[name] = None  # type: ignore[assignment]

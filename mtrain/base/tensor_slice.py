@@ -87,7 +87,7 @@ def slices_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[
     row = math.prod(shape[1:])
     first, last = -(-start // row), end // row  # whole rows [first, last)
     if first > last:
-        # the range begins and ends inside one row, so there is no whole row between
+        # the range begins and ends inside one row
         yield from _in_row(shape, last, start, end)
         return
     yield from _in_row(shape, first - 1, start, first * row)

@@ -22,7 +22,7 @@ def with_warmup_steps(content: Any) -> Any:
         case {"train": {"num_steps": int(num_steps)}, "optimizer": {"warmup_ratio": int() | float() as ratio}}:
             optimizer = content["optimizer"]
             if num_steps > 0 and 0 <= ratio < 1 and not optimizer.get("warmup_steps"):
-                # as text: 0.1 is a tenth here, not the float next to it; at least one step is no warm-up
+                # as text: 0.1 is exactly a tenth here; at least one step follows the warm-up
                 steps = min(math.ceil(Fraction(str(ratio)) * num_steps), num_steps - 1)
                 return {**content, "optimizer": {**optimizer, "warmup_ratio": None, "warmup_steps": steps}}
     return content

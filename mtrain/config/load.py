@@ -294,11 +294,8 @@ def _holds(content: Any, location: tuple[int | str, ...]) -> bool:
 
 
 def _placeholders(source: Source) -> Iterator[str]:
-    """Yields a message for every text that stands for another, or that no file can hold.
-
-    Nothing is interpolated, but a user who writes `${...}` or `???` expects OmegaConf or Hydra to, and would get a
-    folder of this name.
-    """
+    """Yields a message for `${...}` and `???`, which users of OmegaConf and Hydra expect to be replaced, and for
+    unstorable texts."""
     for location, text in _texts(source.content, ()):
         if "${" in text:
             yield (

@@ -139,11 +139,8 @@ def _kinds_with(place: Location, name: str) -> list[str]:
 
 
 def _hint(place: Location, keys: list[str], name: str) -> str:
-    """Names the intended key if it is unambiguous, else the section's keys.
-
-    The same name comes first, in this section and then in others; then names in other programs, then typos in this
-    section. A key with another meaning is never named.
-    """
+    """Names the intended key, else the section's keys: first by the same name here and then elsewhere, then by other
+    programs' names, then by typos here; never a key with another meaning."""
     known = plain(name)
     if here := next((key for key in keys if plain(key) == known), None):
         return _did_you_mean([dotted((*place, here))])

@@ -119,7 +119,7 @@ class GroupedQueryAttention(LayerPart):
                 repeated = heads * (2 * cp + 1) if on_gpu else 0
                 return ((2 * cp - 3) * groups + repeated) * model.head_size // layout.tp
             case "ring":
-                return 2 * heads // layout.tp  # logarithms of sums, in float32, in the place of rows
+                return 2 * heads // layout.tp  # log-sums in float32 instead of rows
             case _:
                 assert_never(layout.cp_comm)
 

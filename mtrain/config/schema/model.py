@@ -355,7 +355,7 @@ class ModelSection(Section):
                 f"mtp_depths={self.mtp_depths} predicts tokens, which a model with num_labels={self.num_labels} does "
                 "not; set it to 0"
             )
-        if self.num_labels > self.vocab_size:  # labels travel in the place of tokens
+        if self.num_labels > self.vocab_size:  # labels travel instead of tokens
             return f"num_labels={self.num_labels} is more than vocab_size={self.vocab_size}; lower it"
         return None
 

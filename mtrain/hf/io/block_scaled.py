@@ -96,7 +96,7 @@ class Dequantised:
         # A row of blocks at a time: the float32 temporary is block_rows x columns, not the whole matrix.
         for number, start in enumerate(range(0, stored.shape[0], self._rows)):
             rows = stored[start : start + self._rows].float()
-            # the last block is cut where the size is no multiple of the block
+            # the last block is cut if the size is not a multiple of the block
             factors = scales[number].repeat_interleave(self._columns)[: stored.shape[1]]
             # multiplied in float32 and rounded once: bf16 factors would lose digits of the scale
             result[start : start + self._rows] = (rows * factors).bfloat16()
@@ -109,7 +109,7 @@ class Dequantised:
     def _check(self, name: str) -> None:
         dtype, shape = self._folder.facts(name)
         if dtype == _FP8:
-            # rounded up: a block at the edge has a scale of its own
+            # rounded up: a block at the edge has its own scale
             wanted = tuple(-(-size // block) for size, block in zip(shape, (self._rows, self._columns)))
             scales = name + SCALE_SUFFIX
             found = self._folder.facts(scales)[1] if scales in self._folder.names() else None

@@ -23,7 +23,7 @@ BLOCK_SIZE, BLOCK_BYTES = 32, 16
 """Weights in a block, and their bytes."""
 _HALVES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _BYTES = torch.arange(256)
-# doubled, and the factors halved: 2^128, of the largest scale, is no number in float32, but half of it is
+# doubled, and the factors halved: float32 cannot hold 2^128, of the largest scale, but half of it
 _DOUBLED = 2 * torch.cat([_HALVES, -_HALVES])
 _PAIRS = torch.stack([_DOUBLED[_BYTES & 15], _DOUBLED[_BYTES >> 4]], dim=1)
 """[256, 2]: twice the two numbers in each byte; the lower half of a byte comes first."""
@@ -123,7 +123,7 @@ def packed(name: str, weight: Tensor, scales: Tensor) -> Packed:
     num_rows = max(1, _CHUNK // num_inputs)
     for expert, start in product(range(num_experts), range(0, num_outputs, num_rows)):
         rows = slice(start, start + num_rows)
-        # float32 holds what half precision does; float64 has no rounding of its own before the one to codes
+        # float32 holds half precision exactly; float64 adds no rounding before the one to codes
         numbers = weight[expert, :, rows].T.contiguous().to(torch.promote_types(weight.dtype, torch.float32))
         if not numbers.isfinite().all():
             raise DataError(f"{name} holds infinite numbers or NaN, which MXFP4 cannot express; export without mxfp4")

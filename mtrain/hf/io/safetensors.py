@@ -145,7 +145,7 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, Sizes]], metadata: Mappin
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Returns the bytes of a contiguous tensor, without copying."""
     flat = tensor.detach().view(-1)
-    # uint8, since numpy has no bfloat16
+    # uint8, because numpy has no bfloat16
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 

@@ -81,7 +81,7 @@ def source_for(path: Path, model: ModelSection) -> HfSource:
     Raises:
         DataError: The family is unknown, or the folder holds another model or not exactly its tensors.
     """
-    # a head stands in the place of the output layer
+    # a head replaces the output layer
     source = open_source(path, needs_output=not model.output.is_new, depths=model.mtp_depths)
     # before any tensor is looked at: shapes alone do not show another rope base or norm epsilon
     added = added_by(model)

@@ -43,7 +43,7 @@ def open_model(folder: Path) -> Any:
         MachineError: transformers is not installed.
     """
     try:
-        # here, since it takes seconds and most commands do not need it
+        # here, because it takes seconds and most commands do not need it
         import transformers
     except ModuleNotFoundError:
         raise MachineError(
@@ -51,7 +51,7 @@ def open_model(folder: Path) -> Any:
         ) from None
     transformers.utils.logging.disable_progress_bar()
     known = getattr(transformers, family_of(read_json(folder / CONFIG_NAME)).architecture)
-    # by transformers, which has a form of its own for infinity
+    # by transformers, which writes infinity in its own form
     said, _ = known.config_class.get_config_dict(folder, local_files_only=True)
     # under the class's own name: transformers knows Kimi-K2 only by code of the folder
     config = known.config_class.from_dict({**said, "model_type": known.config_class.model_type})
@@ -124,10 +124,8 @@ def open_trainable(folder: Path, added: AddedTokens = NO_TOKENS, dtypes: Sequenc
 
 @torch.no_grad()
 def _add_rows(model: Any, folder: Path, added: AddedTokens, dtypes: Sequence[torch.dtype]) -> None:
-    """Gives added tokens the mean of the rows before them, around which transformers draws them.
-
-    Unused rows of the folder are taken first, so the tables may keep their size.
-    """
+    """Gives added tokens the mean of the rows before them, around which transformers draws them; unused rows come
+    first."""
     import transformers  # as in open_model
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -183,7 +181,7 @@ def _groups(parameters: dict[str, Any], section: AdamWSection) -> Iterator[dict[
 def _backward(model: Any, rows: TrainingRows, denominator: float) -> float:
     # [batch, seq, vocab_size]; no cache, which would only take memory
     logits = model(rows.tokens, use_cache=False).logits
-    # divided before backward, the other order than in training: one more thing that the comparison proves
+    # divided before backward, unlike in training, so the comparison proves that order as well
     numerator, gradient = _loss(logits.detach().flatten(0, 1), rows, denominator)
     if denominator != 0:
         logits.backward(gradient.view_as(logits))

@@ -358,7 +358,7 @@ def model_of(config: dict[str, Any], entries: Sequence[Entry]) -> ModelSection:
     nested: dict[str, Any] = {}
     for entry in entries:
         for dotted, value in entry.read(config).items():
-            # dotted names, since several entries fill one nested section
+            # dotted names, because several entries fill one nested section
             *sections, name = dotted.split(".")
             target = nested
             for section in sections:

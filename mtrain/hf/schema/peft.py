@@ -156,7 +156,7 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
                     "place; name these in adapter.targets, or merge the adapter into the weights"
                 )
             for each in _pair(matrix, adapter, f"{_ROOT}{_module(family, rule, place).format(L=layer)}", ours):
-                # outputs are rows of B, and all that there is of magnitudes
+                # outputs are the rows of B, and the only axis of magnitudes
                 columns = {"lora_b": adapter.rank_of(matrix.part), "magnitude": 1}.get(each.kind)
                 yield (
                     each
@@ -194,11 +194,7 @@ def _rules(family: Family, model: ModelSection, key: str, layer: int) -> list[Ru
 
 def _place(matrix: AdaptedMatrix, rule: Rule, num_parts: int) -> int | None:
     """Returns a part's index among the tensors of a fused projection; None if they are divided differently than the
-    pairs.
-
-    Args:
-        num_parts: Parts that may have their own pair.
-    """
+    pairs."""
     if matrix.part in JOINED:
         names = [part.name.removesuffix(".weight").rpartition(".")[2] for part in rule.parts]
         return names.index(matrix.part) if matrix.part in names else None
@@ -312,10 +308,8 @@ def _whole(alpha: float) -> float | int:
 
 
 def _pattern(family: Family, named: Sequence[PeftTensor], value_of: Callable[[str], float]) -> dict[str, float]:
-    """Returns path suffix of an adapted module -> value.
-
-    PEFT takes the first match, and files are sorted by name, so no two suffixes may match the same path.
-    """
+    """Returns path suffix -> value; no two suffixes may match one path, because PEFT takes the first match in name
+    order."""
     found, has_experts = {}, any(each.matrix.num_experts for each in named)
     for each in (each for each in named if each.kind == "lora_a"):
         last = path_in_model(each).rpartition(".")[2]

@@ -89,7 +89,7 @@ for _family in _FAMILIES:
 _SHOWN_KEYS = 2
 """Most keys in a message for each family, if none fits."""
 _ENTRIES = tuple(entry for family in FAMILIES.values() for entry in family.entries)
-# without those that a family leaves unread: what changes nothing in its own family is no danger in another
+# without fields that a family leaves unread: harmless in their own family, they are harmless in others
 _ALL_NAMES = frozenset(name for entry in _ENTRIES for name in entry.names)
 
 
@@ -207,11 +207,8 @@ _SIZES = [each for entry in _ENTRIES for each in entry.sizes()]
 
 
 def _is_off(name: str, config: Mapping[str, Any], own: Collection[str]) -> bool:
-    """Says whether a field that a family does not read switches nothing on.
-
-    Its value is empty, or off in the family that owns it; or its part has no size in the file; or it is a window that
-    `use_sliding_window` switches off.
-    """
+    """Says whether an unread field is empty, off for the family that owns it, of a part without a size, or a disabled
+    window."""
     value = config[name]
     is_bool = isinstance(value, bool)
     if _is_neutral(value) or any(value == one and is_bool == isinstance(one, bool) for one in _OFF.get(name, ())):

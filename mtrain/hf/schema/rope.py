@@ -111,11 +111,7 @@ def _object(config: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _normal(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Removes nulls, which have no meaning, and renames the type to its newer name.
-
-    Raises:
-        DataError: The file has both names of the type, with different values.
-    """
+    """Removes nulls, and renames the type to its newer name; refuses two names with different values."""
     older, newer = parameters.get("type"), parameters.get("rope_type")
     if older is not None and newer not in (None, older):  # transformers 4 prefers the one, transformers 5 the other
         _agree("the newer name", {"rope_type": newer}, "the older name `type`", {"rope_type": older})

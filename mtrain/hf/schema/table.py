@@ -349,7 +349,7 @@ def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, 
     for experts in product(*([range(sizes["E"])] if by_expert else [])):
         place = {**scope.fixed, **dict(zip("E", experts))}
         hull = Arrangement(axes, " ".join(name for name in _names(axes) if name not in place), place, sizes)
-        # each fixed axis (layer, expert) is a dimension of its own, so the rest is one slice
+        # each fixed axis (layer, expert) is a separate dimension, so the rest is one slice
         (block,) = hull.blocks()
         tensors = tuple(
             HfTensor(
@@ -465,6 +465,6 @@ def stream_tensor(tensor: HfTensor, key: str, read: ReadGlobal) -> Iterator[Tens
         # the numbers of a reordered tensor are scattered over the whole, so no part of it can be streamed
         yield arrangement.on_disk(_joined(blocks, [read(key, block.whole) for block in blocks])).contiguous().view(-1)
         return
-    for block in blocks:  # each is one stretch on disk, since only layers and experts come before the repeated axes
+    for block in blocks:  # each is contiguous on disk: only layers and experts precede the repeated axes
         for part in block.whole.cut(_STREAMED_ELEMENTS):
             yield read(key, part).contiguous().view(-1)

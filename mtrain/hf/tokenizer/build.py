@@ -40,7 +40,7 @@ def build_tokenizer(folder: Path, read: ReadJson, load: Callable[[], Any], has_f
     _refuse_settings(settings)
     name = class_of(settings, read("config.json"), _mentions_bytes(content))
     built = built_class(name)
-    # transformers takes post-processors as they are in tokenizer.json, and makes one only where there is none
+    # transformers keeps the post-processor of tokenizer.json, and makes one only if it is missing
     settings = {
         key: each for key, each in settings.items() if not has_file or key not in ("add_bos_token", "add_eos_token")
     }

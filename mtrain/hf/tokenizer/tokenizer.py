@@ -449,11 +449,8 @@ def _called(call: Callable[[], Result], what: str, change: str) -> Result:
 
 
 def _check_prefix(path: Path, content: bytes) -> None:
-    """Checks merges: the library silently cuts the prefix off each second part, and without one the process may end.
-
-    Raises:
-        DataError: The prefix is missing.
-    """
+    """Refuses merges without the prefix: the library cuts it off each second part unchecked, and may end the
+    process."""
     if not _HAS_PREFIX.search(content):
         return
     try:

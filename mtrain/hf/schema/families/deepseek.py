@@ -418,7 +418,7 @@ KIMI_K25 = in_tower(
         aliases=("kimi_k2",),
     ),
 )
-# GLM-4.7-Flash: the same function with defaults of its own
+# GLM-4.7-Flash: the same function with other defaults
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",

@@ -42,7 +42,7 @@ class Labels(Entry):
         labels = config.get("id2label")
         if labels is not None and not isinstance(labels, dict):
             raise DataError(f"config.json: id2label={shown(labels)} must be an object of numbers and names; correct it")
-        # transformers counts the names where there are any, and has two labels otherwise
+        # transformers counts the names if any, and has two labels otherwise
         return {"num_labels": len(labels) if labels else value_of(config, "num_labels", int, 2)}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class _Ropes(Entry):
         windowed = {"rope_parameters": None if said is None else said.get(_WINDOWED)}
         if "rope_local_base_freq" in config:
             windowed["rope_theta"] = config["rope_local_base_freq"]
-        # each kind of layer has a default of its own: 1e4 with a window, 1e6 without
+        # defaults by kind of layer: 1e4 with a window, 1e6 without
         local = read_rope(windowed, 1e4, by_kind=True)
         if local["scaling"] != "none":
             raise DataError(f"config.json: rope_type={local['scaling']} of windowed layers must be default")

@@ -69,11 +69,7 @@ def _pattern(every: int, num_layers: int) -> list[str]:
 
 
 def _kinds(config: dict[str, Any]) -> list[str]:
-    """Returns the kind of each layer.
-
-    Raises:
-        DataError: The list has a wrong length or unknown words.
-    """
+    """Returns the kind of each layer."""
     num_layers = needed_value(config, "num_hidden_layers", int)
     kinds = config.get("layer_types")
     if kinds is None:
@@ -343,7 +339,7 @@ QWEN3_5_MOE = Family(
     (
         *(entry for entry in _entries(2) if entry.names != ("intermediate_size",)),
         *_chosen(256, 8),
-        # of dense layers, of which there are none
+        # of dense layers, which do not exist
         Field("moe_intermediate_size", "ffn_hidden_size", 512),
         Constant("experts.pre_softmax", False),
     ),

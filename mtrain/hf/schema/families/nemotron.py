@@ -46,11 +46,7 @@ class _Pattern(Entry):
 
 
 def _pattern_of(config: Mapping[str, Any]) -> str:
-    """Returns a letter for each layer.
-
-    Raises:
-        DataError: There is no pattern, it has unknown words, or two patterns differ.
-    """
+    """Returns a letter for each layer; refuses contradicting patterns."""
     found: dict[str, str] = {}
     for name in (_LISTED, _ALIAS):
         words = config.get(name)
@@ -209,7 +205,7 @@ _MAMBA = (
             TensorPattern(
                 f"{THEIRS}mixer.in_proj.weight",
                 "",
-                # the whole: rows of an adapter's B have this order, too
+                # the whole: rows of an adapter's B also have this order
                 region="(K p) h",
                 pieces=_pieces("p", "(K p) h", "gates", *_CONVOLVED, "steps"),
             ),

@@ -16,7 +16,7 @@ from mtrain.hf.schema.families.common import (
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.table import Rule, TensorPattern
 
-# the whole as a region: rows of an adapter's B have this order, too
+# the whole as a region: rows of an adapter's B also have this order
 _QKV = TensorPattern(f"{THEIRS}self_attn.qkv_proj.weight", "", region="(G s d) h", pieces=by_group("weight", " h"))
 PHI3 = Family(
     "phi3",

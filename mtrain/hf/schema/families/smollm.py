@@ -28,16 +28,12 @@ _LISTED, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 
 
 def _rotates(config: dict[str, Any]) -> list[int]:
-    """Returns 1 for each layer with rotary positions, else 0.
-
-    Raises:
-        DataError: The list has a wrong length or other numbers.
-    """
+    """Returns 1 for each layer with rotary positions, else 0."""
     num_layers, every = needed_value(config, "num_hidden_layers", int), needed_value(config, _INTERVAL, int, 4)
     found = config.get(_LISTED)
     if found is None and every > 0 and num_layers <= MAX_LISTED_LAYERS:
         return [int((layer + 1) % every != 0) for layer in range(num_layers)]
-    # type: true is no number here
+    # type: true is not a number here
     if (
         not isinstance(found, list)
         or len(found) != num_layers
