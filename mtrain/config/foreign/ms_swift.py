@@ -294,7 +294,8 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
         if variables := [value for value in each if is_variable(value)]:
             found.wrong.append(f"--{name} {' '.join(variables)}: this is a variable of the shell; write its value")
         else:
-            given[name[3:] if is_off else name] = not is_off if not each else each[0] if len(each) == 1 else each
+            value = each[0] if len(each) == 1 else each
+            given[name[3:] if is_off else name] = value if each else not is_off
     if not given and not found.wrong:
         raise ConfigError("there are no arguments that begin with --; give those of `megatron sft`")
     run = translated(found, given, table)
@@ -371,8 +372,8 @@ def _of_megatron(found: Translation, run: Settings) -> None:
     layers = run["recompute_num_layers"]
     if found.get("train.recompute") == "full" and run["recompute_method"] == "block" and layers is not None:
         found.put("train.recompute_layers", layers, run.origin("recompute_num_layers"))
-    is_by_tokens = run["rlhf_type"] is None if run["calculate_per_token_loss"] is None else None
-    if not (is_on(run, "calculate_per_token_loss") if is_by_tokens is None else is_by_tokens):
+    is_given = run["calculate_per_token_loss"] is not None
+    if not (is_on(run, "calculate_per_token_loss") if is_given else run["rlhf_type"] is None):
         found.notes.append(
             "calculate_per_token_loss=false averages the means of microbatches and data-parallel ranks; "
             "loss.aggregation=token-mean is the mean over all tokens, under every layout"

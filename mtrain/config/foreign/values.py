@@ -100,7 +100,9 @@ def fitting(key: str, value: Any) -> Any:
         return boolean(value)
     if plain and plain <= {int, float}:
         found = number(value)
-        return int(found) if float not in plain and found == int(found) else float(found) if int not in plain else found
+        if float not in plain:
+            return int(found) if found == int(found) else found
+        return found if int in plain else float(found)
     if plain == {str} and not isinstance(value, str):
         if isinstance(value, bool | list | dict):
             raise ValueError(f"{value!r} is no text")

@@ -290,7 +290,8 @@ def _table(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Row]:
     table: dict[str, Row] = {}
     for key, row in VERL.items():
         is_of_files = key.startswith("data.") or key in ("trainer.total_epochs", "trainer.test_freq")
-        if not key.startswith(_OF_ROLLOUTS) if not trainer.is_loop else key.startswith(_OF_ROLLOUTS) or not is_of_files:
+        is_of_rollouts = key.startswith(_OF_ROLLOUTS)
+        if (is_of_rollouts or not is_of_files) if trainer.is_loop else not is_of_rollouts:
             table[trainer.name(key)] = Row(row.put, trainer.defaults.get(key))
     if not trainer.is_loop:
         table["engine.seed"] = UNUSED  # trainer.seed orders the samples

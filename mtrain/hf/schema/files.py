@@ -295,7 +295,9 @@ def as_declared(ids: list[int]) -> int | list[int]:
 
 def _ids(path: Path, content: dict[str, Any]) -> list[int]:
     found = content.get(EOS_KEY)
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if found is None:
+        return []
+    ids = found if isinstance(found, list) else [found]
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
         raise DataError(
             f"{path} has {EOS_KEY}={str(found)[:60]}, but a token id or a list of them is needed; correct it"
