@@ -166,8 +166,8 @@ class Objective:
         functions = self.functions.values()
         names = dict.fromkeys(name for function in functions for name in extras_of(function))
         if self.has_temperatures and any(reads_temperature(function) for function in functions):
-            found[TEMPERATURE] = None
-        return (*found, *self.choices)
+            names[TEMPERATURE] = None
+        return (*names, *self.choices)
 
     @property
     def reported(self) -> Reported:
