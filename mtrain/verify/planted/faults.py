@@ -30,7 +30,7 @@ from mtrain.core.layers.adapters.adapter import Adapter, is_adapter_key
 from mtrain.core.layers.adapters.linear import LinearAdapter
 from mtrain.core.layers.attention.context_parallel import RowAttention
 from mtrain.core.layers.attention.full_width_norm import FullWidthNorm
-from mtrain.core.layers.attention.key_source import Gathered, Whole
+from mtrain.core.layers.attention.key_source import Gathered, Ring, Whole
 from mtrain.core.layers.attention.recurrent.core import CoreParameters, Inputs, RecurrentCore
 from mtrain.core.layers.norm import Norm
 from mtrain.core.layers.output_layer import Logits
@@ -298,9 +298,10 @@ def _keys_in_rank_order(chunks: Sequence[nn.Module]) -> None:
             attention.layout_source.orders = unordered  # type: ignore[method-assign]
 
 
-def _hops_left_out(chunks: Sequence[nn.Module]) -> None:
+def _ring_without_hops(chunks: Sequence[nn.Module]) -> None:
     for attention in modules(chunks, RowAttention):
-        attention.layout_source = Whole()
+        if isinstance(attention.layout_source, Ring):
+            attention.layout_source = Whole()
 
 
 class _NormOfRank(FullWidthNorm):
@@ -404,7 +405,7 @@ PLANTS: dict[str, Collaborators] = {
     "labels-shifted-after-slicing": _sliced(_shifted_labels),
     "positions-not-zigzag": _sliced(_consecutive_positions),
     "keys-in-rank-order": Collaborators(change_model=_keys_in_rank_order),
-    "hops-left-out": Collaborators(change_model=_hops_left_out),
+    "hops-left-out": Collaborators(change_model=_ring_without_hops),
     "document-boundary-crossed": Collaborators(step=step_of(slice_rows=_one_row_one_document)),
     "clip-before-normalisation": Collaborators(optimizer=_ClipsTheSum),
     "clamped-denominator": _denominator(lambda value: value.clamp(min=1)),
