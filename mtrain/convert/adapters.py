@@ -88,11 +88,6 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
 
     Args:
         dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with.
-
-    Raises:
-        ConfigError: `out` exists.
-        DataError: PEFT has no form for the adapter, or it is damaged.
-        MachineError: The disk refuses.
     """
     saved = open_adapter(path, dtype)
     family, model = family_of_run(saved.config), saved.config.model

@@ -48,11 +48,6 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
     Args:
         dtype: Dtype of the weights in the checkpoint; None keeps each tensor's own.
         depths: Number of MTP depths to import; some families contain them without needing them.
-
-    Raises:
-        ConfigError: `out` exists.
-        DataError: The folder is damaged, unknown, does not fit its config.json, or has fewer depths.
-        MachineError: The disk refuses.
     """
     source = open_source(path, depths=depths)
     if depths > source.model.mtp_depths:

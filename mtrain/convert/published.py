@@ -47,11 +47,7 @@ def keep_published(origin: Path, folder: HfFolder) -> None:
 
 def published_form(origin: Path | None, table: Table) -> Published:
     """Finds the MXFP4 form that a model was published in; `origin` is the folder whose config.json is used, or what an
-    import kept of it.
-
-    Raises:
-        DataError: The model did not come in MXFP4, an earlier version imported it, or the scales are of other weights.
-    """
+    import kept of it."""
     kept = None if origin is None else origin / MXFP4_FOLDER
     if kept is not None and (kept / SCALES_NAME).exists():
         file = SafetensorsFile(kept / SCALES_NAME)

@@ -133,12 +133,7 @@ def _digest(sample: Sample) -> int:
 
 
 def rewind_ledger(folder: Path, resume_step: int) -> None:
-    """Takes the files of all ranks back to `resume_step`; called before a rank opens its own.
-
-    Raises:
-        DataError: A line before the last one of a file is damaged.
-        MachineError: The disk refuses.
-    """
+    """Takes the files of all ranks back to `resume_step`; called before a rank opens its own."""
     with disk_faults(f"rewind {folder} to step {resume_step}"):
         for path in sorted(folder.glob("dp_*.jsonl")):
             if resume_step == 0:

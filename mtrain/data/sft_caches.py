@@ -61,12 +61,7 @@ class SftCaches:
         self._opened: dict[str, TokenCache] = {}
 
     def open(self, path: str) -> TokenCache:
-        """Opens the tokens of one source, or builds them.
-
-        Raises:
-            DataError: The source is missing, damaged, or holds bad records that may not be left out.
-            MachineError: The disk is full.
-        """
+        """Opens the tokens of one source, or builds them."""
         if path not in self._opened:
             self._opened[path] = self._open(path)
         return self._opened[path]

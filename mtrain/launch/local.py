@@ -53,10 +53,6 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
     Args:
         certifies: Whether `mtrain verify backend` runs first if these layers have no certificate on this machine.
             Layers that fail there are not used; if it cannot run, no rank starts.
-
-    Raises:
-        ConfigError: The configuration is wrong; no rank was started.
-        MachineError: The log folder cannot be written.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 reports them

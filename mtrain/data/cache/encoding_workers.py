@@ -37,12 +37,7 @@ class EncodingJob:
 
 
 def encoded_chunks(job: EncodingJob, num_workers: int) -> Iterator[EncodedChunk]:
-    """Yields the samples of all records in their order, whatever `num_workers` is; 1 works in this process.
-
-    Raises:
-        DataError: A file is damaged; a bad record is no error here.
-        MachineError: A worker died.
-    """
+    """Yields the samples of all records in their order, whatever `num_workers` is; 1 works in this process."""
     if num_workers == 1:
         encoder = job.make_encoder()
         for chunk in chunks(job.files):

@@ -51,11 +51,7 @@ def found_answers(conversation: Conversation, compare: Compare, special: Special
 def marked_answers(
     conversation: Conversation, compare: Compare, render_other: RenderOther, special: SpecialTexts
 ) -> Rendering:
-    """Renders a conversation under a template that marks answers by `{% generation %}`.
-
-    Raises:
-        DataError: An answer is not marked, or it is not clear which answer a mark belongs to.
-    """
+    """Renders a conversation under a template that marks answers by `{% generation %}`."""
     messages, weights = conversation.messages, conversation.answer_weights
     numbers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
     full, spans = marks_of(messages, numbers, compare, render_other)

@@ -67,9 +67,6 @@ def token_extras(record: dict[str, Any], sizes: Mapping[str, tuple[int, ...]], n
         sizes: Key -> sizes of what it holds for each token, each number a column; () for one number a token. Not empty.
         num_tokens: Number of tokens in the sample. A list has as many numbers, or one less: without the first token,
             which nothing predicts; routed experts may lack the last one, which is not read.
-
-    Raises:
-        DataError: An extra is missing, is no number or list of numbers, or has another length.
     """
     found: list[NDArray[np.float32]] = []
     for name, shape in sizes.items():

@@ -34,11 +34,7 @@ def find_files(inputs: Sequence[Path], pattern: str) -> list[Path]:
 
 
 def documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
-    """Yields a document for each line of a .jsonl file and one for every other file; .gz and .zst are unpacked.
-
-    Raises:
-        DataError: A file is not UTF-8, or a line is not an object with a text; names file and line.
-    """
+    """Yields a document for each line of a .jsonl file and one for every other file; .gz and .zst are unpacked."""
     for path in files:
         is_packed = path.suffix in PACKED_SUFFIXES
         kind = kind_of_file(path) if is_packed else FileKind.LINES

@@ -64,11 +64,7 @@ def parsed_line(line: bytes) -> dict[str, Any]:
 
 def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
     """Yields the unpacked lines of a file without empty ones at its end, or the elements of a list. Tables are not
-    allowed here.
-
-    Raises:
-        DataError: The file cannot be read, is damaged, is no text, or has a line that is too long.
-    """
+    allowed here."""
     if kind is FileKind.LIST:
         yield from _elements(path)
         return

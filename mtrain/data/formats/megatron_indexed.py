@@ -91,12 +91,7 @@ class Pair(NamedTuple):
 
 
 def check_pair(prefix: str, vocab_size: int) -> Pair:
-    """Checks a pair as `Corpus` does, and tokens at a few places; loads neither megatron-core nor torch.
-
-    Raises:
-        DataError: A file is missing, damaged, or does not fit the other one or the vocabulary.
-        MachineError: A file cannot be read.
-    """
+    """Checks a pair as `Corpus` does, and tokens at a few places; loads neither megatron-core nor torch."""
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     with disk_faults(f"read the corpus {prefix}"):
         element = _check_header(idx_path, bin_path)

@@ -73,11 +73,7 @@ class EmptyFileError(DataError):
 
 
 def kind_of_file(path: Path) -> FileKind:
-    """Recognises the form of a file by its first bytes.
-
-    Raises:
-        DataError: The file cannot be read, is empty, or holds no records; says what it is and what to do.
-    """
+    """Recognises the form of a file by its first bytes."""
     try:
         head = retried(lambda: _head(path), path)
     except OSError as fault:

@@ -56,9 +56,6 @@ def source_files(given: str) -> Source:
         given: Path of a file; a pattern with `*`, `**`, `?` or `[`; or a folder, whose files with the endings .jsonl,
             .jsonl.gz, .jsonl.zst, .parquet and .arrow are read at any depth. Files of a pattern or folder are sorted by
             path.
-
-    Raises:
-        DataError: Nothing is there, the only named file is empty, or all of several are.
     """
     path = Path(given)
     if path.is_dir():

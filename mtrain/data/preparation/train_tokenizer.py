@@ -46,10 +46,6 @@ def train_tokenizer(
 
     What the vocabulary lacks is spelt in bytes, white space is kept, and digits stand alone. The unknown token has id
     0; -1 leaves a special token out. The same inputs give the same model.
-
-    Raises:
-        DataError: An input is bad, the text yields fewer tokens, or the output exists.
-        MachineError: The output cannot be written.
     """
     from sentencepiece import SentencePieceTrainer
 

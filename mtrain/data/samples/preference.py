@@ -32,13 +32,9 @@ class PreferenceDataset:
         is_judged: bool = False,
     ) -> None:
         """Args:
-            numbers: Numbers of the groups that are used, counted from 0.
-            is_judged: Whether a head judges pairs: a label follows each sequence, which no cut removes, and the pair
-                has a margin.
-
-        Raises:
-            DataError: A sequence is too long and has to be refused, or no group is left.
-        """
+        numbers: Numbers of the groups that are used, counted from 0.
+        is_judged: Whether a head judges pairs: a label follows each sequence, which no cut removes, and the pair
+            has a margin."""
         self._seq_length, self._too_long = seq_length, too_long = limit
         self.cache, self._compares, self._is_judged = cache, compares, is_judged
         self._groups, self._numbers = np.arange(numbers.start, numbers.stop), numbers

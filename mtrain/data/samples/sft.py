@@ -63,12 +63,8 @@ class SftDataset:
         is_judged: bool = False,
     ) -> None:
         """Args:
-            numbers: Numbers of the samples that are used, counted from 0.
-            extras: Values that the cache has of each token, apart from its weight.
-
-        Raises:
-            DataError: A sample is too long and has to be refused, or no sample is left.
-        """
+        numbers: Numbers of the samples that are used, counted from 0.
+        extras: Values that the cache has of each token, apart from its weight."""
         self._seq_length, self._too_long = seq_length, too_long = limit
         self.cache, self._numbers, self._extras, self._is_judged = cache, numbers, tuple(extras), is_judged
         self._pieces: Pieces

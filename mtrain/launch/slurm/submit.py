@@ -238,9 +238,6 @@ def signal_seconds(
         time_limit_s: Time limit in seconds; None if the options give none.
         start_s: Seconds from the latest start to its first step; None if unknown.
         step_s: Seconds of one of its steps; None if unknown.
-
-    Raises:
-        ConfigError: The job would be asked to stop before it has done anything, or could not do a step.
     """
     if save_s is None and step_s is None:
         return round(_SIGNAL_S if time_limit_s is None else min(_SIGNAL_S, time_limit_s / _SHORT_JOB))

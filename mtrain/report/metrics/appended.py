@@ -58,11 +58,7 @@ class AppendedFile:
         self._cause = fault
 
     def close(self) -> None:
-        """Tries once more, and closes the file.
-
-        Raises:
-            MachineError: Entries are missing in the file; the message says which.
-        """
+        """Tries once more, and closes the file."""
         fault = self._flush()
         self._file.close()
         missing = [*self._dropped, *(entry.step for entry in self._waiting)]

@@ -43,10 +43,6 @@ def rewind(path: Path, resume_step: int) -> None:
 
     A run that starts at step 0 keeps nothing: its validation before the first step is repeated as well. A warning tells
     the user if steps are missing, because an earlier start ended before the disk accepted them.
-
-    Raises:
-        DataError: A line before the last is damaged; the message names it.
-        MachineError: The disk refuses.
     """
     if not path.exists():
         return

@@ -89,11 +89,7 @@ class Sinks:
                 sink.write_text(tag, text, step)
 
     def close(self) -> None:
-        """Closes every sink, even if one of them fails.
-
-        Raises:
-            MachineError: A disk has refused records to the end; the message names all files that lack some.
-        """
+        """Closes every sink, even if one of them fails."""
         faults: list[MachineError] = []
         with ExitStack() as stack:
             for sink in reversed(self._sinks):
