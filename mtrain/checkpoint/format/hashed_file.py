@@ -1,7 +1,7 @@
 """Files whose digest is known once they have been written.
 
-Hashing runs parallel to writing, in a thread of its own: both release the interpreter's lock while they work. A third
-thread asks the disk to take what has been written so far, so that little is left to wait for at the end.
+Hashing runs parallel to writing, in another thread: both release the interpreter's lock. A third thread asks the disk
+to take what has been written so far, so that little is left to wait for at the end.
 """
 
 from __future__ import annotations
@@ -27,21 +27,17 @@ _BEGIN_BYTES = 1 << 24
 _SYNC_FILE_RANGE_WRITE = 2
 """Flag of Linux' `sync_file_range` that begins to write the range and waits for nothing."""
 _NOT_POSSIBLE = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)
-"""Error numbers of a kernel, file system or file without this call; then the final sync has to write everything."""
+"""Error numbers of a kernel, file system or file without this call; the final sync then writes everything."""
 
 
 class WriteBehind:
-    """Asks the disk, in a thread, to write what a file has so far, so that little is left for the end.
+    """Asks the disk, in a thread, to write what a file has so far.
 
-    The file is written from its beginning. Nothing is guaranteed: the caller syncs the complete file, which also
-    reports what the disk refused meanwhile. A `with` block waits at its end.
+    The file is written from its beginning. The caller syncs the complete file, which also reports what the disk refused
+    meanwhile. A `with` block waits at its end. `descriptor` must stay open as long as this object.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """
-        Args:
-            descriptor: Descriptor of the file; must stay open as long as this object.
-        """
         self._descriptor, self._begun_bytes, self._new_bytes = descriptor, 0, 0
         # at most one request is under way, so none waits for the worker
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="write-behind")
@@ -58,7 +54,7 @@ class WriteBehind:
             self.wait()
 
     def note(self, num_bytes: int) -> None:
-        """Counts bytes that have been written to the file, and starts their writeback where enough have come.
+        """Counts bytes that have been written to the file, and starts their writeback if they are enough.
 
         Raises:
             OSError: The disk has refused earlier bytes.
@@ -66,7 +62,6 @@ class WriteBehind:
         self._new_bytes += num_bytes
         if self._new_bytes >= _BEGIN_BYTES and (self._asking is None or self._asking.done()):
             self.wait()
-            # never waited for here: where the disk is slow, the next request covers more bytes
             self._asking = self._worker.submit(begin_writing, self._descriptor, self._begun_bytes, self._new_bytes)
             self._begun_bytes, self._new_bytes = self._begun_bytes + self._new_bytes, 0
 
@@ -87,12 +82,12 @@ class WriteBehind:
 def begin_writing(descriptor: int, start: int, num_bytes: int) -> None:
     """Starts the writeback of a range of a file; returns once all of it is queued, not when it is on disk.
 
-    Unlike fdatasync it commits no journal and flushes no cache of the disk; only the end needs these.
+    Unlike fdatasync it commits no journal and flushes no cache of the disk.
 
     Raises:
         OSError: The disk refuses.
     """
-    if sys.platform != "linux":  # other systems have no such call, and the final sync writes everything
+    if sys.platform != "linux":  # the final sync writes everything
         return
     library = ctypes.CDLL(None, use_errno=True)
     if library.sync_file_range(
@@ -109,13 +104,9 @@ _READ_BYTES = 1 << 20
 
 
 class HashedFile(io.RawIOBase):
-    """A new file, written from beginning to end."""
+    """New file, written from beginning to end; every method raises OSError if the disk refuses."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            OSError: The disk refuses; the other methods raise it, too.
-        """
         super().__init__()
         # O_EXCL: a file that is there belongs to another writer; O_CLOEXEC: no child process keeps the file open
         try:
@@ -139,12 +130,11 @@ class HashedFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Writes and hashes all of the data."""
         view = memoryview(data).cast("B")
-        # small pieces are the headers of records: not worth a hop to another thread
+        # small pieces are the headers of records
         if view.nbytes <= _SMALL_BYTES:
             self._digest.update(view)
             self._write(view)
         else:
-            # a digest depends on the order: one call hashes the whole view, and the next write begins after its result
             hashing = self._hasher.submit(self._digest.update, view)
             try:
                 # in pieces, so that the disk is asked to begin in the middle of a large tensor
@@ -157,7 +147,7 @@ class HashedFile(io.RawIOBase):
     def finish(self) -> FileInfo:
         """Waits until everything is on disk and returns the file's size and digest."""
         self._behind.wait()
-        os.fsync(self._descriptor)  # the thread only started the writes and guarantees nothing
+        os.fsync(self._descriptor)
         return FileInfo(size_bytes=self._size_bytes, blake3=self._digest.hexdigest())
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """Reads a pickle as plain data: nothing that it names is imported, called, built or changed.
 
-Python's unpickler makes real objects, and even where few classes are let through a pickle can set attributes of these
-classes for the whole process (opcode BUILD), or end the process by a huge memo number or a key nested too deeply. Here
-an object is a `Built`, which holds the class's name and the pickled description, and does nothing; the caller takes the
-values out and checks them. Only the opcodes that lists of tensors need are known. Work and memory are proportional to
-the length of the pickle, and nothing recurses.
+Python's unpickler makes real objects, and even if few classes are let through a pickle can set their attributes for the
+whole process (opcode BUILD), or end the process by a huge memo number or a key nested too deeply. Here an object is a
+`Built`, the class's name with the pickled description, which does nothing; the caller checks the values. Only the
+opcodes that lists of tensors need are known. Work and memory are proportional to the length of the pickle, and nothing
+recurses.
 
 Opcodes: `pickletools` of Python's standard library describes each of them.
 """
@@ -26,7 +26,7 @@ class PickleError(ValueError):
 
 
 class Named:
-    """Class or function that a pickle names; only a name here."""
+    """Class or function that a pickle names, as `module.name`."""
 
     __slots__ = ("name",)
 
@@ -35,15 +35,11 @@ class Named:
 
 
 class Built:
-    """An object that a pickle describes; compared and hashed by identity, so as a key it costs nothing."""
+    """Object that a pickle describes; compared and hashed by identity, so as a key it costs nothing."""
 
     __slots__ = ("arguments", "name", "state")
 
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """
-        Args:
-            name: Full name of its class, or of the function that would have made it, as `module.name`.
-        """
         self.name, self.arguments = name, arguments
         self.state: Any = None
         """Fields of the object, once BUILD has set them."""
@@ -55,22 +51,15 @@ class Saved:
     __slots__ = ("id",)
 
     def __init__(self, id_: Any) -> None:
-        """
-        Args:
-            id_: Persistent id as it stands in the record.
-        """
         self.id = id_
 
 
 def read_inert(raw: bytes, allowed: Collection[str]) -> Any:
-    """Reads a pickle as plain data.
-
-    Args:
-        raw: Bytes of the pickle; anything after its end is an error.
+    """Reads a pickle as plain data; bytes after its end are an error.
 
     Returns:
         None, bool, int, float, str, bytes, tuple, list, dict (of text, whole numbers and `Built` as keys), `Built`,
-        `Named` or `Saved`. A set is the list of its elements.
+            `Named` or `Saved`. A set is the list of its elements.
 
     Raises:
         PickleError: The pickle is damaged, or asks for a name or an opcode that is not allowed.
@@ -84,14 +73,12 @@ class _Machine:
     def __init__(self, raw: bytes, allowed: Collection[str]) -> None:
         self._raw, self._at, self._allowed = raw, 0, allowed
         self._stack: list[Any] = []
-        # heights, not mark objects on the stack: a value can then never be taken for a mark
         self._marks: list[int] = []
         """Height of the stack at each open mark."""
         self._memo: dict[int, Any] = {}  # a dict, so that a huge number costs no more than a small one
         self._names: dict[str, Named] = {}
 
     def run(self) -> Any:
-        # local, and a tuple of 256 entries: the loop runs once for each opcode of millions of slices
         steps = _STEPS
         try:
             while (code := self._raw[self._at]) != _STOP:
@@ -122,7 +109,7 @@ class _Machine:
         return int.from_bytes(self._take(size), "little")
 
     def _pop(self) -> Any:
-        # an opcode may not reach below an open mark: the C unpickler refuses that, too
+        # an opcode may not reach below an open mark, as in the C unpickler
         if self._marks and len(self._stack) <= self._marks[-1]:
             raise IndexError
         return self._stack.pop()
@@ -135,7 +122,6 @@ class _Machine:
 
     def _top(self, kind: type[Any]) -> Any:
         top = self._pop()
-        # exactly the type, before the caller uses a method of it
         if type(top) is not kind:
             changed = top.name if type(top) is Named else f"a value of type {type(top).__name__}"
             self._refuse(f"changes {changed}, where an object, list or dict of its own is expected")
@@ -285,7 +271,6 @@ class _Machine:
         """Gives an object its fields, once."""
         state = self._pop()
         target = self._top(Built)
-        # torch writes one; with two it would be unclear which counts
         if target.state is not None:
             self._refuse(f"describes a {target.name} twice")
         target.state = state

@@ -1,8 +1,7 @@
 """Reader of a checkpoint's metadata that runs and builds nothing that they name.
 
 torch keeps them, `.metadata`, as a pickle, and a pickle can name any function to call. They are read as plain data
-(`inert_pickle`), and every value of that data that is used is checked here. The tensors themselves are mapped
-(`torch_save_reader`), and nothing else of a checkpoint is unpickled.
+(`inert_pickle`), and every value that is used is checked here. Nothing else of a checkpoint is unpickled.
 """
 
 from __future__ import annotations
@@ -111,7 +110,6 @@ def _tensor_metadata(content: Any) -> TensorMetadata:
     saved, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(saved, dict) or not isinstance(storage, dict):
         raise ValueError("it has no names of tensors, or no files")
-    # a dict, in which each slice is looked up once: time stays proportional to the length
     places = _places(storage)
     tensors: dict[str, GlobalTensor] = {}
     others = set()
@@ -132,7 +130,7 @@ _Places: TypeAlias = dict[tuple[str, Sizes], tuple[str, int, int]]
 
 
 def _places(storage: Mapping[Any, Any]) -> _Places:
-    """Collects the places of all slices; all files are checked, even those that no tensor refers to."""
+    """Collects the positions of all slices; checks all files, even those that no tensor refers to."""
     places: _Places = {}
     for index, said in storage.items():
         name, info = _fields(index, "metadata.MetadataIndex"), _fields(said, "filesystem._StorageInfo")

@@ -1,8 +1,7 @@
 """Writer of global tensors in the `torch_dist` format, without a plan that ranks would have to agree on.
 
-Each rank writes its shards into one file, one `torch.save` record after the other. Only their places have to be
-gathered; the first rank lists them in `.metadata`, in torch's own classes, so that torch's and megatron-core's readers
-find any slice of any tensor.
+Each rank writes its shards into one file, one `torch.save` record after the other. The first rank lists their positions
+in `.metadata`, in torch's own classes, so that torch's and megatron-core's readers find any slice of any tensor.
 """
 
 from __future__ import annotations
@@ -57,16 +56,16 @@ class Written(NamedTuple):
 def write_shards(
     path: Path, shards: Sequence[Shard], before_each: Callable[[int], None] = lambda number: None
 ) -> Written:
-    """Writes the shards into one file, which is on disk when this returns; no file where there are no shards.
+    """Writes the shards into one file, which is on disk when this returns; no file without shards.
 
     Args:
         shards: Shards on any device; those on a GPU are copied one after the other.
-        before_each: Function that is called with the number of each shard before it is written.
+        before_each: Called with the number of each shard before it is written.
 
     Raises:
         OSError: The disk refuses.
     """
-    # an empty file would be listed in the manifest, and mapping a file of 0 bytes raises when it is read
+    # mapping a file of 0 bytes would raise when it is read
     if not shards:
         return Written({}, [])
     tensors = []
@@ -74,10 +73,8 @@ def write_shards(
         for number, shard in enumerate(shards):
             before_each(number)
             pulse.tick()  # shows that a large save makes progress
-            # the place in the file is known only now: a record of torch.save is longer than its tensor
             start = file.tell()
-            # view, not reshape: what is not contiguous would be copied silently. From a GPU one shard at a time is on
-            # the host.
+            # view, not reshape, which would silently copy what is not contiguous
             save_record(shard.data.detach().view(shard.at.shape).cpu(), file)
             saved = SavedSlice(shard.at, path.name, start, file.tell() - start)
             tensors.append((shard.key, GlobalTensor(shard.data.dtype, shard.global_shape, (saved,))))
@@ -96,7 +93,6 @@ def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) ->
     """
     by_key: dict[str, list[GlobalTensor]] = {}
     for key, tensor in tensors:
-        # the slices of one tensor come from many ranks; readers expect them under one key
         by_key.setdefault(key, []).append(tensor)
     listed: dict[str, STORAGE_TYPES] = {}
     lies: dict[MetadataIndex, _StorageInfo] = {}
@@ -126,7 +122,7 @@ def save_record(tensor: Tensor, file: HashedFile) -> None:
     try:
         torch.save(_alone(tensor), file)  # type: ignore[arg-type]
     except RuntimeError as fault:  # torch's writer only says that a position is not what it expected
-        # the disk's own OSError is somewhere in the chain, and its number says what the user has to do
+        # the disk's own OSError is somewhere in the chain
         refusal = fault.__context__
         while refusal is not None and not isinstance(refusal, OSError):
             refusal = refusal.__context__
@@ -135,7 +131,6 @@ def save_record(tensor: Tensor, file: HashedFile) -> None:
 
 def _alone(tensor: Tensor) -> Tensor:
     """Returns the same memory as a storage of its own: torch.save of a view would write the whole storage."""
-    # the usual case: nothing to do, and no memory
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if tensor.numel() == 0:
@@ -148,8 +143,7 @@ def _alone(tensor: Tensor) -> Tensor:
 def _joined(key: str, held: Sequence[GlobalTensor]) -> GlobalTensor:
     """Joins the written parts of one tensor.
 
-    It checks for equal dtypes and shapes, distinct offsets and the right number of elements: enough to notice a missing
-    or duplicate rank.
+    Equal dtypes and shapes, distinct offsets and the right number of elements show a missing or duplicate rank.
     """
     whole = held[0]._replace(slices=tuple(saved for tensor in held for saved in tensor.slices))
     elements = sum(saved.at.num_elements for saved in whole.slices)

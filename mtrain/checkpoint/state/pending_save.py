@@ -84,7 +84,7 @@ Outcome: TypeAlias = Written | NonFinite | MtrainError
 
 
 def first_fault(everyone: Sequence[Outcome | None]) -> MtrainError | None:
-    """Returns the first fault; a state that is not finite comes before a disk error, as no later save can be better."""
+    """Returns the first fault; a state that is not finite comes before a disk error."""
     not_finite = described([outcome if isinstance(outcome, NonFinite) else None for outcome in everyone])
     for rank, outcome in enumerate(everyone):
         if isinstance(outcome, RunFolderError):

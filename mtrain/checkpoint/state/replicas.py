@@ -1,12 +1,12 @@
 """Checks that ranks with the same numbers hold the same bits.
 
-Data- and context-parallel ranks hold the same weights, tensor-parallel ranks the same norms, and where the optimizer
-is not distributed its state has replicas, too. They stay equal because all of them apply the same sum; a flipped bit in
-one of them would never show in a loss and never be corrected.
+Data- and context-parallel ranks hold the same weights, tensor-parallel ranks the same norms, and an optimizer that is
+not distributed has replicas of its state. They stay equal because all apply the same sum; a flipped bit in one of them
+would never show in a loss and never be corrected.
 
-Names and places say which tensors are replicas, as in a checkpoint: two ranks that hold the same slice of the same
-tensor. Ranks exchange these once. Each later check is one pass over what has replicas, and one number that all ranks
-add: each multiplies its digests by coefficients that add up to 0 over the replicas of a slice.
+Replicas are ranks that hold the same slice of the same tensor. Ranks exchange these once. Each later check is one pass
+over what has replicas, and one number that all ranks add: each multiplies its digests by coefficients that add up to 0
+over the replicas of a slice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def run(self, model: RankModel) -> None:
-        """Compares all replicas. One all-reduce of one number; where replicas differ, two all-gathers of short objects.
+        """Compares all replicas. One all-reduce of one number; if replicas differ, two all-gathers of short objects.
 
         Raises:
             NumericError: Replicas differ; the message names the first tensor and the ranks, the same on all ranks.
@@ -64,7 +64,7 @@ class ReplicaCheck:
         digests: list[tuple[Held, Tensor]] = []
         for each, coefficient in held:
             count = each.shard.data.numel()
-            # as if it were a tensor of its own: the identity contains its place, and one axis needs no division
+            # as a tensor of its own, since the identity contains its position
             digest = hash_of(each.shard.key, each.shard.data, TensorSlice((0,), (count,)), (count,))
             total += digest * coefficient  # wraps around, as digests do
             digests.append((each, digest))
@@ -98,9 +98,9 @@ def _identity(held: Held) -> int:
 
 
 def _coefficients(own: Sequence[int], groups: Groups) -> dict[int, int]:
-    """Returns identity -> factor of its digest, of the slices that other ranks hold, too; in the given order.
+    """Returns identity -> factor of its digest, for slices that other ranks hold as well, in the given order.
 
-    Costs two all-gathers, of a number and of the identities.
+    Two all-gathers, of a number and of the identities.
     """
     size = dist.get_world_size()
     counts = [torch.zeros(1, dtype=torch.int64, device=groups.device) for _ in range(size)]
@@ -111,7 +111,7 @@ def _coefficients(own: Sequence[int], groups: Groups) -> dict[int, int]:
     dist.all_gather(rows, padded)
     everyone = [row[: int(count)].cpu().numpy() for row, count in zip(rows, counts)]
     mine = np.array(own, np.int64)
-    # how many ranks hold the slice, and how many of these have a lower number: this rank's turn
+    # number of ranks that hold the slice, and of those with a lower number
     holders, turns = np.zeros(len(own), np.int64), np.zeros(len(own), np.int64)
     for rank, theirs in enumerate(everyone):
         holds = np.isin(mine, theirs)

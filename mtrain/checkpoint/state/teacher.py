@@ -31,18 +31,15 @@ def loaded_teacher(config: Config, entry: CheckpointEntry, groups: Groups) -> Te
         ConfigError: The layout does not fit the teacher.
         DataError: The checkpoint is damaged or of another model.
     """
-    # it may have another number of layers, hence other stages
-    layout = Layout.from_config(config, groups.layout.world_size)
-    # the same ranks and groups; only the division of layers into stages may differ
-    own = replace(groups, layout=layout)
-    chunks = build_frozen_model(config, own)
-    load_frozen_weights(entry, chunks, own, config.model)
-    return Teacher(config, chunks, own)
+    # the same groups, but perhaps another number of layers, hence other stages
+    of_teacher = replace(groups, layout=Layout.from_config(config, groups.layout.world_size))
+    chunks = build_frozen_model(config, of_teacher)
+    load_frozen_weights(entry, chunks, of_teacher, config.model)
+    return Teacher(config, chunks, of_teacher)
 
 
 def teacher_fingerprint(teacher: Teacher) -> str:
-    """Returns the fingerprint of the weights and of the architecture, the same under every layout. One all-reduce over
-    the world.
+    """Returns the fingerprint of weights and architecture, the same under every layout. One all-reduce over the world.
 
     Raises:
         DataError: A weight is not finite; on all ranks.
@@ -93,7 +90,7 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
 
 
 def _run_model(checkpoint: Path) -> tuple[Path, ModelSection]:
-    """Returns the configuration file of the run that a checkpoint lies in, and the model that it names."""
+    """Returns the configuration file of the run that a checkpoint lies in, and its model."""
     path = checkpoint.resolve().parent.parent / "config.yaml"
     if not path.exists():
         raise ConfigError(

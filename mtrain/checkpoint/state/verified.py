@@ -29,7 +29,7 @@ def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newes
     """Yields the newest checkpoint that passes; nothing deletes it inside the `with` block. Collective over the world.
 
     All files are read once, divided among the ranks: about size / (ranks x 1 to 4 GB/s) seconds, after which loading
-    finds them in memory where that suffices. A checkpoint with a changed byte is skipped for an older one.
+    finds them in memory if that suffices. A checkpoint with a changed byte is skipped for an older one.
 
     Args:
         find: Finds the newest checkpoint; called on the first rank.
@@ -54,10 +54,8 @@ def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newes
 
 
 def _refuse_another(entry: CheckpointEntry) -> None:
-    """Refuses another checkpoint of the same path, as nodes have that share no disk.
-
-    By its manifest, which has a digest of every file: each file itself is read by one rank only.
-    """
+    """Refuses another checkpoint of the same path, as on nodes without a shared disk, by its manifest with all
+    digests."""
     try:
         own = parsed_manifest(read_plain_file(entry.path / MANIFEST_NAME, MOST_BYTES))
     except (OSError, ValueError):
@@ -84,9 +82,7 @@ def _fault(entry: CheckpointEntry, held: contextlib.ExitStack, tell: Callable[[s
     dist.all_gather_object(machines, platform.node())
     try:
         if rank == 0:
-            # before the first byte is read: a run that cleans up must not delete it meanwhile
             held.enter_context(reading(entry))
-        # each file by one rank: every byte is read once
         own = files_of_reader(files, rank, world_size)
         verify_files(entry, own, num_threads_of(machines, rank, os.cpu_count() or 1))
     except (DataError, MachineError) as error:

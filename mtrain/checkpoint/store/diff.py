@@ -50,10 +50,9 @@ def contents_of(path: Path) -> Contents:
     """Opens a checkpoint, a run folder (its newest good checkpoint), or a checkpoint of Megatron-LM or Bridge.
 
     Raises:
-        DataError: There is no checkpoint, or it is not whole: a list is damaged, a file is missing or has another size.
+        DataError: There is no checkpoint, or it is not whole.
         MachineError: The checkpoint cannot be read.
     """
-    # first: a folder of Megatron-LM has no manifest, and checkpoint_at would call it no checkpoint
     megatron = megatron_folder(path)
     if megatron is not None:
         return Contents(megatron, CheckpointTensors(megatron), None, None, ())
@@ -168,7 +167,7 @@ class Differences(NamedTuple):
 def differences(a: Contents, b: Contents) -> Differences:
     """Compares all tensors; needs memory for two slices.
 
-    Padding rows of the vocabulary are left out where both checkpoints say how many rows are tokens.
+    Padding rows of the vocabulary are left out if both checkpoints say how many rows are tokens.
 
     Raises:
         DataError: A file is cut or damaged.
@@ -190,11 +189,10 @@ def differences(a: Contents, b: Contents) -> Differences:
 
 
 def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the tensor's shape in both, without padding rows where their number is known."""
+    """Returns the tensor's shape in both, without padding rows if their number is known."""
     shapes = (a.tensors.tensors[key].shape, b.tensors.tensors[key].shape)
     if not key.endswith(_VOCABULARY) or a.state is None or b.state is None:
         return shapes
-    # padding rows depend on the layout that saved them and take part in no softmax, so they are no difference
     first, second = ((min(state.vocab_size, shape[0]), *shape[1:]) for state, shape in zip((a.state, b.state), shapes))
     return first, second
 

@@ -4,9 +4,9 @@
     DIR/latest_train_state.pt                   Bridge's; not read
     DIR/iter_0000100/.metadata [common.pt] metadata.json *.distcp [run_config.yaml] [integrity.json]
 
-Only `.metadata`, read as plain data, the tensors' bytes and plain text are used. The arguments of the other program are
-a pickle, in common.pt or, since Megatron-Core 0.19, the object `common_state` among the tensors; it is never read. So
-the model's configuration has to be given.
+Only `.metadata`, read as plain data, the tensors' bytes and plain text are used. The other program's arguments are a
+pickle (common.pt, or `common_state` since Megatron-Core 0.19), which is never read, so the user gives the model's
+configuration.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MOST_BYTES = 1 << 20
 """Largest size of a text file next to the tensors."""
 _HALF = re.compile(r"\.weight\d*_[wv]$")
 _LEGACY = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
-"""Folder of a rank in the old format: its numbers in tensor, pipeline and expert parallelism, those of an axis of more
-than one rank alone. A node may hold some of them."""
+"""Folder of a rank in the old format: its numbers in tensor, pipeline and expert parallelism, without axes of one
+rank."""
 
 
 def megatron_folder(path: Path) -> Path | None:
-    """Returns the folder with the tensors of another program's checkpoint; None where the path holds none.
+    """Returns the folder with the tensors of another program's checkpoint; None if the path holds none.
 
     Args:
         path: Folder of one iteration, or of several: then the latest one is used.
@@ -43,7 +43,7 @@ def megatron_folder(path: Path) -> Path | None:
         MachineError: The folder cannot be read.
     """
     with disk_faults(f"read {path}"):
-        # ours has a .metadata as well, but a manifest with checksums, too
+        # ours has a .metadata and a manifest
         if (path / MANIFEST_NAME).exists():
             return None
         if (path / _LIST).exists():
@@ -65,7 +65,7 @@ def megatron_folder(path: Path) -> Path | None:
 
 
 def check_format(folder: Path, keys: Iterable[str]) -> None:
-    """Refuses what Megatron-FSDP wrote, which saves the halves of SwiGLU apart.
+    """Refuses what Megatron-FSDP wrote, which saves the halves of SwiGLU separately.
 
     Raises:
         DataError: A key is one of such a half.
@@ -116,7 +116,7 @@ def _legacy(folder: Path) -> DataError:
 
 
 def check_run_config(folder: Path, model: ModelSection) -> None:
-    """Compares the model with the run_config.yaml that Bridge wrote, for values that shapes do not show.
+    """Compares the model with Bridge's run_config.yaml, for values that shapes do not show.
 
     Raises:
         DataError: A value differs, or the file cannot be understood.

@@ -1,10 +1,9 @@
 """Retention: which checkpoints stay, and when the others are deleted.
 
 A checkpoint whose numbers are all finite can still be useless: weights of 1e30 are finite. So it counts as good only
-once a later step had a finite loss and gradient, or a forward pass with the same weights had one. Until then it neither
-counts nor is deleted, and nothing is deleted in its favour. Nothing on disk records this: a run deletes only
-checkpoints older than one that it has seen confirmed itself, and the checkpoint that it resumes from is confirmed by
-its own first step. So a crash at any moment, and checkpoints of programs that knew no confirmation, need no care.
+once a later step, or a forward pass with the same weights, had a finite loss. Until then it neither counts nor is
+deleted, and nothing is deleted in its favour. Nothing on disk records this: a run deletes only checkpoints older than
+one that it has seen confirmed itself, and its own first step confirms the checkpoint that it resumes from.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def to_delete(
 
     Args:
         valid_losses: Step -> validation loss, for those that have one.
-        measures: Step -> fingerprint of what that is the loss of: only losses of one measure compare. By default all
-            do.
+        measures: Step -> fingerprint of what the loss measures: only losses of one measure compare. By default all do.
     """
     assert keep.last > 0, "the newest checkpoint is never deleted"
     losses, of_step = valid_losses or {}, measures or {}
@@ -57,7 +55,6 @@ def to_delete(
     for step in sorted(losses, key=lambda step: (losses[step], -step)):
         ranked.setdefault(of_step.get(step), []).append(step)
     best = {step for of_measure in ranked.values() for step in of_measure[: keep.best]}
-    # -last is at most -1, which the assertion ensures: with [:-0] nothing at all would be a candidate
     older = sorted(set(steps))[: -keep.last]
     return [step for step in older if step not in best and (keep.every is None or step % keep.every != 0)]
 
@@ -65,8 +62,8 @@ def to_delete(
 def apply_retention(root: Path, keep: Keep, confirmed: int) -> list[int]:
     """Deletes the checkpoints that may go; returns their steps.
 
-    Neither damaged checkpoints nor unconfirmed ones count or are deleted, so the newest good one always stays; a
-    checkpoint that is being read stays for now.
+    Damaged and unconfirmed checkpoints neither count nor are deleted, so the newest good one always stays; so does one
+    that is being read.
 
     Raises:
         MachineError: The disk refuses.
@@ -84,8 +81,7 @@ def whole_steps(root: Path) -> dict[int, Manifest]:
         try:
             good[step] = load_entry(root / step_name(step)).manifest
         except DataError:
-            # a damaged one neither counts towards keep_last nor is deleted: people may still recover something from it
-            continue
+            continue  # it stays: people may still recover something from it
     return good
 
 
@@ -112,9 +108,8 @@ class Retention:
     def __init__(self, root: Path, keep: Keep, check: Callable[[], None], start_step: int) -> None:
         """
         Args:
-            check: Function that is called before anything is deleted; raises where another run has taken the folder
-                over.
-            start_step: Step of the checkpoint that the run has resumed from; 0 where there is none.
+            check: Called before anything is deleted; raises if another run has taken the folder over.
+            start_step: Step of the checkpoint that the run has resumed from; 0 without one.
         """
         self._root, self._keep, self._check = root, keep, check
         self.confirmed = start_step - 1  # what came before the loaded checkpoint was followed by it
@@ -129,8 +124,7 @@ class Retention:
     def doubtful(self, below: int) -> dict[int, str]:
         """Returns step -> reason, for published checkpoints that a run must not go back to after a numeric error.
 
-        Where none is confirmed, as in the first step of a start, any whole one from before `below` has to do: the step
-        that follows judges it.
+        If none is confirmed, as in the first step of a start, any whole one from before `below` has to do.
 
         Args:
             below: Step from which on checkpoints are too new.
@@ -146,14 +140,13 @@ class Retention:
         self._pending = step
 
     def poll(self) -> None:
-        """Begins to delete, where there is something new to do."""
+        """Begins to delete, if there is something new to do."""
         if self._work is not None:
             if not self._work.done():
                 return
             self._work.result()  # raises what was not foreseen
         if self._pending is not None and self._pending <= self.confirmed:
             step, self._pending = self._pending, None
-            # in a thread: deleting many large files can take longer than a step on a network disk
             self._work = started(lambda: self._delete(step), f"retention-{step}")
 
     def finish(self, timeout_s: float) -> None:
@@ -167,8 +160,7 @@ class Retention:
             concurrent.futures.wait([self._work], timeout_s)
 
     def _delete(self, step: int) -> None:
-        """Deletes in the thread. The checkpoint is published, so training goes on: a run that lost its folder hears of
-        it when it saves again."""
+        """Deletes in the thread; a run that lost its folder learns so when it saves again."""
         fault_point("retention", 0, step)
         try:
             self._check()

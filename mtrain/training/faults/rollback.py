@@ -39,13 +39,9 @@ def as_rollback(error: RollBackError | SpoiledStateError, guard: Guard, step: in
 def roll_back(
     run: Run, folder: RunFolder, saver: Saver, exporter: Exporter, guard: Guard, wanted: RollBackError
 ) -> Run:
-    """Loads the newest good checkpoint from before the bad step. Collective over the world.
+    """Loads the newest good checkpoint from before the bad step of `wanted`. Collective over the world.
 
     Later checkpoints and exports are deleted: their steps will be made again, without the bad batch.
-
-    Args:
-        run: Run, into whose model weights, optimizer, counters and random states are loaded.
-        wanted: Request with the bad step and the reason.
 
     Returns:
         Run that starts from the checkpoint.

@@ -31,7 +31,7 @@ class StepOutcome(NamedTuple):
     update: Update | None
     """Update of the optimizer; None if nothing was applied."""
     refused: str | None = None
-    """Reason why the batch was left out; None if it was not."""
+    """Reason why the batch was left out, if it was."""
 
     @property
     def is_applied(self) -> bool:
@@ -50,7 +50,7 @@ class StepOutcome(NamedTuple):
 
 
 class RollBackError(NumericError):
-    """Request to go on from an earlier checkpoint, raised on all ranks; it leaves the loop, never the trainer."""
+    """Request to go on from an earlier checkpoint, raised on all ranks; it never leaves the trainer."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(reason)
@@ -89,7 +89,7 @@ class StepTrial:
 
         Args:
             own: Microbatches of this data-parallel rank; see `TrainingStep.forward_backward`.
-            asked_to_stop: Function that says whether this rank has received a stop signal; called when the step begins.
+            asked_to_stop: Says whether this rank has received a stop signal; called when the step begins.
 
         Raises:
             RollBackError: The step was bad, and train.on_nonfinite or train.on_spike is rollback.

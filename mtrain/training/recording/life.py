@@ -16,18 +16,13 @@ from mtrain.runs.folder import RunFolder
 _log = logging.getLogger(__name__)
 
 _RANKS_THAT_TELL_OF_LOST_ONES = 2
-"""Number of ranks that report a lost rank: all ranks notice it, and the second one reports if the first has died."""
+"""Number of ranks that report a lost rank; the second one reports if the first has died."""
 
 
 class Life:
     """Event log of a start, for a `with` block; leaving the block records how the start ended."""
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
-        """Opens the event log.
-
-        Args:
-            folder: Run folder, whose lock the first rank holds.
-        """
         self._folder, self._rank = folder, rank
         self._log = EventLog(folder.events, rank)
         self._step = self._num_steps = 0

@@ -24,11 +24,6 @@ class StepProfiler:
     """Profiles the steps of one rank."""
 
     def __init__(self, metrics: MetricsSection, folder: Path, rank: int, device: torch.device) -> None:
-        """Chooses the steps; starts nothing yet.
-
-        Args:
-            folder: Folder `profile` of the run; made when there is something to write.
-        """
         steps = metrics.profile_steps if rank in metrics.profile_ranks else ()
         self._first, self._last = steps if steps else (0, -1)
         self._folder, self._rank, self._device = folder, rank, device

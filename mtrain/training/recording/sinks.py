@@ -34,8 +34,7 @@ class LedgerSink:
         """Opens the file of this rank; `rewind_ledger` has removed entries after the start.
 
         Args:
-            next_entry: Function that returns the entry of the batches that were trained in a step, counted from 1.
-            start: Entry of the start.
+            next_entry: Returns the entry of the batches that were trained in a step, counted from 1.
 
         Raises:
             MachineError: The disk refuses.
@@ -123,7 +122,7 @@ def _ledger(run: Run, folder: RunFolder) -> list[LedgerSink]:
     start, loader = run.start_step, run.loader
     if not run.model.config.metrics.data_ledger or start >= run.model.config.train.num_steps:
         return []
-    # files of ranks that no longer exist too, and all of them before one is opened
+    # also files of ranks that no longer exist; all of them before one is opened
     on_first_rank(lambda: rewind_ledger(folder.ledger, start))
     if loader is None or not run.model.groups.counts_planned:
         return []

@@ -1,7 +1,7 @@
 """Detection of slow ranks, by the time in which each works and does not wait for others.
 
-Each rank reports its own time by its heartbeat, and the first rank compares them. Ranks of one pipeline stage do the
-same work, so they are compared with each other; a step takes as long on all of them.
+Each rank reports its own time by its heartbeat, and the first rank compares those of one pipeline stage, which do the
+same work; a step takes as long on all of them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ class OwnTime(NamedTuple):
 
 
 def slow_ranks(window: Mapping[int, OwnTime], percent: float) -> dict[int, float]:
-    """Returns the slow ranks: rank -> its time divided by the median of its stage.
-
-    Args:
-        percent: Percentage above the median from which a rank is slow.
-    """
+    """Returns the slow ranks, `percent` above the median of their stage: rank -> its time divided by the median."""
     found: dict[int, float] = {}
     for stage in {one.stage for one in window.values()}:
         times = {rank: one.seconds for rank, one in window.items() if one.stage == stage}
@@ -49,10 +45,6 @@ class PaceJudge:
     """Judge over several windows: a rank is slow if it was slow in enough consecutive ones."""
 
     def __init__(self, percent: float, num_windows: int) -> None:
-        """
-        Args:
-            percent: Percentage above the median from which a rank is slow in a window.
-        """
         self._percent, self._num_windows = percent, num_windows
         self._in_a_row: dict[int, int] = {}
 
@@ -64,7 +56,7 @@ class PaceJudge:
 
 
 class SlowRanks:
-    """Detector of slow ranks, on one rank; without collectives, and no rank waits for it."""
+    """Detector of slow ranks, on one rank; without collectives."""
 
     def __init__(self, watch: WatchSection, groups: Groups, heartbeat: Heartbeat, life: Life) -> None:
         """Begins without a known slow rank."""
@@ -76,11 +68,8 @@ class SlowRanks:
         self._reported: set[int] = set()
 
     def noted(self, record: StepRecord, waited_s: float) -> StepRecord:
-        """Counts a step of this rank, and names a slow rank in its record if there is one. In the training thread.
-
-        Args:
-            waited_s: Time in which this rank waited for others, in seconds.
-        """
+        """Counts a step of this rank, which waited `waited_s` for others, and names a slow rank in its record, if
+        any."""
         record = replace(record, waited_seconds=waited_s)
         if not self._watch.slow_rank_percent:
             return record
