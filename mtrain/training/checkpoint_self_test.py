@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 def run_self_test(run: Run, checkpoints: Path) -> None:
-    """Saves everything, wipes it, loads it and compares every bit. Collective over the world.
+    """Saves everything, wipes it, loads it and compares every bit; the run is the same afterwards. Collective over the
+    world.
 
     Args:
-        run: Run, whose state is the same afterwards.
         checkpoints: Folder of the run's checkpoints; the self-test leaves nothing there.
 
     Raises:

@@ -1,5 +1,5 @@
-"""What a run reads besides its training data, and what decides its numbers: named in its checkpoints, the same on all
-ranks, compared at each start; no torch."""
+"""Inputs of a run besides its training data: named in its checkpoints, compared at each start, the same on all ranks;
+no torch."""
 
 from __future__ import annotations
 
@@ -30,16 +30,12 @@ _NO_PART_OF_THE_MAIN_TERM = {
 
 
 def of_validation(sets: Mapping[str, str]) -> dict[str, str]:
-    """Returns fingerprints of validation sets by the keys that name them.
-
-    Args:
-        sets: Name of a set -> its fingerprint.
-    """
+    """Returns fingerprints of validation sets, given by name, by the keys that name them."""
     return {f"{VALID}.{name}": fingerprint for name, fingerprint in sets.items()}
 
 
 def valid_measure(loss: LossSection, data: AnyData, inputs: Mapping[str, str]) -> str | None:
-    """Identifies what validation losses are the losses of: the first set, and the main term; None without a set."""
+    """Identifies what validation losses measure: the first set, and the main term; None without a set."""
     first = next((value for key, value in inputs.items() if key.startswith(f"{VALID}.")), None)
     if first is None:
         return None
@@ -53,7 +49,7 @@ def valid_measure(loss: LossSection, data: AnyData, inputs: Mapping[str, str]) -
 def changed_inputs(
     entry: CheckpointEntry, inputs: Mapping[str, str], allow_changed: Sequence[str], renamed: Collection[str] = ()
 ) -> list[Change]:
-    """Returns the inputs that are others than those of a checkpoint; those that it does not name are not compared.
+    """Returns the inputs that differ from those of a checkpoint; those that it does not name are not compared.
 
     Validation sets may change without consent: they decide no update.
 
@@ -88,5 +84,5 @@ def _refused(key: str, old: str, new: str, checkpoint: Path) -> DataError:
 
 
 def differing(own: Mapping[str, str], first: Mapping[str, str]) -> str | None:
-    """Returns the first key that this rank and rank 0 both know by different fingerprints; None where there is none."""
+    """Returns the first key that this rank and rank 0 both know by different fingerprints, if any."""
     return next((key for key in sorted(own.keys() & first.keys()) if own[key] != first[key]), None)

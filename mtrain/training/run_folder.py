@@ -1,4 +1,4 @@
-"""Claims the run folder for a start, and writes its configuration there; saves and loads of a user's program, too."""
+"""Claims the run folder for a start, and writes its configuration there; saves and loads for a user's program."""
 
 from __future__ import annotations
 
@@ -49,11 +49,10 @@ def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> Clai
     """
     folder.create()
     lock = held.enter_context(folder.locked())
-    # under the lock: any unfinished checkpoint that is there now belongs to a dead run
+    # under the lock: an unfinished checkpoint belongs to a dead run
     clean_leftovers(folder.checkpoints)
     clean_staging(folder, config.checkpoint.export_hf_every_steps)
-    # after cleaning up, which may have made room on a full disk
-    folder.probe()
+    folder.probe()  # after cleaning up, which may have made room
     given, config = config, going_on(folder, config)
     for line in kept_lines(given, config):
         _log.info(line)
@@ -74,9 +73,6 @@ class Position(NamedTuple):
 
 def save_at(folder: RunFolder, at: Position, model: RankModel, inputs: Mapping[str, str]) -> Path:
     """Saves a checkpoint, and returns its path when it is published. Collective over the world.
-
-    Args:
-        at: Progress of the program.
 
     Raises:
         DataError: The newest checkpoint of the folder had other inputs.

@@ -30,10 +30,10 @@ class Datum:
     """Token ids, at least one and at most data.seq_length + 1: every token but the last is read, every token but the
     first is predicted. Whole numbers (also of numpy, or a tensor of integers); floats and booleans are refused."""
     weights: Sequence[float] | None = None
-    """What predicting each token counts, one a token, at least 0; 0 for a prompt; of a mask, True counts 1. The first
-    is not used, as nothing comes before it. None: every token counts 1."""
+    """Weight of predicting each token, at least 0; 0 for a prompt; True of a mask counts 1. The first is not used.
+    None: every token counts 1."""
     weight: float = 1.0
-    """What the whole sequence counts, at least 0."""
+    """Weight of the whole sequence, at least 0."""
     extras: Mapping[str, Sequence[Sequence[float]] | Sequence[float] | NDArray[np.float32] | float] = field(
         default_factory=dict
     )
@@ -44,14 +44,14 @@ class Datum:
     log-probabilities of `topk_distillation`. Names that no loss function needs are checked and left out."""
     temperature: float | None = None
     """Temperature at which the sequence was sampled, above 0: `ppo`, `gspo`, `cispo`, `kl` and `entropy` divide the
-    logits by it, as `Engine.forward` does. None: 1. Other losses take no notice of it."""
+    logits by it, as `Engine.forward` does; other losses ignore it. None: 1."""
     routed_experts: Any = None
     """Experts of each token that is read, which routers take in place of their own choice in every pass, [tokens,
     layers, k] integers (lists, an array or a tensor): len(input_ids) - 1 rows, as vLLM, SGLang and `Engine.generate`
     return them, or len(input_ids), of which the last is not used; all layers of the model, of which dense ones are not
     looked at; -1 for all k where the router chooses. None: it chooses everywhere."""
     member: GroupMember | None = None
-    """Part of the sequence in a group, for losses that compare whole sequences such as dpo; None outside of a group."""
+    """Part of the sequence in a group, for losses that compare whole sequences such as dpo; None outside a group."""
     label: float | None = None
     """The class of the sequence, a whole number, where `model.num_labels` is above 1; the number that a regression aims
     at. A model with a head, also of one label, judges the sequence by its last token: it has at most data.seq_length

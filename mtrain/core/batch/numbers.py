@@ -134,12 +134,12 @@ class TopKFault(NamedTuple):
 def top_k_fault(
     numbers: NDArray[np.float32], names: Sequence[str], is_counted: NDArray[np.bool_], vocab_size: int
 ) -> TopKFault | None:
-    """Says what is wrong with extras of the names above; returns None where nothing is, or where there are none.
+    """Says what is wrong with extras of the names above; returns None if nothing is, or if there are none.
 
     Args:
         numbers: [tokens, columns] finite numbers.
         names: Names of the columns, as `mtrain.config.extras.columns` gives them.
-        is_counted: [tokens]: whether some loss uses the token. Where none does, any token ids may stand.
+        is_counted: [tokens]: whether some loss uses the token. Other tokens may have any token ids.
     """
     ids, logprobs = ([place for place, each in enumerate(names) if each.startswith(f"{key}[")] for key in _KEYS)
     if not ids and not logprobs:

@@ -1,4 +1,4 @@
-"""What certificates of `mtrain verify backend` say of a run's layers on this machine."""
+"""Findings of certificates of `mtrain verify backend` about a run's layers on this machine."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Finding(NamedTuple):
-    """What certificates say of one candidate."""
+    """Finding of the certificates about one candidate."""
 
     comparison: Comparison | None
-    """Comparison on this machine, of these layers; None if there is none."""
+    """Comparison of these layers on this machine, if any."""
     certificate: str
-    """File name of the certificate; of the nearest one if it is not of this machine; empty without any."""
+    """File name of the certificate, or of the nearest one of another machine; empty without any."""
     differs: str
-    """How the machine of that nearest certificate differs from this one; empty if it does not."""
+    """Difference between that other machine and this one; empty if there is none."""
 
 
 def finding(config: Sections, device: torch.device, candidate: str) -> Finding:
@@ -71,14 +71,14 @@ def _differences(certificate: Certificate, here: Mapping[str, str]) -> list[str]
 
 
 def candidate_of(config: Sections) -> str:
-    """Returns the candidate whose comparison decides which layers a run takes: TransformerEngine has no delta nets."""
+    """Returns the candidate whose comparison decides about a run's layers: TransformerEngine has no delta nets."""
     if config.model.delta_net is not None:
         return "fla"
     return "te-experts" if config.model.has_transformer_engine_experts else "te"
 
 
 def layers_of(config: Sections) -> dict[str, Any]:
-    """Returns the part of a configuration that one layer depends on, in the form of JSON, but for the candidate.
+    """Returns the part of a configuration that one layer depends on, as JSON, without the candidate.
 
     Tensor, expert and pipeline parallelism cut layers that stay the same; context parallelism changes their attention.
     """

@@ -89,19 +89,14 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
 
 @torch.no_grad()
 def draw_adapters(module: MegatronModule, model: ModelSection, groups: Groups, seed: int) -> None:
-    """Sets the adapters of a frozen model to their beginning, as `draw_weights` with another seed would.
-
-    Args:
-        seed: Seed that takes the place of train.seed.
-    """
+    """Sets the adapters of a frozen model to their beginning, as `draw_weights` would with `seed` as train.seed."""
     num_threads = cores_of_rank(os.environ)
     for shard in sharded_tensors(module, groups, lambda parameter: parameter if parameter.requires_grad else None):
         axes = shard.prepend_axis_num
         shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
         name = global_name(shard.key, tuple(shard.global_offset[:axes]))
-        if len(shape) < 2 or not _may_lack(
-            name, model
-        ):  # lengths of DoRA and what learns whole follow the frozen model
+        # lengths of DoRA and what learns whole follow the frozen model
+        if len(shape) < 2 or not _may_lack(name, model):
             continue
         host = torch.zeros(shard.local_shape, dtype=shard.data.dtype)
         if deviation := _deviation(name, shape, model):
@@ -119,13 +114,13 @@ def _deviation(name: str, shape: tuple[int, ...], model: ModelSection) -> float:
     if is_adapter_key(name):
         return first_deviation(name, shape[-1])
     into_residual = name.endswith(("linear_proj.weight", "out_proj.weight", "linear_fc2.weight"))
-    # for each layer's additions to the residual: its variance then does not grow with the depth
+    # so that the variance of the residual does not grow with the depth
     additions = (2 if model.layer_pattern is None else 1) * model.num_layers
     return model.init_std / math.sqrt(additions) if into_residual else model.init_std
 
 
 def _transformation(name: str, model: ModelSection) -> Callable[[Tensor], Tensor] | None:
-    """Returns what turns uniform numbers into the values of a parameter; None for one that is drawn as matrices are."""
+    """Returns what turns uniform numbers into the values of a parameter; None for one that is drawn like matrices."""
     found = (MODULES[type(part)].first_values for part in present(model))
     return next((values for each in found for ending, values in each.items() if name.endswith(ending)), None)
 
@@ -135,13 +130,12 @@ def draw(
 ) -> None:
     """Fills a part of a tensor, block by block, each from its own generator: the number of threads changes no bit.
 
-    A block is drawn in float32, rounded once, and cut while it lies in the processor's cache: the whole tensor never
-    exists in float32. Blocks are drawn whole, since a generator cannot skip: a cut along columns (RowParallelLinear)
-    also draws the columns of other ranks, and gets the same numbers under any tp.
+    A block is drawn in float32, rounded once, and cut, so the whole tensor never exists in float32. Blocks are drawn
+    whole, since a generator cannot skip: a cut along columns (RowParallelLinear) also draws the columns of other ranks.
 
     Args:
         name: Name that, with the seed, selects the numbers.
-        num_threads: Number of threads, each with one block in memory; torch lets others run while it draws.
+        num_threads: Number of threads, each with one block in memory.
     """
     first, end = offset[0], offset[0] + target.shape[0]
     columns = [slice(start, start + size) for start, size in zip(offset[1:], target.shape[1:])]

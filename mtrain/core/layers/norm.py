@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm for the torch spec, and layers with norms of outputs, as in Gemma and OLMo-2.
 
-megatron-core's own wrapper around the torch norms refuses sequence parallelism (torch_norm.py); these carry the
+megatron-core's wrapper around the torch norms refuses sequence parallelism (torch_norm.py); these carry the
 `sequence_parallel` mark by which gradients of norm weights are summed over the tensor-parallel group.
 """
 
@@ -21,8 +21,8 @@ from torch.nn import functional
 class Norm(nn.Module):
     """Normalizes the last dimension as `config.normalization` says.
 
-    Shapes: [..., size] -> [..., size], any float dtype; statistics are taken in float32 by torch. Where weights are
-    centred on zero, 1 + weight and the product are float32 too: in bfloat16 the sum would lose the weight's last bits.
+    Shapes: [..., size] -> [..., size], any float dtype; torch takes statistics in float32. If weights are centred on
+    zero, 1 + weight and the product are float32 as well: in bfloat16 the sum would lose the weight's last bits.
     """
 
     bias: nn.Parameter | None
@@ -70,8 +70,8 @@ class Norm(nn.Module):
 class RmsNormOnCpu(torch.autograd.Function):
     """Maps (hidden [..., size], weight [size], epsilon) to [..., size], in float32 or float64.
 
-    Torch has no single kernel for it on CPUs: autograd of the formula makes twice the passes over the tokens and keeps
-    the normalized ones.
+    Torch has no single kernel for it on CPUs: autograd of the formula makes twice the passes and keeps the normalized
+    tokens.
     """
 
     @staticmethod
@@ -125,13 +125,13 @@ class OutputNormLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **options)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-        # TransformerLayer calls these where it adds a part to the residual: the only place between the two
+        # TransformerLayer calls these where it adds a part to the residual
         self.self_attn_bda = _normalised(self.post_self_attn_layernorm)
         self.mlp_bda = _normalised(self.post_mlp_layernorm)
 
 
 class ScaledLayer(OutputNormLayer):
-    """Computes an `OutputNormLayer` times a number of its own: a buffer, as in transformers, which nobody trains."""
+    """Computes an `OutputNormLayer` times a number: a buffer, as in transformers, which is not trained."""
 
     scalar: Tensor
 
@@ -156,7 +156,7 @@ def _normalised(norm: nn.Module) -> Callable[[bool, bool], AddToResidual]:
 
         def normalise_and_add(output_with_bias: OutputWithBias, residual: Tensor, probability: float) -> Tensor:
             output, bias = output_with_bias
-            # the bias is added before the norm, which is of the whole output; hence None for the one still to be added
+            # the norm is of the output with its bias; hence None for the one still to be added
             return add((norm(output if bias is None else output + bias), None), residual, probability)
 
         return normalise_and_add

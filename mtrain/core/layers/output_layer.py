@@ -72,9 +72,12 @@ class OutputLayer(ColumnParallelLinear):
         runtime_gather_output: bool | None = None,
         as_operands: bool = False,
     ) -> tuple[Tensor, Tensor | None] | Operands:
-        """Computes logits like megatron-core, or returns `Operands`: one all-gather of the hidden states over TP under
-        sequence parallelism, and in backward one reduce-scatter, or one all-reduce without."""
-        # a form of this call, not a separate function: hooks that wait for parameters to arrive are on the call
+        """Computes logits like megatron-core, or returns `Operands`.
+
+        For operands: under sequence parallelism one all-gather of the hidden states over TP, and in backward one
+        reduce-scatter; otherwise one all-reduce in backward.
+        """
+        # in this call, since hooks that wait for parameters are on it
         if not as_operands:
             output: tuple[Tensor, Tensor | None] = super().forward(input_, weight, runtime_gather_output)
             return output
@@ -90,11 +93,10 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class ScoreHead(MegatronModule):
-    """The head of a model that scores sequences: hidden size -> labels, called like `OutputLayer`.
+    """Head of a model that scores sequences: hidden size -> labels, called like `OutputLayer`.
 
-    transformers calls it `score`: one matrix without a bias, after the final norm. A few labels cannot be divided over
-    TP, so every rank of it has the whole matrix and computes the same numbers; neither its gradient nor that of its
-    input has to be summed over TP.
+    transformers calls it `score`: one matrix without a bias, after the final norm. Every rank of TP has the whole
+    matrix and computes the same numbers, so no gradient has to be summed over TP.
     """
 
     softcap = None
@@ -111,8 +113,7 @@ class ScoreHead(MegatronModule):
         """Returns [seq, batch, rows] and no bias, or the operands; one all-gather over TP under sp."""
         assert weight is None, "a head shares its matrix with nothing"
         if self.config.sequence_parallel:
-            # Unlike the output layer, whose ranks have a part of the gradient each: here each has all of it, and in
-            # backward keeps that of its own positions.
+            # each rank has the whole gradient, and in backward keeps that of its own positions
             input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=self._tp)
         table = self.weight.to(input_.dtype)
         return Operands(input_, table) if as_operands else (input_ @ table.t(), None)
@@ -138,13 +139,12 @@ class DeferredLogits:
     def whole(self) -> Tensor:
         """Computes all logits, by megatron-core's own linear layer."""
         logits: Tensor
-        # [seq, batch, vocab_local]: divided over TP, not gathered
         logits, _ = self.layer(self.hidden, weight=self.tied)
         return softcapped(logits, self.softcap)
 
     @property
     def softcap(self) -> float | None:
-        """Returns the bound of the logits that callers of `operands` apply; None without one."""
+        """Returns the bound of the logits that callers of `operands` apply, if any."""
         return self.layer.softcap
 
     def operands(self) -> Operands:
@@ -154,7 +154,7 @@ class DeferredLogits:
 
 
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:
-    """Computes c tanh(logits / c), in float32 at least; the logits themselves where there is no cap."""
+    """Computes c tanh(logits / c), in float32 at least; the logits themselves without a cap."""
     if cap is None:
         return logits
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -167,4 +167,4 @@ class Logits(NamedTuple):
     main: DeferredLogits
     """Logits of the next token."""
     mtp: tuple[DeferredLogits, ...] = ()
-    """Logits of further tokens, by depth from 1; empty where only the next one is predicted."""
+    """Logits of further tokens, by depth from 1."""

@@ -38,7 +38,7 @@ from mtrain.core.layers.moe.experts import Stack
 
 
 class EmbeddingAdapter(Adapter):
-    """A row of A for each token, [vocabulary, rank], and B [hidden, rank].
+    """Row of A for each token, [vocabulary, rank], and B [hidden, rank].
 
     A is divided like the table, its rows over TP, and is the transpose of PEFT's lora_embedding_A.
     """
@@ -86,11 +86,10 @@ def add_to_table(adapter: EmbeddingAdapter) -> Callable[[nn.Module, tuple[Any, .
 
 
 def attach(model: Any, section: ModelSection, adapter: AdapterSection, collection: ProcessGroupCollection) -> None:
-    """Freezes every parameter but those that learn whole and adds the adapters, with B zero; call it before anything
-    lists parameters.
+    """Freezes every parameter except those that learn whole and adds the adapters, with B zero, to a stage of torch
+    layers.
 
-    Args:
-        model: One stage, a LanguageModel, with torch layers.
+    Call it before anything lists parameters.
     """
     model.requires_grad_(False)
     is_first = not model.has_adapters
@@ -101,8 +100,8 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
         parameter.requires_grad_("norms" in adapter.modules_to_save and plan.is_norm(name))
     builder = _Builder(section, adapter, model.config, collection)
     if model.pre_process:
-        # Full recomputation and the pipeline follow what needs a gradient, starting at the input: with a frozen table
-        # the adapters after it would get none (megatron-core, tensor_parallel/random.py).
+        # full recomputation and the pipeline follow gradients from the input on: after a frozen table the adapters
+        # would get none (megatron-core, tensor_parallel/random.py)
         if is_first:
             model.embedding.register_forward_hook(_with_gradient)
         if "embedding" in adapter.parts:

@@ -17,10 +17,10 @@ from mtrain.core.layers.moe.grouped_gemm import Implementation, chosen_product
 
 
 class ExpertAdapter(Adapter):
-    """The matrices A [experts, rank, inputs] and B [experts, outputs, rank] of this rank's experts.
+    """Matrices A [experts, rank, inputs] and B [experts, outputs, rank] of this rank's experts.
 
-    Gate and up share A: that is PEFT's form for the experts of transformers, which are one fused parameter. `Experts`
-    names the parameters in checkpoints, with an axis of all experts.
+    Gate and up share A, as in PEFT's form for the fused experts of transformers. `Experts` names the parameters in
+    checkpoints, with an axis of all experts.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ExpertAdapter(Adapter):
         nn.Module.__init__(self)
         self._section, rank = section, section.rank_of("experts")
         count, rows, columns = stack.weight.shape
-        # rows of `rank` numbers may not be aligned for the grouped product: then there is one product per expert
+        # rows of `rank` numbers may not be aligned for the grouped product
         self._implementation: Implementation = "auto" if implementation == "grouped" else implementation
         self._sizes = (rows, columns, rank)
         for name, shape in ((LORA_A, (count, rank, columns)), (LORA_B, (count, rows, rank))):

@@ -1,8 +1,8 @@
-"""A frozen base in bfloat16 in a float32 run.
+"""Frozen base in bfloat16 in a float32 run.
 
 Matrices of projections and tables are stored in bfloat16 and converted where a product uses them; norms, biases,
-routers and sinks, which are few numbers, stay in float32. So the run computes exactly what it would with a float32 base
-of the same, rounded values.
+routers and sinks stay in float32. So the run computes exactly what it would with a float32 base of the same, rounded
+values.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from mtrain.core.layers.products import widened_linear
 
 @contextlib.contextmanager
 def built_narrow(translated: TransformerConfig) -> Iterator[None]:
-    """Makes modules built inside the `with` block have bfloat16 parameters: a base that fits in memory only so must
-    never exist in float32."""
+    """Gives modules that are built inside the block bfloat16 parameters: the base may not fit in memory in float32."""
     before = translated.params_dtype
     translated.params_dtype = torch.bfloat16
     try:
@@ -39,7 +38,7 @@ def built_narrow(translated: TransformerConfig) -> Iterator[None]:
 
 
 def widen_all_but_matrices(model: nn.Module, dtype: torch.dtype, learned: Iterable[nn.Module] = ()) -> None:
-    """Converts everything but matrices to the dtype of the run; matrices are converted by each product.
+    """Converts everything except matrices to the dtype of the run; each product converts its matrix.
 
     Args:
         model: One stage, built inside of `built_narrow`, without adapters.

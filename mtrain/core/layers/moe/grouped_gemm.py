@@ -35,20 +35,19 @@ def sequential(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Computes all experts in one kernel."""
-    # The kernel takes int32 on the device; the host does not wait: counts are there, or in pinned memory.
+    # the host does not wait: counts are on the device, or in pinned memory
     ends = counts.to(tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
     return _grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
 
 
 def chosen_product(implementation: Implementation, sizes: tuple[int, ...], weight: Tensor) -> Product:
-    """Returns the product for weights like `weight`.
+    """Returns the product for weights like `weight`; `auto` takes the grouped one if it is available.
 
     Args:
-        implementation: Wanted implementation; `auto` takes the grouped one where it is available.
         sizes: Lengths of the rows of all operands.
 
     Raises:
-        ConfigError: The grouped product was asked for where it is not available.
+        ConfigError: The grouped product was asked for but is not available.
     """
     is_aligned = all(size * weight.element_size() % _ALIGNMENT_BYTES == 0 for size in sizes)
     match implementation:
@@ -77,8 +76,8 @@ def has_grouped(device: str, dtype: torch.dtype) -> bool:
     """Says whether torch has a grouped product on this kind of device that gives the numbers of the sequential one.
 
     It tries tiny ones, forward and backward. Numbers are integers, so that any order of adding gives the same; memory
-    is full of NaN, so that an element which a kernel leaves untouched, such as the gradient of an expert without
-    tokens, is noticed whatever was there before.
+    is full of NaN, so that an element that a kernel leaves untouched, such as the gradient of an expert without tokens,
+    is noticed.
     """
     try:
         with _memory_of_nan():
@@ -104,7 +103,7 @@ def _trial(product: Product, counts: Sequence[int], device: str, dtype: torch.dt
 
 @contextmanager
 def _memory_of_nan() -> Iterator[None]:
-    """Fills new memory of torch with NaN inside the block: its aid for finding what is read before it is written."""
+    """Fills new memory of torch with NaN inside the block."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     aid: Any = deterministic  # untyped in torch
     fills = aid.fill_uninitialized_memory

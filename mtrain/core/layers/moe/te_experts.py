@@ -22,10 +22,8 @@ SHARED_EXPERTS = MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TER
 
 
 class TransformerEngineExperts(Experts):
-    """Experts with a tensor each, which TransformerEngine multiplies in one call; checkpoints are those of `Experts`.
-
-    megatron-core's TEGroupedMLP is not used, for the faults that `Experts` is without.
-    """
+    """Experts with a tensor each, which TransformerEngine multiplies in one call; checkpoints are those of
+    `Experts`."""
 
     def _build(self, groups: ProcessGroupCollection) -> None:
         hidden_size, fc1_rows, ffn = self._row_sizes
@@ -47,7 +45,7 @@ class TransformerEngineExperts(Experts):
             marked(parameter)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """Computes the weighted outputs of all experts: see `Experts.forward`. Its kernels take sizes on the host."""
+        """Computes the weighted outputs of all experts like `Experts.forward`; its kernels take sizes on the host."""
         counts, weights = tokens_per_expert.tolist(), weights.unsqueeze(-1)
         multiple = 1 if self.config.fp8 is None else get_fp8_align_size(self.config.fp8_recipe)
         padded_counts = [-(-count // multiple) * multiple for count in counts]
@@ -66,7 +64,7 @@ class TransformerEngineExperts(Experts):
 
 
 def _padded(rows: Tensor, counts: list[int], padded_counts: list[int]) -> Tensor:
-    """Returns the rows of each expert with rows of zeros after them, up to its padded count."""
+    """Returns the rows of each expert, padded with zeros to its padded count."""
     if counts == padded_counts:
         return rows
     parts = zip(torch.split(rows, counts), padded_counts, strict=True)
