@@ -44,7 +44,7 @@ def broadcast_batches(
     num_sequences = None
     if config.data.packing is not None:
         count, num_sequences = _shared_counts(batches, groups)
-    assert count is not None
+    assert count is not None, "without packing it follows from the configuration"
     form = RowForm.of(config, extras)
     fields = form.dtypes(terms)
     has_documents = fields.pop(DOCUMENT_STARTS, None) is not None
