@@ -43,7 +43,6 @@ def entropy_loss(inputs: TermInputs, temperature: float | None = None) -> LossPa
     Labels play no role, but the weights do: a token without a loss has no entropy term either.
 
     Args:
-        inputs: One microbatch.
         temperature: Divisor of the logits. None: that of each sample in the data, else 1.
     """
     return weigh(inputs.logits_at(temperature).entropy(), inputs)

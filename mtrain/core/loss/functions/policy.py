@@ -41,7 +41,6 @@ def ppo_loss(
     """Weighs and sums -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = pi / pi_old of each token.
 
     Args:
-        inputs: One microbatch.
         clip_low: Distance below 1 at which ratios are clipped.
         clip_high: Distance above 1 at which ratios are clipped; larger than clip_low it is DAPO's clip-higher.
         dual_clip: Bound on the loss of a token of negative advantage, as a multiple of -A; above 1. None: no bound.
@@ -90,14 +89,9 @@ def gspo_loss(
     numbers over CP.
 
     Args:
-        inputs: One microbatch.
         clip_low: Distance below 1 at which ratios are clipped.
         clip_high: Distance above 1 at which ratios are clipped.
-        old_logprobs: Whether the data contain pi_old; see `ppo_loss`, as for all options below.
-        rollout_cap: Upper bound of importance weights.
-        rollout_floor: Lower bound of importance weights.
-        rollout_correction: What is bounded, and how.
-        temperature: Divisor of the logits.
+        old_logprobs: Whether the data contain pi_old; see `ppo_loss`, as for all further options.
 
     Source: Zheng et al. 2025 (GSPO), equations 5, 7 and 13.
     """
@@ -126,14 +120,10 @@ def cispo_loss(
     """Weighs and sums -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: clipped ratios keep their gradient.
 
     Args:
-        inputs: One microbatch.
         clip_low: Distance below 1 at which ratios are clipped. None: no bound below.
         clip_high: Distance above 1 at which ratios are clipped.
-        rollout_cap: Upper bound of importance weights; see `ppo_loss`, as for all options below.
+        rollout_cap: Upper bound of importance weights; see `ppo_loss`, as for all further options.
         old_logprobs: Whether the data contain pi_old.
-        rollout_floor: Lower bound of importance weights.
-        rollout_correction: What is bounded, and how.
-        temperature: Divisor of the logits.
 
     Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5.
     """

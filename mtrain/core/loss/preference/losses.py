@@ -19,7 +19,6 @@ def dpo_loss(sequences: ScoredSequences, beta: float = 0.1, label_smoothing: flo
     length-normalised DPO.
 
     Args:
-        sequences: Chosen and rejected sequences, in pairs.
         beta: Inverse temperature: the larger it is, the nearer the model stays to the reference.
         label_smoothing: Share of pairs whose preference is assumed to be reversed (conservative DPO).
 
@@ -40,7 +39,6 @@ def ipo_loss(sequences: ScoredSequences, beta: float = 0.1) -> PreferenceValue:
     are sums.
 
     Args:
-        sequences: Chosen and rejected sequences, in pairs.
         beta: Parameter tau of the paper: the larger it is, the smaller the margin that is aimed at.
 
     Source: Azar et al. 2023, equation 17.
@@ -60,7 +58,6 @@ def simpo_loss(
     Scores are means over an answer's tokens.
 
     Args:
-        sequences: Chosen and rejected sequences, in pairs.
         beta: Scale of the rewards.
         gamma: Target margin between the rewards of a pair, `simpo_gamma` in TRL.
         label_smoothing: Share of pairs whose preference is assumed to be reversed.
@@ -81,7 +78,6 @@ def orpo_loss(sequences: ScoredSequences, beta: float = 0.1, nll_coefficient: fl
     Scores are means over an answer's tokens, and so are both summands. No reference model is needed.
 
     Args:
-        sequences: Chosen and rejected sequences, in pairs.
         beta: Weight of the odds ratio, the paper's lambda.
         nll_coefficient: Weight of the likelihood, 1 in the paper. Set it to 0 to have the likelihood as a side term
             with its own aggregation, such as `{function: next_token, aggregation: token-mean}`: side terms see chosen
@@ -120,7 +116,6 @@ def reward_model_loss(sequences: ScoredSequences, center_rewards_coefficient: fl
     as strengths.
 
     Args:
-        sequences: Chosen and rejected sequences, in pairs.
         center_rewards_coefficient: Coefficient of the additional summand (chosen + rejected)^2, which pulls the rewards
             of a pair to a mean of 0: the likelihood depends on their difference alone.
 
@@ -150,7 +145,6 @@ def kto_loss(
     least 0 and without a gradient.
 
     Args:
-        sequences: Wanted, unwanted and mismatched sequences.
         beta: Inverse temperature: the larger it is, the nearer the model stays to the reference.
         desirable_weight: Factor of the losses of wanted answers.
         undesirable_weight: Factor of the losses of unwanted answers.
