@@ -132,11 +132,7 @@ class Evaluated:
 
 
 def evaluated(
-    config: Config,
-    tensors: Mapping[str, Tensor],
-    rows: Rows,
-    teacher: Transformer | None,
-    user_term: UserTerm,
+    config: Config, tensors: Mapping[str, Tensor], rows: Rows, teacher: Transformer | None, user_term: UserTerm
 ) -> Evaluated:
     """Computes loss and gradients of a global batch.
 

@@ -38,10 +38,8 @@ def all_shapes(config: Config) -> dict[str, Shape]:
     for adapted in _adapted(config.model, config.adapter):
         columns = frozen[adapted.weight][1]
         for part, rows in adapted.pairs.items():
-            name, rank = (
-                _prefix(adapted.weight, part),
-                int(_set_for(part, config.adapter.rank_pattern, config.adapter.rank)),
-            )
+            name = _prefix(adapted.weight, part)
+            rank = int(_set_for(part, config.adapter.rank_pattern, config.adapter.rank))
             if part == "embedding":  # a row of A for each token, which B projects to the hidden size
                 found[f"{name}lora_a"] = (len(rows), rank)
                 found[f"{name}lora_b"] = (columns, rank)

@@ -20,7 +20,7 @@ from torch import Tensor
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention_kind import AttentionKind, Shape
-from mtrain.verify.reference.model.modules import Module, linear, silu
+from mtrain.verify.reference.model.modules import Module, convolved, linear, silu
 from mtrain.verify.reference.text import Rows
 
 _UNIT_EPSILON = 1e-6
@@ -57,7 +57,7 @@ class DeltaNet(AttentionKind):
     def context(self, part: Module, layer: int, x: Tensor, rows: Rows) -> Tensor:
         section, parts = _section(part.model), _parts(part, x)
         size, shared = section.key_head_dim, section.num_value_heads // section.num_key_heads
-        smooth = _convolved(parts.convolved.flatten(2), part.tensor("conv1d.weight").squeeze(1), rows)
+        smooth = convolved(parts.convolved.flatten(2), part.tensor("conv1d.weight").squeeze(1), None, rows.documents)
         heads = smooth.view(parts.convolved.shape)
         # [batch, seq, value heads, size]: value head h has the query and the key of key head h // shared
         query = _unit(heads[..., :size]).repeat_interleave(shared, dim=2) / math.sqrt(size)
@@ -114,16 +114,6 @@ def _parts(part: Module, x: Tensor) -> _Parts:
 def _apart(every: Tensor, model: ModelSection) -> list[Tensor]:
     section = _section(model)
     return [rows.flatten() for rows in torch.split(every.view(section.num_key_heads, -1), _rows(section), dim=1)]
-
-
-def _convolved(x: Tensor, weight: Tensor, rows: Rows) -> Tensor:
-    """Convolves tokens within their document, [batch, seq, channels], and applies silu."""
-    total = torch.zeros_like(x)
-    for back in range(min(weight.shape[1], x.shape[1])):
-        before = x[:, : x.shape[1] - back] * weight[:, weight.shape[1] - 1 - back]
-        together = rows.documents[:, back:] == rows.documents[:, : x.shape[1] - back]
-        total[:, back:] += before * together[..., None]
-    return silu(total)
 
 
 def _unit(vectors: Tensor) -> Tensor:

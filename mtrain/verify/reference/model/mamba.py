@@ -19,7 +19,7 @@ from torch import Tensor
 from mtrain.config.schema.mamba import MambaSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention_kind import AttentionKind, Shape
-from mtrain.verify.reference.model.modules import Module, linear, silu
+from mtrain.verify.reference.model.modules import Module, convolved, linear, silu
 from mtrain.verify.reference.text import Rows
 
 
@@ -57,7 +57,7 @@ class Mamba(AttentionKind):
         section, parts = _section(part.model), _parts(part, x)
         size, shared = section.state_dim, section.num_heads // section.num_groups
         weight, bias = part.tensor("conv1d.weight").squeeze(1), part.get("conv1d.bias")
-        smooth = _convolved(parts.convolved.flatten(2), weight, bias, rows).view(parts.convolved.shape)
+        smooth = convolved(parts.convolved.flatten(2), weight, bias, rows.documents).view(parts.convolved.shape)
         # [batch, seq, heads, size]: head h reads and writes with C and B of group h // shared
         reading = smooth[..., :size].repeat_interleave(shared, dim=2)
         writing = smooth[..., size : 2 * size].repeat_interleave(shared, dim=2)
@@ -102,16 +102,3 @@ def _parts(part: Module, x: Tensor) -> _Projected:
     section = _section(part.model)
     groups = linear(part, "in_proj", x).view(*x.shape[:2], section.num_groups, -1)
     return _Projected(*torch.split(groups, _rows(section), dim=-1))
-
-
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
-    """Convolves tokens within their document, [batch, seq, channels], and applies silu."""
-    taps = weight.shape[1]
-    outputs = []
-    for t in range(x.shape[1]):
-        total = torch.zeros_like(x[:, 0]) if bias is None else bias.expand_as(x[:, 0])
-        for place in range(max(0, t - taps + 1), t + 1):
-            is_same = rows.documents[:, place] == rows.documents[:, t]
-            total = total + torch.where(is_same[:, None], x[:, place] * weight[:, place - t - 1], 0)
-        outputs.append(silu(total))
-    return torch.stack(outputs, dim=1)

@@ -111,5 +111,18 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor) -> Tensor:
+    """Convolves the channels of [batch, seq, channels] within documents, [batch, seq], and applies silu.
+
+    The last column of `weight`, [channels, taps], belongs to the token itself.
+    """
+    length, taps = x.shape[1], weight.shape[1]
+    total = torch.zeros_like(x) if bias is None else bias.expand_as(x).clone()
+    for back in range(min(taps, length)):
+        is_same = documents[:, back:] == documents[:, : length - back]
+        total[:, back:] += x[:, : length - back] * weight[:, taps - 1 - back] * is_same[..., None]
+    return silu(total)
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

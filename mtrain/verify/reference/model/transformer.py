@@ -116,10 +116,8 @@ class Transformer:
 
     def _head(self, hidden: Tensor) -> Tensor:
         # `merged` has separated a tied table whose adapter affects the lookup only
-        logits, bound = (
-            hidden @ self._tensors[OUTPUT if OUTPUT in self._tensors else EMBEDDING].T,
-            self._model.logit_softcap,
-        )
+        logits = hidden @ self._tensors[OUTPUT if OUTPUT in self._tensors else EMBEDDING].T
+        bound = self._model.logit_softcap
         return logits if bound is None else bound * torch.tanh(logits / bound)
 
     def _module(self, name: str) -> Module:
