@@ -140,11 +140,9 @@ def put_together(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, 
         if piece.module not in whole:
             shape = (config.data.seq_length, config.train.global_batch_size, columns[piece.module])
             whole[piece.module] = np.full(shape, np.nan)
-        columns_held = slice(piece.first_column, piece.first_column + piece.values.shape[-1])
-        held_here = piece.slots >= 0
-        whole[piece.module][..., columns_held][piece.positions[held_here], piece.slots[held_here]] = piece.values[
-            held_here
-        ]
+        part = whole[piece.module][..., piece.first_column : piece.first_column + piece.values.shape[-1]]
+        is_text = piece.slots >= 0
+        part[piece.positions[is_text], piece.slots[is_text]] = piece.values[is_text]
     if OUTPUT_LAYER in whole:
         whole[OUTPUT_LAYER] = whole[OUTPUT_LAYER][..., : config.model.vocab_size]
     return whole

@@ -38,11 +38,7 @@ class Expected:
 
 
 def compared(
-    trial: Prepared,
-    everyone: Sequence[Outcome],
-    exact: Sequence[Exact],
-    expected: Expected,
-    seconds: float,
+    trial: Prepared, everyone: Sequence[Outcome], exact: Sequence[Exact], expected: Expected, seconds: float
 ) -> LayoutResult:
     """Returns the result of one layout from the outcomes of its ranks; exact values are at its own weights."""
     first, config = everyone[0], trial.config

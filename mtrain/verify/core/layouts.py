@@ -73,11 +73,6 @@ class Prepared:
     layout: Layout
 
 
-def _doubled(trial: Trial) -> Trial:
-    """Doubles data parallelism."""
-    return replace(trial, dp=2 * trial.dp, micro_batch_size=2)
-
-
 def _seated(trial: Trial) -> Trial:
     """Raises data parallelism until the expert ranks fit."""
     places = trial.ep * trial.etp
@@ -104,7 +99,7 @@ def _user_shares(section: LayoutSection) -> tuple[int, ...] | None:
     if section.first_stage_layers is None and section.last_stage_layers is None:
         return None
     first, last = (1 if end is not None else 2 for end in (section.first_stage_layers, section.last_stage_layers))
-    return (first, *[2] * (num_stages - 2), last) if first + last < 4 and (num_stages > 2 or first != last) else None
+    return (first, *[2] * (num_stages - 2), last) if num_stages > 2 or first != last else None
 
 
 def _together(trials: Sequence[Trial], max_ranks: int) -> Trial:
@@ -120,9 +115,9 @@ def _together(trials: Sequence[Trial], max_ranks: int) -> Trial:
 def _limited(trial: Trial, max_ranks: int) -> Trial:
     """Reduces the largest degree, never to 1, until the trial fits or no degree can shrink."""
     while trial.num_ranks > max_ranks:
-        degrees = {axis: getattr(trial, axis) for axis in ("tp", "pp", "cp", "ep")}
-        axis = max(degrees, key=lambda name: degrees[name])
-        smaller = degrees[axis] // _smallest_prime(degrees[axis])
+        axis = max(("tp", "pp", "cp", "ep"), key=lambda name: getattr(trial, name))
+        degree = getattr(trial, axis)
+        smaller = degree // _smallest_prime(degree)
         if smaller <= 1:
             return trial
         shares = None if axis == "pp" else trial.stage_shares
@@ -162,12 +157,12 @@ class OwnTrials:
         fullest = {axis: variants[-1] for axis, variants in parts.items()}
         for count in range(2, len(fullest) + 1):
             trials += [_together(group, max_ranks) for group in combinations(fullest.values(), count)]
-        richest = (
-            [*fullest.values(), _together(tuple(fullest.values()), max_ranks)] if len(fullest) > 1 else fullest.values()
-        )
-        trials += [_doubled(_limited(trial, max_ranks // 2)) for trial in richest]
-        fitting = [trial for trial in trials if trial.num_ranks <= max_ranks]
-        return list(dict.fromkeys(fitting))
+        richest = list(fullest.values())
+        if len(richest) > 1:
+            richest.append(_together(richest, max_ranks))
+        smaller = [_limited(trial, max_ranks // 2) for trial in richest]
+        trials += [replace(trial, dp=2 * trial.dp, micro_batch_size=2) for trial in smaller]
+        return list(dict.fromkeys(trial for trial in trials if trial.num_ranks <= max_ranks))
 
     def full(self) -> Trial:
         """Returns the user's layout with all axes, on two data-parallel ranks if they fit."""
@@ -181,14 +176,11 @@ class OwnTrials:
 
     def others(self) -> list[Trial]:
         """Returns layouts to resume on: one process, each axis alone, tensor parallelism, data parallelism."""
-        config, max_ranks = self.config, self.max_ranks
-        parts = self._parts()
-        has_routers = config.model.experts is not None
-        alone = {"tp": Trial(tp=2, sp=has_routers, micro_batch_size=2)} | {
-            axis: variants[-1] for axis, variants in parts.items()
-        }
+        has_routers = self.config.model.experts is not None
+        alone = {"tp": Trial(tp=2, sp=has_routers, micro_batch_size=2)}
+        alone |= {axis: variants[-1] for axis, variants in self._parts().items()}
         trials = [Trial(micro_batch_size=None), *alone.values(), Trial(dp=4, micro_batch_size=1)]
-        return [trial for trial in dict.fromkeys(trials) if trial.num_ranks <= max_ranks]
+        return [trial for trial in dict.fromkeys(trials) if trial.num_ranks <= self.max_ranks]
 
     def _parts(self) -> dict[str, list[Trial]]:
         """Returns trials of each axis of the user's layout alone, fullest last."""
@@ -329,18 +321,9 @@ def own_layout(config: Config, max_ranks: int) -> Prepared:
 
 
 def _section(trial: Trial, layers: tuple[int, ...] | None, place: str) -> LayoutSection:
+    axes = ("tp", "sp", "pp", "vpp", "cp", "cp_comm", "ep", "etp")
     try:
-        return LayoutSection(
-            tp=trial.tp,
-            sp=trial.sp,
-            pp=trial.pp,
-            vpp=trial.vpp,
-            cp=trial.cp,
-            cp_comm=trial.cp_comm,
-            ep=trial.ep,
-            etp=trial.etp,
-            stage_layers=layers,
-        )
+        return LayoutSection(**{axis: getattr(trial, axis) for axis in axes}, stage_layers=layers)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{place}: {line}" for line in _lines(error))) from None
 
@@ -390,8 +373,3 @@ def shared_layers(num_layers: int, shares: tuple[int, ...] | None) -> tuple[int,
         layers[shares.index(min(shares))] -= 1
         layers[shares.index(max(shares))] += 1
     return tuple(layers)
-
-
-def common_multiple(numbers: Sequence[int]) -> int:
-    """Returns the least common multiple; 1 for no numbers."""
-    return math.lcm(*numbers) if numbers else 1

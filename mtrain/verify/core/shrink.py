@@ -9,6 +9,7 @@ model would not reach (`reach`). Precision is float32, where rounding cannot hid
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection, SourceSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import OptimizerSection
-from mtrain.verify.core.layouts import Trial, common_multiple
+from mtrain.verify.core.layouts import Trial
 from mtrain.verify.core.reach import epsilon_factor, loss_keys, model_keys, optimizer_keys, section_keys
 
 VOCAB_SIZE = 97
@@ -199,7 +200,7 @@ def refuse_incomparable(config: Config) -> None:
 def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files: bool) -> dict[str, Any]:
     model = config.model
     groups, heads = _heads(model, trials)
-    tp, ep, etp = (common_multiple([getattr(trial, axis) for trial in trials]) for axis in ("tp", "ep", "etp"))
+    tp, ep, etp = (math.lcm(*[getattr(trial, axis) for trial in trials]) for axis in ("tp", "ep", "etp"))
     hidden = max(_MIN_HIDDEN, heads * SMALL_HEAD_DIM)
     is_own_width = model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size
     needs_head_dim = is_own_width or heads * SMALL_HEAD_DIM != hidden

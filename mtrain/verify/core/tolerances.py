@@ -101,8 +101,8 @@ def tolerances(config: Config, num_steps: int, has_float64: bool = True) -> tupl
     if not needs_float64(config.model):
         return (*before, *_values(sizes), *always)
     if not has_float64:
-        return (*before, *_limited(), *always)
-    return (*before, *_in_float64(), *always, _rounding())
+        return (*before, _limit("loss", _LOSS), _limit("gradient", _GRADIENT), *always)
+    return (*before, *_in_float64(), *always, _limit("rounding", _ROUNDING))
 
 
 def needs_float64(model: ModelSection) -> bool:
@@ -128,23 +128,17 @@ def amplified(rounding: float) -> float:
 
 
 def _inputs() -> tuple[Tolerance, Tolerance]:
+    samples = (
+        "Share of the rows of a global batch that are not those of the raw samples: tokens, labels, positions, "
+        "documents, padding, and what each token counts in each term."
+    )
+    lr = (
+        "The run's own learning rate around every turn of its schedule and between, against the published formula, "
+        "relative to the highest rate."
+    )
     return (
-        Tolerance(
-            "samples",
-            0.0,
-            "0",
-            {},
-            "Share of the rows of a global batch that are not those of the raw samples: tokens, labels, positions, "
-            "documents, padding, and what each token counts in each term.",
-        ),
-        Tolerance(
-            "lr",
-            RATE_TOLERANCE,
-            "8 u64",
-            {"u64": UNIT_ROUNDOFF_64},
-            "The run's own learning rate around every turn of its schedule and between, against the published formula, "
-            "relative to the highest rate.",
-        ),
+        Tolerance("samples", 0.0, "0", {}, samples),
+        Tolerance("lr", RATE_TOLERANCE, "8 u64", {"u64": UNIT_ROUNDOFF_64}, lr),
     )
 
 
@@ -170,22 +164,14 @@ def _values(sizes: Sizes) -> tuple[Tolerance, Tolerance]:
     summands, _, tokens = sizes
     inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF, "N": float(summands)}
     unit = _CONFIDENCE * UNIT_ROUNDOFF
+    loss = f"{_LOSS} N summands follow each other in a forward pass."
+    gradient = (
+        f"{_GRADIENT} The N summands of the forward pass are doubled by the backward pass, and T tokens are added up."
+    )
+    in_gradient, with_tokens = unit * math.sqrt(2 * summands + tokens), inputs | {"T": float(tokens)}
     return (
-        Tolerance(
-            "loss",
-            unit * math.sqrt(summands),
-            "s u sqrt(N)",
-            inputs,
-            f"{_LOSS} N summands follow each other in a forward pass.",
-        ),
-        Tolerance(
-            "gradient",
-            unit * math.sqrt(2 * summands + tokens),
-            "s u sqrt(2 N + T)",
-            inputs | {"T": float(tokens)},
-            f"{_GRADIENT} The N summands of the forward pass are doubled by the backward pass, and T tokens are added "
-            "up.",
-        ),
+        Tolerance("loss", unit * math.sqrt(summands), "s u sqrt(N)", inputs, loss),
+        Tolerance("gradient", in_gradient, "s u sqrt(2 N + T)", with_tokens, gradient),
     )
 
 
@@ -198,39 +184,28 @@ def _in_float64() -> tuple[Tolerance, Tolerance]:
     )
 
 
-def _rounding() -> Tolerance:
-    return _limit(
-        "rounding",
-        "Losses and gradients of the run itself in float32, compared like those in float64. s E u / u64 where that is "
-        "more: E is the largest deviation of a gradient in float64 in the same step.",
-    )
-
-
-def _limited() -> tuple[Tolerance, Tolerance]:
-    return _limit("loss", _LOSS), _limit("gradient", _GRADIENT)
+_ROUNDING = (
+    "Losses and gradients of the run itself in float32, compared like those in float64. s E u / u64 where that is "
+    "more: E is the largest deviation of a gradient in float64 in the same step."
+)
 
 
 def _limit(kind: str, meaning: str) -> Tolerance:
-    return Tolerance(
-        kind,
-        _CONFIDENCE * UNIT_ROUNDOFF_BF16,
-        "s v",
-        {"s": _CONFIDENCE, "v": UNIT_ROUNDOFF_BF16},
-        f"{meaning} A limit and no bound: its weights decide how much the model amplifies rounding. That of float32, "
-        "amplified, must not do more than one rounding to bfloat16 does that nothing amplifies; mtrain verify parity "
-        "judges such models in float64.",
+    why = (
+        "A limit and no bound: its weights decide how much the model amplifies rounding. That of float32, amplified, "
+        "must not do more than one rounding to bfloat16 does that nothing amplifies; mtrain verify parity judges such "
+        "models in float64."
     )
+    inputs = {"s": _CONFIDENCE, "v": UNIT_ROUNDOFF_BF16}
+    return Tolerance(kind, _CONFIDENCE * UNIT_ROUNDOFF_BF16, "s v", inputs, f"{meaning} {why}")
 
 
 def _norm() -> Tolerance:
-    return Tolerance(
-        "grad_norm",
-        3 * UNIT_ROUNDOFF,
-        "3 u",
-        {"u": UNIT_ROUNDOFF},
+    meaning = (
         "The global norm before clipping, relative to that of the layout's own gradients: dividing them rounds each "
-        "element twice after its square was added up.",
+        "element twice after its square was added up."
     )
+    return Tolerance("grad_norm", 3 * UNIT_ROUNDOFF, "3 u", {"u": UNIT_ROUNDOFF}, meaning)
 
 
 _OF_MATRICES = (
@@ -242,13 +217,9 @@ _OF_MATRICES = (
 def _update(optimizer: AnyOptimizer, num_steps: int) -> Tolerance:
     meaning = (
         "Every new weight against exact AdamW on the layout's own gradients, relative to |w| + lr m / (sqrt(v) + "
-        "epsilon) element by element: roundings of a dozen operations, and "
-        "of 8 more for each of the k steps so far. The value here is that of the last step."
+        "epsilon) element by element: roundings of a dozen operations, and of 8 more for each of the k steps so far. "
+        "The value here is that of the last step."
     )
-    return Tolerance(
-        "update",
-        update_tolerance(num_steps),
-        "u (16 + 8 k)",
-        {"u": UNIT_ROUNDOFF, "k": float(num_steps)},
-        meaning + (_OF_MATRICES if optimizer.kind == "muon" else ""),
-    )
+    meaning += _OF_MATRICES if optimizer.kind == "muon" else ""
+    inputs = {"u": UNIT_ROUNDOFF, "k": float(num_steps)}
+    return Tolerance("update", update_tolerance(num_steps), "u (16 + 8 k)", inputs, meaning)

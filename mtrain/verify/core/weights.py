@@ -25,12 +25,7 @@ Arrays = dict[str, NDArray[Any]]
 """Global tensors by name; vocabulary tables include padding rows."""
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-TABLES = (
-    EMBEDDING,
-    OUTPUT,
-    "embedding.word_embeddings_adapter.embedding_lora_a",
-    "output_layer_adapter.output_lora_b",
-)
+TABLES = (EMBEDDING, OUTPUT, "embedding.word_embeddings_adapter.embedding_lora_a", "output_layer_adapter.output_lora_b")
 """Tensors with a row per token; padding rows are 0."""
 _DEVIATION = 0.1
 """Standard deviation of matrices of up to 64 columns, and around the ones of norms and zeros of biases. It shrinks with
