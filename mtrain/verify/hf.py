@@ -116,10 +116,7 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
             f"{changed[0]} is set, but only the next-token loss is compared with transformers; remove it to compare "
             "the rest"
         )
-    wanted: dict[str, dict[str, Any]] = {
-        **in_float32(config.model),
-        "optimizer": {"kind": "adamw"},
-    }
+    wanted: dict[str, dict[str, Any]] = {**in_float32(config.model), "optimizer": {"kind": "adamw"}}
     wanted["model"] = {"mtp_depths": 0} | wanted.get("model", {})
     lines = tuple(
         f"{name}.{key}: {getattr(getattr(config, name), key)} -> {value}"

@@ -145,10 +145,6 @@ def _chained(parts: Sequence[Any]) -> Any:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _looking_over(rows: _Rows) -> _Rows:
-    return [_labels_of_next(row) for row in rows]
-
-
 def _labels_of_next(row: Sequence[Sample]) -> Sequence[Sample]:
     changed = list(row)
     for number, (sample, following) in enumerate(itertools.pairwise(row)):
@@ -290,13 +286,6 @@ class _BalanceTimesTopK(RouterBalance):
         return super().watching(scaled, lambda: factors() * times, num_sequences)
 
 
-def _experts(**values: Any) -> Collaborators:
-    def changed(model: Any) -> dict[str, Any]:
-        return {"experts": with_values(model.experts, values)}
-
-    return Collaborators(config=configured("model", changed))
-
-
 class _NoBiasCorrection(Optimizer):
     """Makes lr m / (sqrt(v) + epsilon) by changing rate, epsilon and decay of the sound update."""
 
@@ -356,7 +345,7 @@ SHARED_PLANTS: dict[str, Collaborators] = {
     "sample-read-twice": Collaborators(loader=_ReadsTwice),
     "positions-not-restarted": _batches(_positions_of_rows),
     "row-counted-as-sequence": Collaborators(collate=_rows_as_sequences),
-    "label-of-the-next-sample": _collated(_looking_over),
+    "label-of-the-next-sample": _collated(lambda rows: [_labels_of_next(row) for row in rows]),
     "router-balance-by-row": Collaborators(step=step_of(slice_rows=_balance_of_rows)),
     "tokens-ahead-across-documents": Collaborators(collate=_looks_over_edges),
     "sequence-mean-plus-one": Collaborators(
@@ -379,7 +368,7 @@ SHARED_PLANTS: dict[str, Collaborators] = {
     "softmax-scale-off": Collaborators(change_model=_softmax_scale),
     "norm-epsilon-off": _model(lambda model: {"norm_epsilon": 10 * model.norm_epsilon}),
     "router-losses-times-top-k": Collaborators(step=step_of(routers=_BalanceTimesTopK)),
-    "expert-scaling-ignored": _experts(scaling_factor=1.0),
+    "expert-scaling-ignored": _model(lambda model: {"experts": with_values(model.experts, {"scaling_factor": 1.0})}),
     "bias-correction-missing": Collaborators(optimizer=_NoBiasCorrection),
     "decay-not-times-rate": Collaborators(optimizer=_DecayWithoutRate),
     "rate-one-step-late": Collaborators(rate=_one_step_late),

@@ -152,7 +152,7 @@ class WatchedStep(TrainingStep):
             seen.initial = {kind: whole for kind in (WEIGHTS, *STATES) if (whole := self._whole(kind))}
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
-        folded = self._all_folded(batches)
+        folded = self._folded(batches)
         if folded is not None:
             self._seen.samples[self._done + 1] = self._digests(folded)
         stops = self._is_last_rank and self._start.stop_after == self._done + 1
@@ -162,7 +162,7 @@ class WatchedStep(TrainingStep):
         return totals
 
     def try_weights(self, batches: Sequence[Microbatch] | None) -> None:
-        super().try_weights(self._all_folded(batches))
+        super().try_weights(self._folded(batches))
 
     def update(
         self, totals: StepTotals, lr: float, judge: Callable[[float], None] = lambda grad_norm: None
@@ -232,14 +232,12 @@ class WatchedStep(TrainingStep):
                 shards.append(Shard(held.name, global_shape[axes:], TensorSlice(offset[axes:], shape[axes:]), values))
         return gathered(shards)
 
-    def _all_folded(self, batches: Sequence[Microbatch] | None) -> list[Microbatch] | None:
-        return None if batches is None else [self._folded(batch) for batch in batches]
-
-    def _folded(self, batch: Microbatch) -> Microbatch:
+    def _folded(self, batches: Sequence[Microbatch] | None) -> Sequence[Microbatch] | None:
+        """Takes token ids modulo the model's vocabulary."""
         size = self._run.model.config.model.vocab_size
-        if self._start.own_vocab_size <= size:
-            return batch
-        return batch.with_vocabulary(size)
+        if batches is None or self._start.own_vocab_size <= size:
+            return batches
+        return [batch.with_vocabulary(size) for batch in batches]
 
     def _digests(self, batches: Sequence[Microbatch]) -> dict[int, str]:
         """Digests tokens, labels and weights of each sample by slot."""

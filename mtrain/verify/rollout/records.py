@@ -19,21 +19,7 @@ _OF_PROMPTS = (*_PROMPTS, "tools", "prompt_token_ids", "temperature")
 """Our keys of a prompt that an engine's record may have or the user may add."""
 _OF_ANSWERS = ("mask", "routed_experts", "hidden_states")
 """The same for an answer."""
-_KEYS = frozenset(
-    {
-        *_PROMPTS,
-        "tools",
-        "prompt_token_ids",
-        "token_ids",
-        "log_probs",
-        "mask",
-        "temperature",
-        "routed_experts",
-        "hidden_states",
-        "finish_reason",
-        "likeliest",
-    }
-)
+_KEYS = frozenset({*_OF_PROMPTS, *_OF_ANSWERS, "token_ids", "log_probs", "finish_reason", "likeliest"})
 _MOST_LOG_PROB = 1e-3
 """Largest log-probability that rounding makes of 0."""
 _COLDEST = 1e-6
@@ -187,17 +173,8 @@ def _checked(record: dict[str, Any], place: str) -> Rollout:
     states = record.get("hidden_states") or {}
     if not isinstance(states, dict):
         raise DataError("hidden_states must be an object of modules with [tokens, hidden] each; fix it")
-    rollout = Rollout(
-        place,
-        prompt_ids,
-        ids,
-        log_probs,
-        _mask(record.get("mask"), len(ids)),
-        float(temperature),
-        _prompt(record),
-        record.get("routed_experts"),
-        states,
-    )
+    mask, routes = _mask(record.get("mask"), len(ids)), record.get("routed_experts")
+    rollout = Rollout(place, prompt_ids, ids, log_probs, mask, float(temperature), _prompt(record), routes, states)
     _check_shapes(rollout)
     return rollout
 

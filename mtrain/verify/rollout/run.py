@@ -251,12 +251,7 @@ class _RolloutCheck:
         ]
 
     def _trainer(
-        self,
-        reference: Reference,
-        passes: Sequence[Passes],
-        exact: Sequence[Tensor],
-        scored: Scored,
-        own: Prepared,
+        self, reference: Reference, passes: Sequence[Passes], exact: Sequence[Tensor], scored: Scored, own: Prepared
     ) -> tuple[list[Side], list[Finding]]:
         """Compares the trainer; if it deviates, runs it on fewer ranks to see whether the layout is at fault."""
         dtype = self._trainer_dtype
