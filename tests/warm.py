@@ -33,7 +33,6 @@ from tests.paths import ROOT
 PRELOADED = (
     "mtrain.cli.main",
     "mtrain.cli.train",
-    "mtrain.cli.launch.app",
     "mtrain.launch.local",
     "mtrain.training.trainer",
     "mtrain.convert.verifying",
