@@ -94,7 +94,7 @@ def _ends(templates: ChatTemplates, tokenizer: Tokenizer) -> Ends:
 def _write_generation(folder: Path, origin: Path | None, ids: list[int]) -> None:
     there = origin is not None and (origin / GENERATION_NAME).is_file()
     said = read_json(origin / GENERATION_NAME) if origin is not None and there else {}
-    _write(folder / GENERATION_NAME, {**said, EOS_KEY: as_declared(ids)})
+    write_json(folder / GENERATION_NAME, {**said, EOS_KEY: as_declared(ids)})
 
 
 def _write_eos_token(folder: Path, tokenizer: Tokenizer, name: str) -> None:
@@ -108,15 +108,16 @@ def _write_eos_token(folder: Path, tokenizer: Tokenizer, name: str) -> None:
         extra = settings.get(key) or []
         if isinstance(extra, list):
             settings[key] = [*extra, old]
-    _write(folder / SETTINGS_FILE, {**settings, _EOS: name})
+    write_json(folder / SETTINGS_FILE, {**settings, _EOS: name})
     # takes precedence over the settings where these list no added tokens
     if (file := folder / SPECIAL_TOKENS_FILE).is_file() and _EOS in (named := read_json(file)):
-        _write(file, {**named, _EOS: name})
+        write_json(file, {**named, _EOS: name})
 
 
 def _added_tokens(folder: Path) -> set[object]:
     return {token.get("content") for token in read_json(folder / HF_TOKENIZER_FILE).get("added_tokens") or []}
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file as Hugging Face formats it."""
     write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

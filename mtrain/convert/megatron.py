@@ -29,7 +29,7 @@ from mtrain.hf.configuration import resolved
 from mtrain.hf.schema.description import described_model
 from mtrain.hf.schema.table import Table
 
-_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+PADDED_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors whose rows may be padded."""
 _ANY_RUN: dict[str, Any] = {
     "run": {"dir": "unused"},
@@ -60,7 +60,7 @@ class MegatronTensors:
         self.folder, self._saved = folder, CheckpointTensors(folder)
         theirs = keys_by_our_names(self._saved)
         # as many rows as they have: padding for their number of ranks
-        rows = {key: self._saved.tensors[theirs[key]].shape[0] for key in _TABLES if key in theirs}
+        rows = {key: self._saved.tensors[theirs[key]].shape[0] for key in PADDED_TABLES if key in theirs}
         shapes = {key: (rows.get(key, shape[0]), *shape[1:]) for key, shape in table.shapes.items()}
         found = [(shard, in_their_words(shard, theirs)) for shard in shards_of(table, shapes)]
         wanted = {their.key: their.global_shape for _, their in found}
@@ -75,11 +75,7 @@ class MegatronTensors:
             self.tensors[shard.key] = GlobalTensor(self._saved.tensors[their.key].dtype, shapes[shard.key], ())
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        """Reads one slice of a tensor; the result must not be written to.
-
-        Raises:
-            DataError: A file is cut or damaged, or the saved slices do not cover the wanted one.
-        """
+        """Reads one slice of a tensor; the result must not be written to."""
         found = [(piece, shared) for piece in self._pieces[key] if (shared := piece.at.intersect(wanted)) is not None]
         if len(found) == 1 and found[0][1] == wanted:
             return self._part(found[0][0], wanted)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mtrain.base.errors import DataError
-from mtrain.base.files import write_atomically
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
@@ -18,6 +16,7 @@ from mtrain.config import Config
 from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
+from mtrain.convert.endings import write_json
 from mtrain.data.chat.template import SETTINGS_FILE, TEMPLATE_FILE, put_templates
 from mtrain.hf.configuration import load_config
 from mtrain.hf.schema.files import CONFIG_NAME, read_json, side_files
@@ -98,9 +97,6 @@ def put_side_files(
 
     Returns:
         Whether the run wrote conversations by a chat template.
-
-    Raises:
-        DataError: A link of the origin leads out of it, or the settings of its tokenizer are damaged.
     """
     if origin is not None:
         for name in (each for each in side_files(origin) if each.as_posix() not in but):
@@ -134,17 +130,13 @@ def _put_added_tokens(folder: Path, added: AddedTokens) -> None:
         for text in texts
     ]
     new = [{"id": id_, **token} for id_, token in enumerate(tokens, first)]
-    _write_json(path, {**content, "added_tokens": [*there, *new]})
+    write_json(path, {**content, "added_tokens": [*there, *new]})
     settings = folder / SETTINGS_FILE
     if settings.is_file() and isinstance(listed := read_json(settings).get(_LISTED), dict):
         more = {str(id_): token for id_, token in enumerate(tokens, first)}
-        _write_json(settings, {**read_json(settings), _LISTED: {**listed, **more}})
+        write_json(settings, {**read_json(settings), _LISTED: {**listed, **more}})
     if not load_tokenizer(folder).encodes_like(wanted):
         raise DataError(f"{path} with model.add_tokens gives other ids than the run's tokenizer; export with --like")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:

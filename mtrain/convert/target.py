@@ -17,7 +17,7 @@ from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import open_adapter
 from mtrain.convert.carried import CARRIED_NAME, Carried, carried_in
-from mtrain.convert.megatron import MegatronTensors, model_of
+from mtrain.convert.megatron import PADDED_TABLES, MegatronTensors, model_of
 from mtrain.convert.merged import MergedTensors
 from mtrain.convert.origin import source_of
 from mtrain.convert.published import SCALES_NAME, Published
@@ -30,8 +30,6 @@ from mtrain.hf.schema.table import FilledSlice, Table
 _MAIN = "optimizer.state.param."
 _LEFT = ("optimizer.", "rng")
 """Prefixes of keys that are not weights."""
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tensors whose rows may be padded."""
 DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -219,4 +217,4 @@ def _check_keys(target: ExportTarget) -> None:
 
 
 def _is_padded(key: str, found: Sizes, wanted: Sizes) -> bool:
-    return key in _VOCABULARY and found[0] > wanted[0] and found[1:] == wanted[1:]
+    return key in PADDED_TABLES and found[0] > wanted[0] and found[1:] == wanted[1:]

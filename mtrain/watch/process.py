@@ -59,10 +59,10 @@ def kernel_view(pid: int) -> str:
         return "the process is gone\n"
     for thread in threads:
         folder = Path(f"/proc/{pid}/task/{thread}")
-        name, state = _read(folder / "comm"), _read(folder / "status").partition("State:\t")[2].partition("\n")[0]
+        name, state = text_of(folder / "comm"), text_of(folder / "status").partition("State:\t")[2].partition("\n")[0]
         lines.append(f"thread {thread} {name.strip()}: {state}")
         for what in ("wchan", "syscall", "stack"):
-            if (text := _read(folder / what).strip()) and text != "0":
+            if (text := text_of(folder / what).strip()) and text != "0":
                 lines += [f"  {what}: {line}" for line in text.splitlines()]
     return "\n".join(lines)[:_LONGEST] + "\n"
 
@@ -71,12 +71,13 @@ def memory_kills() -> int:
     """Counts the processes that the kernel has killed for lack of memory, in this cgroup and on this machine."""
     counts = []
     for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
-        lines = [line.split() for line in _read(path).splitlines()]
+        lines = [line.split() for line in text_of(path).splitlines()]
         counts += [int(words[1]) for words in lines if len(words) == 2 and words[0] == "oom_kill"]
     return max(counts, default=0)
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """Reads a file; empty if that fails."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mtrain.base.pulse import PulseState
 from mtrain.watch.place import stack_file
-from mtrain.watch.process import kernel_view, process_state
+from mtrain.watch.process import kernel_view, process_state, text_of
 
 SIGNAL = signal.SIGUSR2
 _PATIENCE_S = 1.5
@@ -99,7 +99,7 @@ def dump(folder: Path, states: Sequence[PulseState], lost: int, out: Path) -> di
     _ask_flight_recorders(folder)
     files: dict[int, Path] = {}
     for state in states:
-        own = _text(stack_file(folder, state.rank))
+        own = text_of(stack_file(folder, state.rank))
         parts = [f"rank {state.rank}, process {state.pid}, in {state.place}\n"]
         parts.append(f"\n== by faulthandler\n{own}" if own else "\n== faulthandler has not answered\n")
         if text := from_outside.get(state.rank):
@@ -168,10 +168,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

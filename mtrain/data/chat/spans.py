@@ -163,18 +163,18 @@ class Whole:
     def _at_end(self, text: str, own: Gap | None, position: int, other: Gap | None) -> Aligned:
         """Ends the comparison when only a gap or white space is left of the text."""
         if own is None:
-            return Aligned("", position + _num_common(text, self.text[position : position + len(text)]))
+            return Aligned("", position + num_common(text, self.text[position : position + len(text)]))
         if other is not None:
             after = self.text[other.last : other.end]
-            return Aligned("", other.last + _num_common(text[own.last :], after))
+            return Aligned("", other.last + num_common(text[own.last :], after))
         after = self.text[position : _after_space(self.text, position)]
-        end = position + _num_common(text[: own.first] or text[own.last :], after)
+        end = position + num_common(text[: own.first] or text[own.last :], after)
         goes_on = self.text.startswith(own.opened, position + len(after))
         return Aligned(text[own.first :] if goes_on else "", end)
 
     def _num_common(self, text: str, here: int, position: int, length: int) -> int:
         """Returns the length of the common beginning; special tokens count as a whole or not at all."""
-        common = _num_common(text[here : here + length], self.text[position : position + length])
+        common = num_common(text[here : here + length], self.text[position : position + length])
         for piece, start in ((text, here), (self.text, position)):
             for match in self._special.finditer(piece, max(start, start + common - _LONGEST)):
                 if match.start() >= start + common:
@@ -184,7 +184,8 @@ class Whole:
         return common
 
 
-def _num_common(one: str, other: str) -> int:
+def num_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """Returns the length of the common beginning."""
     return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
@@ -248,11 +249,7 @@ class AnswerFinder:
         """Rendering of the whole conversation, once `find` has returned."""
 
     def find(self, messages: Mapping[int, Iterable[str]]) -> list[AnswerSpan]:
-        """Finds the spans of these messages: ascending number -> texts of the message.
-
-        Raises:
-            DataError: An answer cannot be found, or differs from what the model would have to write.
-        """
+        """Finds the spans of these messages: ascending number -> texts of the message."""
         # one request for the renderings that are nearly always needed
         self._fetch([cut for number in messages for cut in (Cut(number, True), Cut(number + 1, False))])
         full = self._found[Cut(self._num_messages, False)]

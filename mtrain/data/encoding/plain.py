@@ -21,6 +21,7 @@ import numpy as np
 from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.chat.conversation import ANSWERS, LossOn, answers_in_loss
+from mtrain.data.chat.spans import num_common
 from mtrain.data.encoding.checks import check_keys, check_text, check_weight
 from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
@@ -133,7 +134,7 @@ def joined(
     wholes = [
         tokenized([TextPart(prompt + answer, 1.0, ends=True)], tokenizer, weight, special_tokens) for answer in answers
     ]
-    start = min(_num_common(alone, whole.ids.tolist()) for whole in wholes)
+    start = min(num_common(alone, whole.ids.tolist()) for whole in wholes)
     return [
         replace(whole, loss_weights=np.where(np.arange(len(whole.ids)) < start, 0.0, 1.0).astype(np.float32))
         for whole in wholes
@@ -148,10 +149,6 @@ def _ids(text: str, tokenizer: Tokenizer, special_tokens: bool, ends: bool) -> l
 def _missing_begin(ids: list[int], tokenizer: Tokenizer, special_tokens: bool) -> list[int]:
     begin = list(tokenizer.begin_ids)
     return [] if special_tokens and ids[: len(begin)] == begin else begin
-
-
-def _num_common(one: list[int], other: list[int]) -> int:
-    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _checked_messages(messages: object) -> list[dict[str, Any]]:
