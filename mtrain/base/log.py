@@ -1,7 +1,13 @@
 """Lines of the package's loggers (`mtrain.*`), as the command line shows them; other programs configure `logging`."""
 
+from __future__ import annotations
+
 import logging
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class _StandardStreams(logging.Handler):
@@ -22,3 +28,11 @@ def show_lines() -> None:
     logger = logging.getLogger("mtrain")
     logger.setLevel(logging.INFO)
     logger.handlers, logger.propagate = [_StandardStreams()], False
+
+
+def output_console(plain_width: int = 200) -> Console:
+    """Returns a console for standard output; without a terminal its lines are wide, so that no row is broken in two."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=plain_width)

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take: the configuration of a run, a model, text files; their sections on a help page."""
+"""Arguments that several verbs share: the configuration of a run, a model, text files; sections of a help page."""
 
 import os
 import sys
@@ -40,7 +40,7 @@ TextKeyOption = Annotated[str, typer.Option(help="Key of the text in JSONL.")]
 
 
 class Verbs(TyperGroup):
-    """Command group that offers, in place of an unknown verb, only the one that is meant."""
+    """Command group that suggests the meant verb for an unknown one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolves the verb; `args` follows the options of the group and is never empty."""
@@ -65,19 +65,12 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
 def loaded_config(
     arguments: Sequence[str], last_overrides: Sequence[str] = (), rank: int = 0, counts_epochs: bool = False
 ) -> "Config":
-    """Loads the configuration that a command line names; on the first rank it reports old names of keys.
+    """Loads the configuration of a command line; the first rank reports old names of keys.
 
-    Under train.device=cpu GPUs are hidden from this process and those that it starts.
+    Under train.device=cpu GPUs are hidden from this process and its children.
 
     Args:
-        arguments: Files and overrides, as in `ConfigArguments`.
-        last_overrides: Values that a verb sets itself; they take precedence over the user's.
-        rank: Rank of this process, for a verb that runs as ranks of one world.
-        counts_epochs: Whether train.num_epochs is turned into steps, for which the data are opened.
-
-    Raises:
-        ConfigError: A file or a value is wrong.
-        DataError: Data whose samples are counted cannot be read.
+        last_overrides: Values that a verb sets itself; they override the user's.
     """
     from mtrain.config.renamed import RenamedKeyWarning
     from mtrain.hf.configuration import load_config
@@ -99,13 +92,12 @@ def loaded_config(
 
 
 class SectionedCommand(TyperCommand):
-    """Command that lists options by their `rich_help_panel`, in plain lines; those without one come first."""
+    """Lists options by their `rich_help_panel`, in plain lines; those without one come first."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the sections of options for `--help`."""
         sections: dict[str, list[Any]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)  # None where it is hidden
+            record = parameter.get_help_record(ctx)  # None if it is hidden
             title = "Arguments" if parameter.param_type_name == "argument" else "Options"
             if record is not None:
                 sections.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(record)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _WorldSize = Annotated[
     int | None,
-    typer.Option(min=1, help="Ranks of the run; by default those that a file says it is for.", show_default=False),
+    typer.Option(min=1, help="Ranks of the run; by default from a file's `# GPUs:` line.", show_default=False),
 ]
 _GpuMemory = Annotated[
     str | None,
@@ -31,7 +31,7 @@ _Gpu = Annotated[
     ),
 ]
 _WithoutFiles = Annotated[
-    bool, typer.Option("--without-files", help="Do not look at files and disks: the run is for another machine.")
+    bool, typer.Option("--without-files", help="Skip files and disks: the run is for another machine.")
 ]
 
 
@@ -83,8 +83,8 @@ def look_at_gpus(
     stated: "StatedMachine | None",
     findings: "Findings",
 ) -> None:
-    """Compares the needed memory with the option's or else the file's, and predicts the time of the run, with the
-    samples that share its rows where `findings` knows them; without either there is nothing to compare or predict."""
+    """Compares the needed memory with the option's, else the file's, and predicts the time of the run, with the samples
+    that share its rows if `findings` knows them; does nothing without a memory or a GPU."""
     if memory_given is None and gpu_given is None and stated is None:
         return
     from mtrain.arch.layout import Layout
@@ -115,7 +115,6 @@ def look_at_gpus(
 
 
 def print_findings(findings: "Findings") -> None:
-    """Prints facts to standard output and faults to standard error."""
     if findings.facts:
         typer.echo()
     for name, value in findings.facts:

@@ -22,7 +22,7 @@ _Arguments = Annotated[
         show_default=False,
     ),
 ]
-_Schema = Annotated[bool, typer.Option("--schema", help="Print a JSON schema, by which editors complete keys.")]
+_Schema = Annotated[bool, typer.Option("--schema", help="Print a JSON schema, for completion in editors.")]
 
 
 def config(arguments: _Arguments = None, schema: _Schema = False) -> None:
@@ -48,7 +48,7 @@ def config(arguments: _Arguments = None, schema: _Schema = False) -> None:
 
 
 def _explained(name: str) -> list[str]:
-    """Returns the lines on a key, on those of a section, or on all that end so."""
+    """Returns the lines on a key, on the keys of a section, or on all keys with this ending."""
     from mtrain.base.errors import ConfigError
     from mtrain.config.keys import described_keys
     from mtrain.config.messages import unknown_key
@@ -77,7 +77,6 @@ def _facts(key: "Key") -> str:
 
 
 def _resolved(given: "Given") -> Iterator[str]:
-    """Yields the whole configuration as YAML, each value with its origin."""
     from mtrain.config.keys import described_keys
     from mtrain.hf.configuration import resolved
 

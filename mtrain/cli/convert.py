@@ -63,7 +63,7 @@ class ExportDtype(StrEnum):
 
 
 HfOption = Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)]
-OutOption = Annotated[Path, typer.Option(help="Folder to make; must not exist.", show_default=False)]
+OutOption = Annotated[Path, typer.Option(help="Folder to create; must not exist.", show_default=False)]
 CheckpointOption = Annotated[Path, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
 DtypeOption = Annotated[Dtype, typer.Option(help="Dtype of the written tensors.")]
 WorkersOption = Annotated[int, typer.Option(min=1, help="Number of files to work on at once.")]
@@ -84,16 +84,16 @@ def import_(
     hf: Annotated[
         Path | None, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to make; must not exist.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to create; must not exist.", show_default=False)] = None,
     to: Annotated[
-        Form, typer.Option(help="Program that shall read it; megatron-lm: weights in torch_dist alone.")
+        Form, typer.Option(help="Program that reads it; megatron-lm: weights only, in torch_dist.")
     ] = Form.mtrain,
     dtype: DtypeOption = Dtype.keep,
     mtp_depths: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Number of predictions further ahead to train; Qwen3-Next's and Qwen3.5's are only carried without.",
+            help="MTP depths to train; with 0, exports of Qwen3-Next and Qwen3.5 contain the original ones.",
         ),
     ] = 0,
     workers: WorkersOption = 1,
@@ -135,17 +135,17 @@ def export(
     checkpoint: CheckpointOption,
     out: OutOption,
     like: Annotated[
-        Path | None, typer.Option(help="Folder whose config.json and tokenizer are taken; default: the origin's.")
+        Path | None, typer.Option(help="Folder whose config.json and tokenizer are used; default: the origin's.")
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="File with the model of a checkpoint of Megatron-LM or Megatron-Bridge; default: --like's."),
+        typer.Option(
+            help="File that describes the model of a Megatron-LM or Megatron-Bridge checkpoint; default: --like's."
+        ),
     ] = None,
     dtype: Annotated[
         ExportDtype,
-        typer.Option(
-            help="Dtype of the written tensors; mxfp4: of those that were published so, the others keep theirs."
-        ),
+        typer.Option(help="Dtype of the written tensors; mxfp4 applies to those published in it, others keep theirs."),
     ] = ExportDtype.keep,
     workers: WorkersOption = 1,
     check_logits: LogitsOption = False,
@@ -153,7 +153,7 @@ def export(
     adapter: Annotated[
         bool,
         typer.Option(
-            "--adapter", help="Export the adapter alone, as a PEFT folder, instead of merging it into its model."
+            "--adapter", help="Export only the adapter, as a PEFT folder, instead of merging it into its model."
         ),
     ] = False,
 ) -> None:
@@ -214,9 +214,9 @@ def inspect(
     ],
     like: Annotated[
         Path | None,
-        typer.Option(help="Folder that says what model a checkpoint of Megatron-LM or Megatron-Bridge holds."),
+        typer.Option(help="Folder that describes the model of a Megatron-LM or Megatron-Bridge checkpoint."),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="File that says it, instead.")] = None,
+    model: Annotated[Path | None, typer.Option(help="File that describes it, instead.")] = None,
 ) -> None:
     """Says what a folder or a checkpoint holds, from headers alone."""
     with one_message():
@@ -237,7 +237,7 @@ def _print_proof(proof: Proof) -> None:
 
 
 def _named(name: str, option: str, positional: Path | None, given: Path | None) -> Path:
-    """Returns a folder that is given by its place or by an option."""
+    """Returns a folder that the user gives by position or by option."""
     if positional is None and given is None:
         raise typer.BadParameter("there is none; write mtrain convert import HF OUT", param_hint=f"{name} or {option}")
     if positional is not None and given is not None:

@@ -61,4 +61,4 @@ EXAMPLES = {
     "generate": "mtrain generate runs/chat --chat --prompt 'Who are you?'",
     "serve": "mtrain serve configs/run/lora.yaml model.hf=models/qwen3-8b data.tokenizer=models/qwen3-8b --port 8000",
 }
-"""Verb, or verb of a verb -> the line of a shell that calls it."""
+"""Verb, or verb of a verb -> a line of shell that calls it."""

@@ -13,9 +13,7 @@ from mtrain.cli.messages import one_message, this_rank
 
 def generate(
     model: ModelArgument,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="Text to continue; may be given again.", show_default=False)
-    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeatable.", show_default=False)] = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option(help="One prompt per line; of .jsonl: objects with prompt or messages.", show_default=False),
@@ -23,7 +21,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from this many of the likeliest tokens; 0: all.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is what a user says, in the model's chat template.")

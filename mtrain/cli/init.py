@@ -13,7 +13,7 @@ from mtrain.base.version import PACKAGE_FOLDER
 from mtrain.cli.messages import one_message
 
 SHARED = PACKAGE_FOLDER / "_share"
-"""Folder of the shipped files: in a checkout links to the originals, in a wheel the files themselves."""
+"""Shipped files: links to the originals in a checkout, the files themselves in a wheel."""
 PARTS = ("configs", "launch", "examples")
 
 

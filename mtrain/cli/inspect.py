@@ -20,10 +20,10 @@ import typer
 from typer.core import TyperGroup
 
 from mtrain.base.errors import DataError
+from mtrain.base.log import output_console
 from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from mtrain.checkpoint.format.safe_metadata import GlobalTensor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _ShowUnlessNamed(TyperGroup):
-    """Command group that takes an argument which is no verb as the path of `show`."""
+    """Command group that takes a path in place of a verb as the path of `show`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolves the verb; `args` follows the options of the group and is never empty."""
@@ -46,7 +46,6 @@ inspect_app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_PLAIN_WIDTH = 200
 _MOST_LINES = 20
 
 PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False)]
@@ -54,7 +53,7 @@ PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False
 
 @inspect_app.command()
 def show(path: PathArgument) -> None:
-    """What is inside; PATH alone means this."""
+    """Shows what is inside; also without the verb."""
     with one_message():
         from mtrain.checkpoint.store.diff import contents_of, described, totals  # loads torch
 
@@ -94,7 +93,7 @@ def diff(
             dtypes = ", ".join(dict.fromkeys(each.dtypes))
             table.add_row(each.key, dtypes, share, f"{each.largest_difference:.3e}", f"{each.relative:.3e}")
         if table.row_count:
-            _console().print(table)
+            output_console().print(table)
         same = sum(each.num_differing == 0 for each in found.compared)
         print(f"{'equal' if found.is_equal else 'different'}: {same} of {len(found.compared)} common tensors are equal")
     raise typer.Exit(0 if found.is_equal else 1)
@@ -120,10 +119,11 @@ def verify(path: PathArgument) -> None:
 @inspect_app.command()
 def data(
     run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False)],
-    step: Annotated[int | None, typer.Option(min=1, help="Lists the samples of one step.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="List the samples of one step.")] = None,
     source: Annotated[str | None, typer.Option(help="Only this source of data.train, by its path.")] = None,
 ) -> None:
-    """Which samples a run has trained: by source and epoch, or in one step; whether any was repeated or lost."""
+    """Lists the samples that a run has trained, by source and epoch or of one step, and whether any was repeated or
+    lost."""
     with one_message():
         from mtrain.data.ledger import Ledger  # loads numpy
         from mtrain.runs.folder import RunFolder
@@ -167,7 +167,7 @@ def _print_epochs(ledger: Ledger, source: str | None) -> bool:
     for each in epochs:
         counts = (each.samples, each.size, each.tokens, each.loss_tokens, len(each.repeated), each.lost)
         table.add_row(each.source, str(each.epoch), *("-" if count is None else f"{count:,}" for count in counts))
-    _console().print(table)
+    output_console().print(table)
     incomplete = ledger.incomplete_steps()
     for number, words in [*incomplete.items()][:_MOST_LINES]:
         print(f"step {number} {words}")
@@ -193,23 +193,16 @@ def _print_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         dtype = str(tensor.dtype).removeprefix("torch.")
         table.add_row(key, dtype, shape, _size(size_bytes(tensor)), str(len(tensor.slices)))
-    _console().print(table)
+    output_console().print(table)
 
 
 def _table(*columns: str) -> Table:
     from rich.table import Table
 
     table = Table(*columns, pad_edge=False)
-    if not _console().is_terminal:
+    if not output_console().is_terminal:
         table.box = None
     return table
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    plain = Console(highlight=False)
-    return plain if plain.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
 def _size(size_bytes: int) -> str:

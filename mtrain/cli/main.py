@@ -1,5 +1,4 @@
-"""Command line with its verbs. The file of each is only imported, with all it needs, when it is called: help is
-fast."""
+"""Command line with its verbs. A verb's file is imported only when it is called, so help is fast."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,11 +15,8 @@ from mtrain.cli.examples import EXAMPLES
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb of the program."""
-
     place: str
-    """Place as `module:name` below `mtrain.cli`: a function, or a typer application where the verb has verbs of its
-    own."""
+    """`module:name` below `mtrain.cli`: a function, or a typer application if the verb has verbs of its own."""
     summary: str
     """Line of `mtrain --help`; `mtrain VERB --help` shows the docstring."""
 
@@ -61,14 +57,13 @@ VERBS = {
 
 
 class _Program(Verbs):
-    """Command group that imports only the verb that is called, and lists verbs in groups."""
+    """Command group that imports only the called verb, and lists verbs in groups."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands: Any = {name: verb for verbs in VERBS.values() for name, verb in verbs.items()}
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Imports a verb, and reads its signature."""
         if cmd_name not in self.commands:
             return None
         module, _, attribute = self.commands[cmd_name].place.partition(":")
@@ -84,7 +79,6 @@ class _Program(Verbs):
         return group.commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the groups of verbs for `--help`."""
         widest = max(map(len, self.commands))
         for title, verbs in VERBS.items():
             with formatter.section(title):
@@ -93,7 +87,7 @@ class _Program(Verbs):
 
 
 def _show_examples(command: Any, name: str) -> None:
-    """Ends the help of a verb, and of each verb that it has, with an example."""
+    """Ends the help of a verb, and of each of its verbs, with an example."""
     inner = getattr(command, "commands", {})
     example = EXAMPLES[f"{name} {next(iter(inner))}" if inner else name]
     command.epilog = f"Example:\n\n\b\n{example}"  # one line, however long: to be copied

@@ -1,4 +1,4 @@
-"""End of a verb after an error: one message and an exit code, or a traceback whose lines name the rank."""
+"""How a verb ends after an error: one message and an exit code, or a traceback whose lines name the rank."""
 
 import os
 import signal
@@ -18,11 +18,11 @@ from mtrain.base.signals import was_interrupted
 
 @contextmanager
 def one_message(rank: int = 0) -> Iterator[None]:
-    """Ends the program with the error's exit code, and prints its message where this rank has to show it.
+    """Ends the program with the error's exit code, and prints its message if this rank has to show it.
 
     Args:
-        rank: Rank of this process, for a verb that runs as ranks of one world; other verbs always print their messages,
-            also in an environment that a launcher has set up.
+        rank: Rank of this process, for a verb whose ranks form one world; other verbs always print their messages, also
+            in a launcher's environment.
     """
     try:
         yield
@@ -40,7 +40,7 @@ def one_message(rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def prefixed_traceback() -> Iterator[None]:
-    """Shows the traceback of an unforeseen error, with the rank on each line, since the lines of ranks may mix."""
+    """Shows the traceback of an unexpected error, with the rank on each line, since the lines of ranks may mix."""
     try:
         yield
     except MtrainError:
@@ -56,25 +56,20 @@ def prefixed_traceback() -> Iterator[None]:
 
 @dataclass
 class _Place:
-    """Where the report of a verb is written."""
+    """Folder of a verb's report."""
 
     folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
 
 
 @contextmanager
 def one_verdict(verb: str) -> Iterator[_Place]:
-    """Keeps exit codes 0 and 1 to verdicts: whatever else ends the block is an error of another code.
+    """Reserves exit codes 0 and 1 for verdicts: any error that ends the block gets another code.
 
-    The traceback of an error that nobody foresaw is written into the report's folder.
-
-    Args:
-        verb: Verb after `mtrain verify`.
-
-    Yields:
-        Object that takes the report's folder as soon as it is known.
+    The traceback of an unexpected error is written into the report's folder, which the block sets in the yielded object
+    as soon as it is known.
 
     Raises:
-        UnfinishedError: The block raised something that nobody foresaw.
+        UnfinishedError: The block raised an unexpected error.
     """
     place = _Place()
     try:
@@ -94,7 +89,7 @@ def one_verdict(verb: str) -> Iterator[_Place]:
 
 
 def _kept_traceback(path: Path, error: BaseException) -> str:
-    """Writes a traceback into a file, or on standard error where that cannot be; returns the name of the place."""
+    """Writes a traceback into a file, or on standard error if that fails; returns the name of the place."""
     text = "".join(traceback.format_exception(error))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +101,7 @@ def _kept_traceback(path: Path, error: BaseException) -> str:
 
 
 def _summary_of(error: Exception) -> str | None:
-    """Returns the summary if this process has to show it; "" if the local launcher will; None where there is none."""
+    """Returns the summary if this process has to show it; "" if the local launcher will; None without one."""
     from mtrain.runs.failure import REPORT_TO, reported_summary  # only here: a verb that starts has no failure yet
 
     summary = reported_summary(error)
@@ -116,6 +111,6 @@ def _summary_of(error: Exception) -> str | None:
 
 
 def this_rank() -> int:
-    """Returns this rank for messages, even where the environment is not valid for a run."""
+    """Returns this rank for messages, even if the environment is not valid for a run."""
     text = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     return int(text) if text.isdecimal() else 0

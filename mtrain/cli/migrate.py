@@ -26,7 +26,7 @@ _Output = Annotated[
 ]
 _Arguments = Annotated[list[str], typer.Argument(metavar="ARGS...", help="Arguments of its command line.")]
 _FilesAndArguments = Annotated[
-    list[str], typer.Argument(metavar="FILE|KEY=VALUE...", help="Its YAML files and arguments; later ones hold.")
+    list[str], typer.Argument(metavar="FILE|KEY=VALUE...", help="Its YAML files and arguments; later ones win.")
 ]
 _File = Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file.", show_default=False)]
 

@@ -1,4 +1,4 @@
-"""`mtrain report`, `plot` and `compare`: runs as pages and pictures, and where they part."""
+"""`mtrain report`, `plot` and `compare`: pages and pictures of runs, and where they diverge."""
 
 from pathlib import Path
 from typing import Annotated

@@ -21,8 +21,8 @@ _ASSUMED: dict[str, dict[str, Any]] = {
     "optimizer": {"lr": 1e6},
     "data": {"kind": "mock"},
 }
-"""Values that a run needs, but no prediction depends on: assumed where they are not given, and never written. They are
-above any warm-up, step and `min_lr` that is given."""
+"""Values that a run needs, but no prediction depends on: assumed if the user gives none, and never written. They exceed
+any warm-up, step and `min_lr` of the user."""
 _HARDWARE = "Hardware"
 _Models = Annotated[
     list[str],
@@ -106,8 +106,7 @@ def _cluster(
 
 
 def _given(models: list[str], seq_length: int | None, global_batch_size: int | None) -> "Given":
-    """Reads what YAML files, overrides and options give; of a Hugging Face folder its name, of a config.json the
-    architecture."""
+    """Reads YAML files, overrides and options; of a Hugging Face folder its name, of a config.json the architecture."""
     from mtrain.config.load import Given, read_given
 
     paths, overrides = split_arguments(models)
@@ -127,7 +126,7 @@ def _given(models: list[str], seq_length: int | None, global_batch_size: int | N
 
 
 def _completed(given: "Given") -> tuple["Config", list[str]]:
-    """Fills in assumed values where the user gives none; returns the configuration and the keys that were assumed."""
+    """Fills in assumed values; returns the configuration and the keys that were assumed."""
     from mtrain.config.schema.data import MockSection
     from mtrain.hf.configuration import resolved
 

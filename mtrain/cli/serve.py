@@ -19,7 +19,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = 8000,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the key that clients send; needed but on loopback.", show_default=False),
+        typer.Option(help="File with the clients' key; needed except on loopback.", show_default=False),
     ] = None,
 ) -> None:
     """Serves a model to clients that train it and sample from it: the tinker SDK, for one.

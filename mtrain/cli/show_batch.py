@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 _UNTRAINED = "dim"
 _STYLES = ("black on green", "black on cyan", "black on yellow", "black on magenta")
-"""Styles by weight, the most frequent weight first; all further weights have the last one."""
+"""Styles by weight, the most frequent weight first; all further weights share the last one."""
 
 
 def show_batch(
     arguments: ConfigArguments,
     step: Annotated[int, typer.Option(min=1, help="Step, counted from 1 as in metrics.jsonl.")] = 1,
     samples: Annotated[int, typer.Option(min=1, help="Number of samples to show.")] = 8,
-    html: Annotated[Path | None, typer.Option(help="Also writes a page with the weight of every token.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with the weight of every token.")] = None,
 ) -> None:
     """Shows the samples of a step: what is trained, where documents begin, what tokens weigh; loads no torch."""
     with one_message():
@@ -73,7 +73,7 @@ def styles_of(shown: ShownStep) -> dict[float, str]:
 
 
 def coloured(sample: ShownSample, styles: dict[float, str]) -> Text:
-    """Returns the text of a sample, with the colour of each token's weight."""
+    """Returns the text of a sample, coloured by weight."""
     from rich.text import Text
 
     text = Text()

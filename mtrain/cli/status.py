@@ -8,9 +8,6 @@ import typer
 
 from mtrain.cli.messages import one_message
 
-_PLAIN_WIDTH = 200
-"""Width of a line, in characters, where the output is no terminal, so that no row is broken in two."""
-
 
 def status(
     runs: Annotated[
@@ -19,7 +16,7 @@ def status(
     ],
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes with --watch.")] = 2.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, on one line each time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, one line each time.")] = False,
 ) -> None:
     """Shows step, remaining time, loss, speed, memory, ranks, last checkpoint and alarms of runs as they go on."""
     with one_message():
@@ -41,15 +38,14 @@ def _shown_as_json(runs: list[str]) -> None:
 
 
 class _Screen:
-    """Output on a terminal, where each status replaces the one before, or in a log."""
+    """Output on a terminal, where each status replaces the last one, or in a log."""
 
     def __init__(self, is_live: bool) -> None:
-        from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(highlight=False)
-        if not self._console.is_terminal:
-            self._console = Console(highlight=False, width=_PLAIN_WIDTH)
+        from mtrain.base.log import output_console
+
+        self._console = output_console()
         self._live = Live(console=self._console, auto_refresh=False) if is_live and self._console.is_terminal else None
 
     def show(self, runs: list[str]) -> None:

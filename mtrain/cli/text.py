@@ -48,7 +48,7 @@ def tokenize(
     workers: Annotated[int, typer.Option(min=1, help="Number of processes; the output does not depend on it.")] = 1,
     append_eos: Annotated[bool, typer.Option(help="End each document with the end-of-document token.")] = True,
     fast: Annotated[
-        bool, typer.Option("--fast", help="Encode by gigatoken, compared on the way; byte-level tokenizer.json only.")
+        bool, typer.Option("--fast", help="Encode by gigatoken, compared meanwhile; byte-level tokenizer.json only.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing pair.")] = False,
 ) -> None:
@@ -99,15 +99,11 @@ def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
 
 
 class Algorithm(Enum):
-    """Algorithm that finds the vocabulary."""
-
     BPE = "bpe"
     UNIGRAM = "unigram"
 
 
 class TokenizerKind(Enum):
-    """Format of the tokenizer that is written."""
-
     SENTENCEPIECE = "sentencepiece"
     HF = "hf"
 
@@ -116,7 +112,7 @@ AlgorithmOption = Annotated[
     Algorithm | None, typer.Option(help="sentencepiece: how the vocabulary is found; default bpe.")
 ]
 SpecialTokenOption = Annotated[
-    list[str], typer.Option(help="hf: a text that is one token where a chat template writes it; may be given again.")
+    list[str], typer.Option(help="hf: a text that is one token when a chat template writes it; repeatable.")
 ]
 TemplateOption = Annotated[
     str | None, typer.Option(help="hf: chatml, which brings its special tokens, or a .jinja file.")

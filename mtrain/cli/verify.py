@@ -15,6 +15,7 @@ import typer
 
 from mtrain.base.errors import UnfinishedError
 from mtrain.base.ground import require_ground
+from mtrain.base.log import output_console
 from mtrain.cli.arguments import ConfigArguments, ModelArgument, Verbs, loaded_config
 from mtrain.cli.messages import one_message, one_verdict
 
@@ -26,15 +27,13 @@ verify_app = typer.Typer(cls=Verbs, help="Checks the promise on your own configu
 
 
 class RolloutDtype(enum.StrEnum):
-    """Precisions of inference engines."""
-
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
 
 
 def _list_injections(context: typer.Context, wanted: bool) -> None:
-    """Prints the faults of the verb that was called, and exits."""
+    """Prints the faults of the verb, and exits."""
     if not wanted:
         return
     if context.info_name == backend.__name__:
@@ -64,7 +63,7 @@ class VerifyOptions:
         Path | None,
         typer.Option(help="Folder for the report as JSON and HTML; by default the verb's name below run.dir."),
     ] = None
-    inject: Annotated[str | None, typer.Option(metavar="NAME", help="Plants a known fault, to see it found.")] = None
+    inject: Annotated[str | None, typer.Option(metavar="NAME", help="Plant a known fault, to see it found.")] = None
     list_injections: Annotated[
         bool,
         typer.Option(
@@ -73,7 +72,7 @@ class VerifyOptions:
     ] = False
 
     def request(self) -> dict[str, Any]:
-        """Returns the arguments of `Request` that the options determine; `ResumeRequest` has one more."""
+        """Returns the arguments of `Request`; `ResumeRequest` has one more."""
         return {
             "layouts": self.layouts,
             "num_steps": self.steps,
@@ -84,11 +83,7 @@ class VerifyOptions:
 
 
 def _with_options(*, steps: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces a verb's parameter `options` by the fields of `VerifyOptions`.
-
-    Args:
-        steps: Default of `--steps` for the verb.
-    """
+    """Replaces a verb's parameter `options` by the fields of `VerifyOptions`."""
     defaults = VerifyOptions(steps=steps)
 
     def spread(verb: Callable[..., None]) -> Callable[..., None]:
@@ -190,11 +185,11 @@ def backend(
         Path | None, typer.Option(help="Folder for the report as JSON and HTML; by default backend below run.dir.")
     ] = None,
     inject: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Compares layers with a known fault, to see it found.")
+        str | None, typer.Option(metavar="NAME", help="Compare layers with a known fault, to see it found.")
     ] = None,
     unless_certified: Annotated[
         bool,
-        typer.Option("--unless-certified", help="Ends at once where a certificate is of these layers and machine."),
+        typer.Option("--unless-certified", help="End at once if these layers have a certificate for this machine."),
     ] = False,
     list_injections: Annotated[
         bool,
@@ -240,7 +235,7 @@ def rollout(
     ] = None,
     weights: Annotated[
         list[Path] | None,
-        typer.Option(help="Another model whose weights the engine may have had; may be given again."),
+        typer.Option(help="Another model whose weights the engine may have had; repeatable."),
     ] = None,
     first: Annotated[int, typer.Option(min=1, help="Number of rollouts to compare, from the first one.")] = 64,
     max_ranks: Annotated[int, typer.Option(min=1, help="Largest number of ranks of the layout.")] = 8,
@@ -279,11 +274,11 @@ def _verify(
         if verb != backend.__name__:
             config = on_several_ranks(config, options.max_ranks)
         place.folder = folder = Path(config.run.dir) / verb if options.output is None else options.output
-        from mtrain.verify.report.print import console, print_report, write_report  # loads torch
+        from mtrain.verify.report.print import print_report, write_report  # loads torch
 
         report = run(config)
         write_report(report, folder)
-        print_report(report, folder, console())
+        print_report(report, folder, output_console(260))
         if report.exit_code > 1:
             unfinished = UnfinishedError(f"{report.unfinished}; {folder / report.text.json_name} says why")
             unfinished.exit_code = report.exit_code
@@ -292,10 +287,8 @@ def _verify(
 
 
 def on_several_ranks(config: "Config", max_ranks: int) -> "Config":
-    """Returns the configuration on CPUs, hiding a machine's only GPU, where train.device=auto would take that one.
-
-    One rank runs on it, so that no layout would be compared.
-    """
+    """Returns the configuration on CPUs, hiding a machine's only GPU, which train.device=auto would use with a single
+    rank, so that no layout would be compared."""
     if config.train.device != "auto" or max_ranks == 1:
         return config
     import torch

@@ -6,16 +6,14 @@ import math
 from collections import Counter
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table as Listing
 
 from mtrain.arch import num_parameters
+from mtrain.base.log import output_console
 from mtrain.base.tensor_slice import Sizes
 from mtrain.convert.target import open_target
 from mtrain.hf.io.source import open_source
 from mtrain.hf.schema.files import CONFIG_NAME
-
-_PLAIN_WIDTH = 200
 
 
 def print_contents(path: Path, like: Path | None = None) -> None:
@@ -40,9 +38,9 @@ def print_contents(path: Path, like: Path | None = None) -> None:
     listing = Listing("tensor", "dtype", "shape")
     for name, (dtype, shape) in tensors.items():
         listing.add_row(name, str(dtype).removeprefix("torch."), _shown(shape))
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe: names are not cut, and there is nothing to draw
-        listing.box, console = None, Console(highlight=False, width=_PLAIN_WIDTH)
+    console = output_console()
+    if not console.is_terminal:  # a file or a pipe: there is nothing to draw
+        listing.box = None
     console.print(f"{heading}\nelements: {counts}", soft_wrap=True)
     console.print(listing)
 

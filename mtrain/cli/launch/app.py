@@ -25,7 +25,7 @@ def local(
     arguments: ConfigArguments,
     num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Ranks to start.", show_default=False)],
     certify: Annotated[
-        bool, typer.Option("--certify", help="First mtrain verify backend, where no certificate is of these layers.")
+        bool, typer.Option("--certify", help="Run mtrain verify backend first, if these layers have no certificate.")
     ] = False,
 ) -> None:
     """Trains with several ranks on this machine; where the first argument is a .py file, runs that program instead."""

@@ -17,17 +17,17 @@ def _of(panel: str, help_text: str) -> Any:
 _RUN, _POD = "The run", "Its pods, one per node"
 _Nodes = Annotated[int, typer.Option(help="Nodes of the run.", show_default=False, rich_help_panel=_RUN)]
 _Image = Annotated[
-    str, typer.Option(help="Image that has mtrain (launch/Dockerfile).", show_default=False, rich_help_panel=_RUN)
+    str, typer.Option(help="Image with mtrain (launch/Dockerfile).", show_default=False, rich_help_panel=_RUN)
 ]
-_Volumes = Annotated[list[str] | None, _of(_RUN, "CLAIM:/PATH, ReadWriteMany; run.dir lies in one.")]
-_Namespace = Annotated[str | None, _of(_RUN, "Of both objects.")]
-_Name = Annotated[str | None, _of(_RUN, "Of the JobSet; by default from run.dir.")]
+_Volumes = Annotated[list[str] | None, _of(_RUN, "CLAIM:/PATH, ReadWriteMany; one holds run.dir.")]
+_Namespace = Annotated[str | None, _of(_RUN, "Namespace of both objects.")]
+_Name = Annotated[str | None, _of(_RUN, "Name of the JobSet; by default from run.dir.")]
 _Queue = Annotated[str | None, _of(_RUN, "Queue of Kueue.")]
-_Retries = Annotated[int, _of(_RUN, "After a lost rank, node or disk; stops and preemptions do not count.")]
+_Retries = Annotated[int, _of(_RUN, "Restarts after a lost rank, node or disk; stops and preemptions do not count.")]
 _Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file instead of standard output.")]
-_Gpus = Annotated[int | None, _of(_POD, "As many ranks in each.")]
-_Cpus = Annotated[str | None, _of(_POD, "As in 64 or 500m.")]
-_Memory = Annotated[str | None, _of(_POD, "As in 800Gi.")]
+_Gpus = Annotated[int | None, _of(_POD, "GPUs, and ranks, of each pod.")]
+_Cpus = Annotated[str | None, _of(_POD, "Processors of a pod, as in 64 or 500m.")]
+_Memory = Annotated[str | None, _of(_POD, "Memory of a pod, as in 800Gi.")]
 _Shm = Annotated[str, _of(_POD, "Size of /dev/shm.")]
 _Secret = Annotated[str | None, _of(_POD, "Secret with environment variables, such as tokens.")]
 _Selector = Annotated[list[str] | None, _of(_POD, "LABEL=VALUE of the nodes.")]
@@ -88,7 +88,7 @@ def torchrun(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the run.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node; each gets a rank.")] = 1,
     first_node: Annotated[str, typer.Option(help="Host name or address of node 0.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="A port that is free on node 0.")] = 29500,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="A free port on node 0.")] = 29500,
 ) -> None:
     """Checks a run and prints the command for each of its nodes; loads no torch."""
     with one_message():

@@ -28,34 +28,36 @@ _JOB, _RANKS, _IMAGE, _SERVICE = "The job", "Its ranks", "In a container", "A se
 _Nodes = Annotated[int, typer.Option(help="Nodes of the job.", show_default=False, rich_help_panel=_JOB)]
 _OfJob = Annotated[str | None, _of(_JOB)]
 _Time = Annotated[str | None, _of(_JOB, "Time limit: minutes, 24:00:00 or 2-12:00:00.")]
-_Name = Annotated[str | None, _of(_JOB, "Of the job; jobs of one name run one by one.")]
+_Name = Annotated[str | None, _of(_JOB, "Name of the job; jobs of one name run one by one.")]
 _More = Annotated[list[str] | None, _of(_JOB, "Another option of sbatch, as in reservation=week.")]
-_Retries = Annotated[int, _of(_JOB, "After a lost rank, node or disk, without a newer checkpoint.")]
-_GpusOfNode = Annotated[int | None, _of(_RANKS, "As many ranks on each node.")]
-_GpusOfTask = Annotated[int | None, _of(_RANKS, "Instead: each rank sees only its own.")]
-_Tasks = Annotated[int | None, _of(_RANKS, "Ranks of a node, if not one a GPU.")]
+_Retries = Annotated[int, _of(_JOB, "Restarts after a lost rank, node or disk without a newer checkpoint.")]
+_GpusOfNode = Annotated[int | None, _of(_RANKS, "GPUs, and ranks, of each node.")]
+_GpusOfTask = Annotated[int | None, _of(_RANKS, "GPUs of each rank, which sees no others.")]
+_Tasks = Annotated[int | None, _of(_RANKS, "Ranks of a node; by default one a GPU.")]
 _Cpus = Annotated[int | None, _of(_RANKS, "CPU cores of a rank, by default its share of the node.")]
-_Gpu = Annotated[str | None, _of(_RANKS, "Their GPU, such as h100: --dry-run says the hours.")]
+_Gpu = Annotated[str | None, _of(_RANKS, "GPU, such as h100, for which --dry-run predicts the hours.")]
 _EnvFile = Annotated[Path | None, _of(_RANKS, "NAME=VALUE lines for the ranks; mode 0600.")]
 _Image = Annotated[str | None, _of(_IMAGE, "Image.")]
 _Runtime = Annotated[str, _of(_IMAGE, "pyxis or apptainer.")]
 _Mounts = Annotated[str | None, _of(_IMAGE, "HOST[:CONTAINER], by commas.")]
 _Certify = Annotated[
-    bool, _of(_RANKS, "First mtrain verify backend on a node, where no certificate is of these layers.")
+    bool, _of(_RANKS, "Run mtrain verify backend on a node first, if these layers have no certificate.")
 ]
 _Serve = Annotated[
     bool, typer.Option("--serve", help="The ranks run mtrain serve; prints its address.", rich_help_panel=_SERVICE)
 ]
-_Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Of the first node; 8000.", rich_help_panel=_SERVICE)]
+_Port = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Port on the first node; 8000.", rich_help_panel=_SERVICE)
+]
 _TokenFile = Annotated[
-    Path | None, _of(_SERVICE, "Key that clients send, made if it is not there; service.key in run.dir.")
+    Path | None, _of(_SERVICE, "File with the clients' key, created if missing; service.key in run.dir.")
 ]
 _WithoutFiles = Annotated[
-    bool, typer.Option("--without-files", help="Do not look at files and disks: this node does not see the job's.")
+    bool, typer.Option("--without-files", help="Skip files and disks: this node does not see the job's.")
 ]
 _DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="Print the script, and to stderr what the run would be; submit and write nothing."),
+    typer.Option("--dry-run", help="Print the script, and the run to stderr; submit and write nothing."),
 ]
 
 _OF_TRACKERS = {
@@ -63,7 +65,7 @@ _OF_TRACKERS = {
     "mlflow": ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME"),
     "trackio": ("HF_TOKEN",),
 }
-"""Variables by which a tracker's library finds its server and is let in."""
+"""Variables by which a tracker's library finds its server and logs in."""
 
 
 def slurm(
@@ -94,7 +96,8 @@ def slurm(
 ) -> None:
     """Checks a run, writes one sbatch script into its run folder, and submits it; loads no torch.
 
-    With --serve a training service for clients: waits until it listens, and prints its address."""
+    With --serve the job is a training service for clients: waits until it listens, and prints its address.
+    """
     with one_message():
         from mtrain.launch.slurm.nodes import completed_by, nodes_of
         from mtrain.launch.slurm.options import SlurmOptions, runtime_named, with_defaults
@@ -113,7 +116,7 @@ def slurm(
             _warn_of_secrets(arguments)
         paths, overrides = split_arguments(arguments)
         submission = prepare(paths, overrides, options, ("train",) if service is None else service.verb)
-        has_files = not without_files and container is None  # inside a container, paths differ
+        has_files = not without_files and container is None  # paths inside a container differ
         findings = _looked_at(arguments, has_files, serve, needs_weights=not dry_run)
         if dry_run:
             _print_summary(arguments, options.num_ranks, gpu, has_files and not serve, findings)
@@ -126,7 +129,7 @@ def slurm(
 
 
 def _submitted(submission: "Submission", service: "ServiceOptions | None") -> str:
-    """Freezes and submits; prints what is new in it, and warnings. Returns the number of the job."""
+    """Freezes and submits; prints what is new, and warnings. Returns the number of the job."""
     from mtrain.launch.slurm.submit import submit
     from mtrain.serve.checked import make_token
 
@@ -143,11 +146,7 @@ def _submitted(submission: "Submission", service: "ServiceOptions | None") -> st
 def _service(
     config: "Config", serve: bool, port: int | None, token_file: Path | None, has_container: bool
 ) -> "ServiceOptions | None":
-    """Checks what a service needs; returns None for a run.
-
-    Raises:
-        ConfigError: An option of services is given for a run, or the job could not serve.
-    """
+    """Checks what a service needs; returns None for a run."""
     from mtrain.launch.slurm.service import ServiceOptions
     from mtrain.serve.checked import check_libraries, check_served, check_token, read_token
 
@@ -165,7 +164,7 @@ def _service(
 
 
 def _print_way(run_dir: Path, number: str, service: "ServiceOptions") -> None:
-    """Waits until the service listens, and prints how it is reached."""
+    """Waits until the service listens, and prints how to reach it."""
     from mtrain.launch.slurm.service import wait_for_service, ways_there
 
     typer.echo(
@@ -177,7 +176,7 @@ def _print_way(run_dir: Path, number: str, service: "ServiceOptions") -> None:
 
 
 def _warn_of_secrets(arguments: list[str]) -> None:
-    """Warns of what trackers read from the environment and a job, which gets none of this shell's, would lack."""
+    """Warns of variables that trackers need and that the job lacks, since it gets none of this shell's."""
     for tracker in loaded_config(arguments).metrics.trackers:
         for name in _OF_TRACKERS.get(tracker, ()):
             if name in os.environ:
@@ -191,7 +190,7 @@ def _warn_of_secrets(arguments: list[str]) -> None:
 def _print_summary(
     arguments: list[str], num_ranks: int, gpu: str | None, has_files: bool, findings: "Findings"
 ) -> None:
-    """Prints to standard error what `mtrain check` prints, and the hours where a GPU is named."""
+    """Prints to standard error what `mtrain check` prints, and the hours if a GPU is named."""
     from mtrain.cli.check import look_at_gpus, print_findings
     from mtrain.hf.configuration import notes_on
     from mtrain.plan.search.written import stated_machine
@@ -207,7 +206,7 @@ def _print_summary(
 
 
 def _looked_at(arguments: list[str], has_files: bool, serve: bool, needs_weights: bool) -> "Findings":
-    """Ends the program now, not after the queue, for faults that `mtrain check` would find in files and disks."""
+    """Ends the program now instead of after the queue, for faults that `mtrain check` would find in files and disks."""
     from mtrain.cli.check import print_findings
     from mtrain.preflight.findings import Findings
 

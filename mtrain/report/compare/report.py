@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from mtrain.base.files import disk_faults, replacing, write_atomically
+from mtrain.base.log import output_console
 from mtrain.config.changes import Change
 from mtrain.report.compare.runs import Comparison, Quantity, compare_runs
 from mtrain.report.metrics.plot import draw_curve, finish_axes
@@ -64,10 +64,6 @@ def _curves(labels: Sequence[str], points: Sequence[tuple[tuple[int, float], ...
     return [Curve("ab"[slot], labels[slot], slot, points[slot]) for slot in range(2)]
 
 
-_PLAIN_WIDTH = 160
-"""Line width in characters without a terminal, so that no row is broken in two."""
-
-
 def report_comparison(run_a: Path, run_b: Path, rtol: float | None, output: Path) -> bool:
     """Compares two runs, prints the result and writes `compare.html` and `compare.png`; returns whether they are
     equal."""
@@ -84,9 +80,7 @@ def report_comparison(run_a: Path, run_b: Path, rtol: float | None, output: Path
 
 def print_comparison(comparison: Comparison, files: Sequence[Path]) -> None:
     """Prints differences, verdict and written files; plain lines without a terminal."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PLAIN_WIDTH)
+    console = output_console(160)
     divergence = comparison.divergence
     verdict = f"equal within {comparison.allowed}" if divergence is None else f"divergent from {divergence}"
     for name, value in {**_facts(comparison), "verdict": verdict}.items():

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.log import output_console
 from mtrain.config.changes import flat_keys
 from mtrain.report.compare.report import comparison_page
 from mtrain.report.compare.runs import Comparison, compare_runs
@@ -22,7 +22,6 @@ from mtrain.report.pages.html import render
 from mtrain.runs.folder import RunFolder
 
 PAGE = "compare.html"
-_PLAIN_WIDTH = 200
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,7 @@ def report_several(runs: Sequence[Path], rtol: float | None, output: Path) -> bo
             if each.comparison is not None:
                 write_atomically(output / each.page, comparison_page(each.comparison))
         write_atomically(output / PAGE, page_of_several(found))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PLAIN_WIDTH)
+    console = output_console()
     console.print(_table(found, plain=not console.is_terminal))
     console.print(output / PAGE, markup=False, soft_wrap=True)
     return all(each.is_equal for each in found)

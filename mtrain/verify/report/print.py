@@ -13,20 +13,17 @@ from rich.table import Table
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.verify.core.result import BackendReport, Deviation, ParityReport, Report
 
-_PLAIN_WIDTH = 260
-"""Line width if the output is not a terminal, so that rows do not break."""
-
 _UNBOUNDED = 10_000
 
 
-def console() -> Console:
-    """Returns a console for standard output: boxed tables on a terminal, plain lines elsewhere."""
-    plain = Console(highlight=False)
-    return plain if plain.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
-
-
 def print_report(report: Report, folder: Path, output: Console) -> None:
-    """Prints the table, the tolerances, the diagnosis and the verdict; `folder` holds the report's files."""
+    """Prints the table, the tolerances, the diagnosis and the verdict.
+
+    Args:
+        report: Report to print.
+        folder: Folder of the report's files.
+        output: Console, such as `output_console`.
+    """
     text = report.text
     _print_table(report, output)
     output.print()
