@@ -76,7 +76,6 @@ def check_room(device: torch.device, on_device: int, on_host: int, asked: str) -
     """Refuses what memory does not hold. One small all-reduce over the world.
 
     Args:
-        device: Device of this rank.
         on_device: Bytes that each rank needs on its device.
         on_host: Bytes that each rank needs in host memory.
         asked: What a client asks for, as its error names it.
@@ -103,7 +102,6 @@ def sequences_at_once(sizes: Sizes, device: torch.device, length: int) -> int:
 
     Args:
         sizes: Sizes of the model.
-        device: Device of this rank.
         length: Number of tokens of the longest sequence, prompt and answer.
 
     Raises:

@@ -149,7 +149,6 @@ def cached_model(
 
     Args:
         config: Configuration of the model.
-        groups: The process groups.
         chunks: This rank's model chunks, their parameters complete; left as they were.
         num_sequences: Largest number of sequences at a time.
         length: Length of the longest sequence, prompt and answer.

@@ -302,8 +302,6 @@ class GlobalTotals:
     ) -> None:
         """
         Args:
-            sums: Sums of this rank.
-            groups: The process groups.
             stop_requested: Stop request of this rank; one on any rank becomes `stop_requested` of all.
             local_grad_norm_sq: A scalar on the device, to be summed over all ranks: this rank's part of a squared norm.
         """
@@ -372,7 +370,6 @@ class PlannedTotals:
         """
         Args:
             planned: Denominator of each term over this rank's batch.
-            groups: The process groups.
             everywhere: Whether to sum over the world, with the same bits on all ranks; else within each pipeline stage,
                     whose ranks read the whole batch themselves.
         """

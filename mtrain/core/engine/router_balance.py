@@ -74,7 +74,6 @@ class RouterBalance:
 
         Args:
             config: Configuration with the terms and the rate of the biases.
-            groups: The process groups.
             chunks: This rank's model chunks.
         """
         self.terms = tuple(losses.ROUTER_TERMS[name] for name in config.loss.router.coefficients)
@@ -165,10 +164,8 @@ class RouterStats:
     ) -> None:
         """
         Args:
-            balance: Balance of all routers of this rank.
             index: Index of this router among them.
             section: Section with score and number of choices.
-            groups: The process groups.
             is_counted: Whether its tokens count in denominators: a depth of multi-token prediction sees fewer.
         """
         self._balance, self._index, self._section, self._is_counted = balance, index, section, is_counted

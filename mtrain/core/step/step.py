@@ -232,7 +232,6 @@ class TrainingStep:
         Returns None for an empty batch: weights and state stay bit-identical.
 
         Args:
-            totals: Totals of the step.
             judge: Function of the gradient norm that is called before anything is applied, and raises to prevent it;
                 not called if fp16 overflowed.
 

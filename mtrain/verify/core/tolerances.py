@@ -92,7 +92,6 @@ def tolerances(config: Config, num_steps: int, has_float64: bool = True) -> tupl
 
     Args:
         config: Shrunk configuration.
-        num_steps: Number of steps.
         has_float64: Whether models that need float64 steps compute them; if not, float32 is held to its limit.
     """
     sizes = Sizes.of(config)

@@ -91,7 +91,6 @@ def run_until_stopped(
     Args:
         program: Function that starts the launcher.
         command: Command of the launcher.
-        run_dir: Run folder.
         stop: Phase and step in which the signal is sent.
         last_rank: Rank that must reach the phase; the others may be anywhere.
         log: File that gets all output.

@@ -41,7 +41,6 @@ class Prompts:
         """Loads the tokenizer; without one in the configuration, texts are not compared.
 
         Args:
-            model: Model of the run.
             has_texts: Whether a rollout has messages or a text; ids alone need no tokenizer.
             progress: Called with a line if the tokenizer is missing.
 

@@ -36,7 +36,6 @@ def scores(
     """Loads the model and computes the log-probabilities as a loss of the run would. Collective.
 
     Args:
-        groups: Process groups.
         model: Model of the run; see `for_scoring`.
         rollouts: Answers to score; may be empty if only the weights are wanted.
         with_weights: Whether to return the weights.

@@ -189,7 +189,6 @@ def _means(sums: list[Tensor], inputs: tuple[Tensor, ...], tp: dist.ProcessGroup
     Args:
         sums: Tensor [seq, batch, 1, 1] for each input.
         inputs: Tensors [seq, batch, heads_local, head_dim]; every rank of TP holds as many heads.
-        tp: Group of the ranks.
     """
     total = torch.stack(sums)  # [2, seq, batch, 1, 1]: queries and keys share the latency of one all-reduce
     # in place and outside of autograd, which cannot differentiate it: `backward` calls it itself

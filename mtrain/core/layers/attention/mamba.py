@@ -161,7 +161,6 @@ class GroupNorm(MegatronModule):
         """
         Args:
             config: Configuration of the model.
-            heads: Heads of this rank.
             tp: Ranks that hold the other heads.
         """
         super().__init__(config=config)

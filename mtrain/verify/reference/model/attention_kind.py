@@ -58,7 +58,6 @@ class AttentionKind(ABC):
         Args:
             linear: Name of the projection within the attention.
             every: Numbers of all rows of the projection.
-            model: Architecture of the model.
         """
 
     @abstractmethod

@@ -30,7 +30,6 @@ class Convolution(MegatronModule):
         """
         Args:
             config: Configuration of the model.
-            channels: Number of channels of this rank.
             kernel: Number of tokens that a channel sees.
             tp: Ranks that hold the others.
             has_bias: Whether each channel has a bias.
