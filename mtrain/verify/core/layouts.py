@@ -117,8 +117,10 @@ def _limited(trial: Trial, max_ranks: int) -> Trial:
     while trial.num_ranks > max_ranks:
         axis = max(("tp", "pp", "cp", "ep"), key=lambda name: getattr(trial, name))
         degree = getattr(trial, axis)
+        if degree == 1:  # only expert tensor parallelism is left, which needs its ranks
+            return trial
         smaller = degree // _smallest_prime(degree)
-        if smaller <= 1:
+        if smaller == 1:
             return trial
         shares = None if axis == "pp" else trial.stage_shares
         trial = _seated(replace(trial, **{axis: smaller}, dp=1, stage_shares=shares))

@@ -1,5 +1,7 @@
 """Layouts derived from a configuration, and names that are understood."""
 
+from itertools import product
+
 import pytest
 
 from mtrain.base.errors import ConfigError
@@ -46,6 +48,17 @@ def test_no_layout_needs_more_ranks_than_there_are(max_ranks: int) -> None:
     ranks = [trial.num_ranks for trial in OwnTrials(user, max_ranks).derived()]
     assert max(ranks) == max_ranks
     assert ranks[0] == 1
+
+
+@pytest.mark.parametrize("max_ranks", [1, 2, 4, 8])
+def test_degrees_of_experts_need_no_more_ranks_than_there_are(max_ranks: int) -> None:
+    degrees = product((1, 2, 4), (1, 2), (1, 4), (1, 4), (1, 2, 4))
+    for tp, pp, cp, ep, etp in degrees:
+        layout = {"layout__tp": tp, "layout__pp": pp, "layout__cp": cp, "layout__ep": ep, "layout__etp": etp}
+        user = expert_config(**layout, layout__sp=tp > 1)
+        trials = OwnTrials(user, max_ranks)
+        assert max(trial.num_ranks for trial in trials.derived()) <= max_ranks
+        assert trials.full().num_ranks <= max_ranks
 
 
 def test_experts_have_a_place_in_every_layout() -> None:
