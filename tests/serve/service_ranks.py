@@ -188,7 +188,7 @@ def remembered(groups: Groups, configs: Sequence[Config], length: int) -> list[R
     return found
 
 
-_CACHES = ("cache", "memory")
+_CACHES = ("cached", "memory")
 
 
 def sampled(

@@ -85,7 +85,8 @@ def _asking_file() -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "torch" not in path.parts and path != Path(__file__):
-            return "/".join(path.parts[-4:])
+            package = max(number for number, part in enumerate(path.parts) if part in ("mtrain", "megatron", "tests"))
+            return "/".join(path.parts[package:])
         frame = frame.f_back
     return "torch"
 
