@@ -7,7 +7,7 @@ import pytest
 from tests.paths import DOCS
 
 
-@pytest.mark.parametrize(("picture", "page"), [("packed_curves", "packing"), ("hybrid_curves", "hybrids")])
+@pytest.mark.parametrize(("picture", "page"), [("packed_curves", "data/packing"), ("hybrid_curves", "proof/hybrids")])
 def test_packed_curves_are_those_without_packing(picture: str, page: str) -> None:
     measured = json.loads((DOCS / f"pictures/{picture}.json").read_text())
     text = (DOCS / f"{page}.md").read_text()
