@@ -14,7 +14,7 @@ unset PYTHONDONTWRITEBYTECODE  # images set it; hundreds of processes would comp
 tests/check.sh "$python"
 day=("$python" -m pytest -n 3 --dist worksteal -m "not slurm and not nightly")
 (($#)) && exec "${day[@]}" "$@"
-# beside the others, since its jobs wait most of their time
+# at the same time as the others, since its jobs wait most of their time
 said=$(mktemp)
 "$python" -m pytest -m slurm tests/slurm &>"$said" &
 slurm=$!

@@ -1,5 +1,6 @@
 """Tests of `import mtrain`: what a program may rely on, loaded at its first use."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -49,6 +50,14 @@ def test_an_unknown_name_is_refused_as_by_any_module() -> None:
         mtrain.Motor  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError):
         exec("from mtrain import Motor")
+
+
+@pytest.mark.parametrize("module", ["mtrain.loss.pair", "mtrain.loss.diagnostics"])
+def test_losses_written_for_version_0_2_import_the_same_things(module: str) -> None:
+    old = importlib.import_module(module)
+    shared = [name for name in mtrain.__all__ if hasattr(old, name) and not name.startswith("__")]
+    assert {"LossPair", "weigh"} <= set(shared) or {"reports", "diagnosed"} <= set(shared)
+    assert all(getattr(old, name) is getattr(mtrain, name) for name in shared)
 
 
 def test_what_is_listed_for_type_checkers_is_what_is_loaded() -> None:

@@ -405,7 +405,7 @@ def _kept(model: ModelSection, adapter: AdapterSection, layout: Layout, matrices
 
 
 def _outputs(model: ModelSection, layout: Layout, matrix: AdaptedMatrix) -> int:
-    """Returns the outputs of the whole module, part of which may have no adapter."""
+    """Returns the outputs of the whole module; some of its parts may have no adapter."""
     if matrix.is_row_parallel:
         return hidden_local(model, layout)
     fused = (each.rows for part in present(model) for each in part.adapted(model) if each.linear == matrix.linear)

@@ -21,7 +21,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Number of the likeliest tokens to draw from; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is what a user says, in the model's chat template.")

@@ -43,7 +43,7 @@ class Epochs:
 def with_num_steps(config: Config) -> Config:
     """Returns the configuration with `train.num_steps` in place of `train.num_epochs`; opens the training data.
 
-    These are the fewest steps that hold all samples of so many epochs. `optimizer.warmup_ratio` becomes steps as well.
+    These are the fewest steps that hold all samples of these epochs. `optimizer.warmup_ratio` becomes steps as well.
     """
     if config.train.num_epochs is None:
         return config

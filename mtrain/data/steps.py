@@ -87,7 +87,7 @@ class WindowedRows:
         return PackedRows(np.concatenate(parts), np.cumsum([len(part) for part in parts]))
 
     def holding(self, num_samples: int) -> int:
-        """Returns the fewest steps that hold so many samples."""
+        """Returns the fewest steps that hold `num_samples`."""
         with self._growing:
             while self._starts[-1] < num_samples:
                 self._add_window()
@@ -136,7 +136,7 @@ class Steps(Protocol):
         """Returns the samples of the step after `step` updates."""
 
     def holding(self, num_samples: int) -> int:
-        """Returns the fewest steps that hold so many samples."""
+        """Returns the fewest steps that hold `num_samples`."""
 
 
 class SizedOrder(Protocol):

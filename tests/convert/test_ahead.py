@@ -24,7 +24,7 @@ from tests.pool import Pool
 
 
 @pytest.mark.parametrize("depths", [0, 1])
-@pytest.mark.parametrize(  # qwen3.5 has the names of qwen3-next beside a tower, as qwen3.5-moe has
+@pytest.mark.parametrize(  # qwen3.5 has the names of qwen3-next in a model with a tower, as qwen3.5-moe has
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "qwen3.5" else []) for name in CONFIGS]
 )
 def test_a_folder_comes_back_with_and_without_the_layer(name: str, depths: int, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def _refuse_another(entry: CheckpointEntry) -> None:
 
 
 def num_threads_of(machines: Sequence[str], rank: int, num_cores: int) -> int:
-    """Returns how many threads a rank may start beside the other ranks of its machine; more than a few gain no
+    """Returns how many threads a rank may start on a machine that it shares with other ranks; more than a few gain no
     speed."""
     return max(1, min(_MOST_THREADS, num_cores // machines.count(machines[rank])))
 

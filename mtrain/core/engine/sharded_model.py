@@ -1,6 +1,6 @@
 """The model as its data-parallel ranks share it: how gradients are summed, and how weights reach a forward pass.
 
-Everything that knows how a data-parallel engine works is behind `ShardedModel`; schedules, steps, optimizer and
+`ShardedModel` hides how a data-parallel engine works; schedules, steps, optimizer and
 checkpoints use nothing else. `DataParallel` is megatron-core's DistributedDataParallel, whose distributed optimizer
 divides main weights and moments over the replicas.
 """

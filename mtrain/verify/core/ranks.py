@@ -62,7 +62,7 @@ def failure(error: Exception) -> dict[str, Any]:
     """Returns the fields of a `LayoutResult` that say why it did not finish.
 
     Raises:
-        KeyboardInterrupt: The process was interrupted, and a library turned that into this error.
+        KeyboardInterrupt: The process was interrupted, and a library raised this error instead.
     """
     if was_interrupted():
         raise KeyboardInterrupt from None

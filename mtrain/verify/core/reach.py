@@ -42,7 +42,7 @@ _COEFFICIENT = 0.1
 _TO_THE_CLAMP = 3.5
 """Factor of the first projection before clamps at 7: a few of its outputs in ten thousand exceed them."""
 _TO_THE_OFFSET = 0.1
-"""Factor of queries and keys before normalisation, so that 1e-6 counts beside their squares."""
+"""Factor of queries and keys before normalisation, so that 1e-6 is not negligible next to their squares."""
 
 
 def model_keys(model: ModelSection) -> dict[str, Any]:

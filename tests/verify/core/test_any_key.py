@@ -146,8 +146,12 @@ def with_keys(base: dict[str, Any], layout: dict[str, Any], drawn: dict[str, Any
         return None
 
 
-def small_copies(user: Config) -> None:
-    """Makes every small copy that the verbs make of a configuration; raises ConfigError where one refuses."""
+LEAST_COPIES = 9
+"""Number of small copies of a run on one process: five layouts, three runs that are resumed, one that is stopped."""
+
+
+def small_copies(user: Config) -> int:
+    """Makes the small copies that the verbs make of a configuration, checks each by all rules, and counts them."""
     trials = OwnTrials(user, 8).derived()
     if user.dropout_keys or layout_dependent_keys(user.model, user.loss):
         with pytest.raises(ConfigError, match=r"draws other numbers|changes with the layout by definition"):
@@ -157,9 +161,11 @@ def small_copies(user: Config) -> None:
         for trial in trials:
             assert_legal(prepared(trial, small).config, trial)
     plan = planned(user, ResumeRequest(None, 6, 8, None, "mtrain verify resume", 3), 8)
-    for each in (plan.base, plan.comparable, plan.one, *plan.others):
+    resumed = (plan.base, plan.comparable, plan.one, *plan.others)
+    for each in resumed:
         assert_legal(each.config, None)
     assert_legal(small_run(user, Request(None, 6, 8, None, "mtrain verify preempt"), 8)[1].config, None)
+    return len(trials) + len(resumed) + 1
 
 
 def assert_legal(config: Config, trial: Trial | None) -> None:
@@ -186,19 +192,19 @@ def configurations(draw: st.DrawFn) -> Config:
 @settings(max_examples=12)
 @given(user=configurations())
 def test_no_key_breaks_a_check(user: Config) -> None:
-    small_copies(user)
+    assert small_copies(user) >= LEAST_COPIES
 
 
 @pytest.mark.nightly
 @settings(max_examples=300)
 @given(user=configurations())
 def test_no_key_of_many_breaks_a_check(user: Config) -> None:
-    small_copies(user)
+    assert small_copies(user) >= LEAST_COPIES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layouts_of_what_is_shipped_are_legal(name: str, tmp_path: Path) -> None:
-    small_copies(shipped(name, tmp_path))
+    assert small_copies(shipped(name, tmp_path)) >= LEAST_COPIES
 
 
 RUN_NAMES = [name for name in NAMES if not name.startswith("model ")]

@@ -8,6 +8,7 @@ row divides over sequence-parallel ranks like any other.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -47,12 +48,12 @@ class CachedPass:
         self.num_keys, self.of_prompts = max(positions) + 1, of_prompts
 
 
-class Remembering:
+class Remembering(ABC):
     """A module that keeps what it has read of a sequence during generation."""
 
+    @abstractmethod
     def remember(self, reading: CachedPass | None) -> None:
         """Starts with an empty cache for these passes; None: keeps nothing from here on."""
-        raise NotImplementedError
 
 
 @contextlib.contextmanager
