@@ -19,9 +19,10 @@ said=$(mktemp)
 "$python" -m pytest -m slurm tests/slurm &>"$said" &
 slurm=$!
 trap 'kill -INT "$slurm" 2>/dev/null || true; wait; rm "$said"' EXIT # however this ends, no cluster stays
-"${day[@]}"
+failed=0 # all three parts run and say what they found
+"${day[@]}" || failed=$?
 other=$("$python" -m tests.tools.wheels)
-"$other" -m pytest -n 2 --dist worksteal -m "not nightly" @tests/other_megatron.txt
-wait "$slurm" && ended=0 || ended=$?
+"$other" -m pytest -n 2 --dist worksteal -m "not nightly" @tests/other_megatron.txt || failed=$?
+wait "$slurm" || failed=$?
 cat "$said"
-exit "$ended"
+exit "$failed"

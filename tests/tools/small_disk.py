@@ -77,10 +77,13 @@ class SmallDisk:
     def filled(self) -> Iterator[None]:
         """Fills the disk and keeps it full, whatever is deleted; then makes room again."""
         filler = self.run_folder / "filler"
-        loop = 'while :; do cat /dev/zero >> "$1"; sleep 0.05; done 2>/dev/null'
+        # writes with what bash has built in: a child that outlived bash could make the file anew and fill it again
+        loop = 'while :; do while printf "%65536s" >> "$1"; do :; done; sleep 0.05; done 2>/dev/null'
         with subprocess.Popen(["bash", "-c", loop, "bash", str(filler)]) as process:
-            yield
-            process.kill()
+            try:
+                yield
+            finally:
+                process.kill()
         filler.unlink()
 
     def make_read_only(self) -> None:
