@@ -59,7 +59,7 @@ def test_the_system_is_asked_and_its_refusal_is_raised(tmp_path: Path) -> None:
         file.flush()
         begin_writing(file.fileno(), 0, 10_000)
         with pytest.raises(OSError, match="Bad file descriptor"):
-            begin_writing(_closed(tmp_path / "other"), 0, 1)
+            begin_writing(_NO_FILE, 0, 1)
 
 
 def test_what_cannot_be_written_ahead_is_left_to_the_end() -> None:
@@ -74,14 +74,12 @@ def test_what_cannot_be_written_ahead_is_left_to_the_end() -> None:
         os.close(writing)
 
 
-def test_systems_without_the_call_are_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = _closed(tmp_path / "file")
+def test_systems_without_the_call_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
-        begin_writing(closed, 0, 1)
+        begin_writing(_NO_FILE, 0, 1)
     monkeypatch.setattr("sys.platform", "darwin")
-    begin_writing(closed, 0, 1)
+    begin_writing(_NO_FILE, 0, 1)
 
 
-def _closed(path: Path) -> int:
-    with path.open("wb") as file:
-        return file.fileno()
+_NO_FILE = -1
+"""Descriptor of no file; that of a closed one may be taken by another thread in the meantime."""
