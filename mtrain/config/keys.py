@@ -126,18 +126,18 @@ def _kind(section: type[Section]) -> str:
     return str(kind)
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
+def alternatives(annotation: Any) -> tuple[Any, ...]:
     """Returns the members of a union, else the annotation alone; ignores type names and notes."""
     if get_origin(annotation) is Annotated:
-        return _alternatives(get_args(annotation)[0])
+        return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(each for argument in get_args(annotation) for each in _alternatives(argument))
+        return tuple(each for argument in get_args(annotation) for each in alternatives(argument))
     return (annotation,)
 
 
 def separator(annotation: Any) -> str:
     """Returns the text between a section's name and one of its keys."""
-    origins = {get_origin(each) for each in _alternatives(annotation)}
+    origins = {get_origin(each) for each in alternatives(annotation)}
     if tuple in origins:
         return "[]."
     return ".NAME." if dict in origins else "."
@@ -145,7 +145,7 @@ def separator(annotation: Any) -> str:
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
     parts = []
-    for each in _alternatives(annotation):
+    for each in alternatives(annotation):
         origin = get_origin(each)
         if origin is Literal:
             parts += [str(value) for value in get_args(each)]
@@ -171,7 +171,7 @@ def _limits(metadata: list[Any]) -> str:
 
 def _type_of_sections(annotation: Any) -> str:
     parts = []
-    for each in _alternatives(annotation):
+    for each in alternatives(annotation):
         origin = get_origin(each)
         if origin in (tuple, list):
             parts.append("list of sections")

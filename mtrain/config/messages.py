@@ -8,7 +8,6 @@ from typing import get_origin
 from pydantic_core import ErrorDetails
 
 from mtrain.base.spelling import meant, plain
-from mtrain.config.foreign.keys import FOLLOWING, OURS, SYNONYMS
 from mtrain.config.keys import separator
 from mtrain.config.kinds import kinds_of, sections_at
 from mtrain.config.schema.root import Config
@@ -141,6 +140,8 @@ def _kinds_with(place: Location, name: str) -> list[str]:
 def _hint(place: Location, keys: list[str], name: str) -> str:
     """Names the intended key, else the section's keys: first by the same name here and then elsewhere, then by other
     programs' names, then by typos here; never a key with another meaning."""
+    from mtrain.config.foreign.keys import FOLLOWING, OURS, SYNONYMS  # only here: tables that take time to read
+
     known = plain(name)
     if here := next((key for key in keys if plain(key) == known), None):
         return _did_you_mean([dotted((*place, here))])

@@ -204,7 +204,5 @@ def words_of(nodes: list[ast.AST]) -> Iterator[str]:
 def test_the_guide_of_layouts_names_every_file_that_knows_the_ring() -> None:
     names = {module.path.relative_to(ROOT).as_posix() for module in modules() if names_a_ring(module)}
     files = {name for name in names if name.startswith("mtrain/")}
-    files.remove("mtrain/config/megatron_fields.py")  # a field of Megatron-Core, which no configuration sets
-    files.remove("mtrain/config/foreign/megatron_arguments.py")  # an argument of Megatron-LM, of another ring
     rows = [line for line in (GUIDES / "layout.md").read_text().splitlines() if line.startswith("| `mtrain/")]
     assert {file for row in rows for file in re.findall(r"`(mtrain/\S+\.py)`", row)} == files

@@ -1,4 +1,3 @@
-# ruff: noqa: SIM905 - many names read better as words than as strings
 """Files of axolotl as a configuration.
 
 Source: axolotl 0.19.0, axolotl/utils/schemas and axolotl/core/builders.
@@ -6,47 +5,27 @@ Source: axolotl 0.19.0, axolotl/utils/schemas and axolotl/core/builders.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mtrain.config.foreign.trainers import (
-    PREFERENCES,
-    SCHEDULES,
+    COMMON,
     drop_adapter_of_full_runs,
     finish,
-    folder_of,
-    held_out,
     is_on,
     last_rate,
-    lora,
-    optimizer_of,
-    packing_of,
-    pattern_of,
     put_interval,
     put_length,
     put_likelihood,
     put_whole_batch,
-    recomputed,
-    reward_model,
-    saved,
     targets,
 )
-from mtrain.config.foreign.translation import (
-    UNUSED,
-    Row,
-    Settings,
-    Translation,
-    above_0,
-    choice,
-    later,
-    lost,
-    to,
-    translated,
-    unless_0,
-)
+from mtrain.config.foreign.translation import Put, Settings, Translation, above_0, rows_of, translated
 from mtrain.config.foreign.values import boolean, listed, number
 from mtrain.config.load import read_file
+from mtrain.config.schema.adapter import ALL_LINEAR
+from mtrain.config.tables import table
 
 _FORMS = {
     "chat_template": "messages",
@@ -72,7 +51,7 @@ _SAME_OF_DATASETS: Mapping[str, tuple[Any, ...]] = {
 }
 """Key of a dataset -> values that `mtrain` implies anyway."""
 _READ_OF_DATASETS = frozenset(
-    "path type field_messages message_property_mappings message_field_role message_field_content".split()
+    ("path", "type", "field_messages", "message_property_mappings", "message_field_role", "message_field_content")
 )
 _FORMATS_OF_FILES = frozenset(("json", "parquet", "arrow", "csv", "text"))
 
@@ -176,125 +155,30 @@ def _wandb(found: Translation, value: Any, name: str) -> None:
     found.put("metrics.trackers", ["wandb"], name)
 
 
-def _tracker(tracker: str) -> Row:
+def _tracker(tracker: str) -> Put:
     def put(found: Translation, value: Any, name: str) -> None:
         if boolean(value):
             found.put("metrics.trackers", [*(found.get("metrics.trackers") or []), tracker], name)
 
-    return Row(put)
+    return put
 
 
-_NO_4_BITS = lost("weights are not quantized here")
-_SHUFFLED = "samples are always in an order that follows from train.seed"
-AXOLOTL: dict[str, Row] = {
-    "base_model": Row(folder_of),
-    "tokenizer_config": to("data.tokenizer"),
-    "datasets": Row(_datasets),
-    "test_datasets": Row(_datasets),
-    "val_set_size": Row(held_out),
-    "chat_template": Row(_template),
-    "chat_template_jinja": to("data.chat_template"),
-    "chat_template_kwargs": to("data.chat_template_kwargs"),
-    "special_tokens": Row(_special_tokens),
-    "tokens": Row(_tokens),
-    "sequence_len": to("data.seq_length", 512),
-    "excess_length_strategy": choice("data.too_long", {"drop": "drop", "truncate": "end", "raise": "refuse"}, "drop"),
-    "sample_packing": Row(packing_of("rows")),
-    "micro_batch_size": to("train.micro_batch_size", 1),
-    "gradient_accumulation_steps": later(number, 1),
-    "batch_size": lost("gradient_accumulation_steps says how often a batch is accumulated"),
-    "num_epochs": later(number, 1.0),
-    "learning_rate": to("optimizer.lr"),
-    "lr_scheduler": choice("optimizer.schedule", SCHEDULES, "cosine"),
-    "lr_scheduler_kwargs": lost("no key here corresponds"),
-    "weight_decay": to("optimizer.weight_decay", 0.0),
-    "max_grad_norm": to("optimizer.clip_grad", 1.0),
-    "adam_beta1": to("optimizer.beta1", 0.9),
-    "adam_beta2": to("optimizer.beta2", 0.999),
-    "adam_epsilon": to("optimizer.epsilon", 1e-8),
-    "optimizer": Row(optimizer_of, "adamw_torch_fused"),
-    "bf16": later(lambda value: value in ("auto", "full") or boolean(value), "auto"),
-    **dict.fromkeys("fp16 bfloat16 float16 float32".split(), later(boolean)),
-    "seed": to("train.seed", 42),
-    "data_seed": to("data.seed"),
-    "adapter": Row(_adapter),
-    **{name: row for name, row in lora(dropout=0.0).items() if name not in ("lora_rank", "use_rslora")},
-    "lora_target_modules": Row(targets),
-    "lora_target_linear": Row(
-        lambda found, value, name: targets(found, "all-linear", name) if boolean(value) else None
-    ),
-    "lora_modules_to_save": Row(saved),
-    "lora_model_dir": to("adapter.path"),
-    "lora_rank_pattern": Row(pattern_of("adapter.rank_pattern")),
-    "lora_alpha_pattern": Row(pattern_of("adapter.alpha_pattern")),
-    "peft_use_dora": Row(_dora),
-    "peft_use_rslora": choice("adapter.scaling", {True: "rslora", False: None}),
-    "gradient_checkpointing": Row(recomputed, False),
-    "context_parallel_size": to("layout.cp", change=unless_0),
-    "sequence_parallel_degree": to("layout.cp", change=unless_0),
-    "tensor_parallel_size": to("layout.tp", change=unless_0),
-    "expert_parallel_size": to("layout.ep", change=unless_0),
-    "output_dir": to("run.dir", "./model-out"),
-    "save_total_limit": to("checkpoint.keep_last", 4, lambda value: above_0(value or 4)),
-    "evals_per_epoch": lost("valid.interval_steps is a number of steps", 0),
-    "saves_per_epoch": lost("checkpoint.interval_steps is a number of steps", 0),
-    "save_strategy": lost("checkpoint.interval_steps is a number of steps", "steps"),
-    "eval_strategy": lost("valid.interval_steps is a number of steps", "steps"),
-    "logging_steps": to("metrics.console_interval_steps", change=unless_0),
-    "use_tensorboard": to("metrics.tensorboard"),
-    "use_wandb": _tracker("wandb"),
-    "wandb_project": Row(_wandb),
-    "use_mlflow": _tracker("mlflow"),
-    "use_trackio": _tracker("trackio"),
-    "wandb_name": to("run.name"),
-    "rl": choice("loss.function", {name: name for name in PREFERENCES}),
-    "reward_model": Row(reward_model),
-    "center_rewards_coefficient": to("loss.options.center_rewards_coefficient", change=number),
-    "rl_beta": to("loss.options.beta", change=number),
-    "orpo_alpha": to("loss.options.beta", change=number),
-    "dpo_label_smoothing": to("loss.options.label_smoothing", change=number),
-    "simpo_gamma": to("loss.options.gamma", change=number),
-    "dpo_loss_type": lost("the loss of DPO is that of its paper", ["sigmoid"]),
-    # 0 means 1 there as well
-    "kto_desirable_weight": to("loss.options.desirable_weight", change=lambda value: number(value) or 1.0),
-    "kto_undesirable_weight": to("loss.options.undesirable_weight", change=lambda value: number(value) or 1.0),
-    "load_in_4bit": _NO_4_BITS,
-    "load_in_8bit": _NO_4_BITS,
-    "train_on_inputs": lost("prompts are never in the loss of conversations; data.format=text trains whole texts"),
-    "roles_to_train": lost("the answers of the assistant are in the loss", ["assistant"]),
-    "group_by_length": lost(f"{_SHUFFLED}; packing fills the rows"),
-    "shuffle_merged_datasets": lost(_SHUFFLED, True),
-    "sample_packing_sequentially": lost(_SHUFFLED),
-    "curriculum_sampling": lost(_SHUFFLED),
-    "shuffle_before_merging_datasets": UNUSED,
-    **dict.fromkeys(
-        """
-        dp_shard_size dp_replicate_size max_steps cosine_min_lr_ratio warmup_steps warmup_ratio save_steps eval_steps
-        cpo_alpha
-        """.split(),
-        later(number),
-    ),
-    **dict.fromkeys(
-        """
-        flash_attention sdp_attention xformers_attention flex_attention eager_attention attn_implementation tf32
-        deepspeed fsdp fsdp_config fsdp_version pad_to_sequence_len eval_sample_packing dataset_prepared_path
-        dataset_processes dataset_num_proc dataset_keep_in_memory dataloader_pin_memory dataloader_num_workers
-        dataloader_prefetch_factor gradient_checkpointing_kwargs activation_offloading auto_resume_from_checkpoints
-        resume_from_checkpoint save_safetensors debug wandb_entity wandb_watch wandb_log_model wandb_run_id wandb_mode
-        tokenizer_type model_type trust_remote_code plugins local_rank save_first_step hub_model_id hub_strategy
-        eval_batch_size strict liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy
-        is_llama_derived_model is_mistral_derived_model is_qwen_derived_model is_falcon_derived_model lora_mlp_kernel
-        lora_qkv_kernel lora_o_kernel torch_compile torch_compile_backend torch_compile_mode ddp ddp_timeout
-        ddp_bucket_cap_mb low_cpu_mem_usage include_tkps save_only_model load_best_model_at_end
-        sample_packing_group_size sample_packing_bin_size gc_steps profiler_steps device device_map world_size
-        hf_use_auth_token liger_layer_norm liger_rms_norm_gated processor_type skip_prepare_dataset use_kernels
-        remove_unused_columns tokenizer_use_fast ddp_find_unused_parameters flash_attn_cross_entropy
-        flash_attn_fuse_mlp cut_cross_entropy use_scattermoe use_sonicmoe fused_attn_kernel flex_attn_compile_kwargs
-        tiled_mlp experts_implementation
-        """.split(),
-        UNUSED,
-    ),
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **COMMON,
+    "datasets": _datasets,
+    "template": _template,
+    "special_tokens": _special_tokens,
+    "tokens": _tokens,
+    "adapter": _adapter,
+    "dora": _dora,
+    "wandb": _wandb,
+    "tracker": _tracker,
+    "all_linear": lambda found, value, name: targets(found, ALL_LINEAR, name) if boolean(value) else None,
+    "precision": lambda value: value in ("auto", "full") or boolean(value),
+    "above_0_or_4": lambda value: above_0(value or 4),
+    "number_or_1": lambda value: number(value) or 1.0,
 }
+AXOLOTL = rows_of(table("axolotl"), _FUNCTIONS)
 
 
 def from_axolotl(path: Path) -> Translation:

@@ -9,18 +9,14 @@ from fractions import Fraction
 from typing import Any
 
 from mtrain.config.foreign.megatron_arguments import (
-    BALANCE,
-    DELTA_NET,
-    EXPERTS,
-    LATENT_ATTENTION,
     REFUSED,
-    SWITCHES,
+    TABLE,
     TRANSLATED,
-    VALUES,
     WITHOUT_EFFECT,
+    Arguments,
+    given_arguments,
 )
-from mtrain.config.foreign.megatron_reading import Arguments, given_arguments
-from mtrain.config.foreign.trainers import permit_layout_dependent
+from mtrain.config.foreign.trainers import BALANCE, permit_layout_dependent
 from mtrain.config.foreign.translation import Translation
 from mtrain.config.foreign.values import scalar, shares
 
@@ -76,8 +72,8 @@ class _Megatron(Arguments):
     def _simple(self) -> None:
         if self._number("cpu-offloading-num-layers", 0):
             self._put("cpu-offloading-num-layers", "train.offload_layers")
-        self._put_all(VALUES)
-        for name, key in SWITCHES.items():
+        self._put_all("rows")
+        for name, key in TABLE["switches"].items():
             self._switch(name, key)
         if self._number("tensor-model-parallel-size", 1) == 1:
             self._found.drop("layout.sp")  # Megatron-LM ignores it then
@@ -121,7 +117,7 @@ class _Megatron(Arguments):
 
     def _attention(self) -> None:
         if self._is_on("multi-latent-attention"):
-            self._put_all(LATENT_ATTENTION)
+            self._put_all("latent_attention")
             self._found.drop("model.head_dim")  # Megatron-LM reads its own sizes in latent attention
             if self._is_on("qk-layernorm"):
                 self._found.origins["model.mla.kv_lora_rank"] += "; --qk-layernorm normalises latents, as always here"
@@ -133,7 +129,7 @@ class _Megatron(Arguments):
                 )
         kind = self._value("experimental-attention-variant")
         if kind in ("gdn", "gated_delta_net"):
-            self._put_all(DELTA_NET)
+            self._put_all("delta_net")
         elif kind is not None:
             self._lost("experimental-attention-variant", "only gated_delta_net (gdn) is known here")
 
@@ -203,7 +199,7 @@ class _Megatron(Arguments):
     def _experts(self) -> None:
         if not self._is_on("num-experts"):
             return
-        self._put_all(EXPERTS)
+        self._put_all("experts")
         put, ffn = self._put_value, self._found.get("model.ffn_hidden_size")
         self._put("moe-ffn-hidden-size", "model.experts.ffn_hidden_size", ffn)
         self._switch("moe-shared-expert-gate", "model.experts.shared_gate")

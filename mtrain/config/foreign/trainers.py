@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
 from mtrain.config.derived import LAYOUT_DEPENDENT_KEYS
-from mtrain.config.foreign.translation import Put, Row, Settings, Translation, choice, to
+from mtrain.config.foreign.translation import Put, Settings, Translation, above_0, choice, unless_0
 from mtrain.config.foreign.values import boolean, is_same, listed, number
 from mtrain.config.schema.adapter import ALL_LINEAR, GROUPS, PARTS, SAVED_SYNONYMS, SYNONYMS
+from mtrain.config.tables import table
 
 SCHEDULES = {
     "cosine": "cosine",
@@ -20,6 +21,9 @@ SCHEDULES = {
     "WSD": "wsd",
 }
 """Name of a schedule -> ours."""
+BALANCE: Mapping[str, str] = table("megatron_lm")["balance"]
+"""Kind of load balancing of Megatron-LM -> key of its coefficient."""
+schedule_of = choice("optimizer.schedule", SCHEDULES).put
 PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
 TARGETS = frozenset((*PARTS, *GROUPS, *SYNONYMS))
 _ADAMW = frozenset(
@@ -197,17 +201,6 @@ def pattern_of(key: str) -> Put:
     return put
 
 
-def lora(prefix: str = "lora_", *, rank: Any = None, alpha: Any = None, dropout: Any = None) -> dict[str, Row]:
-    """Returns common rows of low-rank adapters, with defaults."""
-    return {
-        f"{prefix}rank": to("adapter.rank", rank),
-        f"{prefix}r": to("adapter.rank"),
-        f"{prefix}alpha": to("adapter.alpha", alpha),
-        f"{prefix}dropout": to("adapter.dropout", dropout),
-        "use_rslora": choice("adapter.scaling", {True: "rslora", False: None}),
-    }
-
-
 def drop_adapter_of_full_runs(found: Translation, *, is_adapted: bool) -> None:
     """Drops the adapter of a run that trains all weights."""
     if not is_adapted:
@@ -289,3 +282,25 @@ def permit_layout_dependent(found: Translation) -> None:
 
 def is_on(run: Settings, name: str) -> bool:
     return run[name] is not None and is_same(run[name], True)
+
+
+COMMON: Mapping[str, Callable[..., Any]] = {
+    "above_0": above_0,
+    "boolean": boolean,
+    "files_of": files_of,
+    "folder_of": folder_of,
+    "held_out": held_out,
+    "number": number,
+    "optimizer_of": optimizer_of,
+    "packing_of": packing_of,
+    "pattern_of": pattern_of,
+    "recomputed": recomputed,
+    "reward_model": reward_model,
+    "saved": saved,
+    "schedule_of": schedule_of,
+    "targets": targets,
+    "text": str,
+    "trackers": trackers,
+    "unless_0": unless_0,
+}
+"""Functions that the tables of several programs name."""

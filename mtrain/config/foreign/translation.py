@@ -1,17 +1,33 @@
-"""A configuration from another program: its keys with their origins, and what could not be carried over."""
+"""A configuration from another program: keys with their origins, what could not be carried over, and what it lacks."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mtrain.base.errors import ConfigError
-from mtrain.config.foreign.completeness import found_faults, keys_in, value_at
+from mtrain.base.errors import ConfigError, MtrainError
 from mtrain.config.foreign.values import boolean, default_of, fitting, is_same
-from mtrain.config.load import Resolve
+from mtrain.config.kinds import merged
+from mtrain.config.load import Given, Resolve
+from mtrain.config.schema.root import Config
+
+_MOST_ROUNDS = 40
+"""Most faults in a row to search for, far more than a person's file has."""
+_KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")
+_FOLDER = "model.hf"
+_STAND_INS: Mapping[str, Any] = {
+    "run": {"dir": "run"},
+    "train": {"global_batch_size": 1, "num_steps": 1_000_000},
+    "optimizer": {"lr": 1.0},
+    "data": {"seq_length": 65536, "tokenizer": "tokenizer", "train": [{"path": "corpus"}]},
+    "loss": {"norm_length": 1024},
+}
+"""Stand-ins for keys that a person may still have to give, to judge the rest."""
 
 
 @dataclass
@@ -219,6 +235,45 @@ UNUSED = Row(no_effect)
 """Row of a key that does not change what is trained."""
 
 
+def rows_of(content: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, Row]:
+    """Builds the rows of a table in `mtrain/config/tables`.
+
+    Args:
+        content: `rows` by name; `read`, a check -> names that are read together with others; `unused` names.
+        functions: Functions by the names that the table has for them.
+    """
+    rows = {name: _row(entry, functions) for name, entry in content["rows"].items()}
+    for check, names in content.get("read", {}).items():
+        rows |= dict.fromkeys(names.split(), later(functions[check]))
+    return rows | dict.fromkeys(content.get("unused", "").split(), UNUSED)
+
+
+def _row(entry: str | Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Row:
+    if isinstance(entry, str):
+        return to(entry)
+    default = entry.get("default")
+    match entry:
+        case {"lost": why}:
+            return lost(why, entry.get("neutral", False))
+        case {"read": check}:
+            return later(functions[check], default)
+        case {"put": name, "of": argument}:
+            return Row(functions[name](argument), default)
+        case {"put": name}:
+            return Row(functions[name], default)
+        case {"to": key, "switch": value}:
+            return choice(key, {True: value, False: None}, default)
+        case {"to": key, "one_of": list(names)}:
+            return choice(key, dict(zip(names, names)), default)
+        case {"to": key, "one_of": names}:
+            return choice(key, {name: value or None for name, value in names.items()}, default)
+        case {"to": key, "change": name}:
+            return to(key, default, functions[name])
+        case {"to": key}:
+            return to(key, default)
+    raise AssertionError(f"{entry} has no form of a row")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of a program: given ones and defaults."""
@@ -272,3 +327,130 @@ def tried(found: Translation, put: Put, value: Any, name: str) -> bool:
         found.wrong.append(f"{name}={value!r} is not a value that {found.program} takes; fix it")
         return False
     return True
+
+
+class Faults(NamedTuple):
+    missing: list[str]
+    """Keys without a value, and a model that was not downloaded."""
+    wrong: list[str]
+
+
+def found_faults(content: Mapping[str, Any], resolve: Resolve) -> Faults:
+    """Finds every fault of sections; repairs faults that hide others during the search.
+
+    Args:
+        content: Sections with their keys; not changed.
+        resolve: Fills in what folders say that the sections name.
+    """
+    sections: dict[str, Any] = copy.deepcopy(dict(content))
+    found = Faults([], [])
+    known: set[str] = set()
+    is_stand_in = False
+    for _ in range(_MOST_ROUNDS):
+        try:
+            Given(sections, ()).config(resolve)
+            break
+        except MtrainError as error:
+            lines = str(error).splitlines()
+        keys = [_key_of(line) for line in lines]
+        for key, line in zip(keys, lines):
+            is_of_repair = known.intersection((key, *keys_in(line))) or (is_stand_in and _names_stand_in(content, line))
+            if not is_of_repair:
+                _record(sections, key, line, found)
+        is_stand_in |= _FOLDER in keys
+        repaired = [_repair(sections, key, line) for key, line in zip(keys, lines)]
+        if not any(repaired):
+            break
+        known.update(keys)
+    return found
+
+
+def keys_in(line: str) -> list[str]:
+    """Returns the dotted keys that a message names."""
+    return [each for each in _KEY.findall(line) if each.partition(".")[0] in Config.model_fields]
+
+
+def _key_of(line: str) -> str:
+    """Returns the key at the beginning of a message; `model.hf` if it begins with a file in that folder."""
+    match = _KEY.match(line)
+    return match[0] if match is not None and match[0] in keys_in(line) else _FOLDER
+
+
+def _names_stand_in(content: Mapping[str, Any], line: str) -> bool:
+    """Says whether a message is about a missing model's sizes, of which only given ones can be wrong."""
+    return any(key.startswith("model.") and value_at(content, key) is None for key in keys_in(line))
+
+
+def _is_missing(sections: Mapping[str, Any], key: str) -> bool:
+    if key == _FOLDER:
+        return not Path(str(value_at(sections, key))).exists()
+    return value_at(sections, key) is None and _stand_in(sections, key) is not None
+
+
+def _record(sections: Mapping[str, Any], key: str, line: str, found: Faults) -> None:
+    lines = found.missing if _is_missing(sections, key) else found.wrong
+    if line not in lines:
+        lines.append(line)
+
+
+def _repair(sections: dict[str, Any], key: str, line: str) -> bool:
+    if key == _FOLDER:
+        model = {name: value for name, value in sections.get("model", {}).items() if name != "hf"}
+        is_new = model != sections.get("model")
+        sections["model"] = merged(_model_for(sections), model)
+        return is_new
+    if _is_missing(sections, key):
+        return _fill(sections, key)
+    return any(_remove(sections, each) for each in (key, *(each for each in keys_in(line) if "." in each)))
+
+
+def value_at(sections: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a dotted key, if any."""
+    place: Any = sections
+    for part in key.split("."):
+        place = place.get(part) if isinstance(place, Mapping) else None
+    return place
+
+
+def _stand_in(sections: Mapping[str, Any], key: str) -> Any:
+    return value_at({**_STAND_INS, "model": _model_for(sections)}, key)
+
+
+def _fill(sections: dict[str, Any], key: str) -> bool:
+    section, _, name = key.partition(".")
+    stand_in = copy.deepcopy(_stand_in(sections, key))
+    sections[section] = {**sections.get(section, {}), name: stand_in} if name else stand_in
+    return True
+
+
+def _remove(sections: dict[str, Any], key: str) -> bool:
+    *parents, name = key.split(".")
+    place = value_at(sections, ".".join(parents)) if parents else sections
+    if not isinstance(place, dict) or place.pop(name, None) is None:
+        return False
+    if parents[:1] == ["model"] and "hf" not in sections["model"]:
+        sections["model"] = merged(_model_for(sections), sections["model"])
+    return True
+
+
+def _model_for(sections: Mapping[str, Any]) -> dict[str, Any]:
+    layout = sections.get("layout", {})
+    tp, pp, vpp, cp, ep, etp = (_size(layout.get(name)) for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+    ends = [_size(layout[name]) for name in ("first_stage_layers", "last_stage_layers") if layout.get(name)]
+    heads = 8 * tp * cp
+    model: dict[str, Any] = {
+        "num_layers": sum(ends) + 8 * max(0, pp * vpp - len(ends)),
+        "hidden_size": 64 * heads,
+        "ffn_hidden_size": 128 * heads,
+        "num_attention_heads": heads,
+        "vocab_size": 100_000,
+    }
+    has_experts = ep > 1 or etp > 1 or "router" in sections.get("loss", {})
+    if has_experts or "experts" in sections.get("model", {}):
+        sizes = {"ffn_hidden_size": 64 * etp, "shared_ffn_hidden_size": 64 * tp}
+        model["experts"] = {"num_experts": 8 * ep, "top_k": 2, "first_dense_layers": 1, **sizes}
+    return model
+
+
+def _size(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 1

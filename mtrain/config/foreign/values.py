@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import types
+from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 from pydantic_core import PydanticUndefined
 
 from mtrain.base.yaml_text import read_yaml
+from mtrain.config.keys import alternatives
 from mtrain.config.kinds import sections_at
 
 _TRUE = frozenset(("true", "t", "yes", "y", "on", "1"))
@@ -72,16 +73,12 @@ def _field(key: str) -> tuple[frozenset[type], Any]:
     return frozenset(), PydanticUndefined
 
 
-def _plain_types(annotation: Any) -> list[type]:
-    if get_origin(annotation) is Annotated:
-        return _plain_types(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [each for part in get_args(annotation) for each in _plain_types(part)]
-    if get_origin(annotation) is Literal:
-        return [str]
-    if annotation is type(None):
-        return []
-    return [annotation] if annotation in (int, float, bool, str) else [object]
+def _plain_types(annotation: Any) -> Iterator[type]:
+    for each in alternatives(annotation):
+        if get_origin(each) is Literal:
+            yield str
+        elif each is not type(None):
+            yield each if each in (int, float, bool, str) else object
 
 
 def default_of(key: str) -> Any:

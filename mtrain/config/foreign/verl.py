@@ -1,4 +1,3 @@
-# ruff: noqa: SIM905 - many names read better as words than as strings
 """Files and arguments of verl's trainers as a configuration: supervised finetuning, and the actor of RL loops.
 
 Source: verl 0.9.1, verl/trainer/config.
@@ -7,57 +6,28 @@ Source: verl 0.9.1, verl/trainer/config.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.foreign.command_lines import after_launcher, is_of_environment, is_variable
 from mtrain.config.foreign.trainers import (
-    SCHEDULES,
+    COMMON,
     drop_adapter_of_full_runs,
-    files_of,
     finish,
-    folder_of,
     is_on,
     last_rate,
-    optimizer_of,
     put_length,
     put_warmup,
-    recomputed,
-    targets,
-    trackers,
 )
-from mtrain.config.foreign.translation import (
-    UNUSED,
-    Put,
-    Row,
-    Settings,
-    Translation,
-    above_0,
-    choice,
-    later,
-    lost,
-    to,
-    translated,
-)
-from mtrain.config.foreign.values import boolean, number, scalar
-from mtrain.config.foreign.verl_defaults import Trainer, trainer_of
+from mtrain.config.foreign.translation import UNUSED, Put, Row, Settings, Translation, above_0, rows_of, translated
+from mtrain.config.foreign.values import number, scalar
 from mtrain.config.load import read_file
+from mtrain.config.tables import table
 
-_OF_A_LOOP = {
-    "trainer.total_epochs": "a loop counts its own steps",
-    "trainer.test_freq": "a loop validates on its own",
-    "actor_rollout_ref.rollout.": "an inference engine draws rollouts; docs/training/rl.md connects one",
-    "actor_rollout_ref.ref.": "log-probabilities of a reference come with the rollouts, as ref_logprobs",
-    "actor_rollout_ref.": "no key here corresponds",
-    "algorithm.": "a loop computes advantages; examples/grpo_loop.py is one",
-    "critic.": "there is no critic; advantages come with the rollouts",
-    "custom_reward_function.": "a loop computes rewards",
-    "reward": "a loop computes rewards",
-    "data.": "a loop reads prompts; samples come from rollouts",
-}
-"""Beginning of keys of a loop around the trainer -> our equivalent; the first match counts."""
+_ACTOR = "actor_rollout_ref.actor."
 
 
 def _ulysses(found: Translation, value: Any, name: str) -> None:
@@ -85,8 +55,8 @@ def _all_of(found: Translation, value: Any, name: str) -> None:
         found.lost.append(f"{name}={value}: all records are read; make a file of some")
 
 
-def _frequency(key: str) -> Row:
-    """Row of a number of steps between events; there may be none, or a word for an epoch."""
+def _frequency(key: str) -> Put:
+    """Returns a function that puts a number of steps between events; there may be none, or a word for an epoch."""
 
     def put(found: Translation, value: Any, name: str) -> None:
         if isinstance(value, str) and value.startswith("after_"):
@@ -94,119 +64,67 @@ def _frequency(key: str) -> Row:
         else:
             found.put(key, max(0, number(value)), name)
 
-    return Row(put)
+    return put
 
 
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-_SCHEDULE = choice("optimizer.schedule", SCHEDULES)
-VERL: dict[str, Row] = {
-    "model.path": Row(folder_of),
-    "model.partial_pretrain": Row(folder_of),
-    "model.tokenizer_path": to("data.tokenizer"),
-    "model.lora_rank": to("adapter.rank", change=above_0),
-    "model.lora_alpha": to("adapter.alpha"),
-    "model.lora.rank": to("adapter.rank", change=above_0),
-    "model.lora.alpha": to("adapter.alpha"),
-    "model.lora.dropout": to("adapter.dropout"),
-    "model.lora.type": choice("adapter.kind", {"lora": None, "dora": "dora"}),
-    "model.lora.target_modules": Row(targets),
-    "model.lora_adapter_path": to("adapter.path"),
-    "model.lora.adapter_path": to("adapter.path"),
-    "model.target_modules": Row(targets),
-    "model.exclude_modules": lost("name the targets that are wanted", ""),
-    "model.enable_gradient_checkpointing": Row(recomputed),
-    "data.train_files": Row(files_of("data.train")),
-    "data.val_files": Row(files_of("data.valid")),
-    "data.train_batch_size": to("train.global_batch_size"),
-    "data.micro_batch_size_per_gpu": to("train.micro_batch_size"),
-    "data.max_length": to("data.seq_length"),
-    "data.truncation": choice("data.too_long", {"error": "refuse", "left": "start", "right": "end"}),
-    "data.messages_key": Row(_column("messages")),
-    "data.tools_key": Row(_column("tools")),
-    "data.multiturn.messages_key": Row(_column("messages")),
-    "data.multiturn.tools_key": Row(_column("tools")),
-    "data.multiturn.enable": choice("data.format", {True: "messages", False: None}),
-    "data.prompt_key": Row(_column("prompt")),
-    "data.response_key": Row(_column("response")),
-    "data.train_max_samples": Row(_all_of),
-    "data.val_max_samples": Row(_all_of),
-    "data.apply_chat_template_kwargs": to("data.chat_template_kwargs"),
-    "engine.tensor_model_parallel_size": to("layout.tp"),
-    "engine.pipeline_model_parallel_size": to("layout.pp"),
-    "engine.virtual_pipeline_model_parallel_size": to("layout.vpp"),
-    "engine.context_parallel_size": to("layout.cp"),
-    "engine.expert_model_parallel_size": to("layout.ep"),
-    "engine.expert_tensor_parallel_size": to("layout.etp"),
-    "engine.sequence_parallel": to("layout.sp"),
-    "engine.ulysses_sequence_parallel_size": Row(_ulysses),
-    "engine.use_distributed_optimizer": to("train.distributed_optimizer"),
-    "engine.optimizer_offload": to("train.offload_optimizer"),
-    "engine.dtype": choice("train.precision", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
-    "engine.model_dtype": lost("main weights are float32", "fp32"),
-    "engine.seed": to("train.seed"),
-    "engine.override_transformer_config.recompute_granularity": Row(recomputed),
-    "ulysses_sequence_parallel_size": Row(_ulysses),
-    "optim.lr": to("optimizer.lr"),
-    "optim.weight_decay": to("optimizer.weight_decay"),
-    "optim.weight_decay_incr_style": lost("the weight decay is the same in all steps", "constant"),
-    "optim.betas": Row(_betas),
-    "optim.clip_grad": to("optimizer.clip_grad"),
-    "optim.optimizer": Row(optimizer_of),
-    "optim.lr_warmup_init": lost("a warm-up begins at 0", 0),
-    "optim.lr_decay_steps": to("optimizer.decay_steps", change=above_0),
-    **{f"optim.{name}": _SCHEDULE for name in ("lr_scheduler", "lr_scheduler_type", "warmup_style", "lr_decay_style")},
-    "optim.num_cycles": lost("a cosine falls once", 0.5),
-    "optim.min_lr": to("optimizer.min_lr"),
-    "actor.ppo_micro_batch_size_per_gpu": to("train.micro_batch_size"),
-    "actor.grad_clip": to("optimizer.clip_grad"),
-    "actor.ulysses_sequence_parallel_size": Row(_ulysses),
-    "actor.clip_ratio_low": to("loss.options.clip_low", change=number),
-    "actor.clip_ratio_high": to("loss.options.clip_high", change=number),
-    "actor.clip_ratio_c": to("loss.options.dual_clip", change=number),
-    "actor.policy_loss.loss_mode": choice("loss.function", {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}),
-    "actor.loss_agg_mode": choice("loss.aggregation", {name: name for name in _AGGREGATIONS}),
-    "actor.kl_loss_type": later(lambda value: _ESTIMATORS[value]),
-    "actor.ppo_epochs": lost("a loop calls optim_step as often as it likes on the same rollouts", 1),
-    "trainer.save_freq": _frequency("checkpoint.interval_steps"),
-    "trainer.test_freq": _frequency("valid.interval_steps"),
-    "trainer.default_local_dir": to("run.dir"),
-    "trainer.project_name": to("metrics.project"),
-    "trainer.experiment_name": to("run.name"),
-    "trainer.logger": Row(trackers),
-    "trainer.seed": to("train.seed"),
-    "trainer.max_ckpt_to_keep": to("checkpoint.keep_last"),
-    "trainer.max_actor_ckpt_to_keep": to("checkpoint.keep_last"),
-    **dict.fromkeys("data.use_dynamic_bsz actor.use_dynamic_bsz actor.use_kl_loss".split(), later(boolean)),
-    **dict.fromkeys(
-        """
-        data.max_token_len_per_gpu data.max_prompt_length data.max_response_length optim.lr_warmup_steps_ratio
-        optim.warmup_steps_ratio optim.lr_warmup_steps optim.min_lr_ratio optim.total_training_steps
-        actor.ppo_mini_batch_size actor.ppo_max_token_len_per_gpu actor.clip_ratio actor.loss_scale_factor
-        actor.kl_loss_coef actor.entropy_coeff actor_rollout_ref.rollout.n actor_rollout_ref.rollout.temperature
-        trainer.total_epochs trainer.total_training_steps
-        """.split(),
-        later(number),
-    ),
-    **dict.fromkeys(
-        """
-        trainer.resume_mode trainer.nnodes trainer.n_gpus_per_node trainer.device trainer.default_hdfs_dir
-        trainer.balance_batch trainer.val_before_train trainer.log_val_generations trainer.critic_warmup
-        data.pad_mode data.num_workers data.tokenizer model.use_shm model.trust_remote_code model.use_liger
-        model.use_remove_padding model.use_fused_kernels model.strategy engine.strategy engine.name
-        engine.param_offload engine.use_mbridge engine.use_dist_checkpointing engine.fsdp_size
-        engine.reshard_after_forward engine.forward_prefetch engine.use_torch_compile engine.entropy_checkpointing
-        actor.strategy actor.use_torch_compile actor.use_fused_kernels actor.entropy_from_logits_with_chunking
-        actor.entropy_checkpointing actor.shuffle optim.zero_indexed_step use_remove_padding data.balance_dp_token
-        optim.optimizer_impl data.use_shm engine.override_transformer_config.attention_backend engine optim model_engine
-        """.split(),
-        UNUSED,
-    ),
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **COMMON,
+    "ulysses": _ulysses,
+    "column": _column,
+    "betas": _betas,
+    "all_of": _all_of,
+    "frequency": _frequency,
+    "estimator": _ESTIMATORS.__getitem__,
 }
+VERL = rows_of(table("verl"), _FUNCTIONS)
 """Dotted key of verl -> treatment."""
 _REFERENCE = re.compile(r"\$\{([\w.]*[.:][^}]*)\}")
 """OmegaConf's reference to another key or a function of it; `${word}` is a shell variable."""
 _OF_ROLLOUTS = ("actor.", "actor_rollout_ref.", "data.max_prompt_length", "data.max_response_length")
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One of verl's trainers: its names of the table's keys, and the groups of its defaults."""
+
+    groups: tuple[str, ...]
+    is_loop: bool = False
+    """Whether samples come from rollouts instead of files."""
+    is_megatron: bool = False
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Returns the defaults by the table's keys; later groups take precedence."""
+        return {key: value for group in self.groups for key, value in table("verl")["defaults"][group].items()}
+
+    def name(self, key: str) -> str:
+        """Returns the full name of a key of the table."""
+        places = {
+            "model.": "actor_rollout_ref.model.",
+            "optim.": f"{_ACTOR}optim.",
+            "engine.": f"{_ACTOR}{'megatron' if self.is_megatron else 'fsdp_config'}.",
+            "actor.": _ACTOR,
+        }
+        start = key[: key.find(".") + 1]
+        return places[start] + key.removeprefix(start) if self.is_loop and start in places else key
+
+
+def _trainer_of(names: set[str], texts: str) -> Trainer:
+    """Returns the trainer that a start of verl means.
+
+    Args:
+        texts: Launcher and arguments.
+    """
+    is_loop = any(name.startswith("actor_rollout_ref.") for name in names) or "main_ppo" in texts
+    of_megatron = (f"{_ACTOR}megatron.", "engine.tensor_model_parallel", "engine.pipeline_model_parallel")
+    is_megatron = "megatron" in texts or any(name.startswith(of_megatron) for name in names)
+    engine = ("optimizer", "megatron" if is_megatron else "fsdp")
+    if is_loop:
+        return Trainer((*engine, "loop"), is_loop=True, is_megatron=is_megatron)
+    if "fsdp_sft_trainer" in texts or "model.partial_pretrain" in names:
+        return Trainer(("optimizer", "fsdp", "records", "first"))
+    return Trainer((*engine, "records", "files"), is_megatron=is_megatron)
 
 
 def from_verl(words: Sequence[str]) -> Translation:
@@ -225,12 +143,12 @@ def from_verl(words: Sequence[str]) -> Translation:
         raise ConfigError("there is neither a file nor an argument KEY=VALUE; give one of verl")
     chosen = [f"{name}={value}" for name, value in given.items() if name in ("engine", "optim", "model_engine")]
     strategies = [str(value) for name, value in given.items() if name.endswith(".strategy")]
-    trainer = trainer_of(set(given), " ".join([*command, *chosen, *strategies, *_configs(words)]))
-    table = _table(trainer, given)
+    trainer = _trainer_of(set(given), " ".join([*command, *chosen, *strategies, *_configs(words)]))
+    rows = _rows(trainer, given)
     references = {name: value for name, value in given.items() if isinstance(value, str) and "${" in value}
     found.lost += [f"{name}={value}: a reference to another key; write the value" for name, value in references.items()]
     known = {name: value for name, value in given.items() if name not in references}
-    run = translated(found, known, table)
+    run = translated(found, known, rows)
     _common(found, run, trainer)
     if trainer.is_loop:
         _actor(found, run, trainer)
@@ -285,23 +203,26 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def _table(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Row]:
+def _rows(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Row]:
     """Returns the rows of a trainer, with its defaults, and of unknown given keys."""
-    table: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
+    defaults = trainer.defaults
     for key, row in VERL.items():
         is_of_files = key.startswith("data.") or key in ("trainer.total_epochs", "trainer.test_freq")
         is_of_rollouts = key.startswith(_OF_ROLLOUTS)
         if (is_of_rollouts or not is_of_files) if trainer.is_loop else not is_of_rollouts:
-            table[trainer.name(key)] = Row(row.put, trainer.defaults.get(key))
+            rows[trainer.name(key)] = Row(row.put, defaults.get(key))
     if not trainer.is_loop:
-        table["engine.seed"] = UNUSED  # trainer.seed orders the samples
+        rows["engine.seed"] = UNUSED  # trainer.seed orders the samples
     for name in given:
-        if name not in table and (name.endswith("_target_") or "profiler" in name):
-            table[name] = UNUSED
-        elif name not in table:
-            reasons = (why for start, why in _OF_A_LOOP.items() if trainer.is_loop and name.startswith(start))
-            table[name] = _named(next(reasons, "no key here corresponds"))
-    return table
+        if name not in rows and (name.endswith("_target_") or "profiler" in name):
+            rows[name] = UNUSED
+        elif name not in rows:
+            reasons = (
+                why for start, why in table("verl")["of_a_loop"].items() if trainer.is_loop and name.startswith(start)
+            )
+            rows[name] = _named(next(reasons, "no key here corresponds"))
+    return rows
 
 
 def _named(why: str) -> Row:

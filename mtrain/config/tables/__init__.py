@@ -1,0 +1,18 @@
+"""Names in other programs as data: one table a program, and hints for what people type."""
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@cache
+def table(name: str) -> Mapping[str, Any]:
+    """Returns the content of `mtrain/config/tables/NAME.toml`."""
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def by_name(groups: Mapping[str, str]) -> dict[str, str]:
+    """Inverts groups of value -> names, which whitespace separates."""
+    return {name: value for value, names in groups.items() for name in names.split()}
