@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import AnyData, FilesSection, SftSection, SourceSection
 from mtrain.config.schema.loss import LABEL, NUMBER_LOSSES, LossSection
 from mtrain.config.schema.model import ModelSection
@@ -44,11 +43,6 @@ def compared(loss: LossSection, data: AnyData) -> Literal["pairs", "answers"] | 
     return PREFERENCE_FORMATS.get(data.format) if isinstance(data, SftSection) else None
 
 
-def sequences_per_sample(loss: LossSection, data: AnyData) -> int:
-    """Counts the sequences of a sample: two for pairs, and for KTO, which adds a mismatched answer; else one."""
-    return 1 if compared(loss, data) is None else 2
-
-
 def label_columns(loss: LossSection) -> tuple[str, ...]:
     """Returns the extras that hold the label of a record, unless the label is a class."""
     return (LABEL,) if loss.function in NUMBER_LOSSES else ()
@@ -66,15 +60,12 @@ DROPOUT_KEYS = ("model.attention_dropout", "model.hidden_dropout", "adapter.drop
 
 def layout_dependent_keys(model: ModelSection, loss: LossSection) -> list[str]:
     """Returns the keys of LAYOUT_DEPENDENT_KEYS that are above 0."""
-    return _above_zero(LAYOUT_DEPENDENT_KEYS, {"model": model, "loss": loss})
+    return above_zero(LAYOUT_DEPENDENT_KEYS, {"model": model, "loss": loss})
 
 
-def dropout_keys(model: ModelSection, adapter: AdapterSection | None) -> list[str]:
-    """Returns the keys of DROPOUT_KEYS that are above 0."""
-    return _above_zero(DROPOUT_KEYS, {"model": model, "adapter": adapter})
+def above_zero(keys: Iterable[str], sections: Mapping[str, Section | None]) -> list[str]:
+    """Returns those of some dotted keys that are above 0; a missing section has none."""
 
-
-def _above_zero(keys: Iterable[str], sections: Mapping[str, Section | None]) -> list[str]:
     def value(key: str) -> Any:
         name, *parts = key.split(".")
         found: Any = sections[name]

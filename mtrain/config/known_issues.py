@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, assert_never, get_args
 
 from mtrain.config.derived import layout_dependent_keys
-from mtrain.config.schema.layout import CpComm
+from mtrain.config.schema.data import AnyData
+from mtrain.config.schema.layout import CpComm, LayoutSection
 from mtrain.config.schema.loss import own_functions
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
@@ -22,13 +23,9 @@ _SMALL_CLIP = 1e3 * CLIP_EPSILON
 """Value of clip_grad below which the epsilon can take more than 0.1 % off a clipped gradient."""
 
 
-def _is_on(value: Any, config: Sections) -> bool:
-    return bool(value)
-
-
-def _overlaps(config: Sections) -> bool:
+def _overlaps(model: ModelSection) -> bool:
     """Says whether an interleaved schedule computes while it transfers."""
-    return config.model.megatron.get("overlap_p2p_comm") is not False
+    return model.megatron.get("overlap_p2p_comm") is not False
 
 
 @dataclass(frozen=True)
@@ -39,16 +36,8 @@ class Refusal:
     reason: str
     """End of "model.megatron.<field>=<value> ..."."""
     remedy: str = "remove it"
-    breaks: Callable[[Any, Sections], bool] = _is_on
+    breaks: Callable[[Any, Sections], bool] = lambda value, config: bool(value)
     """Says whether a field of this value lets the fault in."""
-
-    def messages(self, config: Sections) -> Iterator[str]:
-        """Yields a message for each field."""
-        given = config.model.megatron
-        for field in self.fields:
-            if field in given and self.breaks(given[field], config):
-                shown = str(given[field]).lower() if isinstance(given[field], bool) else given[field]
-                yield f"model.megatron.{field}={shown} {self.reason}; {self.remedy}"
 
 
 REPLACED = Refusal(
@@ -75,97 +64,90 @@ RESIDUAL = Refusal(
     "remove it, or set train.precision=fp32",
     lambda value, config: bool(value) and config.train.precision != "fp32",
 )
-BATCHED_TRANSFERS = Refusal(
-    ("batch_p2p_comm",),
-    "pairs activations with gradients where layout.pp=2 and layout.vpp > 1, since both neighbours are the same rank",
-    breaks=lambda value, config: bool(value) and config.layout.pp == 2 and config.layout.vpp > 1,
-)
-BATCHED_OVERLAP = Refusal(
-    ("batch_p2p_comm",),
-    "cannot be combined with transfers that overlap with the computation, as they do where layout.vpp > 1",
-    "remove it, or set model.megatron.overlap_p2p_comm=false as well",
-    lambda value, config: bool(value) and config.layout.vpp > 1 and _overlaps(config),
-)
-OVERLAP = Refusal(
-    ("overlap_p2p_comm",),
-    "needs an interleaved schedule, but layout.vpp=1",
-    "raise layout.vpp, or remove it",
-    lambda value, config: bool(value) and config.layout.pp > 1 and config.layout.vpp == 1,
-)
-WARM_UP_OVERLAP = Refusal(
-    ("overlap_p2p_comm_warmup_flush",),
-    "needs layout.vpp > 1 and transfers that overlap with the computation",
-    "raise layout.vpp and leave model.megatron.overlap_p2p_comm at true, or remove it",
-    lambda value, config: bool(value) and config.layout.pp > 1 and not (config.layout.vpp > 1 and _overlaps(config)),
-)
-FUSED_ACTIVATION = Refusal(
-    ("bias_activation_fusion",),
-    "computes other activations than swiglu in approximations of its own",
-    "remove it, or set model.activation=swiglu",
-    lambda value, config: bool(value) and config.model.activation != "swiglu",
-)
-UNTURNED_LATENTS = Refusal(
-    ("no_rope_freq",),
-    "is not read by latent attention (model.mla), and not settled for model.mtp_depths",
-    breaks=lambda value, config: config.model.mla is not None or config.model.mtp_depths > 0,
-)
-UNTURNED_LAYERS = Refusal(
-    ("no_rope_freq",),
-    "must divide model.num_layers, or list a 0 or 1 for each of them",
-    "change it",
-    lambda value, config: (
-        len(value) != config.model.num_layers if isinstance(value, list) else config.model.num_layers % value != 0
-    ),
-)
-FUSED_IN_GRAPHS = Refusal(
-    ("gradient_accumulation_fusion",),
-    "cannot be combined with train.compile, as graphs hide what a product adds",
-    "turn one of the two off",
-    lambda value, config: bool(value) and config.train.compile != "none",
-)
-FUSED_BEHIND_COPIES = Refusal(
-    ("gradient_accumulation_fusion",),
-    "cannot be combined with train.offload_layers, which hides a weight from its gradient",
-    "turn one of the two off",
-    lambda value, config: bool(value) and config.train.offload_layers is not None,
-)
 REFUSALS = (
     REPLACED,
     UNREAD,
     LOW_PRECISION,
     RESIDUAL,
-    BATCHED_TRANSFERS,
-    BATCHED_OVERLAP,
-    OVERLAP,
-    WARM_UP_OVERLAP,
-    FUSED_ACTIVATION,
-    UNTURNED_LATENTS,
-    UNTURNED_LAYERS,
-    FUSED_IN_GRAPHS,
-    FUSED_BEHIND_COPIES,
+    Refusal(
+        ("batch_p2p_comm",),
+        "pairs activations with gradients where layout.pp=2 and layout.vpp > 1, since both neighbours are the same "
+        "rank",
+        breaks=lambda value, config: bool(value) and config.layout.pp == 2 and config.layout.vpp > 1,
+    ),
+    Refusal(
+        ("batch_p2p_comm",),
+        "cannot be combined with transfers that overlap with the computation, as they do where layout.vpp > 1",
+        "remove it, or set model.megatron.overlap_p2p_comm=false as well",
+        lambda value, config: bool(value) and config.layout.vpp > 1 and _overlaps(config.model),
+    ),
+    Refusal(
+        ("overlap_p2p_comm",),
+        "needs an interleaved schedule, but layout.vpp=1",
+        "raise layout.vpp, or remove it",
+        lambda value, config: bool(value) and config.layout.pp > 1 and config.layout.vpp == 1,
+    ),
+    Refusal(
+        ("overlap_p2p_comm_warmup_flush",),
+        "needs layout.vpp > 1 and transfers that overlap with the computation",
+        "raise layout.vpp and leave model.megatron.overlap_p2p_comm at true, or remove it",
+        lambda value, config: (
+            bool(value) and config.layout.pp > 1 and not (config.layout.vpp > 1 and _overlaps(config.model))
+        ),
+    ),
+    Refusal(
+        ("bias_activation_fusion",),
+        "computes other activations than swiglu in approximations of its own",
+        "remove it, or set model.activation=swiglu",
+        lambda value, config: bool(value) and config.model.activation != "swiglu",
+    ),
+    Refusal(
+        ("no_rope_freq",),
+        "is not read by latent attention (model.mla), and not settled for model.mtp_depths",
+        breaks=lambda value, config: config.model.mla is not None or config.model.mtp_depths > 0,
+    ),
+    Refusal(
+        ("no_rope_freq",),
+        "must divide model.num_layers, or list a 0 or 1 for each of them",
+        "change it",
+        lambda value, config: (
+            len(value) != config.model.num_layers if isinstance(value, list) else config.model.num_layers % value != 0
+        ),
+    ),
+    Refusal(
+        ("gradient_accumulation_fusion",),
+        "cannot be combined with train.compile, as graphs hide what a product adds",
+        "turn one of the two off",
+        lambda value, config: bool(value) and config.train.compile != "none",
+    ),
+    Refusal(
+        ("gradient_accumulation_fusion",),
+        "cannot be combined with train.offload_layers, which hides a weight from its gradient",
+        "turn one of the two off",
+        lambda value, config: bool(value) and config.train.offload_layers is not None,
+    ),
 )
 
 
 def refusals(config: Sections) -> Iterator[str]:
     """Yields a message for every field that would let a silent fault in."""
+    given = config.model.megatron
     for refusal in REFUSALS:
-        yield from refusal.messages(config)
+        for field in refusal.fields:
+            if field in given and refusal.breaks(given[field], config):
+                shown = str(given[field]).lower() if isinstance(given[field], bool) else given[field]
+                yield f"model.megatron.{field}={shown} {refusal.reason}; {refusal.remedy}"
 
 
-def documents_need_torch_layers(config: Sections) -> Iterator[str]:
+def documents_need_torch_layers(model: ModelSection, layout: LayoutSection, data: AnyData) -> Iterator[str]:
     """Checks that context parallelism leaves documents whole; TransformerEngine's cuts each of them."""
-    match config.model.backend:
-        case "te" if config.data.isolate_documents and config.layout.cp > 1:
-            key = "data.packing puts several into one" if config.data.packing else "data.isolate_documents=true"
-            yield (
-                f"model.backend=te cuts every document of a row for itself under layout.cp={config.layout.cp}, but "
-                f"{key}; use model.backend=auto, or "
-                f"{'remove data.packing' if config.data.packing else 'set data.isolate_documents to false'}"
-            )
-        case "auto" | "torch" | "te":
-            pass
-        case _:
-            assert_never(config.model.backend)
+    if model.backend == "te" and data.isolate_documents and layout.cp > 1:
+        key = "data.packing puts several into one" if data.packing else "data.isolate_documents=true"
+        remedy = "remove data.packing" if data.packing else "set data.isolate_documents to false"
+        yield (
+            f"model.backend=te cuts every document of a row for itself under layout.cp={layout.cp}, but {key}; use "
+            f"model.backend=auto, or {remedy}"
+        )
 
 
 def beyond_transformer_engine(config: Sections) -> Iterator[str]:
@@ -209,21 +191,21 @@ def sizes_of_attention(model: ModelSection, tp: int) -> dict[str, int]:
     }
 
 
-def context_kinds(config: Sections) -> tuple[CpComm, ...]:
+def context_kinds(model: ModelSection, data: AnyData) -> tuple[CpComm, ...]:
     """Returns the kinds of context parallelism that the model and its rows allow; the layout decides whether heads
     divide."""
-    return tuple(kind for kind in get_args(CpComm) if not any(unknown_to(kind, config)))
+    return tuple(kind for kind in get_args(CpComm) if not any(_unknown_to(kind, model, data)))
 
 
-def beyond_cp_comm(config: Sections) -> Iterator[str]:
+def beyond_cp_comm(model: ModelSection, layout: LayoutSection, data: AnyData) -> Iterator[str]:
     """Yields a message for each requested feature that the kind of context parallelism lacks, for any cp."""
-    kind = config.layout.cp_comm
-    for key, why in unknown_to(kind, config):
-        others = " or ".join(context_kinds(config))
+    kind = layout.cp_comm
+    for key, why in _unknown_to(kind, model, data):
+        others = " or ".join(context_kinds(model, data))
         yield f"layout.cp_comm={kind} does not support {why} ({key}); set layout.cp_comm to {others}"
 
 
-def unknown_to(kind: CpComm, config: Sections) -> Iterator[tuple[str, str]]:
+def _unknown_to(kind: CpComm, model: ModelSection, data: AnyData) -> Iterator[tuple[str, str]]:
     """Yields keys that a kind of context parallelism does not support, with reasons; a ring's kernels attend to the
     keys of one hop, without a mask."""
     match kind:
@@ -233,20 +215,16 @@ def unknown_to(kind: CpComm, config: Sections) -> Iterator[tuple[str, str]]:
             pass
         case _:
             assert_never(kind)
-    model = config.model
-    reasons = {
-        "model.sliding_window": (model.sliding_window is not None, "windows that end within a hop"),
-        "model.attention_sinks": (model.attention_sinks, "a sink, which every hop would count"),
-        "model.attention_dropout": (bool(model.attention_dropout), "dropout"),
-        "model.mla": (model.mla is not None, "latents, of which each hop would make keys and values anew"),
-        "data.packing" if config.data.packing else "data.isolate_documents": (
-            config.data.isolate_documents,
-            "documents that end within a hop",
-        ),
-    }
-    for key, (is_there, why) in reasons.items():
-        if is_there:
-            yield key, why
+    if model.sliding_window is not None:
+        yield "model.sliding_window", "windows that end within a hop"
+    if model.attention_sinks:
+        yield "model.attention_sinks", "a sink, which every hop would count"
+    if model.attention_dropout:
+        yield "model.attention_dropout", "dropout"
+    if model.mla is not None:
+        yield "model.mla", "latents, of which each hop would make keys and values anew"
+    if data.isolate_documents:
+        yield "data.packing" if data.packing else "data.isolate_documents", "documents that end within a hop"
 
 
 def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:

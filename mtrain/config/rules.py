@@ -5,7 +5,7 @@ Each function yields a message for every broken rule: what was given, what is ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, assert_never
 
 from mtrain.config.derived import PREFERENCE_FORMATS, compared, layout_dependent_keys, row_width
@@ -223,40 +223,40 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
         )
 
 
-def compiled(config: Sections) -> Iterator[str]:
+def compiled(train: TrainSection, dropout_keys: Sequence[str]) -> Iterator[str]:
     """Checks that torch.compile would do the same as the layers as written."""
-    if config.train.compile == "none":
+    if train.compile == "none":
         return
-    key = f"train.compile={config.train.compile}"
-    for name in config.dropout_keys:
+    key = f"train.compile={train.compile}"
+    for name in dropout_keys:
         if name != "model.attention_dropout":  # attention dropout stays outside of the graphs
             yield (
                 f"{key} cannot be combined with {name}, as a compiled layer draws other numbers; turn one of the "
                 "two off"
             )
-    if config.train.offload_layers is not None:
+    if train.offload_layers is not None:
         yield (
             f"{key} cannot be combined with train.offload_layers, as graphs hide what a layer keeps; turn "
             "one of the two off"
         )
-    if config.train.overlap_param_gather:
+    if train.overlap_param_gather:
         yield (
             f"{key} cannot be combined with train.overlap_param_gather=true, which waits for parameters inside "
             "of a layer; turn one of the two off"
         )
 
 
-def deterministic(config: Sections) -> Iterator[str]:
+def deterministic(train: TrainSection, model: ModelSection) -> Iterator[str]:
     """Checks that nothing requested may add in a different order the next time."""
-    if not config.train.deterministic:
+    if not train.deterministic:
         return
     key = "train.deterministic=true"
-    if config.train.compile != "none":
+    if train.compile != "none":
         yield (
-            f"{key} cannot be combined with train.compile={config.train.compile}, as torch may choose kernels by "
+            f"{key} cannot be combined with train.compile={train.compile}, as torch may choose kernels by "
             "timing them; turn one of the two off"
         )
-    if config.model.megatron.get("deterministic_mode") is False:
+    if model.megatron.get("deterministic_mode") is False:
         yield f"{key} sets model.megatron.deterministic_mode, which is false here; remove it"
 
 

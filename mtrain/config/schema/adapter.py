@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, assert_never
 
 from pydantic import Field, Tag, field_validator
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import Section, by_kind, rule
+from mtrain.config.schema.section import Section, by_kind
 
 Target = Literal[
     "qkv",
@@ -178,39 +178,29 @@ class AdapterSection(Section):
             )
         return {SYNONYMS.get(each, each) if isinstance(each, str) else each: one for each, one in value.items()}
 
-    @rule
-    def patterns_name_what_is_adapted(self) -> str | None:
-        patterns: dict[str, Mapping[Target, float]]
-        patterns = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
-        for name, pattern in patterns.items():
+    def broken_rules(self) -> Iterator[str]:
+        patterns: tuple[tuple[str, Mapping[Target, float]], ...]
+        patterns = (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern))
+        for name, pattern in patterns:
             if missing := [each for each in pattern if self.parts.isdisjoint(GROUPS.get(each, (each,)))]:
-                return f"{name}={', '.join(missing)} is no target; add it to targets, or remove it"
-        return None
-
-    @rule
-    def something_is_adapted(self) -> str | None:
-        return None if self.targets else "targets is empty, so that nothing would learn; name at least one"
-
-    @rule
-    def no_part_has_two_pairs(self) -> str | None:
+                yield f"{name}={', '.join(missing)} is no target; add it to targets, or remove it"
+                break
+        if not self.targets:
+            yield "targets is empty, so that nothing would learn; name at least one"
         for target, parts in JOINED.items():
             if target in self.parts and (twice := sorted(self.parts.intersection(parts))):
-                return (
+                yield (
                     f"targets={target} is one pair for {', '.join(parts)}, but {', '.join(twice)} has its own; name one"
                 )
-        return None
+                break
+        if twice := [each for each in self.modules_to_save if each in self.parts]:
+            yield (
+                f"modules_to_save={', '.join(twice)} learns whole and is in targets as well; remove it from one of them"
+            )
 
     def pair_of(self, part: str) -> str:
         """Returns the target whose pair a part of a projection has: its own, or that of several parts together."""
         return next((target for target, parts in JOINED.items() if part in parts and target in self.parts), part)
-
-    @rule
-    def what_learns_whole_has_no_pair(self) -> str | None:
-        if twice := [each for each in self.modules_to_save if each in self.parts]:
-            return (
-                f"modules_to_save={', '.join(twice)} learns whole and is in targets as well; remove it from one of them"
-            )
-        return None
 
     def rank_of(self, part: str) -> int:
         """Returns the rank of a part."""
@@ -264,24 +254,18 @@ class DoraSection(AdapterSection):
     def has_magnitudes(self) -> bool:
         return True
 
-    @rule
-    def there_is_no_dropout(self) -> str | None:
-        if self.dropout == 0:
-            return None
-        return (
-            f"dropout={self.dropout} with kind=dora would have to drop inputs of the frozen matrices as well; set it "
-            "to 0, or kind=lora"
-        )
-
-    @rule
-    def rows_of_matrices_are_adapted(self) -> str | None:
-        wrong = sorted({"experts", "embedding", "output"} & self.parts)
-        if not wrong:
-            return None
-        return (
-            f"targets={', '.join(wrong)} cannot have kind=dora, for which PEFT has no form (experts) or whose rows may "
-            "be padding (embedding, output); remove them, or use kind=lora"
-        )
+    def broken_rules(self) -> Iterator[str]:
+        yield from super().broken_rules()
+        if self.dropout > 0:
+            yield (
+                f"dropout={self.dropout} with kind=dora would have to drop inputs of the frozen matrices as well; set "
+                "it to 0, or kind=lora"
+            )
+        if wrong := sorted({"experts", "embedding", "output"} & self.parts):
+            yield (
+                f"targets={', '.join(wrong)} cannot have kind=dora, for which PEFT has no form (experts) or whose rows "
+                "may be padding (embedding, output); remove them, or use kind=lora"
+            )
 
 
 AnyAdapter = Annotated[Annotated[LoraSection, Tag("lora")] | Annotated[DoraSection, Tag("dora")], by_kind("lora")]

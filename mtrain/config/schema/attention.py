@@ -1,11 +1,12 @@
 """`model.mla.*` and `model.global_attention.*`: attention of a shape that `model.*` itself cannot describe."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.section import Section
 
 
 class LatentAttentionSection(Section):
@@ -38,13 +39,12 @@ class LatentAttentionSection(Section):
         queries = ("q_proj",) if self.q_lora_rank is None else ("q_a_proj", "q_b_proj")
         return frozenset((*queries, "kv_a_proj", "kv_b_proj"))
 
-    @rule
-    def the_rotary_part_is_even(self) -> str | None:
-        if self.qk_rope_head_dim % 2 == 0:
-            return None
-        return (
-            f"qk_rope_head_dim={self.qk_rope_head_dim} must be even, since the rotary embedding turns pairs; change it"
-        )
+    def broken_rules(self) -> Iterator[str]:
+        if self.qk_rope_head_dim % 2:
+            yield (
+                f"qk_rope_head_dim={self.qk_rope_head_dim} must be even, since the rotary embedding turns pairs; "
+                "change it"
+            )
 
 
 class GlobalAttentionSection(Section):

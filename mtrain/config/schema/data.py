@@ -2,7 +2,7 @@
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from mtrain.config.extras import ROUTED_EXPERTS, columns_of, key_and_sizes
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import AS_LIST, BY_NAME, Section, by_kind, rule
+from mtrain.config.schema.section import AS_LIST, BY_NAME, Section, by_kind
 
 _KEYS_OF_SAMPLES = frozenset({"input_ids", "loss_mask", "weight", "messages", "prompt", "response", "text", "tools"})
 _READ_BY_TEMPLATES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -64,19 +64,17 @@ class PackingSection(Section):
     """Other window sizes, by ascending steps; batch=rows only. A resumed run may name them for future steps: no sample
     is repeated or left out."""
 
-    @rule
-    def later_windows_follow_each_other(self) -> str | None:
-        if self.later and self.batch != "rows":
-            return f"later names other windows, which batch={self.batch} does not have; set batch=rows, or remove it"
-        if self.across_epochs and self.batch != "rows":
-            return (
+    def broken_rules(self) -> Iterator[str]:
+        steps = [each.from_step for each in self.later]
+        if self.batch != "rows" and self.later:
+            yield f"later names other windows, which batch={self.batch} does not have; set batch=rows, or remove it"
+        elif self.batch != "rows" and self.across_epochs:
+            yield (
                 f"across_epochs=true concerns windows, which batch={self.batch} does not have; set batch=rows, or "
                 "remove it"
             )
-        steps = [each.from_step for each in self.later]
-        if steps != sorted(set(steps)):
-            return f"later begins at steps {', '.join(map(str, steps))}, which must ascend; put them in order"
-        return None
+        elif steps != sorted(set(steps)):
+            yield f"later begins at steps {', '.join(map(str, steps))}, which must ascend; put them in order"
 
 
 def _form(value: object) -> str:
@@ -129,27 +127,27 @@ class DataSection(Section):
         """Sources whose losses are reported separately, by number; empty for a single source."""
         return ()
 
-    @rule
-    def extras_are_keys_of_records(self) -> str | None:
+    def broken_rules(self) -> Iterator[str]:
         if self.extras and self.kind != "sft":
-            return f"extras={list(self.extras)} are keys of records, but kind={self.kind} has none; set kind to sft"
+            yield f"extras={list(self.extras)} are keys of records, but kind={self.kind} has none; set kind to sft"
+            return
         try:
             names = [key_and_sizes(extra)[0] for extra in self.extras]
         except ValueError as error:
-            return (
+            yield (
                 f"extras names {error.args[0]!r}, but needs the count of numbers per token after the colon, as "
                 "in topk_ids:8"
             )
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            return f"extras names {twice!r} twice; name it once"
+            return
+        twice = _first_repeated(names)
         wrong = next((name for name in names if name in _KEYS_OF_SAMPLES or not name.isidentifier()), None)
-        if wrong is None:
-            return None
-        return (
-            f"extras names {wrong!r}, but needs names of letters, digits and underscores that no form of records has "
-            "for something else; rename the key in the records"
-        )
+        if twice is not None:
+            yield f"extras names {twice!r} twice; name it once"
+        elif wrong is not None:
+            yield (
+                f"extras names {wrong!r}, but needs names of letters, digits and underscores that no form of records "
+                "has for something else; rename the key in the records"
+            )
 
 
 class FilesSection(DataSection):
@@ -190,68 +188,49 @@ class FilesSection(DataSection):
         paths = [source.path for source in self.all_sources]
         return _short_names(paths) if len(paths) > 1 else ()
 
-    @rule
-    def blends_follow_each_other(self) -> str | None:
-        steps = [blend.from_step for blend in self.curriculum]
-        wrong = next((number for number in range(1, len(steps)) if steps[number] <= steps[number - 1]), None)
-        if wrong is None:
-            return None
-        return (
-            f"curriculum[{wrong}].from_step={steps[wrong]} must be above {steps[wrong - 1]}, that of the blend before "
-            "it; put the blends into the order of their steps"
-        )
-
-    @rule
-    def a_curriculum_knows_sources_by_their_paths(self) -> str | None:
-        if not self.curriculum:
-            return None
-        blends = {"train": self.train}
-        blends |= {f"curriculum[{number}].sources": blend.sources for number, blend in enumerate(self.curriculum)}
-        lines = []
-        for name, sources in blends.items():
-            paths = [source.path for source in sources]
-            if twice := next((path for path in paths if paths.count(path) > 1), None):
-                lines.append(f"{name} names {twice} twice; name it once, with the sum of the weights")
-        return "\n".join(lines) or None
-
-    @rule
-    def a_curriculum_counts_samples(self) -> str | None:
-        if not self.curriculum or self.packing is None or self.packing.batch == "sequences":
-            return None
-        return (
-            "curriculum changes blends at a step, but with packing.batch=rows a window of samples that is packed "
-            "together would lie across it; set packing.batch=sequences"
-        )
-
-    @rule
-    def validation_sets_have_names_and_sources(self) -> str | None:
+    def broken_rules(self) -> Iterator[str]:
+        yield from super().broken_rules()
+        if self.curriculum:
+            yield from self._broken_rules_of_curriculum()
         # names become tags of TensorBoard and words of console lines
         wrong = next((name for name in self.valid_sets if not re.fullmatch(r"[\w.-]{1,40}", name, re.ASCII)), None)
-        if wrong is not None:
-            return f"valid names a set {wrong!r}; a name is up to 40 letters, digits, dots, dashes and underscores"
         empty = next((name for name, sources in self.valid_sets.items() if not sources), None)
-        return None if empty is None else f"valid.{empty} has no source; name at least one, or remove the set"
+        if wrong is not None:
+            yield f"valid names a set {wrong!r}; a name is up to 40 letters, digits, dots, dashes and underscores"
+        elif empty is not None:
+            yield f"valid.{empty} has no source; name at least one, or remove the set"
+        if not self.train:
+            yield (
+                f"train is empty, but kind={self.kind} reads from files; name at least one source, or set kind to mock"
+            )
+        if self.split is None:
+            return
+        if self.valid or self.test:
+            yield "split already divides the train sources, but valid or test are given too; remove one of the two"
+        if min(self.split) < 0 or self.split[0] == 0 or abs(sum(self.split) - 1) >= 1e-6:
+            yield (
+                f"split={list(self.split)} needs three shares that are not negative and add up to 1, the first above "
+                "0; write for instance [0.9, 0.1, 0]"
+            )
 
-    @rule
-    def training_needs_a_source(self) -> str | None:
-        if self.train:
-            return None
-        return f"train is empty, but kind={self.kind} reads from files; name at least one source, or set kind to mock"
-
-    @rule
-    def split_replaces_valid_and_test(self) -> str | None:
-        if self.split is None or not (self.valid or self.test):
-            return None
-        return "split already divides the train sources, but valid or test are given too; remove one of the two"
-
-    @rule
-    def split_is_three_shares_of_one(self) -> str | None:
-        if self.split is None or (min(self.split) >= 0 and self.split[0] > 0 and abs(sum(self.split) - 1) < 1e-6):
-            return None
-        return (
-            f"split={list(self.split)} needs three shares that are not negative and add up to 1, the first above 0; "
-            "write for instance [0.9, 0.1, 0]"
-        )
+    def _broken_rules_of_curriculum(self) -> Iterator[str]:
+        steps = [blend.from_step for blend in self.curriculum]
+        wrong = next((number for number in range(1, len(steps)) if steps[number] <= steps[number - 1]), None)
+        if wrong is not None:
+            yield (
+                f"curriculum[{wrong}].from_step={steps[wrong]} must be above {steps[wrong - 1]}, that of the blend "
+                "before it; put the blends into the order of their steps"
+            )
+        blends = {"train": self.train}
+        blends |= {f"curriculum[{number}].sources": blend.sources for number, blend in enumerate(self.curriculum)}
+        for name, sources in blends.items():
+            if twice := _first_repeated([source.path for source in sources]):
+                yield f"{name} names {twice} twice; name it once, with the sum of the weights"
+        if self.packing is not None and self.packing.batch != "sequences":
+            yield (
+                "curriculum changes blends at a step, but with packing.batch=rows a window of samples that is packed "
+                "together would lie across it; set packing.batch=sequences"
+            )
 
 
 class IndexedSection(FilesSection):
@@ -261,14 +240,13 @@ class IndexedSection(FilesSection):
     isolate_documents: bool = False
     """Whether attention and positions restart at each document, and no token is predicted across an edge."""
 
-    @rule
-    def running_text_fills_its_rows(self) -> str | None:
-        if self.packing is None:
-            return None
-        return (
-            "packing puts samples of different length into rows, but kind=indexed cuts running text into full rows; "
-            "remove packing, or set isolate_documents=true to keep the documents of a row apart"
-        )
+    def broken_rules(self) -> Iterator[str]:
+        yield from super().broken_rules()
+        if self.packing is not None:
+            yield (
+                "packing puts samples of different length into rows, but kind=indexed cuts running text into full "
+                "rows; remove packing, or set isolate_documents=true to keep the documents of a row apart"
+            )
 
 
 class SftSection(FilesSection):
@@ -324,34 +302,24 @@ class SftSection(FilesSection):
         """Whether rows have edges between documents, which only packed rows have."""
         return self.packing is not None
 
-    @rule
-    def columns_get_different_names(self) -> str | None:
-        names = list(self.columns.values())
-        twice = next((name for name in names if names.count(name) > 1), None)
-        return None if twice is None else f"columns calls two keys {twice!r}; rename one of them to something else"
+    def broken_rules(self) -> Iterator[str]:
+        yield from super().broken_rules()
+        if (twice := _first_repeated(list(self.columns.values()))) is not None:
+            yield f"columns calls two keys {twice!r}; rename one of them to something else"
+        if taken := sorted(_READ_BY_TEMPLATES & self.chat_template_kwargs.keys()):
+            yield f"chat_template_kwargs sets {taken[0]}, which follows from each record; remove it"
+        if self.max_bad >= 1 and self.max_bad != int(self.max_bad):
+            yield (
+                f"max_bad={self.max_bad} is neither a share below 1 nor a whole number of records; give one of the two"
+            )
+        if self.chat_date is not None and not _is_day(self.chat_date):
+            yield f"chat_date={self.chat_date} is no day of the calendar; write it as in 2025-01-31"
+        if self.tokenizer is None:
+            yield "tokenizer is not given, but kind=sft holds text; name the tokenizer that turns it into tokens"
 
-    @rule
-    def switches_are_not_what_a_template_reads_anyway(self) -> str | None:
-        taken = sorted(_READ_BY_TEMPLATES & self.chat_template_kwargs.keys())
-        return f"chat_template_kwargs sets {taken[0]}, which follows from each record; remove it" if taken else None
 
-    @rule
-    def max_bad_is_a_share_or_a_count(self) -> str | None:
-        if self.max_bad < 1 or self.max_bad == int(self.max_bad):
-            return None
-        return f"max_bad={self.max_bad} is neither a share below 1 nor a whole number of records; give one of the two"
-
-    @rule
-    def the_date_is_a_day(self) -> str | None:
-        if self.chat_date is None or _is_day(self.chat_date):
-            return None
-        return f"chat_date={self.chat_date} is no day of the calendar; write it as in 2025-01-31"
-
-    @rule
-    def text_needs_a_tokenizer(self) -> str | None:
-        if self.tokenizer is not None:
-            return None
-        return "tokenizer is not given, but kind=sft holds text; name the tokenizer that turns it into tokens"
+def _first_repeated(names: Sequence[str]) -> str | None:
+    return next((name for name in names if names.count(name) > 1), None)
 
 
 def is_path_of_template(choice: str) -> bool:
@@ -384,11 +352,10 @@ class MockSection(DataSection):
     isolate_documents: bool = False
     """Whether attention and positions restart at each document; each sample is one document."""
 
-    @rule
-    def packed_samples_are_documents(self) -> str | None:
-        if self.packing is None or self.isolate_documents:
-            return None
-        return "packing keeps the samples of a row apart, but isolate_documents=false; set it to true"
+    def broken_rules(self) -> Iterator[str]:
+        yield from super().broken_rules()
+        if self.packing is not None and not self.isolate_documents:
+            yield "packing keeps the samples of a row apart, but isolate_documents=false; set it to true"
 
 
 AnyData = Annotated[

@@ -1,12 +1,13 @@
 """`model.delta_net.*`: layers with a gated delta net instead of attention."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from mtrain.config.schema import bounds
 from mtrain.config.schema.adapter import DELTA_NET_PARTS
-from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.section import Section
 
 
 class DeltaNetSection(Section):
@@ -47,10 +48,9 @@ class DeltaNetSection(Section):
         """Says whether layer `layer`, counted from 0, has a delta net."""
         return (layer + 1) % self.full_attention_every != 0
 
-    @rule
-    def value_heads_share_key_heads(self) -> str | None:
-        if self.num_value_heads % self.num_key_heads == 0:
-            return None
-        return (
-            f"num_key_heads={self.num_key_heads} must divide num_value_heads={self.num_value_heads}; change one of them"
-        )
+    def broken_rules(self) -> Iterator[str]:
+        if self.num_value_heads % self.num_key_heads:
+            yield (
+                f"num_key_heads={self.num_key_heads} must divide num_value_heads={self.num_value_heads}; change one of "
+                "them"
+            )

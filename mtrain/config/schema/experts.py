@@ -1,11 +1,12 @@
 """`model.experts.*`: mixture-of-experts layers."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.section import Section
 
 
 class ExpertsSection(Section):
@@ -76,87 +77,60 @@ class ExpertsSection(Section):
         behind = layer - self.first_dense_layers
         return behind >= 0 and behind % self.every == 0
 
-    @rule
-    def a_token_finds_its_experts(self) -> str | None:
-        if self.top_k <= self.num_experts:
-            return None
-        return f"top_k={self.top_k} must not be above num_experts={self.num_experts}; lower it"
-
-    @rule
-    def a_gate_has_shared_experts(self) -> str | None:
-        if not self.shared_gate or self.shared_ffn_hidden_size:
-            return None
-        return "shared_gate=true needs shared experts, but shared_ffn_hidden_size=0; set it, or turn the gate off"
-
-    @rule
-    def two_branches_have_experts_each(self) -> str | None:
+    def broken_rules(self) -> Iterator[str]:
+        if self.top_k > self.num_experts:
+            yield f"top_k={self.top_k} must not be above num_experts={self.num_experts}; lower it"
+        if self.shared_gate and not self.shared_ffn_hidden_size:
+            yield "shared_gate=true needs shared experts, but shared_ffn_hidden_size=0; set it, or turn the gate off"
         if self.branch_norms and self.shared_gate:
-            return (
+            yield (
                 "shared_gate=true cannot be combined with branch_norms=true, whose norm after the shared experts takes "
                 "the gate's factor out again; remove one of them"
             )
-        if not self.branch_norms or self.shared_ffn_hidden_size:
-            return None
-        return (
-            "branch_norms=true needs shared experts, but shared_ffn_hidden_size=0; set it, or turn the norms of the "
-            "branches off"
-        )
-
-    @rule
-    def a_softmax_needs_a_choice(self) -> str | None:
-        if self.top_k > 1 or self.score != "softmax" or self.pre_softmax:
-            return None
-        return (
-            "top_k=1 with a softmax over the chosen experts gives the weight 1 always, and the router no gradient; set "
-            "pre_softmax=true or score=sigmoid, or raise top_k"
-        )
-
-    @rule
-    def groups_come_in_pairs(self) -> str | None:
-        if (self.num_groups is None) == (self.group_top_k is None):
-            return None
-        given, absent = (
-            (f"group_top_k={self.group_top_k}", "num_groups")
-            if self.num_groups is None
-            else (f"num_groups={self.num_groups}", "group_top_k")
-        )
-        return f"{given} needs {absent}, which is not given; set both or remove both"
-
-    @rule
-    def groups_hold_the_choice(self) -> str | None:
-        if self.num_groups is None or self.group_top_k is None:
-            return None
-        if self.num_experts % self.num_groups or not self.group_top_k <= self.num_groups:
-            return (
-                f"num_groups={self.num_groups} must divide num_experts={self.num_experts} and group_top_k="
-                f"{self.group_top_k} must not be above it; change them"
+        elif self.branch_norms and not self.shared_ffn_hidden_size:
+            yield (
+                "branch_norms=true needs shared experts, but shared_ffn_hidden_size=0; set it, or turn the norms of "
+                "the branches off"
             )
-        size = self.num_experts // self.num_groups
-        if self.group_top_k * size < self.top_k:
-            return (
-                f"group_top_k={self.group_top_k} groups of {size} experts must hold top_k={self.top_k} experts; change "
-                "them"
+        if self.top_k == 1 and self.score == "softmax" and not self.pre_softmax:
+            yield (
+                "top_k=1 with a softmax over the chosen experts gives the weight 1 always, and the router no gradient; "
+                "set pre_softmax=true or score=sigmoid, or raise top_k"
             )
-        if self.group_score_top_k is None and self.top_k % self.group_top_k:
-            return (
-                f"group_top_k={self.group_top_k} must divide top_k={self.top_k} where group_score_top_k is not given; "
-                "change them, or set group_score_top_k (DeepSeek-V3: 2)"
-            )
-        if self.num_scored > size:
-            return (
-                f"group_score_top_k={self.group_score_top_k} experts cannot rank a group of {size}; lower it or "
-                "num_groups"
-            )
-        return None
+        yield from self._broken_rules_of_groups()
+        if self.bias_update_rate and not self.expert_bias:
+            yield f"bias_update_rate={self.bias_update_rate} moves a bias that is not there; set expert_bias=true"
 
-    @rule
-    def a_group_score_needs_groups(self) -> str | None:
-        if self.group_score_top_k is None or self.num_groups is not None:
-            return None
-        return f"group_score_top_k={self.group_score_top_k} needs num_groups, which is not given; set both or remove it"
-
-    @rule
-    def a_moving_bias_exists(self) -> str | None:
-        if self.bias_update_rate == 0 or self.expert_bias:
-            return None
-        return f"bias_update_rate={self.bias_update_rate} moves a bias that is not there; set expert_bias=true"
+    def _broken_rules_of_groups(self) -> Iterator[str]:
+        num_groups, group_top_k = self.num_groups, self.group_top_k
+        if num_groups is None and group_top_k is not None:
+            yield f"group_top_k={group_top_k} needs num_groups, which is not given; set both or remove both"
+        elif num_groups is not None and group_top_k is None:
+            yield f"num_groups={num_groups} needs group_top_k, which is not given; set both or remove both"
+        elif num_groups is not None and group_top_k is not None:
+            size = self.num_experts // num_groups
+            if self.num_experts % num_groups or group_top_k > num_groups:
+                yield (
+                    f"num_groups={num_groups} must divide num_experts={self.num_experts} and group_top_k="
+                    f"{group_top_k} must not be above it; change them"
+                )
+            elif group_top_k * size < self.top_k:
+                yield (
+                    f"group_top_k={group_top_k} groups of {size} experts must hold top_k={self.top_k} experts; change "
+                    "them"
+                )
+            elif self.group_score_top_k is None and self.top_k % group_top_k:
+                yield (
+                    f"group_top_k={group_top_k} must divide top_k={self.top_k} where group_score_top_k is not given; "
+                    "change them, or set group_score_top_k (DeepSeek-V3: 2)"
+                )
+            elif self.num_scored > size:
+                yield (
+                    f"group_score_top_k={self.group_score_top_k} experts cannot rank a group of {size}; lower it or "
+                    "num_groups"
+                )
+        if self.group_score_top_k is not None and num_groups is None:
+            yield (
+                f"group_score_top_k={self.group_score_top_k} needs num_groups, which is not given; set both or remove "
+                "it"
+            )

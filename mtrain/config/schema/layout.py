@@ -1,10 +1,11 @@
 """`layout.*`: division of the work over ranks. The layout does not change the run."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.section import Section
 
 CpComm = Literal["allgather", "ulysses", "ring"]
 """How context-parallel ranks bring queries and keys together."""
@@ -39,40 +40,24 @@ class LayoutSection(Section):
     stage_layers: tuple[int, ...] | None = None
     """Layers in every (virtual) stage in model order: pp x vpp numbers that add up to model.num_layers; null: even."""
 
-    @rule
-    def sequence_parallel_requires_tp(self) -> str | None:
-        if not self.sp or self.tp > 1:
-            return None
-        return "sp=true needs tp > 1, but tp=1; raise tp or turn sp off"
-
-    @rule
-    def virtual_stages_require_a_pipeline(self) -> str | None:
-        if self.vpp == 1 or self.pp > 1:
-            return None
-        return f"vpp={self.vpp} needs pp > 1, but pp=1; raise pp or set vpp to 1"
-
-    @rule
-    def uneven_stages_require_a_pipeline(self) -> str | None:
-        given = [name for name in _SPLITS if getattr(self, name) is not None]
-        if not given or self.pp > 1:
-            return None
-        return f"{given[0]} divides the layers over pipeline stages, but pp=1; raise pp or remove it"
-
-    @rule
-    def the_list_of_stages_stands_alone(self) -> str | None:
-        if self.stage_layers is None or (self.first_stage_layers is None and self.last_stage_layers is None):
-            return None
-        return (
-            "stage_layers names the layers of every stage, but first_stage_layers or last_stage_layers is given too; "
-            "keep one of the two ways"
-        )
-
-    @rule
-    def the_list_has_one_number_a_stage(self) -> str | None:
+    def broken_rules(self) -> Iterator[str]:
+        if self.sp and self.tp == 1:
+            yield "sp=true needs tp > 1, but tp=1; raise tp or turn sp off"
+        if self.vpp > 1 and self.pp == 1:
+            yield f"vpp={self.vpp} needs pp > 1, but pp=1; raise pp or set vpp to 1"
+        splits = [name for name in _SPLITS if getattr(self, name) is not None]
+        if splits and self.pp == 1:
+            yield f"{splits[0]} divides the layers over pipeline stages, but pp=1; raise pp or remove it"
+        if self.stage_layers is None:
+            return
+        if len(splits) > 1:
+            yield (
+                "stage_layers names the layers of every stage, but first_stage_layers or last_stage_layers is given "
+                "too; keep one of the two ways"
+            )
         stages = self.pp * self.vpp
-        if self.stage_layers is None or (len(self.stage_layers) == stages and min(self.stage_layers) > 0):
-            return None
-        return (
-            f"stage_layers={list(self.stage_layers)} needs {stages} numbers above 0, one for each of the "
-            f"pp={self.pp} x vpp={self.vpp} stages; fix the list"
-        )
+        if len(self.stage_layers) != stages or min(self.stage_layers) <= 0:
+            yield (
+                f"stage_layers={list(self.stage_layers)} needs {stages} numbers above 0, one for each of the "
+                f"pp={self.pp} x vpp={self.vpp} stages; fix the list"
+            )

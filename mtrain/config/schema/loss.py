@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.section import Section
 
 MAIN_TERM = "main"
 """Name of the term that `loss.function` computes, whose mean is the logged loss; side terms have their own names."""
@@ -27,31 +27,6 @@ Aggregation = Literal[
 NORM_AGGREGATIONS = ("seq-mean-token-sum-norm", "token-sum-norm")
 """Aggregations that divide by a constant length."""
 
-ROLLOUT_CORRECTIONS = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "sequence-mean-mask")
-"""Ways to bound importance weights (`mtrain.core.loss.functions.policy.ppo_loss`)."""
-
-_OPTION_IS_LEGAL: dict[str, Callable[[Any], bool]] = {
-    "label_smoothing": lambda value: _is_number(value) and 0 <= value < 1,
-    "temperature": lambda value: _is_number(value) and 0 < value < math.inf,
-    "direction": lambda value: value in ("forward", "reverse"),
-    "k": lambda value: _is_number(value) and isinstance(value, int) and value > 0,
-    "remainder": lambda value: value in ("bucket", "drop"),
-    "clip_low": lambda value: value is None or (_is_number(value) and 0 <= value <= 1),
-    "clip_high": lambda value: _is_number(value) and 0 <= value < math.inf,
-    "dual_clip": lambda value: value is None or (_is_number(value) and 1 < value < math.inf),
-    "rollout_cap": lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
-    "rollout_floor": lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
-    "rollout_correction": lambda value: value in ROLLOUT_CORRECTIONS,
-    "old_logprobs": lambda value: isinstance(value, bool),
-    "estimator": lambda value: value in ("k1", "k2", "k3"),
-    "beta": lambda value: _is_number(value) and 0 < value < math.inf,
-    "gamma": lambda value: _is_number(value) and 0 <= value < math.inf,
-    "nll_coefficient": lambda value: _is_number(value) and 0 <= value < math.inf,
-    "desirable_weight": lambda value: _is_number(value) and 0 <= value < math.inf,
-    "undesirable_weight": lambda value: _is_number(value) and 0 <= value < math.inf,
-    "kl": lambda value: isinstance(value, bool),
-    "center_rewards_coefficient": lambda value: _is_number(value) and 0 <= value < math.inf,
-}
 _LEGAL_OPTIONS = {
     "label_smoothing": "a number from 0 to below 1",
     "temperature": "a number above 0",
@@ -75,6 +50,21 @@ _LEGAL_OPTIONS = {
     "center_rewards_coefficient": "a number of at least 0",
 }
 """Legal options of this package's loss functions; other functions check their own."""
+_IS_LEGAL: dict[str, Callable[[Any], bool]] = {
+    "a number from 0 to below 1": lambda value: _is_number(value) and 0 <= value < 1,
+    "a number from 0 to 1": lambda value: value is None or (_is_number(value) and 0 <= value <= 1),
+    "a number above 0": lambda value: _is_number(value) and 0 < value < math.inf,
+    "a number above 0, or null": lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
+    "a number above 1, or null": lambda value: value is None or (_is_number(value) and 1 < value < math.inf),
+    "a number of at least 0": lambda value: _is_number(value) and 0 <= value < math.inf,
+    "a whole number above 0": lambda value: _is_number(value) and isinstance(value, int) and value > 0,
+    "true or false": lambda value: isinstance(value, bool),
+}
+
+
+def _is_legal(value: object, needed: str) -> bool:
+    """Says whether a value is what these words say: a key of _IS_LEGAL, or a list of names."""
+    return _IS_LEGAL[needed](value) if needed in _IS_LEGAL else value in re.split(", | or ", needed)
 
 
 class PreferenceForm(NamedTuple):
@@ -141,7 +131,7 @@ def wrong_options(options: Mapping[str, Any]) -> list[str]:
     wrong = [
         f"options.{name}={value!r} must be {_LEGAL_OPTIONS[name]}; fix it"
         for name, value in options.items()
-        if name in _OPTION_IS_LEGAL and not _OPTION_IS_LEGAL[name](value)
+        if name in _LEGAL_OPTIONS and not _is_legal(value, _LEGAL_OPTIONS[name])
     ]
     cap, floor = options.get("rollout_cap"), options.get("rollout_floor")
     if "rollout_correction" in options and cap is None and floor is None:
@@ -194,50 +184,34 @@ class TermSection(Section):
         form = PREFERENCE_LOSSES.get(function) if isinstance(function, str) else None
         return given if form is None else {**given, "aggregation": form.aggregation}
 
-    @rule
-    def functions_are_known_by_name_or_module(self) -> str | None:
+    def broken_rules(self) -> Iterator[str]:
         is_ours = self.function.startswith("mtrain.")
-        if self.function in LOSS_FUNCTIONS or (_FUNCTION.fullmatch(self.function) and not is_ours):
-            return None
-        return (
-            f"function={self.function!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function of your "
-            "own as package.module:name"
-        )
-
-    @rule
-    def options_of_our_own_functions_are_legal(self) -> str | None:
-        if self.function not in LOSS_FUNCTIONS:
-            return None
-        return "\n".join(wrong_options(self.options)) or None
-
-    @rule
-    def norm_aggregations_need_a_length(self) -> str | None:
-        if self.norm_length is not None or self.aggregation not in NORM_AGGREGATIONS:
-            return None
-        return f"norm_length is not given, but aggregation={self.aggregation} divides by it; set it, in tokens"
-
-    @rule
-    def other_aggregations_have_no_length(self) -> str | None:
-        if self.norm_length is None or self.aggregation in NORM_AGGREGATIONS:
-            return None
-        return (
-            f"norm_length={self.norm_length} is not used by aggregation={self.aggregation}; remove it, or choose "
-            f"{' or '.join(NORM_AGGREGATIONS)}"
-        )
-
-    @rule
-    def powers_belong_to_one_aggregation(self) -> str | None:
-        if self.length_power is None and self.aggregation == "seq-mean-token-power":
-            return (
+        if self.function in LOSS_FUNCTIONS:
+            yield from wrong_options(self.options)
+        elif is_ours or not _FUNCTION.fullmatch(self.function):
+            yield (
+                f"function={self.function!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function of "
+                "your own as package.module:name"
+            )
+        divides = self.aggregation in NORM_AGGREGATIONS
+        if divides and self.norm_length is None:
+            yield f"norm_length is not given, but aggregation={self.aggregation} divides by it; set it, in tokens"
+        elif not divides and self.norm_length is not None:
+            yield (
+                f"norm_length={self.norm_length} is not used by aggregation={self.aggregation}; remove it, or choose "
+                f"{' or '.join(NORM_AGGREGATIONS)}"
+            )
+        has_power = self.aggregation == "seq-mean-token-power"
+        if has_power and self.length_power is None:
+            yield (
                 "length_power is not given, but aggregation=seq-mean-token-power divides by the length to that power; "
                 "set it, between 0 and 1"
             )
-        if self.length_power is not None and self.aggregation != "seq-mean-token-power":
-            return (
+        elif not has_power and self.length_power is not None:
+            yield (
                 f"length_power={self.length_power} is not used by aggregation={self.aggregation}; remove it, or choose "
                 "seq-mean-token-power"
             )
-        return None
 
 
 class SideTermSection(TermSection):
@@ -323,70 +297,48 @@ class LossSection(TermSection):
         """What the main term compares; None unless it is a preference loss of this package."""
         return PREFERENCE_LOSSES.get(self.function)
 
-    @rule
-    def preferences_are_means_over_groups(self) -> str | None:
-        if self.preference is None:
-            return None
-        wrong = {
-            "aggregation": (self.aggregation, self.aggregation in SCORE_AGGREGATIONS),
-            "empty_sequences": (self.empty_sequences, self.empty_sequences == "exclude"),
-            "denominator": (self.denominator, self.denominator == "planned"),
-        }
-        needed = {
-            "aggregation": f"{' or '.join(SCORE_AGGREGATIONS)}: the sum or mean of an answer's tokens is its score",
-            "empty_sequences": "exclude: a group with an empty answer says nothing",
-            "denominator": "planned: it is the sum of the groups' weights",
-        }
-        lines = [
-            f"{key}={value} cannot be combined with function={self.function}, which is a mean over groups; "
-            f"set {needed[key]}"
-            for key, (value, is_right) in wrong.items()
-            if not is_right
-        ]
-        return "\n".join(lines) or None
+    def broken_rules(self) -> Iterator[str]:
+        yield from super().broken_rules()
+        yield from self._broken_rules_of_preferences()
+        yield from self._broken_rules_of_side_terms()
 
-    @rule
-    def references_are_compared_with(self) -> str | None:
-        if self.reference is None or self.function not in LOSS_FUNCTIONS or self.function in REFERENCE_LOSSES:
-            return None
-        return (
-            f"reference={self.reference} is not used by function={self.function}; remove it, or choose "
-            f"{' or '.join(sorted(REFERENCE_LOSSES))}"
-        )
+    def _broken_rules_of_preferences(self) -> Iterator[str]:
+        if self.preference is not None:
+            demand = f"cannot be combined with function={self.function}, which is a mean over groups; set"
+            if self.aggregation not in SCORE_AGGREGATIONS:
+                scores = f"{' or '.join(SCORE_AGGREGATIONS)}: the sum or mean of an answer's tokens is its score"
+                yield f"aggregation={self.aggregation} {demand} {scores}"
+            if self.empty_sequences != "exclude":
+                says = "a group with an empty answer says nothing"
+                yield f"empty_sequences={self.empty_sequences} {demand} exclude: {says}"
+            if self.denominator != "planned":
+                yield f"denominator={self.denominator} {demand} planned: it is the sum of the groups' weights"
+        if self.reference is not None and self.function in LOSS_FUNCTIONS and self.function not in REFERENCE_LOSSES:
+            yield (
+                f"reference={self.reference} is not used by function={self.function}; remove it, or choose "
+                f"{' or '.join(sorted(REFERENCE_LOSSES))}"
+            )
+        wrong = next((name for name, term in self.side_terms.items() if term.function in PREFERENCE_LOSSES), None)
+        if wrong is not None:
+            yield (
+                f"side_terms.{wrong}.function={self.side_terms[wrong].function} compares groups of sequences, which "
+                "the main term alone can; make it loss.function, and the other one a side term"
+            )
 
-    @rule
-    def preferences_are_the_main_term(self) -> str | None:
-        wrong = [name for name, term in self.side_terms.items() if term.function in PREFERENCE_LOSSES]
-        if not wrong:
-            return None
-        return (
-            f"side_terms.{wrong[0]}.function={self.side_terms[wrong[0]].function} compares groups of sequences, which "
-            "the main term alone can; make it loss.function, and the other one a side term"
-        )
-
-    @rule
-    def side_terms_need_a_planned_denominator(self) -> str | None:
+    def _broken_rules_of_side_terms(self) -> Iterator[str]:
         sides = [*self.side_terms, *self.router.coefficients]
-        if self.denominator == "planned" or not sides:
-            return None
-        return (
-            "denominator=measured is known only after the forward pass, but side terms are scaled before the backward "
-            f"pass ({', '.join(sides)}); set it to planned, or remove the side terms"
-        )
-
-    @rule
-    def side_terms_leave_the_main_name_free(self) -> str | None:
+        if self.denominator == "measured" and sides:
+            yield (
+                "denominator=measured is known only after the forward pass, but side terms are scaled before the "
+                f"backward pass ({', '.join(sides)}); set it to planned, or remove the side terms"
+            )
+        of_routers = [name for name in self.side_terms if name.startswith("router_")]
         if MAIN_TERM in self.side_terms:
-            return "side_terms.main takes the name of the main term; choose another name"
-        taken = [name for name in self.side_terms if name.startswith("router_")]
-        return f"side_terms.{taken[0]} takes a name of the losses of routers; choose another name" if taken else None
-
-    @rule
-    def side_terms_leave_the_names_of_depths_free(self) -> str | None:
-        taken = [name for name in self.side_terms if re.fullmatch(r"mtp_\d+", name)]
-        if not taken:
-            return None
-        return f"side_terms.{taken[0]} takes the name of a depth of multi-token prediction; choose another name"
+            yield "side_terms.main takes the name of the main term; choose another name"
+        elif of_routers:
+            yield f"side_terms.{of_routers[0]} takes a name of the losses of routers; choose another name"
+        if of_depths := [name for name in self.side_terms if re.fullmatch(r"mtp_\d+", name)]:
+            yield f"side_terms.{of_depths[0]} takes the name of a depth of multi-token prediction; choose another name"
 
 
 def own_functions(section: LossSection) -> list[str]:

@@ -1,17 +1,12 @@
-"""`model.mamba.*`: Mamba-2, and the rules of the pattern of its layers."""
+"""`model.mamba.*`: Mamba-2."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.experts import ExpertsSection
-from mtrain.config.schema.section import Section, rule
-
-_LETTERS = "M*-E"
-OF_TWO_SUBLAYERS = ("mla", "delta_net", "sliding_window", "sandwich_norm", "post_norm", "mtp_depths")
-"""Keys of `model.*` that layers of one sublayer do not have."""
+from mtrain.config.schema.section import Section
 
 
 class MambaSection(Section):
@@ -48,40 +43,6 @@ class MambaSection(Section):
         """Channels of the convolution: inputs, B and C."""
         return self.width + 2 * self.num_groups * self.state_dim
 
-    @rule
-    def groups_divide_the_heads(self) -> str | None:
-        if self.num_heads % self.num_groups == 0:
-            return None
-        return f"num_groups={self.num_groups} must divide num_heads={self.num_heads}; change one of them"
-
-
-def broken_rules_of_pattern(
-    pattern: str | None,
-    num_layers: int,
-    mamba: MambaSection | None,
-    experts: ExpertsSection | None,
-    others: Iterable[str],
-) -> Iterator[str]:
-    """Yields a message for everything that a pattern of sublayers contradicts.
-
-    Args:
-        others: Keys of OF_TWO_SUBLAYERS that are given.
-    """
-    if pattern is None:
-        if mamba is not None:
-            yield "mamba needs layer_pattern, which says in which layers it is; set it"
-        return
-    given = f"layer_pattern={pattern}"
-    if unknown := sorted(set(pattern) - set(_LETTERS)):
-        yield f"{given} knows the letters {', '.join(_LETTERS)}, but has {', '.join(unknown)}; change it"
-    if len(pattern) != num_layers:
-        yield f"{given} has {len(pattern)} letters for num_layers={num_layers}; change one of them"
-    for letter, key, is_set in (("M", "mamba", mamba is not None), ("E", "experts", experts is not None)):
-        if letter in pattern and not is_set:
-            yield f"{given} has a layer {letter}, which needs model.{key}; set it, or change the pattern"
-        elif letter not in pattern and is_set:
-            yield f"{given} has no layer {letter} for model.{key}; remove it, or change the pattern"
-    if experts is not None and (experts.first_dense_layers or experts.every != 1):
-        yield f"{given} says which layers have experts; remove experts.first_dense_layers and experts.every"
-    for key in others:
-        yield f"{given} cannot be combined with model.{key} (its layers have one sublayer each); remove one of them"
+    def broken_rules(self) -> Iterator[str]:
+        if self.num_heads % self.num_groups:
+            yield f"num_groups={self.num_groups} must divide num_heads={self.num_heads}; change one of them"

@@ -15,16 +15,19 @@ from mtrain.config.schema import bounds
 from mtrain.config.schema.attention import GlobalAttentionSection, LatentAttentionSection
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.experts import ExpertsSection
-from mtrain.config.schema.mamba import OF_TWO_SUBLAYERS, MambaSection, broken_rules_of_pattern
+from mtrain.config.schema.mamba import MambaSection
 from mtrain.config.schema.output import AnyOutput, HeadOutput, TokenOutput
 from mtrain.config.schema.rope import RopeSection
-from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.section import Section
 
 RECURRENT: Mapping[str, type[DeltaNetSection] | type[MambaSection]] = {
     "delta_net": DeltaNetSection,
     "mamba": MambaSection,
 }
 """Keys of layers with a state instead of keys and values -> their sections."""
+_LETTERS = "M*-E"
+_OF_TWO_SUBLAYERS = ("mla", "delta_net", "sliding_window", "sandwich_norm", "post_norm", "mtp_depths")
+"""Keys of `model.*` that layers of one sublayer do not have."""
 
 
 class ModelSection(Section):
@@ -249,134 +252,159 @@ class ModelSection(Section):
         """Whether TransformerEngine computes the experts."""
         return self.experts is not None and self.experts.implementation == "te"
 
-    @rule
-    def heads_divide_the_hidden_size(self) -> str | None:
-        has_own_heads = self.head_dim is not None or self.mla is not None
-        if has_own_heads or self.hidden_size % self.num_attention_heads == 0:
-            return None
-        return (
-            f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
-            "change one of them or set head_dim"
-        )
-
-    @rule
-    def rotary_heads_are_even(self) -> str | None:
-        if self.rotary_size % 2 == 0 and self.rotary_size > 0:
-            return None
-        if self.rope.partial == 1:
-            return f"head_dim={self.head_size} must be even, since the rotary embedding turns pairs; change it"
-        return (
-            f"rope.partial={self.rope.partial} of head_dim={self.head_size} is {self.rotary_size} dimensions, but the "
-            "rotary embedding turns pairs; change it"
-        )
-
-    @rule
-    def query_groups_divide_the_heads(self) -> str | None:
-        if self.num_attention_heads % self.query_groups == 0:
-            return None
-        return (
-            f"num_query_groups={self.query_groups} must divide num_attention_heads={self.num_attention_heads}; "
-            "change one of them"
-        )
-
-    @rule
-    def latent_attention_has_its_own_knobs(self) -> str | None:
-        if self.mla is None:
-            return "rope.interleaved=true needs model.mla; remove it" if self.rope.interleaved else None
-        return "\n".join(_refused_with_latents(self)) or None
-
-    @rule
-    def a_gate_follows_whole_heads(self) -> str | None:
-        if not self.attention_gate or self.qk_norm_width == "head":
-            return None
-        return "attention_gate=true has no form with qk_norm_width=full; remove one of them"
-
-    @rule
-    def delta_nets_stand_among_plain_attention(self) -> str | None:
-        return "\n".join(_refused_with_delta_nets(self)) or None
-
-    @rule
-    def a_pattern_names_the_sublayers(self) -> str | None:
-        others = [name for name in OF_TWO_SUBLAYERS if getattr(self, name)]
-        broken = broken_rules_of_pattern(self.layer_pattern, self.num_layers, self.mamba, self.experts, others)
-        return "\n".join(broken) or None
-
-    @rule
-    def global_heads_stand_among_windows(self) -> str | None:
-        return "\n".join(_refused_with_global_heads(self)) or None
-
-    @rule
-    def a_value_norm_follows_heads(self) -> str | None:
-        if not self.value_norm:
-            return None
-        others = {
-            "norm": self.norm != "rmsnorm",
-            "qk_norm_width": self.qk_norm_width != "head",
-            "rope.attention_temperature": self.rope.attention_temperature > 0,
-        }
-        found = next((key for key, holds in others.items() if holds), None)
-        if found is None:
-            return None
-        return f"value_norm=true has no form with {found}={_value(self, found)}; remove one of them"
-
-    @rule
-    def a_scalar_follows_an_output_norm(self) -> str | None:
-        if not self.layer_scalar or self.sandwich_norm:
-            return None
-        return "layer_scalar=true needs sandwich_norm=true; set it, or turn the scalar off"
-
-    @rule
-    def norms_stand_in_one_way(self) -> str | None:
-        if not (self.post_norm and self.sandwich_norm):
-            return None
-        return "post_norm=true leaves norms out that sandwich_norm=true asks for; turn one of them off"
-
-    @rule
-    def a_full_width_is_one_of_rmsnorms(self) -> str | None:
-        if self.qk_norm_width == "head":
-            return None
-        if not self.qk_norm:
-            return "qk_norm_width=full has no effect without a norm; set qk_norm=true or remove it"
-        if self.norm != "rmsnorm":
-            return f"qk_norm_width=full needs norm=rmsnorm, but norm={self.norm}; change one of them"
-        if self.rope.attention_temperature:
-            return (
-                f"qk_norm_width=full cannot be combined with rope.attention_temperature="
-                f"{self.rope.attention_temperature}; remove one of them"
-            )
-        return None
-
-    @rule
-    def a_head_predicts_no_tokens(self) -> str | None:
-        if self.num_labels is None:
-            return None
-        if self.mtp_depths:
-            return (
+    def broken_rules(self) -> Iterator[str]:
+        yield from self._broken_rules_of_heads()
+        if self.mla is not None:
+            yield from self._broken_rules_of_latents()
+        elif self.rope.interleaved:
+            yield "rope.interleaved=true needs model.mla; remove it"
+        if self.attention_gate and self.qk_norm_width == "full":
+            yield "attention_gate=true has no form with qk_norm_width=full; remove one of them"
+        if self.delta_net is not None:
+            yield from self._broken_rules_with_delta_nets(self.delta_net)
+        yield from self._broken_rules_of_pattern()
+        if self.global_attention is not None:
+            yield from self._broken_rules_of_global_heads(self.global_attention)
+        yield from self._broken_rules_of_norms()
+        if self.num_labels is not None and self.mtp_depths:
+            yield (
                 f"mtp_depths={self.mtp_depths} predicts tokens, which a model with num_labels={self.num_labels} does "
                 "not; set it to 0"
             )
-        if self.num_labels > self.vocab_size:  # labels travel instead of tokens
-            return f"num_labels={self.num_labels} is more than vocab_size={self.vocab_size}; lower it"
-        return None
+        elif self.num_labels is not None and self.num_labels > self.vocab_size:  # labels travel instead of tokens
+            yield f"num_labels={self.num_labels} is more than vocab_size={self.vocab_size}; lower it"
+        need_a_window = {
+            "global_attention_every": self.global_attention_every,
+            "rope.local_base": self.rope.local_base,
+        }
+        for key, value in need_a_window.items():
+            if value is not None and self.sliding_window is None:
+                yield f"{key}={value} has no effect without a window; set sliding_window or remove it"
+        yield from megatron_fields.broken_rules(self.megatron)
 
-    @rule
-    def global_layers_need_a_window(self) -> str | None:
-        if self.global_attention_every is None or self.sliding_window is not None:
-            return None
-        return (
-            f"global_attention_every={self.global_attention_every} has no effect without a window; set sliding_window "
-            "or remove it"
-        )
+    def _broken_rules_of_heads(self) -> Iterator[str]:
+        if self.head_dim is None and self.mla is None and self.hidden_size % self.num_attention_heads:
+            yield (
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
+                "change one of them or set head_dim"
+            )
+        is_even = self.rotary_size % 2 == 0 and self.rotary_size > 0
+        if not is_even and self.rope.partial == 1:
+            yield f"head_dim={self.head_size} must be even, since the rotary embedding turns pairs; change it"
+        elif not is_even:
+            yield (
+                f"rope.partial={self.rope.partial} of head_dim={self.head_size} is {self.rotary_size} dimensions, but "
+                "the rotary embedding turns pairs; change it"
+            )
+        if self.num_attention_heads % self.query_groups:
+            yield (
+                f"num_query_groups={self.query_groups} must divide num_attention_heads={self.num_attention_heads}; "
+                "change one of them"
+            )
 
-    @rule
-    def a_local_base_needs_a_window(self) -> str | None:
-        if self.rope.local_base is None or self.sliding_window is not None:
-            return None
-        return f"rope.local_base={self.rope.local_base} has no effect without a window; set sliding_window or remove it"
+    def _broken_rules_of_latents(self) -> Iterator[str]:
+        if self.rope.partial != 1:
+            yield (
+                f"rope.partial={self.rope.partial} cannot be combined with model.mla (mla.qk_rope_head_dim says how "
+                "much is rotated); remove it"
+            )
+        if self.rope.attention_temperature:
+            yield (
+                f"rope.attention_temperature={self.rope.attention_temperature} cannot be combined with model.mla, "
+                "whose queries have no factor; set it to 0"
+            )
+        for name, reason in _NOT_LATENT.items():
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                yield f"{name}={str(value).lower()} cannot be combined with model.mla ({reason}); remove it"
 
-    @rule
-    def passed_fields_are_megatrons_and_not_ours(self) -> str | None:
-        return "\n".join(megatron_fields.broken_rules(self.megatron)) or None
+    def _broken_rules_with_delta_nets(self, delta_net: DeltaNetSection) -> Iterator[str]:
+        if self.mla is not None:
+            yield (
+                "delta_net cannot be combined with model.mla (other layers have grouped attention); remove one of them"
+            )
+        if self.sliding_window is not None:
+            yield (
+                f"delta_net cannot be combined with sliding_window={self.sliding_window} (its other layers see the "
+                "whole row); remove one of them"
+            )
+        if self.mtp_depths and self.num_layers % delta_net.full_attention_every:
+            yield (
+                f"mtp_depths={self.mtp_depths} adds layers like the last one, which needs attention, but num_layers="
+                f"{self.num_layers} is no multiple of delta_net.full_attention_every={delta_net.full_attention_every}; "
+                "change one of them, or set mtp_depths to 0"
+            )
+
+    def _broken_rules_of_pattern(self) -> Iterator[str]:
+        pattern, experts = self.layer_pattern, self.experts
+        if pattern is None:
+            if self.mamba is not None:
+                yield "mamba needs layer_pattern, which says in which layers it is; set it"
+            return
+        given = f"layer_pattern={pattern}"
+        if unknown := sorted(set(pattern) - set(_LETTERS)):
+            yield f"{given} knows the letters {', '.join(_LETTERS)}, but has {', '.join(unknown)}; change it"
+        if len(pattern) != self.num_layers:
+            yield f"{given} has {len(pattern)} letters for num_layers={self.num_layers}; change one of them"
+        for letter, key in (("M", "mamba"), ("E", "experts")):
+            is_set = getattr(self, key) is not None
+            if letter in pattern and not is_set:
+                yield f"{given} has a layer {letter}, which needs model.{key}; set it, or change the pattern"
+            elif letter not in pattern and is_set:
+                yield f"{given} has no layer {letter} for model.{key}; remove it, or change the pattern"
+        if experts is not None and (experts.first_dense_layers or experts.every != 1):
+            yield f"{given} says which layers have experts; remove experts.first_dense_layers and experts.every"
+        reason = "its layers have one sublayer each"
+        for key in _OF_TWO_SUBLAYERS:
+            if getattr(self, key):
+                yield f"{given} cannot be combined with model.{key} ({reason}); remove one of them"
+
+    def _broken_rules_of_global_heads(self, heads: GlobalAttentionSection) -> Iterator[str]:
+        needed = {"global_attention_every": self.global_attention_every, "rope.local_base": self.rope.local_base}
+        for name, value in needed.items():
+            if value is None:
+                yield f"global_attention needs {name}, which is not given; set it, or remove global_attention"
+        if self.num_attention_heads % heads.num_query_groups:
+            yield (
+                f"global_attention.num_query_groups={heads.num_query_groups} must divide num_attention_heads="
+                f"{self.num_attention_heads}; change one of them"
+            )
+        if heads.head_dim % 2:
+            yield (
+                f"global_attention.head_dim={heads.head_dim} must be even, since the rotary embedding turns pairs; "
+                "change it"
+            )
+        for name in ("qkv_bias", "linear_bias", "attention_sinks", "attention_gate", "mtp_depths"):
+            if value := getattr(self, name):
+                yield f"{name}={str(value).lower()} cannot be combined with global_attention; remove one of them"
+        if self.qk_norm_width == "full":
+            yield "qk_norm_width=full cannot be combined with global_attention; remove one of them"
+
+    def _broken_rules_of_norms(self) -> Iterator[str]:
+        temperature = self.rope.attention_temperature
+        others = {
+            f"norm={self.norm}": self.norm != "rmsnorm",
+            f"qk_norm_width={self.qk_norm_width}": self.qk_norm_width != "head",
+            f"rope.attention_temperature={temperature}": temperature > 0,
+        }
+        refused = next((key for key, holds in others.items() if holds), None)
+        if self.value_norm and refused is not None:
+            yield f"value_norm=true has no form with {refused}; remove one of them"
+        if self.layer_scalar and not self.sandwich_norm:
+            yield "layer_scalar=true needs sandwich_norm=true; set it, or turn the scalar off"
+        if self.post_norm and self.sandwich_norm:
+            yield "post_norm=true leaves norms out that sandwich_norm=true asks for; turn one of them off"
+        if self.qk_norm_width == "head":
+            return
+        if not self.qk_norm:
+            yield "qk_norm_width=full has no effect without a norm; set qk_norm=true or remove it"
+        elif self.norm != "rmsnorm":
+            yield f"qk_norm_width=full needs norm=rmsnorm, but norm={self.norm}; change one of them"
+        elif temperature:
+            yield (
+                f"qk_norm_width=full cannot be combined with rope.attention_temperature={temperature}; remove one of "
+                "them"
+            )
 
 
 _NOT_LATENT = {
@@ -392,70 +420,3 @@ _NOT_LATENT = {
     "sliding_window": "it sees the whole row",
 }
 """Keys of grouped-query attention -> why model.mla refuses them."""
-
-
-def _refused_with_latents(model: ModelSection) -> Iterator[str]:
-    if model.rope.partial != 1:
-        yield (
-            f"rope.partial={model.rope.partial} cannot be combined with model.mla (mla.qk_rope_head_dim says how much "
-            "is rotated); remove it"
-        )
-    if model.rope.attention_temperature:
-        yield (
-            f"rope.attention_temperature={model.rope.attention_temperature} cannot be combined with model.mla, whose "
-            "queries have no factor; set it to 0"
-        )
-    for name, reason in _NOT_LATENT.items():
-        value = getattr(model, name)
-        if value is not None and value is not False:
-            yield f"{name}={str(value).lower()} cannot be combined with model.mla ({reason}); remove it"
-
-
-def _refused_with_delta_nets(model: ModelSection) -> Iterator[str]:
-    if model.delta_net is None:
-        return
-    if model.mla is not None:
-        yield "delta_net cannot be combined with model.mla (other layers have grouped attention); remove one of them"
-    if model.sliding_window is not None:
-        yield (
-            f"delta_net cannot be combined with sliding_window={model.sliding_window} (its other layers see the whole "
-            "row); remove one of them"
-        )
-    if model.mtp_depths and model.num_layers % model.delta_net.full_attention_every:
-        yield (
-            f"mtp_depths={model.mtp_depths} adds layers like the last one, which needs attention, but num_layers="
-            f"{model.num_layers} is no multiple of delta_net.full_attention_every="
-            f"{model.delta_net.full_attention_every}; change one of them, or set mtp_depths to 0"
-        )
-
-
-def _refused_with_global_heads(model: ModelSection) -> Iterator[str]:
-    heads = model.global_attention
-    if heads is None:
-        return
-    needed = {"global_attention_every": model.global_attention_every, "rope.local_base": model.rope.local_base}
-    for name, value in needed.items():
-        if value is None:
-            yield f"global_attention needs {name}, which is not given; set it, or remove global_attention"
-    if model.num_attention_heads % heads.num_query_groups:
-        yield (
-            f"global_attention.num_query_groups={heads.num_query_groups} must divide num_attention_heads="
-            f"{model.num_attention_heads}; change one of them"
-        )
-    if heads.head_dim % 2:
-        yield (
-            f"global_attention.head_dim={heads.head_dim} must be even, since the rotary embedding turns pairs; change "
-            "it"
-        )
-    for name in ("qkv_bias", "linear_bias", "attention_sinks", "attention_gate", "mtp_depths"):
-        if value := getattr(model, name):
-            yield f"{name}={str(value).lower()} cannot be combined with global_attention; remove one of them"
-    if model.qk_norm_width == "full":
-        yield "qk_norm_width=full cannot be combined with global_attention; remove one of them"
-
-
-def _value(model: ModelSection, dotted: str) -> object:
-    found: object = model
-    for name in dotted.split("."):
-        found = getattr(found, name)
-    return found

@@ -1,11 +1,12 @@
 """`model.rope.*`: the rotary position embedding."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.section import Section
 
 
 class RopeSection(Section):
@@ -51,61 +52,39 @@ class RopeSection(Section):
     local_base: float | None = Field(None, gt=0)
     """Base of layers with a sliding window, without scaling; null: like all others."""
 
-    @rule
-    def a_factor_needs_a_scaling(self) -> str | None:
-        if self.factor == 1 or self.scaling != "none":
-            return None
-        return f"factor={self.factor} has no effect with scaling=none; choose a scaling or remove the factor"
+    def broken_rules(self) -> Iterator[str]:
+        if self.factor != 1 and self.scaling == "none":
+            yield f"factor={self.factor} has no effect with scaling=none; choose a scaling or remove the factor"
+        if self.scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            yield (
+                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}; "
+                "lower the one or raise the other"
+            )
+        if self.scaling == "yarn":
+            yield from self._broken_rules_of_yarn()
+        if self.attention_temperature and (self.scaling != "yarn" or self.local_base is not None):
+            yield (
+                f"attention_temperature={self.attention_temperature} needs scaling=yarn without local_base, but "
+                f"scaling={self.scaling} and local_base={self.local_base}; change them, or set it to 0"
+            )
+        magnitudes = [each for each in (self.mscale, self.mscale_all_dim) if each is not None]
+        if magnitudes and (self.scaling != "yarn" or len(magnitudes) == 1):
+            yield (
+                f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} have no settled meaning with scaling="
+                f"{self.scaling}; set both with scaling=yarn, or remove both"
+            )
 
-    @rule
-    def llama3_bands_are_ordered(self) -> str | None:
-        if self.scaling != "llama3" or self.low_freq_factor < self.high_freq_factor:
-            return None
-        return (
-            f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}; "
-            "lower the one or raise the other"
-        )
-
-    @rule
-    def yarn_bands_are_ordered(self) -> str | None:
+    def _broken_rules_of_yarn(self) -> Iterator[str]:
         # equal in Kimi-K2: rounded to whole dimensions, the range between them is one dimension wide
-        if self.scaling != "yarn" or self.beta_slow <= self.beta_fast:
-            return None
-        return (
-            f"beta_slow={self.beta_slow} must not exceed beta_fast={self.beta_fast}; lower the one or raise the other"
-        )
-
-    @rule
-    def yarn_needs_turns_that_differ(self) -> str | None:
-        if self.scaling != "yarn" or self.base > 1:
-            return None
-        return f"base={self.base} must be above 1 with scaling=yarn, which divides by its logarithm; raise it"
-
-    @rule
-    def yarn_of_two_bases_needs_whole_heads(self) -> str | None:
-        if self.scaling != "yarn" or self.partial == 1 or self.local_base is None:
-            return None
-        return (
-            f"partial={self.partial} cannot be combined with scaling=yarn and local_base={self.local_base}, as its "
-            "factor would scale a part of each head in some layers; remove one of them"
-        )
-
-    @rule
-    def temperature_belongs_to_yarn_with_one_base(self) -> str | None:
-        if self.attention_temperature == 0 or (self.scaling == "yarn" and self.local_base is None):
-            return None
-        return (
-            f"attention_temperature={self.attention_temperature} needs scaling=yarn without local_base, but scaling="
-            f"{self.scaling} and local_base={self.local_base}; change them, or set it to 0"
-        )
-
-    @rule
-    def magnitudes_belong_to_yarn_and_come_in_pairs(self) -> str | None:
-        if self.mscale is None and self.mscale_all_dim is None:
-            return None
-        if self.scaling == "yarn" and self.mscale is not None and self.mscale_all_dim is not None:
-            return None
-        return (
-            f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} have no settled meaning with scaling="
-            f"{self.scaling}; set both with scaling=yarn, or remove both"
-        )
+        if self.beta_slow > self.beta_fast:
+            yield (
+                f"beta_slow={self.beta_slow} must not exceed beta_fast={self.beta_fast}; lower the one or raise the "
+                "other"
+            )
+        if self.base <= 1:
+            yield f"base={self.base} must be above 1 with scaling=yarn, which divides by its logarithm; raise it"
+        if self.partial != 1 and self.local_base is not None:
+            yield (
+                f"partial={self.partial} cannot be combined with scaling=yarn and local_base={self.local_base}, as its "
+                "factor would scale a part of each head in some layers; remove one of them"
+            )

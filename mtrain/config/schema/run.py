@@ -1,11 +1,12 @@
 """`run.*`, `checkpoint.*`, `metrics.*` and `watch.*`: the files of a run, and its watchdog."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import Section, rule
+from mtrain.config.schema.section import Section
 
 TrackerName = Literal["wandb", "mlflow", "trackio"]
 """Trackers by their import names."""
@@ -62,15 +63,13 @@ class CheckpointSection(Section):
     optimizer, step and data order start anew. For a checkpoint of Megatron-LM or Megatron-Bridge (torch_dist): an
     iteration, or its parent. null: weights start random, or from model.hf."""
 
-    @rule
-    def exports_are_made_from_checkpoints(self) -> str | None:
+    def broken_rules(self) -> Iterator[str]:
         every, interval = self.export_hf_every_steps, self.interval_steps
-        if every == 0 or (interval > 0 and every % interval == 0):
-            return None
-        return (
-            f"export_hf_every_steps={every} must be a multiple of interval_steps={interval}, since exports are made "
-            "from checkpoints; change one of them"
-        )
+        if every and (interval == 0 or every % interval):
+            yield (
+                f"export_hf_every_steps={every} must be a multiple of interval_steps={interval}, since exports are "
+                "made from checkpoints; change one of them"
+            )
 
 
 class MetricsSection(Section):
@@ -95,12 +94,10 @@ class MetricsSection(Section):
     data_ledger: bool = True
     """Whether ledger/ in the run folder records the samples of each trained step (`mtrain inspect data RUN`)."""
 
-    @rule
-    def profiled_steps_are_in_order(self) -> str | None:
-        if self.profile_steps is None or self.profile_steps[0] <= self.profile_steps[1]:
-            return None
-        first, last = self.profile_steps
-        return f"profile_steps=[{first}, {last}] must name the first and the last step; swap them"
+    def broken_rules(self) -> Iterator[str]:
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            first, last = self.profile_steps
+            yield f"profile_steps=[{first}, {last}] must name the first and the last step; swap them"
 
 
 class WatchSection(Section):

@@ -1,7 +1,7 @@
 """The base class of every configuration section, and its rules."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_origin
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -15,8 +15,6 @@ from pydantic import (
 
 from mtrain.config.schema.bounds import fits_the_machine
 
-Rule = TypeVar("Rule", bound=Callable[[Any], str | None])
-
 
 class BrokenRulesError(ValueError):
     """Every broken rule of one section; pydantic itself would stop at the first."""
@@ -24,16 +22,6 @@ class BrokenRulesError(ValueError):
     def __init__(self, messages: tuple[str, ...]) -> None:
         super().__init__("\n".join(messages))
         self.messages = messages
-
-
-def rule(method: Rule) -> Rule:
-    """Marks a method of a section as a rule for its fields.
-
-    The method's name is a sentence. It returns None if the rule is kept, else a message that starts with a key of the
-    section and says what was given, what is needed and what to change; several messages take a line each.
-    """
-    method.__dict__["is_rule"] = True
-    return method
 
 
 class Section(BaseModel):
@@ -60,17 +48,16 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def every_rule_is_kept(self) -> Self:
         """Raises BrokenRulesError with the message of every broken rule."""
-        messages = tuple(line for check in self._rules() for line in (check(self) or "").splitlines())
-        if messages:
+        if messages := tuple(self.broken_rules()):
             raise BrokenRulesError(messages)
         return self
 
-    @classmethod
-    def _rules(cls) -> Iterator[Callable[[Any], str | None]]:
-        for owner in reversed(cls.__mro__):
-            for member in vars(owner).values():
-                if getattr(member, "is_rule", False):
-                    yield member
+    def broken_rules(self) -> Iterator[str]:
+        """Yields a message for every broken rule of the section.
+
+        It starts with a key of the section and says what was given, what is needed and what to change.
+        """
+        yield from ()
 
 
 def by_kind(where_absent: str) -> Discriminator:

@@ -42,7 +42,7 @@ class Sections(Section):
     @property
     def dropout_keys(self) -> list[str]:
         """Keys of dropouts above 0."""
-        return derived.dropout_keys(self.model, self.adapter)
+        return derived.above_zero(derived.DROPOUT_KEYS, {"model": self.model, "adapter": self.adapter})
 
     @property
     def row_width(self) -> int:
@@ -52,7 +52,7 @@ class Sections(Section):
     @property
     def sequences_per_sample(self) -> int:
         """Sequences in a sample: two if answers are compared, else one."""
-        return derived.sequences_per_sample(self.loss, self.data)
+        return 1 if derived.compared(self.loss, self.data) is None else 2
 
     @property
     def order_seed(self) -> int:

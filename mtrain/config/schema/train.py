@@ -1,11 +1,12 @@
 """`train.*`, `optimizer.*`, `valid.*` and `eval.*`: length, batch, precision and schedule of a run, and its answers."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal, assert_never
 
 from pydantic import Field, Tag
 
 from mtrain.config.schema import bounds
-from mtrain.config.schema.section import Section, by_kind, rule
+from mtrain.config.schema.section import Section, by_kind
 
 Device = Literal["auto", "cpu", "cuda"]
 """Device of a rank. auto: this rank's GPU if there is one, else the CPU."""
@@ -40,11 +41,12 @@ class SpikeSection(Section):
     """Spreads above the median at which the gradient norm before clipping spikes, whose values spread more; null: the
     norm is not compared."""
 
-    @rule
-    def something_is_compared(self) -> str | None:
-        if self.loss_deviations is not None or self.grad_norm_deviations is not None:
-            return None
-        return "loss_deviations and grad_norm_deviations are both null, so nothing is compared; set one, or no on_spike"
+    def broken_rules(self) -> Iterator[str]:
+        if self.loss_deviations is None and self.grad_norm_deviations is None:
+            yield (
+                "loss_deviations and grad_norm_deviations are both null, so nothing is compared; set one, or no "
+                "on_spike"
+            )
 
 
 class TrainSection(Section):
@@ -123,51 +125,38 @@ class TrainSection(Section):
     """Steps between bitwise comparisons of ranks that hold the same weights or optimizer state, which are also compared
     before every save. A difference ends the run with exit code 4. 0: never."""
 
-    @rule
-    def the_run_has_one_length(self) -> str | None:
-        if self.num_epochs is None:
-            return "num_steps: no value is given; set it, or num_epochs" if self.num_steps == 0 else None
-        if self.num_steps == 0:
-            return None
-        return (
-            f"num_epochs={self.num_epochs:g} and num_steps={self.num_steps} both give the length of the run; remove "
-            "one of them (num_steps=0 undoes that of an earlier file)"
-        )
-
-    @rule
-    def gathering_parameters_needs_its_conditions(self) -> str | None:
+    def broken_rules(self) -> Iterator[str]:
+        if self.num_epochs is None and self.num_steps == 0:
+            yield "num_steps: no value is given; set it, or num_epochs"
+        elif self.num_epochs is not None and self.num_steps > 0:
+            yield (
+                f"num_epochs={self.num_epochs:g} and num_steps={self.num_steps} both give the length of the run; "
+                "remove one of them (num_steps=0 undoes that of an earlier file)"
+            )
         missing = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(self, name)]
-        if not self.overlap_param_gather or not missing:
-            return None
-        return (
-            f"overlap_param_gather=true needs distributed_optimizer and overlap_grad_reduce, but "
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} false; turn on what is missing"
-        )
+        if self.overlap_param_gather and missing:
+            yield (
+                f"overlap_param_gather=true needs distributed_optimizer and overlap_grad_reduce, but "
+                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} false; turn on what is missing"
+            )
+        if self.recompute_modules is not None:
+            yield from self._broken_rules_of_modules(self.recompute_modules)
+        if self.recompute_layers is not None and self.recompute != "full":
+            yield (
+                f"recompute_layers={self.recompute_layers} needs recompute=full, but recompute={self.recompute}; set "
+                "it, or remove recompute_layers"
+            )
 
-    @rule
-    def recomputed_modules_are_a_selection(self) -> str | None:
-        modules = self.recompute_modules
-        if modules is None:
-            return None
+    def _broken_rules_of_modules(self, modules: Sequence[str]) -> Iterator[str]:
         if self.recompute != "selective":
-            return (
+            yield (
                 f"recompute_modules={list(modules)} needs recompute=selective, but recompute={self.recompute}; set it, "
                 "or remove recompute_modules"
             )
-        if not modules or len(set(modules)) < len(modules):
-            return f"recompute_modules={list(modules)} must name at least one module, and each once; change it"
-        if {"moe", "shared_experts"} <= set(modules):
-            return "recompute_modules names shared_experts and moe, of which they are a part; remove shared_experts"
-        return None
-
-    @rule
-    def recomputed_layers_are_whole(self) -> str | None:
-        if self.recompute_layers is None or self.recompute == "full":
-            return None
-        return (
-            f"recompute_layers={self.recompute_layers} needs recompute=full, but recompute={self.recompute}; set it, "
-            "or remove recompute_layers"
-        )
+        elif not modules or len(set(modules)) < len(modules):
+            yield f"recompute_modules={list(modules)} must name at least one module, and each once; change it"
+        elif {"moe", "shared_experts"} <= set(modules):
+            yield "recompute_modules names shared_experts and moe, of which they are a part; remove shared_experts"
 
 
 class OptimizerSection(Section):
@@ -199,21 +188,6 @@ class OptimizerSection(Section):
     """Count of updates that determines a rate. megatron: updates completed before it, as in Megatron-LM and
     transformers. one_ahead: including it, as in runs begun before this key existed."""
 
-    @rule
-    def the_rate_falls(self) -> str | None:
-        if self.min_lr <= self.lr:
-            return None
-        return f"min_lr={self.min_lr} must not be above lr={self.lr}; lower it"
-
-    @rule
-    def the_warmup_has_one_length(self) -> str | None:
-        if self.warmup_ratio is None or self.warmup_steps == 0:
-            return None
-        return (
-            f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} both give the length of the "
-            "warm-up; remove one of them"
-        )
-
     @property
     def decay(self) -> Literal["none", "from_warmup", "at_end"]:
         """Part of the run in which the schedule lowers the rate. from_warmup: up to the step decay_steps; at_end: in
@@ -229,14 +203,19 @@ class OptimizerSection(Section):
             case _:
                 assert_never(self.schedule)
 
-    @rule
-    def decay_follows_warmup(self) -> str | None:
-        if not (self.decay == "from_warmup" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps):
-            return None
-        return (
-            f"decay_steps={self.decay_steps} is the step at which min_lr is reached and must be above "
-            f"warmup_steps={self.warmup_steps}; raise it or shorten the warm-up"
-        )
+    def broken_rules(self) -> Iterator[str]:
+        if self.min_lr > self.lr:
+            yield f"min_lr={self.min_lr} must not be above lr={self.lr}; lower it"
+        if self.warmup_ratio is not None and self.warmup_steps:
+            yield (
+                f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} both give the length of the "
+                "warm-up; remove one of them"
+            )
+        if self.decay == "from_warmup" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            yield (
+                f"decay_steps={self.decay_steps} is the step at which min_lr is reached and must be above "
+                f"warmup_steps={self.warmup_steps}; raise it or shorten the warm-up"
+            )
 
 
 class AdamWConstants(OptimizerSection):
@@ -249,16 +228,15 @@ class AdamWConstants(OptimizerSection):
     epsilon: float = Field(1e-8, gt=0)
     """Number that is added to the root of the second moment."""
 
-    @rule
-    def updates_are_in_float32(self) -> str | None:
-        """Checks that lr / (1 - beta1), in the first step, and lr x weight_decay fit float32, as AdamW passes them to
-        torch."""
-        if max(self.lr / (1 - self.beta1), self.lr * self.weight_decay) <= bounds.FLOAT32_LARGEST:
-            return None
-        return (
-            f"lr={self.lr} gives factors lr / (1 - beta1) and lr x weight_decay beyond float32 "
-            f"({bounds.FLOAT32_LARGEST:.3g}), with beta1={self.beta1} and weight_decay={self.weight_decay}; lower it"
-        )
+    def broken_rules(self) -> Iterator[str]:
+        yield from super().broken_rules()
+        # AdamW passes both to torch as float32; the first step divides by 1 - beta1
+        if max(self.lr / (1 - self.beta1), self.lr * self.weight_decay) > bounds.FLOAT32_LARGEST:
+            yield (
+                f"lr={self.lr} gives factors lr / (1 - beta1) and lr x weight_decay beyond float32 "
+                f"({bounds.FLOAT32_LARGEST:.3g}), with beta1={self.beta1} and weight_decay={self.weight_decay}; lower "
+                "it"
+            )
 
 
 class AdamWSection(AdamWConstants):
@@ -333,8 +311,8 @@ class EvalSection(Section):
         """Whether there are prompts."""
         return bool(self.prompts) or self.prompts_file is not None
 
-    @rule
-    def an_interval_has_prompts(self) -> str | None:
-        if self.interval_steps is None or self.is_on:
-            return None
-        return f"interval_steps={self.interval_steps}, but there are no prompts; set eval.prompts or eval.prompts_file"
+    def broken_rules(self) -> Iterator[str]:
+        if self.interval_steps is not None and not self.is_on:
+            yield (
+                f"interval_steps={self.interval_steps}, but there are no prompts; set eval.prompts or eval.prompts_file"
+            )

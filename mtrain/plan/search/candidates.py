@@ -60,7 +60,7 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
     a node. Layout, micro-batch size and recomputation of `config` are not used.
     """
     bounds: dict[tuple[Any, ...], float] = {}
-    kinds = known_issues.context_kinds(config)
+    kinds = known_issues.context_kinds(config.model, config.data)
     alone = {
         size: config.model_copy(
             update={"train": config.train.model_copy(update={"micro_batch_size": size, "recompute": "none"})}

@@ -197,7 +197,7 @@ class OwnTrials:
             parts["pp"] = list(_pipelines(section, _divisor_below(pp, MAX_STAGES)))
         if cp > 1:
             # the user's own kind last
-            kinds = sorted(context_kinds(config), key=lambda kind: kind == section.cp_comm)
+            kinds = sorted(context_kinds(config.model, config.data), key=lambda kind: kind == section.cp_comm)
             parts["cp"] = [Trial(cp=cp, cp_comm=kind, micro_batch_size=None) for kind in kinds]
         if section.ep > 1:
             ep = _divisor_below(section.ep, min(4, max_ranks))
