@@ -56,12 +56,7 @@ def read_token(path: Path) -> str:
 
 
 def make_token(path: Path) -> None:
-    """Writes a new key into a file that nobody else can read, unless the file exists.
-
-    Raises:
-        ConfigError: The file exists, but others can read it.
-        MachineError: The file cannot be written.
-    """
+    """Writes a new key into a file that nobody else can read, unless the file exists."""
     if path.exists():
         if path.stat().st_mode & 0o077:
             raise ConfigError(f"{path} holds the key of a service, but others can read it; run chmod 600 on it")

@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from mtrain.base.errors import DataError
-from mtrain.serve import bodies
-from mtrain.serve.asked import BaseModel
 from mtrain.serve.http import Handler, fault, read_body
-from mtrain.serve.store import Described, Lora, Place, Store
+from mtrain.serve.operations import Kind, Lora, OfPath, Place, TtlBody
+from mtrain.serve.served import Served
+from mtrain.serve.store import Described, Store
 
 FILE = "/api/v1/files/{model_id}/{kind}/{name}/{file:path}"
 """Address of a checkpoint's file, with `expires` and `signature` in the query."""
@@ -30,7 +30,7 @@ _RUNS = "/api/v1/training_runs"
 _ONE = f"{_RUNS}/{{model_id}}/checkpoints/{{kind}}/{{name}}"
 _LINK_S = 3600
 """Lifetime of a file's address, in seconds."""
-_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_TYPES: Mapping[Kind, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Run:
 class Checkpoints:
     """Handlers of the protocol for checkpoints and training runs."""
 
-    base: BaseModel
+    base: Served
     store: Store
     live: Mapping[str, Run]
     """Current models by name."""
@@ -66,12 +66,11 @@ class Checkpoints:
         yield "DELETE", f"{_ONE}/publish", self.publish
 
     async def weights_info(self, request: Request) -> Response:
-        body = await read_body(request, bodies.OfPath)
-        described = await run_in_threadpool(self.store.described, Place.parsed(body.tinker_path))
+        body = await read_body(request, OfPath)
+        described = await run_in_threadpool(self.store.described, body.tinker_path)
         lora = described.adapter
-        trained = {key: value for key, value in vars(lora).items() if key.startswith("train_")} if lora.rank else {}
-        answer = {"base_model": described.base_model, "is_lora": lora.rank > 0, "lora_rank": lora.rank or None}
-        return JSONResponse(answer | trained)
+        trained = lora.model_dump(include={"train_unembed", "train_mlp", "train_attn"}) if lora.rank else {}
+        return JSONResponse({"base_model": described.base_model} | lora.facts | trained)
 
     async def checkpoints(self, request: Request) -> Response:
         found = [_shown(each) for each in await run_in_threadpool(self.store.all)]
@@ -107,11 +106,10 @@ class Checkpoints:
                     "training_run_id": model_id,
                     "base_model": self.base.name,
                     "model_owner": "local",
-                    "is_lora": run.lora.rank > 0,
-                    "lora_rank": run.lora.rank or None,
                     "last_request_time": _time(0 if described is None else described.time),
                     "user_metadata": run.user_metadata,
-                },
+                }
+                | run.lora.facts,
             )
             if described is not None and described.kind != "external_weights":
                 key = "last_checkpoint" if described.kind == "weights" else "last_sampler_checkpoint"
@@ -124,7 +122,7 @@ class Checkpoints:
 
     async def set_lifetime(self, request: Request) -> Response:
         """Lets a checkpoint expire, or keeps it."""
-        body = await read_body(request, bodies.TtlBody)
+        body = await read_body(request, TtlBody)
         await run_in_threadpool(self.store.set_lifetime, _place(request), body.ttl_seconds)
         return Response(status_code=204)
 
@@ -178,7 +176,7 @@ def _shown(described: Described) -> dict[str, Any]:
         "checkpoint_id": f"{described.kind}/{described.name}",
         "checkpoint_type": _TYPES[described.kind],
         "time": _time(described.time),
-        "tinker_path": described.address,
+        "tinker_path": str(described.place),
         "user_metadata": described.user_metadata,
         "expires_at": None if described.expires_at is None else _time(described.expires_at),
     }

@@ -51,24 +51,21 @@ class Request:
         return len(content) if isinstance(content, bytes) else 0
 
 
+@dataclass
 class _Line:
     """Calls of one model in order of their numbers."""
 
-    def __init__(self, first: int) -> None:
-        self.next = first
-        self.waiting: list[tuple[int, Request]] = []
-        self.latest = 0.0
-        """Arrival of the latest call."""
+    next: int = 1
+    waiting: list[tuple[int, Request]] = field(default_factory=list)
+    latest: float = 0.0
+    """Arrival of the latest call."""
 
 
 class Desk:
     """Takes requests as they arrive, and starts each in its turn."""
 
     def __init__(self, begin: Callable[[Request], object], clock: Callable[[], float] = time.monotonic) -> None:
-        """Args:
-        begin: Passes a request to the engine, which works on one after the other.
-        clock: Returns seconds since some moment.
-        """
+        """`begin` passes a request to the engine, which works on one after the other; `clock` returns seconds."""
         self._begin, self._clock = begin, clock
         self._lock = threading.Lock()
         self._requests: dict[str, Request] = {}
@@ -84,7 +81,7 @@ class Desk:
     def open_line(self, model_id: str) -> None:
         """Starts the numbers of a model's calls at 1."""
         with self._lock:
-            self._lines.setdefault(model_id, _Line(1))
+            self._lines.setdefault(model_id, _Line())
 
     def close_line(self, model_id: str) -> None:
         """Ends a model's calls; those that wait for a missing number fail."""
@@ -192,33 +189,3 @@ class Desk:
         self._num_open += 1
         self._open_bytes += made.num_bytes
         return made, True
-
-
-class Sessions:
-    """Connected clients, by their heartbeats."""
-
-    def __init__(self, lifetime_s: float) -> None:
-        self._lifetime_s = lifetime_s
-        self._lock = threading.Lock()
-        self._last: dict[str, float] = {}
-
-    def see(self, session_id: str) -> None:
-        with self._lock:
-            self._last[session_id] = time.monotonic()
-
-    def has(self, session_id: str) -> bool:
-        with self._lock:
-            return session_id in self._last
-
-    def end(self, session_id: str) -> None:
-        with self._lock:
-            self._last.pop(session_id, None)
-
-    def lost(self) -> list[str]:
-        """Ends and returns the sessions that were silent for too long."""
-        limit = time.monotonic() - self._lifetime_s
-        with self._lock:
-            gone = [each for each, seen in self._last.items() if seen < limit]
-            for each in gone:
-                del self._last[each]
-        return gone

@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TypeVar
 
@@ -20,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from mtrain.base.errors import DataError
-from mtrain.serve.bodies import Body, Numbered
+from mtrain.serve.operations import Body, Numbered
 from mtrain.serve.protocol import Call, call_of_batch
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -45,30 +44,24 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Guard:
-    """Decides who may call."""
+def check_access(request: HttpRequest, token: str | None, is_signed: bool) -> None:
+    """Checks the head of a request; raises HTTPException if the sender may not call, or part of it is not understood.
 
-    token: str | None
-    """Key of the service; None: programs of this machine may call, but not pages in its browsers."""
-
-    def check(self, request: HttpRequest, is_signed: bool) -> None:
-        """Checks the head of a request.
-
-        Raises:
-            HTTPException: The sender may not call, or a part of the head is not understood.
-        """
-        headers = request.headers
-        if self.token is None:
-            _check_local(request)
-        # as bytes: compare_digest takes only ASCII texts
-        elif not is_signed and not hmac.compare_digest(headers.get("x-api-key", "").encode(), self.token.encode()):
-            raise HTTPException(401, "the key is not that of this service; set TINKER_API_KEY to it")
-        kind = headers.get("content-type", _TYPES[0]).partition(";")[0].strip().lower()
-        if request.method not in ("GET", "HEAD") and kind not in _TYPES:
-            raise HTTPException(415, f"content-type={kind[:80]!r} is not understood; send {' or '.join(_TYPES)}")
-        if unknown := request.query_params.keys() - _QUERY:
-            raise DataError(f"{min(unknown)[:80]!r} in the address is not known here; leave it out")
+    Args:
+        token: Key of the service; None: programs of this machine may call, but not pages in its browsers.
+        is_signed: Whether a signature in the address replaces the key.
+    """
+    headers = request.headers
+    if token is None:
+        _check_local(request)
+    # as bytes: compare_digest takes only ASCII texts
+    elif not is_signed and not hmac.compare_digest(headers.get("x-api-key", "").encode(), token.encode()):
+        raise HTTPException(401, "the key is not that of this service; set TINKER_API_KEY to it")
+    kind = headers.get("content-type", _TYPES[0]).partition(";")[0].strip().lower()
+    if request.method not in ("GET", "HEAD") and kind not in _TYPES:
+        raise HTTPException(415, f"content-type={kind[:80]!r} is not understood; send {' or '.join(_TYPES)}")
+    if unknown := request.query_params.keys() - _QUERY:
+        raise DataError(f"{min(unknown)[:80]!r} in the address is not known here; leave it out")
 
 
 def _check_local(request: HttpRequest) -> None:

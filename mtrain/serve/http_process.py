@@ -11,6 +11,7 @@ import logging
 import resource
 import socket
 import sys
+import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -21,7 +22,7 @@ from mtrain.base.errors import MachineError
 from mtrain.base.log import show_lines
 from mtrain.base.signals import ignore_stop_signals
 from mtrain.serve.app import App
-from mtrain.serve.desk import Desk, Sessions
+from mtrain.serve.desk import Desk
 from mtrain.serve.link import Setup, framed, received
 from mtrain.serve.store import Store
 
@@ -29,8 +30,8 @@ _log = logging.getLogger(__name__)
 
 _SESSION_S = 600.0
 """Seconds without a sign of a client after which its models are freed; the SDK sends one every 10 s."""
-_TIDY_S = 5.0
-"""Seconds between two looks for expired sessions, calls and checkpoints."""
+_TIDY_S, _EXPIRY_S = 5.0, 60.0
+"""Seconds between two looks for expired sessions and calls, and for expired checkpoints, which reads their folders."""
 _MOST_CONNECTIONS = 2**14
 _OTHER_FILES = 256
 """Files that may be open in addition to connections."""
@@ -98,11 +99,11 @@ async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     setup: Setup = await received(reader)
     desk = Desk(lambda request: writer.write(framed((request.id, request.operation))))
-    app = App(setup.base, desk, Sessions(_SESSION_S), Store(setup.folder, lock=setup.lock), setup.token)
+    app = App(setup.base, desk, Store(setup.folder, lock=setup.lock), setup.token)
     server = server_of(app)
     writer.write(framed(None))  # ready: connections that are there already wait for `accept`
     async with asyncio.TaskGroup() as group:
-        others = group.create_task(_finish(reader, desk, server)), group.create_task(_tidy(app))
+        others = [group.create_task(each) for each in (_finish(reader, desk, server), _tidy(app), _expire(app.store))]
         await server.serve([socket.socket(fileno=setup.listener)])
         for each in others:
             each.cancel()
@@ -123,13 +124,19 @@ async def _finish(reader: asyncio.StreamReader, desk: Desk, server: Server) -> N
 async def _tidy(app: App) -> None:
     while True:
         app.desk.give_up()
-        for session_id in app.sessions.lost():
-            app.unload(session_id)
+        limit = time.monotonic() - _SESSION_S
+        for session_id in [each for each, seen in app.sessions.items() if seen < limit]:
+            app.end(session_id)
+        await asyncio.sleep(_TIDY_S)
+
+
+async def _expire(store: Store) -> None:
+    while True:
         try:
-            await run_in_threadpool(app.store.expire)
+            await run_in_threadpool(store.expire)
         except MachineError as fault:
             _log.warning(f"checkpoints whose time is over stay for now: {fault}")
-        await asyncio.sleep(_TIDY_S)
+        await asyncio.sleep(_EXPIRY_S)
 
 
 def _allow_files() -> None:

@@ -1,7 +1,7 @@
 """Connection between a service's engine and its HTTP process.
 
-Requests arrive as `(id, operation)`, and results return as `(id, result)`. Both processes are ours: they pickle what
-the handlers made of a client's body, never the body itself.
+Requests arrive as `(id, operation)`, and results return as `(id, result)`. Both processes are ours: they pickle checked
+operations, never the bytes of a client.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 from mtrain.base.environment import with_package
 from mtrain.base.errors import MachineError
-from mtrain.serve.asked import BaseModel
 from mtrain.serve.operations import Done, Failed, Operation
+from mtrain.serve.served import Served
 
 _SIZE = struct.Struct("!Q")
 _END_S = 10.0
@@ -34,7 +34,7 @@ _END_S = 10.0
 class Setup:
     """What the process needs to know, sent first."""
 
-    base: BaseModel
+    base: Served
     folder: Path
     token: str | None
     lock: int

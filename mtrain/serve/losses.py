@@ -6,8 +6,9 @@ labels and weights of 1, and the sums are those of `loss.aggregation=sum`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, assert_never, get_args
 
 import numpy as np
 import torch
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtrain.api.engine import Engine
 from mtrain.base.errors import DataError
 from mtrain.core.batch.datum import Datum
 from mtrain.core.loss.pair import LossFunction, LossPair, TermInputs, needs_extras, per_token, stacked_extra, weigh
-from mtrain.serve.protocol import MOST_COLUMNS, SentDatum
+from mtrain.serve.protocol import MOST_COLUMNS, NO_LOG_PROB, Likeliest, SentDatum
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo")
+Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"]
+LOSSES: Mapping[str, Loss] = {each: each for each in get_args(Loss)}
 _OPTIONS = {"ppo": (0.8, 1.2), "cispo": (0.8, 1.2), "gspo": (0.8, 1.2)}
 """Default thresholds of the ratio."""
 _POLICY = ("logprobs", "advantages")
@@ -36,7 +39,7 @@ _MOST_TOKENS = 2**24
 class Batch:
     """Data of one request as samples of the engine, and the outputs of their tokens after a pass."""
 
-    loss: str
+    loss: Loss
     data: list[Datum]
     lengths: list[int]
     """Tokens of each datum."""
@@ -48,11 +51,7 @@ class Batch:
 
     @classmethod
     def of(cls, sent: Sequence[SentDatum], loss: str, options: Mapping[str, float | str], vocab_size: int) -> Batch:
-        """Checks what a client has sent and makes samples of it.
-
-        Raises:
-            DataError: The loss is not known, lacks an input, or an input cannot be read.
-        """
+        """Checks what a client has sent and makes samples of it."""
         if loss not in LOSSES:
             raise DataError(f"loss_fn={loss!r} is not offered here; take {', '.join(LOSSES)}, or a custom loss")
         if not sent:
@@ -75,7 +74,7 @@ class Batch:
             found = _extras(each, loss, thresholds, f"datum {number}", vocab_size) | {_PLACE: place}
             data.append(Datum(np.append(each.tokens, 0), extras=found))
         names = tuple(f"{name}[width]" if found[name].ndim == 2 else name for name in found)
-        return cls(loss, data, lengths, width, names)
+        return cls(LOSSES[loss], data, lengths, width, names)
 
     @property
     def _num_targets(self) -> int:
@@ -84,12 +83,11 @@ class Batch:
     @property
     def function(self) -> LossFunction:
         """Returns the loss function, which also records the outputs of the tokens of each microbatch."""
-        computed = _FUNCTIONS[self.loss]
 
         # the option that declares extras of several numbers a token
         def loss(inputs: TermInputs, width: int = self._num_targets) -> LossPair:
             log_probs = _log_probs(inputs, width)
-            losses = computed(log_probs, inputs, width)
+            losses = _losses(self.loss, log_probs, inputs, width)
             if inputs.logits.first_index == 0:  # other ranks of TP compute the same numbers
                 kept = inputs.weights != 0
                 self._found.append(
@@ -180,51 +178,78 @@ def _log_probs(inputs: TermInputs, width: int) -> Tensor:
     return torch.stack([-inputs.logits.cross_entropy(each) for each in targets.long().unbind(-1)], dim=-1)
 
 
-def _cross_entropy(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
-    if _WEIGHTS in inputs.extras:
-        return -log_probs[..., 0] * inputs.extras[_WEIGHTS]
-    return -(log_probs * stacked_extra(inputs, _WEIGHTS, width)).sum(-1)
-
-
-def _gap(log_probs: Tensor, inputs: TermInputs) -> Tensor:
+def _losses(loss: Loss, log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
+    """Returns the loss of each token, [batch, seq]."""
+    extras = inputs.extras
+    if loss == "cross_entropy":
+        weights = extras[_WEIGHTS].unsqueeze(-1) if _WEIGHTS in extras else stacked_extra(inputs, _WEIGHTS, width)
+        return -(log_probs * weights).sum(-1)
     # where: padding has no log-probability, and exp of its value could be inf
-    return torch.where(inputs.weights != 0, log_probs[..., 0] - inputs.extras["logprobs"], 0.0)
-
-
-def _importance_sampling(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
-    return -_gap(log_probs, inputs).exp() * inputs.extras["advantages"]
-
-
-def _clipped(ratio: Tensor, inputs: TermInputs) -> Tensor:
+    gap = torch.where(inputs.weights != 0, log_probs[..., 0] - extras["logprobs"], 0.0)
+    advantages = extras["advantages"]
+    match loss:
+        case "importance_sampling":
+            return -gap.exp() * advantages
+        case "cispo":
+            return -gap.detach().exp().clamp(extras[_LOW], extras[_HIGH]) * log_probs[..., 0] * advantages
+        case "ppo":
+            ratio = gap.exp()
+        case "gspo":  # the geometric mean over the tokens of the mask is the ratio of a sequence
+            counts = extras[_MASK].to(gap.dtype)
+            total = inputs.sum_over_sequence((gap * counts).detach())
+            count = inputs.sum_over_sequence(counts.detach())
+            mean = torch.where(count > 0, total / count, 0.0)[inputs.sequence_ids].to(gap.dtype)
+            ratio = (mean + gap - gap.detach()).exp()
+        case _:
+            assert_never(loss)
     # clamp, whose gradient at a bound is that of the ratio; maximum and minimum give half of it
-    bounded = ratio.clamp(inputs.extras[_LOW], inputs.extras[_HIGH])
-    return -torch.minimum(ratio * inputs.extras["advantages"], bounded * inputs.extras["advantages"])
+    return -torch.minimum(ratio * advantages, ratio.clamp(extras[_LOW], extras[_HIGH]) * advantages)
 
 
-def _ppo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
-    return _clipped(_gap(log_probs, inputs).exp(), inputs)
+def log_probs_of_prompt(engine: Engine, prompt: Sequence[int], last_n: int | None) -> NDArray[np.float32]:
+    """Returns the log-probability of each token of a prompt; nan for the first one and those outside the last `last_n`
+    (None: all)."""
+    found = np.full(len(prompt), np.nan, np.float32)
+    if len(prompt) > 1:
+        found[1:] = engine.forward([Datum(prompt)]).log_probs[0].numpy()
+    found[: 0 if last_n is None else len(prompt) - last_n] = np.nan
+    return found
 
 
-def _cispo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
-    ratio = _gap(log_probs, inputs).detach().exp()
-    bounded = ratio.clamp(inputs.extras[_LOW], inputs.extras[_HIGH])
-    return -bounded * log_probs[..., 0] * inputs.extras["advantages"]
+def likeliest_of_prompt(engine: Engine, prompt: Sequence[int], count: int, last_n: int | None) -> Likeliest:
+    """Returns the `count` likeliest tokens in the place of each token of a prompt, [tokens, count], and their
+    log-probabilities in nats; 0 and NO_LOG_PROB for the first one and those outside the last `last_n` (None: all).
 
+    One all-reduce over the world, in addition to a forward pass.
+    """
+    ids = np.zeros((len(prompt), count), np.int32)
+    log_probs = np.full(ids.shape, NO_LOG_PROB, np.float32)
+    length, tp = len(prompt) - 1, engine.config.layout.tp
+    if length < 1:
+        return ids, log_probs
+    # each rank of TP has those among its own columns
+    found = torch.zeros(2, tp, length, count, dtype=torch.float64, device=engine.device)
 
-def _gspo(log_probs: Tensor, inputs: TermInputs, width: int) -> Tensor:
-    """Takes the geometric mean over the tokens of the mask as the ratio of a sequence."""
-    gap = _gap(log_probs, inputs)
-    counts = inputs.extras[_MASK].to(gap.dtype)
-    total = inputs.sum_over_sequence((gap * counts).detach())
-    count = inputs.sum_over_sequence(counts.detach())
-    mean = torch.where(count > 0, total / count, 0.0)[inputs.sequence_ids].to(gap.dtype)
-    return _clipped((mean + gap - gap.detach()).exp(), inputs)
+    @needs_extras("place")
+    @per_token
+    def take(inputs: TermInputs) -> LossPair:
+        logits = inputs.logits
+        num_real = min(logits.local.shape[-1], logits.vocab_size - logits.first_index)
+        values = logits.local[..., : max(0, num_real)].transpose(0, 1).double()
+        top = values.topk(min(count, values.shape[-1]), dim=-1)
+        kept, at = inputs.weights != 0, slice(0, top.values.shape[-1])
+        places, rank = inputs.extras["place"][kept].long() - 1, logits.first_index // logits.local.shape[-1]
+        found[1, rank, places] = -torch.inf  # if this rank has fewer columns
+        found[0, rank, places, at] = (top.indices[kept] + logits.first_index).double()
+        found[1, rank, places, at] = top.values[kept] - logits.logsumexp().double()[kept].unsqueeze(-1)
+        return weigh(torch.zeros_like(inputs.weights), inputs)
 
-
-_FUNCTIONS: dict[str, Callable[[Tensor, TermInputs, int], Tensor]] = {
-    "cross_entropy": _cross_entropy,
-    "importance_sampling": _importance_sampling,
-    "ppo": _ppo,
-    "cispo": _cispo,
-    "gspo": _gspo,
-}
+    places = [float(number + 1) for number in range(length)]
+    engine.evaluate([[Datum(prompt, extras={"place": places})]], take)
+    dist.all_reduce(found)
+    of_ranks, values = (each.transpose(0, 1).reshape(length, -1) for each in found)
+    best = values.topk(count, dim=-1)
+    asked = slice(1 if last_n is None else max(1, len(prompt) - last_n), None)
+    ids[asked] = of_ranks.gather(-1, best.indices).cpu().numpy()[asked.start - 1 :]
+    log_probs[asked] = best.values.cpu().numpy()[asked.start - 1 :]
+    return ids, log_probs

@@ -295,19 +295,15 @@ def written_outputs(fields: Mapping[str, Sequence[NDArray[np.float32]]], metrics
     return written
 
 
-Likeliest = tuple[NDArray[np.int32], NDArray[np.float32]]
+Likeliest = tuple[NDArray[np.int32], NDArray[Any]]
 """Likeliest tokens of each place and their log-probabilities, [places, k]."""
 
 
 def written_answers(
     answers: Sequence[Completion], prompt_log_probs: NDArray[np.float32] | None, of_prompt: Likeliest | None = None
 ) -> bytes:
-    """Returns a SampleResponse.
-
-    Args:
-        prompt_log_probs: [prompt tokens], nan if unknown; None: not requested.
-        of_prompt: Likeliest tokens in the place of each prompt token; None: not requested.
-    """
+    """Returns a SampleResponse. `prompt_log_probs`, [prompt tokens], are nan if unknown; `of_prompt` has the likeliest
+    tokens in the place of each prompt token; None: not requested."""
     message = _CLASS["SampleResponse"]()
     for each in answers:
         sequence = message.sequences.add(
@@ -329,7 +325,7 @@ def written_answers(
     return written
 
 
-def _write_likeliest(message: Any, found: tuple[NDArray[np.int32], NDArray[Any]]) -> None:
+def _write_likeliest(message: Any, found: Likeliest) -> None:
     ids, log_probs = found
     message.length, message.k = ids.shape
     message.token_ids, message.logprobs = ids.tobytes(), log_probs.astype(np.float32).tobytes()

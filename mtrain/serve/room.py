@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -25,51 +24,37 @@ MOST_SEQUENCES = 64
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
 class Sizes:
     """Sizes of what a client trains, on the rank that holds most."""
 
-    config: Config
+    def __init__(self, config: Config) -> None:
+        self._config, self._layout = config, Layout.from_config(config, dist.get_world_size())
 
     @property
     def trained_bytes(self) -> int:
         """Returns the bytes of trained weights, gradients and moments."""
-        found = [memory_per_rank(self.config, self._layout, pp_rank) for pp_rank in range(self._layout.pp)]
-        if self.config.adapter is not None:
+        found = [memory_per_rank(self._config, self._layout, pp_rank) for pp_rank in range(self._layout.pp)]
+        if self._config.adapter is not None:
             return max(each.adapter_bytes for each in found)
         return max(each.weights_bytes + each.gradients_bytes + each.optimizer_bytes for each in found)
 
     @property
     def weights_bytes(self) -> int:
         layout = self._layout
-        numbers = max(trained_parameters(self.config, layout, pp_rank).total for pp_rank in range(layout.pp))
-        return numbers * element_bytes(self.config.train)
+        numbers = max(trained_parameters(self._config, layout, pp_rank).total for pp_rank in range(layout.pp))
+        return numbers * element_bytes(self._config.train)
 
     def sequence_bytes(self, length: int) -> int:
-        """Returns what generation keeps of a sequence, with the scores of its next token.
-
-        Args:
-            length: Number of tokens of prompt and answer.
-        """
-        layout, model = self._layout, self.config.model
+        """Returns what generation keeps of a sequence of `length` tokens, with the scores of its next token."""
+        layout, model, size = self._layout, self._config.model, element_bytes(self._config.train)
+        most = 0
+        for pp_rank in range(layout.pp):
+            chunks = [layout.layers(model.num_layers, pp_rank, vpp_rank) for vpp_rank in range(layout.vpp)]
+            places = [(part, layer) for layers in chunks for layer in layers for part in LAYER_PARTS]
+            kept = [part.remembered(model, layout, length) for part, layer in places if part.is_in(model, layer)]
+            most = max(most, sum(some * size + wide * FP32_BYTES for some, wide in kept))
         scores = 2 * FP32_BYTES * length * model.num_attention_heads // layout.tp  # and their softmax
-        return scores + max(
-            sum(
-                self._remembered_bytes(layer, length)
-                for vpp_rank in range(layout.vpp)
-                for layer in layout.layers(model.num_layers, pp_rank, vpp_rank)
-            )
-            for pp_rank in range(layout.pp)
-        )
-
-    def _remembered_bytes(self, layer: int, length: int) -> int:
-        model, layout = self.config.model, self._layout
-        kept = [part.remembered(model, layout, length) for part in LAYER_PARTS if part.is_in(model, layer)]
-        return sum(some * element_bytes(self.config.train) + wide * FP32_BYTES for some, wide in kept)
-
-    @property
-    def _layout(self) -> Layout:
-        return Layout.from_config(self.config, dist.get_world_size())
+        return scores + most
 
 
 def check_room(device: torch.device, on_device: int, on_host: int, asked: str) -> None:
@@ -79,9 +64,6 @@ def check_room(device: torch.device, on_device: int, on_host: int, asked: str) -
         on_device: Bytes that each rank needs on its device.
         on_host: Bytes that each rank needs in host memory.
         asked: What a client asks for, as its error names it.
-
-    Raises:
-        ConfigError: A rank has less; on all ranks.
     """
     if device.type == "cuda":
         is_short = on_device * _PEAK > _free_on_device(device)
@@ -96,17 +78,8 @@ def check_room(device: torch.device, on_device: int, on_host: int, asked: str) -
 
 
 def sequences_at_once(sizes: Sizes, device: torch.device, length: int) -> int:
-    """Returns how many sequences each rank can continue at a time by the memory that is left; the same on all ranks.
-
-    One small all-reduce over the world.
-
-    Args:
-        sizes: Sizes of the model.
-        length: Number of tokens of the longest sequence, prompt and answer.
-
-    Raises:
-        ConfigError: There is no memory for one; on all ranks.
-    """
+    """Returns how many sequences of `length` tokens, prompt and answer, each rank can continue at a time by the memory
+    that is left; the same on all ranks. One small all-reduce over the world."""
     each = sizes.sequence_bytes(length)
     free = _free_on_device(device) if device.type == "cuda" else _free_on_host() / _num_local()
     # one more is for tokens that only pad a row

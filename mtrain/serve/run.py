@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,13 +21,14 @@ from mtrain.base.signals import StopSignal
 from mtrain.config.schema.loss import LossSection
 from mtrain.convert.endings import ends_next_to
 from mtrain.core.ranks.init import on_first_rank
+from mtrain.hf.schema.files import declared_ends
 from mtrain.runs.folder import RunFolder
-from mtrain.serve.asked import BaseModel
 from mtrain.serve.checked import check_served, check_token
 from mtrain.serve.link import Link, Setup, linked
 from mtrain.serve.operations import Operation
+from mtrain.serve.served import Served
 from mtrain.serve.store import Store
-from mtrain.serve.work import Served, Worker
+from mtrain.serve.work import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -37,13 +38,6 @@ _LOOK_S = 0.2
 """Seconds between two looks for a signal while there is no request."""
 
 
-@dataclass(frozen=True)
-class _Stop:
-    """Ends the work of every rank."""
-
-    received: signal.Signals
-
-
 def serve(served: Served, host: str, port: int, token: str | None) -> None:
     """Serves until a signal ends it. On every rank.
 
@@ -51,10 +45,6 @@ def serve(served: Served, host: str, port: int, token: str | None) -> None:
         served: The model, its layout and its precision; clients decide what is trained.
         port: Port; 0: any that is free.
         token: Key that clients must send; None: no key, for addresses of this machine only.
-
-    Raises:
-        ConfigError: The model is not a language model, or a key is missing.
-        MachineError: The address cannot be used.
     """
     config = served.config
     check_served(config.model, config.adapter)
@@ -90,11 +80,11 @@ def _work(worker: Worker, link: Link | None, timeout_s: float) -> signal.Signals
     with StopSignal() as stop:
         while True:
             request_id = None
-            agreed: list[Operation | _Stop | MachineError | None] = [None]
+            agreed: list[Operation | signal.Signals | MachineError | None] = [None]
             if link is not None:
                 try:
                     if stop.received:
-                        agreed = [_Stop(stop.received)]
+                        agreed = [stop.received]
                     elif (taken := _taken(link, stop, idle_s)) is not None:
                         request_id, agreed = taken[0], [taken[1]]
                 except EOFError:
@@ -102,8 +92,8 @@ def _work(worker: Worker, link: Link | None, timeout_s: float) -> signal.Signals
             if dist.get_world_size() > 1:
                 dist.broadcast_object_list(agreed, src=0)
             operation = agreed[0]
-            if isinstance(operation, _Stop):
-                return operation.received
+            if isinstance(operation, signal.Signals):
+                return operation
             if isinstance(operation, MachineError):
                 raise operation
             result = None if operation is None else worker.run(operation)
@@ -145,10 +135,11 @@ def listener_at(host: str, port: int) -> socket.socket:
 @contextlib.contextmanager
 def _listening(served: Served, store: Store, host: str, port: int, token: str | None) -> Iterator[Link]:
     """Listens in a separate process, and prints the address."""
-    config, folder = served.config, Path(served.config.run.dir)
-    has_tokenizer, has_tied_output = served.tokenizer is not None, config.model.tied_embeddings
-    stops = _stops(config.model.hf) | (frozenset() if served.tokenizer is None else ends_next_to(served.tokenizer))
-    base = BaseModel(served.name, config.data.seq_length, stops, has_tokenizer, has_tied_output)
+    folder, hf = Path(served.config.run.dir), served.config.model.hf
+    stops = frozenset(declared_ends(None if hf is None else Path(hf)))
+    if served.tokenizer is not None:
+        stops |= ends_next_to(served.tokenizer)
+    base = replace(served, stop_token_ids=stops)
     # on Slurm, nodes know each other by its names
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname()) if host in _WILDCARDS else host
     with listener_at(host, port) as listener:
@@ -159,15 +150,3 @@ def _listening(served: Served, store: Store, host: str, port: int, token: str | 
                 write_atomically(folder / "service.json", json.dumps(found))
             _log.info(f"serving {base.name} at {address}")
             yield link
-
-
-def _stops(hf: str | None) -> frozenset[int]:
-    """Returns the tokens that end a text according to the Hugging Face folder."""
-    if hf is None:
-        return frozenset()
-    for file in ("generation_config.json", "config.json"):
-        path = Path(hf) / file
-        found = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if found is not None:
-            return frozenset(found if isinstance(found, list) else [found])
-    return frozenset()

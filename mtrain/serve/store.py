@@ -9,72 +9,23 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import math
 import os
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.plain_files import parsed_json, read_plain_file
+from mtrain.serve.operations import Kind, Lora, Place
 
-Kind = Literal["weights", "sampler_weights", "external_weights"]
-KINDS: Mapping[str, Kind] = {each: each for each in get_args(Kind)}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_MODEL = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
-_PATH = re.compile(r"tinker://([^/]{1,64})/([a-z_]{1,32})/([^/]{1,128})")
 _DESCRIPTION = "checkpoint.json"
 _MOST_BYTES = 2**20
-_RETRY_S = 60.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Adapter that a client wants."""
-
-    rank: int
-    """Rank; 0 trains the whole model without an adapter."""
-    seed: int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-@dataclass(frozen=True)
-class Place:
-    """Checked name of a checkpoint."""
-
-    model_id: str
-    kind: Kind
-    name: str
-
-    @classmethod
-    def of(cls, model_id: str, kind: Kind, name: str) -> Place:
-        if not _MODEL.fullmatch(model_id):
-            raise DataError(f"{model_id[:80]!r} is no training run of this service; take model_id from create_model")
-        if not _NAME.fullmatch(name):
-            raise DataError(
-                f"{name[:140]!r} cannot be the name of a checkpoint; use up to 128 letters, digits, dots, dashes and "
-                "underscores, a letter or digit first"
-            )
-        return cls(model_id, kind, name)
-
-    @classmethod
-    def parsed(cls, path: str) -> Place:
-        found = _PATH.fullmatch(path)
-        if found is None or found[2] not in KINDS:
-            raise DataError(f"{path[:200]!r} is no tinker://RUN/KIND/NAME, where KIND is one of {', '.join(KINDS)}")
-        return cls.of(found[1], KINDS[found[2]], found[3])
-
-    def __str__(self) -> str:
-        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +33,7 @@ class Described:
     """Description of a checkpoint."""
 
     model_id: str
-    kind: str
+    kind: Kind
     name: str
     base_model: str
     lora: dict[str, Any] | None
@@ -97,15 +48,14 @@ class Described:
 
     @property
     def adapter(self) -> Lora:
-        return Lora(0) if self.lora is None else Lora(**self.lora)
+        return Lora(rank=0) if self.lora is None else Lora(**self.lora)
 
     def is_over(self, now: float) -> bool:
         return self.expires_at is not None and self.expires_at <= now
 
     @property
-    def address(self) -> str:
-        """Returns the address by which clients name the checkpoint."""
-        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+    def place(self) -> Place:
+        return Place(self.model_id, self.kind, self.name)
 
 
 class Store:
@@ -119,8 +69,6 @@ class Store:
         """Descriptor of a file in memory, for another process of this machine. It is locked, shared, while checkpoints
         are read, and exclusively while they change; clients and the engine do so in threads and processes."""
         self._root = path / "served"
-        self._next_expiry = 0.0
-        """No checkpoint expires before this Unix time; 0: unknown."""
 
     def folder(self, place: Place) -> Path:
         """Returns the run folder of a checkpoint, which exists if it was saved."""
@@ -134,8 +82,9 @@ class Store:
             folder.parent.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def publish(self, described: Described, place: Place) -> None:
+    def publish(self, described: Described) -> None:
         """Moves what was saved into `fresh` to its place, replacing an older checkpoint of that name."""
+        place = described.place
         folder, new, old = self.folder(place), self._beside(place, "new"), self._beside(place, "old")
         with self._locked(), disk_faults(f"write {folder}"):
             self._describe(new, described)
@@ -195,25 +144,15 @@ class Store:
             self._describe(self.folder(place), replace(self._described(place), expires_at=ends))
 
     def expire(self) -> None:
-        """Removes expired checkpoints."""
-        now = self.clock()
-        if now < self._next_expiry:
-            return
-        self._next_expiry = math.inf  # lifetimes set from here on lower it again
+        """Removes expired checkpoints; those that the disk keeps are left to the next call."""
         for each in self._on_disk():
-            if not each.is_over(now):
-                self._note(each.expires_at)
+            if not each.is_over(self.clock()):
                 continue
-            place = Place.parsed(each.address)
+            place = Place.parsed(str(each.place))
             try:
                 self.is_free(place)
-            except MachineError as fault:  # a disk that refuses is no reason to stop
-                self._note(now + _RETRY_S)
+            except MachineError as fault:
                 _log.warning(f"the time of {place} is over, but it stays for now: {fault}")
-
-    def look_again(self) -> None:
-        """Notes that another process has given a checkpoint a lifetime."""
-        self._next_expiry = 0.0
 
     def files(self, place: Place) -> list[str]:
         """Returns the files of a checkpoint, relative to its folder."""
@@ -243,10 +182,6 @@ class Store:
 
     def _describe(self, folder: Path, described: Described) -> None:
         write_atomically(folder / _DESCRIPTION, json.dumps(asdict(described)))
-        self._note(described.expires_at)
-
-    def _note(self, expires_at: float | None) -> None:
-        self._next_expiry = min(self._next_expiry, math.inf if expires_at is None else expires_at)
 
     def _on_disk(self) -> list[Described]:
         found = [self._read(each) for each in self._root.glob(f"*/*/[!.]*/{_DESCRIPTION}")]

@@ -5,133 +5,60 @@ Every rank gets the same operations in the same order, so each knows every model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from mtrain.api.engine import Engine
 from mtrain.api.turns import Held
-from mtrain.arch.adapters import all_matrices
 from mtrain.base.errors import ConfigError, DataError, MachineError, MtrainError, NumericError, RunFolderError
-from mtrain.config import Config
-from mtrain.config.schema.adapter import GROUPS, AdapterSection, LoraSection, Target
-from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import export_adapter
 from mtrain.core.engine.optimizer import AdamOptions
 from mtrain.core.ranks.init import on_first_rank
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from mtrain.serve.likeliest import ends_with, likeliest_of_prompt, log_probs_of_prompt
-from mtrain.serve.losses import Batch
+from mtrain.serve.losses import Batch, likeliest_of_prompt, log_probs_of_prompt
 from mtrain.serve.operations import (
     CreateModel,
+    CreateSampler,
     Done,
     Failed,
-    KeepSampler,
     LoadWeights,
+    Lora,
     Operation,
     OptimStep,
+    Place,
     Refuse,
     Sample,
     Save,
+    SaveForSampler,
     Unload,
 )
 from mtrain.serve.protocol import SentBatch, written_answers, written_outputs
 from mtrain.serve.room import Sizes, check_room, sequences_at_once
-from mtrain.serve.store import Described, Kind, Lora, Place, Store
+from mtrain.serve.served import Served, shown
+from mtrain.serve.store import Described, Store
 from mtrain.training.export import export_whole, exported_through_checkpoint
 
-_ALPHA = 32.0
-"""Numerator of the adapters' scale if the configuration gives none, the same for every rank."""
-_TYPES: Mapping[Kind, str] = {
-    "weights": "save_weights",
-    "sampler_weights": "save_weights_for_sampler",
-    "external_weights": "save_weights_external",
-}
-_TARGETS: Mapping[str, tuple[Target, ...]] = {
-    "train_attn": ("qkv", "proj", "in_proj", "out_proj"),
-    "train_mlp": ("fc1", "fc2", "experts"),
-    "train_unembed": ("output",),
-}
+_LONGEST_CHARACTER = 4
+"""Bytes of the longest character of UTF-8, each of which can be a token."""
 
 
-def _named(lora: Lora) -> list[Target]:
-    return [each for option, targets in _TARGETS.items() if getattr(lora, option) for each in targets]
-
-
-def _targets(lora: Lora, model: ModelSection) -> list[Target]:
-    """Returns the modules that a client names, as far as the model has them."""
-    named = _named(lora)
-    every = LoraSection(targets=tuple(named or ("qkv",)))
-    there = {each.part for each in all_matrices(model, every)}
-    return [each for each in named if there.intersection(GROUPS.get(each, (each,)))]
-
-
-def _longest_side(model: ModelSection, targets: list[Target]) -> int:
-    matrices = all_matrices(model, LoraSection(targets=tuple(targets)))
-    return max(max(each.rows, each.columns) for each in matrices)
-
-
-@dataclass(frozen=True)
-class Served:
-    """The model that a service offers."""
-
-    config: Config
-    """Configuration, whose adapter section gives the scale of adapters."""
-
-    @property
-    def name(self) -> str:
-        """Returns the name that clients use."""
-        return Path(self.config.run.dir if self.config.model.hf is None else self.config.model.hf).name
-
-    @property
-    def tokenizer(self) -> Path | None:
-        """Returns the path of the tokenizer, for texts that end an answer; None if no key names one."""
-        if self.config.data.tokenizer is not None:
-            return Path(self.config.data.tokenizer)
-        hf = self.config.model.hf
-        has_one = hf is not None and any(list(Path(hf).glob(each)) for each in ("tokenizer.json", "*.model"))
-        return Path(hf) if hf is not None and has_one else None
-
-    def adapted(self, lora: Lora) -> Config:
-        """Returns the configuration with a client's adapter; with `adapter.path` that of the folder.
-
-        Raises:
-            ConfigError: The model cannot have such an adapter, or models start from one of another shape.
-        """
-        content, config, start = self.config.model_dump(), self.config, self.config.adapter
-        if start is not None and start.path is not None:
-            named = _named(lora)
-            if lora.rank != start.rank or not start.parts.issubset(p for t in named for p in GROUPS.get(t, (t,))):
-                raise ConfigError(
-                    f"rank={lora.rank} on {', '.join(named) or 'nothing'} was asked for, but models of this service "
-                    f"start from {_shown(start)} (adapter.path); ask for that rank, and for these modules at least"
-                )
-            return config
-        if lora.rank == 0:
-            content["adapter"] = None
-            return Config.model_validate(content)
-        targets = _targets(lora, config.model)
-        if not targets:
-            raise ConfigError("nothing of this model would learn; set train_attn or train_mlp, or for the whole rank=0")
-        most = _longest_side(config.model, targets)
-        if lora.rank > most:
-            raise ConfigError(
-                f"rank={lora.rank} is larger than each of the matrices that it would adapt; take at most {most}"
-            )
-        given = {"kind": "lora", "alpha": _ALPHA} if config.adapter is None else config.adapter.model_dump()
-        content["adapter"] = {**given, "rank": lora.rank, "targets": targets, "rank_pattern": {}, "alpha_pattern": {}}
-        try:
-            return Config.model_validate(content)
-        except ValidationError as fault:
-            reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in fault.errors())
-            raise ConfigError(
-                f"this model cannot have an adapter of rank {lora.rank} on {', '.join(targets)}: {reasons}"
-            ) from None
+def ends_with(texts: Sequence[str], tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
+    """Says whether the latest token completes one of some texts, in which control tokens count by their names."""
+    # enough for the longest text, and some more for a first token that is decoded without its blank
+    tail = ids[-_LONGEST_CHARACTER * (max(map(len, texts)) + 1) :]
+    control, written = tokenizer.special_tokens(), ""
+    run: list[int] = []
+    for each in tail:
+        name = tokenizer.name(each)
+        if name in control:
+            written, run = written + tokenizer.decode(run) + name, []
+        else:
+            run.append(each)
+    written += tokenizer.decode(run)
+    return any(text in written for text in texts)
 
 
 @dataclass(frozen=True)
@@ -147,6 +74,8 @@ class _Model:
     lora: Lora
     engine: Engine
     """Engine for adapters of this shape, shared with others in turns."""
+    metadata: dict[str, str] | None
+    """What the client keeps with the training run."""
     held: Held | None = None
     """State while another model is on the engine."""
     fault: str | None = None
@@ -201,20 +130,23 @@ class Worker:
     def _done(self, operation: Operation) -> Done:
         match operation:
             case CreateModel():
-                return self._create(operation)
+                lora = Lora(rank=0) if operation.lora_config is None else operation.lora_config
+                self._create(operation.new_model_id, lora, operation.user_metadata)
+                return Done({"model_id": operation.new_model_id, "type": operation.type})
             case LoadWeights():
-                model = self._turn_to(operation.model_id)
-                model.has_gradients = False
-                self._load(model.engine, operation.source, operation.with_optimizer)
-                return Done({"path": str(operation.source), "model_id": operation.model_id, "type": "load_weights"})
+                return self._load_weights(operation)
             case SentBatch():
                 return self._pass(operation)
             case OptimStep():
                 return self._step(operation)
+            case SaveForSampler(path=None):
+                self._samplers[operation.sampler_id] = self._kept(self._turn_to(operation.model_id).engine)
+                return Done({"sampling_session_id": operation.sampler_id, "type": operation.type})
             case Save():
                 return self._save(operation)
-            case KeepSampler():
-                return self._keep(operation)
+            case CreateSampler():
+                self._samplers[operation.sampler_id] = self._weights_of(operation.model_path)
+                return Done({"sampling_session_id": operation.sampler_id, "type": operation.type})
             case Sample():
                 return self._sample(operation)
             case Refuse():
@@ -222,26 +154,37 @@ class Worker:
             case Unload():
                 return self._unload(operation)
 
-    def _create(self, asked: CreateModel) -> Done:
-        if asked.model_id in self._models:
-            raise DataError(f"{asked.model_id} exists already; create a model of another number")
-        engine = self._engine_of(asked.lora)
+    def _create(self, model_id: str, lora: Lora, metadata: dict[str, str] | None) -> Engine:
+        """Makes a model with initial weights; returns its engine, on which it is."""
+        if model_id in self._models:
+            raise DataError(f"{model_id} exists already; create a model of another number")
+        engine = self._engine_of(lora)
         if id(engine) in self._current:  # the model whose turn it is will wait in host memory
             check_room(engine.device, 0, Sizes(engine.config).trained_bytes, "another model")
         self._leave(engine)
-        engine.begin_anew(asked.lora.seed)
-        self._models[asked.model_id] = _Model(asked.lora, engine)
-        self._current[id(engine)] = asked.model_id
-        if asked.source is None:
-            return Done({"model_id": asked.model_id, "type": "create_model"})
-        try:
-            self._load(engine, asked.source, asked.with_optimizer)
-        except MtrainError:
-            del self._models[asked.model_id]
-            del self._current[id(engine)]
-            self._free_shapes()
-            raise
-        return Done({"path": str(asked.source), "model_id": asked.model_id, "type": "load_weights"})
+        engine.begin_anew(lora.seed)
+        self._models[model_id] = _Model(lora, engine, metadata)
+        self._current[id(engine)] = model_id
+        return engine
+
+    def _load_weights(self, asked: LoadWeights) -> Done:
+        model_id = asked.model_id if asked.new_model_id is None else asked.new_model_id
+        assert model_id is not None, "one of both was sent"
+        with self._reading(asked.path) as described:
+            if asked.new_model_id is None:
+                engine = self._turn_to(model_id).engine
+                self._models[model_id].has_gradients = False
+            else:
+                engine = self._create(model_id, described.adapter, asked.user_metadata)
+            try:
+                engine.load(self._store.folder(asked.path))
+            except MtrainError:
+                if asked.new_model_id is not None:
+                    self._unload(Unload((model_id,), ()))
+                raise
+        if not asked.optimizer:
+            engine.forget_optimizer()
+        return Done({"path": str(asked.path), "model_id": model_id, "type": asked.type})
 
     def _engine_of(self, lora: Lora) -> Engine:
         """Returns an engine for adapters of this shape, existing or new, on the same base."""
@@ -263,11 +206,11 @@ class Worker:
         there, wanted = self._engine.config.adapter, config.adapter
         if self._models:
             raise ConfigError(
-                f"this service holds models with {_shown(there)}, and one with {_shown(wanted)} was asked for, which "
+                f"this service holds models with {shown(there)}, and one with {shown(wanted)} was asked for, which "
                 "cannot be trained at the same time; close the sessions of the others first"
             )
         more = Sizes(config).trained_bytes - Sizes(self._engine.config).trained_bytes
-        check_room(self._engine.device, max(0, more), 0, f"a model with {_shown(wanted)}")
+        check_room(self._engine.device, max(0, more), 0, f"a model with {shown(wanted)}")
         self._engine.close()
         self._shapes.clear()
         self._current.clear()
@@ -291,12 +234,6 @@ class Worker:
         with ExitStack() as held:
             yield on_first_rank(lambda: held.enter_context(self._store.reading(source)))
 
-    def _load(self, engine: Engine, source: Place, with_optimizer: bool) -> None:
-        with self._reading(source):
-            engine.load(self._store.folder(source))
-        if not with_optimizer:
-            engine.forget_optimizer()
-
     def _pass(self, sent: SentBatch) -> Done:
         model = self._turn_to(sent.model_id)
         batch = Batch.of(sent.data, sent.loss, sent.options, self._served.config.model.vocab_size)
@@ -319,82 +256,70 @@ class Worker:
             raise DataError(f"a forward_backward of this step failed ({fault}), so no update was made; send it again")
         if not model.has_gradients:
             raise DataError("optim_step needs a forward_backward before it; send one")
-        options = AdamOptions(**asked.options)
-        options.check_rate(asked.lr)  # gradients stay, for a step with other options
+        given = asked.adam_params
+        assert given is not None, "refused where it is read"
+        moments = given.model_dump(include={"beta1", "beta2", "eps", "weight_decay"})
+        options = AdamOptions(**moments, clip_grad=max(0.0, given.grad_clip_norm))
+        options.check_rate(given.learning_rate)  # gradients stay, for a step with other options
         model.has_gradients = False
-        done = model.engine.optim_step(asked.lr, options)
+        done = model.engine.optim_step(given.learning_rate, options)
         return Done({"metrics": {"grad_norm": done.grad_norm, "step": float(done.step)}})
 
     def _save(self, asked: Save) -> Done:
-        model = self._turn_to(asked.place.model_id)
-        place, store = asked.place, self._store
+        model, place, store = self._turn_to(asked.model_id), asked.place, self._store
 
-        def begun() -> Any:
+        def begun() -> Path:
             if not asked.overwrite and not store.is_free(place):
                 raise DataError(f"{place} exists already; take another name, or overwrite=True")
             return store.fresh(place)
 
         # gradients of an unfinished step are not part of a checkpoint
-        folder: Path = on_first_rank(begun)
+        folder = on_first_rank(begun)
         if place.kind == "external_weights":
             convert = partial(export_adapter, dtype=None) if model.lora.rank else export_whole
             exported_through_checkpoint(folder, model.engine.save, convert)
         else:
             model.engine.save(folder)
-        lora, now = vars(model.lora) if model.lora.rank else None, store.clock()
-        described = Described(
-            place.model_id,
-            place.kind,
-            place.name,
-            self._served.name,
-            lora,
-            now,
-            asked.user_metadata,
-            None if asked.ttl_seconds is None else now + asked.ttl_seconds,
-            asked.run_metadata,
-        )
-        on_first_rank(lambda: store.publish(described, place))
-        return Done({"path": str(place), "type": _TYPES[place.kind]})
+        lora, now = model.lora.model_dump() if model.lora.rank else None, store.clock()
+        ends = None if asked.ttl_seconds is None else now + asked.ttl_seconds
+        what = (place.model_id, place.kind, place.name, self._served.name, lora)
+        described = Described(*what, now, asked.user_metadata, ends, model.metadata)
+        on_first_rank(lambda: store.publish(described))
+        return Done({"path": str(place), "type": asked.type})
 
-    def _keep(self, asked: KeepSampler) -> Done:
-        if asked.model_id is not None:
-            engine = self._turn_to(asked.model_id).engine
-            check_room(engine.device, 0, Sizes(engine.config).weights_bytes, "one more sampler")
-            self._samplers[asked.sampler_id] = _Kept(engine, engine.hold(weights_only=True))
-        elif asked.source is not None:
-            self._samplers[asked.sampler_id] = self._weights_of(asked.source)
-        else:
-            self._samplers[asked.sampler_id] = None
-        return Done({"sampling_session_id": asked.sampler_id, "type": "save_weights_for_sampler"})
-
-    def _weights_of(self, source: Place) -> _Kept:
-        with self._reading(source) as described:
-            engine = self._engine_of(described.adapter)
-            check_room(engine.device, 0, Sizes(engine.config).weights_bytes, "one more sampler")
+    def _kept(self, engine: Engine, source: Place | None = None) -> _Kept:
+        """Copies weights to sample from: those on an engine now, or of a checkpoint."""
+        check_room(engine.device, 0, Sizes(engine.config).weights_bytes, "one more sampler")
+        if source is not None:
             self._leave(engine)
             engine.load(self._store.folder(source))
         return _Kept(engine, engine.hold(weights_only=True))
 
+    def _weights_of(self, source: Place | None) -> _Kept | None:
+        if source is None:
+            return None
+        with self._reading(source) as described:
+            return self._kept(self._engine_of(described.adapter), source)
+
     def _sample(self, asked: Sample) -> Done:
-        if asked.sampler_id not in self._samplers:
-            raise DataError(f"there is no sampling session {asked.sampler_id}; create one")
-        kept = self._samplers[asked.sampler_id]
+        body, sampling, texts = asked
+        if body.sampling_session_id not in self._samplers:
+            raise DataError(f"there is no sampling session {body.sampling_session_id}; create one")
+        kept = self._samplers[body.sampling_session_id]
         engine = self._engine if kept is None else kept.engine
+        held = self._base if kept is None else kept.held
         self._leave(engine)
-        if kept is not None:
-            engine.put_back(kept.held)
-        elif self._base is not None:
-            engine.put_back(self._base)
-        is_bare = kept is None and self._base is None
-        with engine.adapters_off() if is_bare else nullcontext():
-            ends = partial(ends_with, asked.stop_texts, self._tokenizer) if asked.stop_texts else None
-            sampling = replace(asked.sampling, is_complete=ends, num_likeliest=asked.num_likeliest)
-            length = len(asked.prompt) + sampling.max_new_tokens
-            most = sequences_at_once(Sizes(engine.config), engine.device, length)
-            found = engine.generate([asked.prompt] * asked.num_samples, sampling, most)
-            likely = log_probs_of_prompt(engine, asked.prompt, asked.last_n) if asked.with_prompt_log_probs else None
-            count = min(asked.num_likeliest_of_prompt, self._served.config.model.vocab_size)
-            likeliest = likeliest_of_prompt(engine, asked.prompt, count, asked.last_n) if count else None
+        if held is not None:
+            engine.put_back(held)
+        with engine.adapters_off() if held is None else nullcontext():
+            if texts:
+                sampling = replace(sampling, is_complete=partial(ends_with, texts, self._tokenizer))
+            prompt, last_n = body.prompt.tokens, body.prompt_logprobs_last_n
+            most = sequences_at_once(Sizes(engine.config), engine.device, len(prompt) + sampling.max_new_tokens)
+            found = engine.generate([prompt] * body.num_samples, sampling, most)
+            likely = log_probs_of_prompt(engine, prompt, last_n) if body.prompt_logprobs else None
+            count = min(body.topk_prompt_logprobs, self._served.config.model.vocab_size)
+            likeliest = likeliest_of_prompt(engine, prompt, count, last_n) if count else None
         return Done(written_answers(found, likely, likeliest))
 
     def _unload(self, asked: Unload) -> Done:
@@ -430,7 +355,3 @@ class Worker:
         """Returns what models start from beyond frozen weights: the whole model, or adapter.path."""
         adapter = self._engine.config.adapter
         return self._engine.hold(weights_only=True) if adapter is None or adapter.path is not None else None
-
-
-def _shown(adapter: AdapterSection | None) -> str:
-    return "no adapters" if adapter is None else f"adapters of rank {adapter.rank} on {', '.join(adapter.targets)}"

@@ -15,15 +15,22 @@ import tinker
 from tinker import types
 
 from mtrain.config import Config
-from tests.parity.cases import Case
+from mtrain.serve.served import Served
+from tests.parity.cases import Case, case
 from tests.pool import Pool
 from tests.serve import service_ranks
 
 KEY = "tml-of-the-tests-0123456789"
 
 
+def served_model(seq_length: int = 32, stops: Sequence[int] = (), **changes: Any) -> Served:
+    """Returns a small model that clients call "base"."""
+    config = case().config(run__dir="base", data__seq_length=seq_length, **changes)
+    return Served(config, frozenset(stops))
+
+
 @contextlib.contextmanager
-def running(pool: Pool, case: Case, config: Config, folder: Path) -> Iterator[str]:
+def running(pool: Pool, one: Case, config: Config, folder: Path) -> Iterator[str]:
     """Serves on the case's ranks, with the folder's name for the model's; yields the address."""
     stop, found = folder / "STOP", folder / "service.json"
     found.unlink(missing_ok=True)
@@ -33,7 +40,7 @@ def running(pool: Pool, case: Case, config: Config, folder: Path) -> Iterator[st
 
     def work() -> None:
         try:
-            pool.run(service_ranks.served, case.resolved(config), served, str(stop))
+            pool.run(service_ranks.served, one.resolved(config), served, str(stop))
         except BaseException as error:
             faults.append(error)
 

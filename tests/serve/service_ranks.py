@@ -26,14 +26,31 @@ from mtrain.core.engine.rank_model import build_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.serve.link import Link, framed
 from mtrain.serve.losses import Batch
-from mtrain.serve.operations import CreateModel, Done, Failed, KeepSampler, OptimStep, Sample, Unload
+from mtrain.serve.operations import (
+    AdamParams,
+    CreateModel,
+    CreateSampler,
+    Done,
+    Failed,
+    Lora,
+    OptimStep,
+    SampleBody,
+    SaveForSampler,
+    Unload,
+)
 from mtrain.serve.protocol import SentBatch, SentDatum
 from mtrain.serve.room import Sizes
 from mtrain.serve.run import _work, serve
-from mtrain.serve.store import Lora, Store
-from mtrain.serve.work import Served, Worker
-from mtrain.training.sampling.params import SamplingParams
+from mtrain.serve.served import Served
+from mtrain.serve.store import Store
+from mtrain.serve.work import Worker
 from tests.training.engine_ranks import free
+
+
+def created(session: str, rank: int, seed: int = 1) -> CreateModel:
+    """Returns the operation that makes the first model of a session."""
+    lora = Lora(rank=rank, seed=seed)
+    return CreateModel(session_id=session, model_seq_id=0, base_model="base", lora_config=lora)
 
 
 def served(groups: Groups, config: Config, stop: str) -> None:
@@ -50,12 +67,12 @@ def shapes(groups: Groups, config: Config, folder: str) -> list[int]:
     with free(groups):
         worker = Worker(Served(config), Store(Path(folder)))
         for operation in (
-            CreateModel("a", Lora(2, 1)),
-            CreateModel("b", Lora(3, 1)),
-            CreateModel("c", Lora(4, 1)),
-            KeepSampler("kept", "c"),
-            Unload(("b", "c"), ()),
-            Unload((), ("kept",)),
+            created("a", 2),
+            created("b", 3),
+            created("c", 4),
+            SaveForSampler(model_id="c:train:0", seq_id=1, sampling_session_seq_id=0),
+            Unload(("b:train:0", "c:train:0"), ()),
+            Unload((), ("c:sample:0",)),
         ):
             assert isinstance(worker.run(operation), Done)
             found.append(len(worker._shapes))
@@ -131,12 +148,15 @@ def drawn_steps(
         with closing(worker):
             for number, (lr, options) in enumerate(draws):
                 if number % 10 == 0:  # weights that are very large make every gradient infinite
-                    assert isinstance(worker.run(CreateModel(f"{number}", Lora(2, number))), Done)
-                model_id = f"{number - number % 10}"
+                    assert isinstance(worker.run(created(f"{number}", 2, number)), Done)
+                model_id = f"{number - number % 10}:train:0"
                 engine = worker._turn_to(model_id).engine
                 worker.run(SentBatch(model_id, 1, "cross_entropy", {}, data, False))
                 before = [each.clone() for each in _trained(engine)]
-                done = isinstance(worker.run(OptimStep(model_id, lr, options)), Done)
+                drawn = {**options, "learning_rate": lr, "grad_clip_norm": options["clip_grad"]}
+                # also what no client can send
+                asked = OptimStep.model_construct(model_id=model_id, adam_params=AdamParams.model_construct(**drawn))
+                done = isinstance(worker.run(asked), Done)
                 after = _trained(engine)
                 assert all(bool(each.isfinite().all()) for each in after), (lr, options)
                 assert done or all(map(torch.equal, before, after)), (lr, options)
@@ -146,7 +166,7 @@ def drawn_steps(
 
 def short_of_memory(groups: Groups, config: Config, folder: str) -> list[str]:
     """Returns what comes of calls before, while and after one rank has no memory left; "" where they are done."""
-    adapter, same, larger = (CreateModel(str(number), Lora(rank, 1)) for number, rank in enumerate((2, 2, 3)))
+    adapter, same, larger = (created(str(number), rank) for number, rank in enumerate((2, 2, 3)))
     with free(groups):
         worker, found = Worker(Served(config), Store(Path(folder))), []
         with closing(worker):
@@ -154,7 +174,7 @@ def short_of_memory(groups: Groups, config: Config, folder: str) -> list[str]:
                 (adapter, False),
                 (same, True),
                 (larger, True),
-                (KeepSampler("kept", "0"), True),
+                (SaveForSampler(model_id="0:train:0", seq_id=1, sampling_session_seq_id=0), True),
                 (same, False),
                 (larger, False),
             ):
@@ -196,11 +216,14 @@ def sampled(
 ) -> list[tuple[Done | Failed, list[int]]]:
     """Returns the answers to one request while rank 1 has so much memory left, with the number of sequences whose keys
     and values were held at a time."""
-    asked = Sample("base", [1, 2, 3], 9, SamplingParams(5, seed=4, log_probs_of_draw=True))
+    prompt = {"chunks": [{"tokens": [1, 2, 3]}]}
+    rules = {"max_tokens": 5, "seed": 4}
+    body = {"sampling_session_id": "base:sample:0", "seq_id": 0, "prompt": prompt, "sampling_params": rules}
+    asked = Served(config).sample(SampleBody.model_validate({**body, "num_samples": 9}))
     with free(groups):
         worker, found = Worker(Served(config), Store(Path(folder))), []
         with closing(worker):
-            assert isinstance(worker.run(KeepSampler("base")), Done)
+            assert isinstance(worker.run(CreateSampler(session_id="base", sampling_session_seq_id=0)), Done)
             for each in free_bytes:
                 left = each if groups.rank == 1 else 10**12
                 with (

@@ -13,8 +13,8 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from mtrain.serve.store import Lora
-from mtrain.serve.work import Served
+from mtrain.serve.operations import Lora
+from mtrain.serve.served import Served
 from tests.parity.cases import Case
 from tests.parity.compare import relative
 from tests.parity.expert_models import MIXTRAL
@@ -66,7 +66,7 @@ def measured(pool: Pool, one: Case, folder: Path) -> dict[str, float]:
             whole = service.create_lora_training_client("base", rank=0).result()
             base = saved(folder, whole.save_state("start").result().path, config)
         with session(address) as service:
-            adapted = Served(config).adapted(Lora(4))
+            adapted = Served(config).adapted(Lora(rank=4))
             client = service.create_lora_training_client("base", rank=4, seed=5).result()
             oracle = Oracle(adapted, base | saved(folder, client.save_state("start").result().path, adapted))
             measure_losses(client, oracle, found)

@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +25,28 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.serve.app import App
-from mtrain.serve.asked import BaseModel
 from mtrain.serve.checked import check_token
-from mtrain.serve.desk import Desk, Request, Sessions
+from mtrain.serve.desk import Desk, Request
 from mtrain.serve.http import MOST_BYTES
 from mtrain.serve.http_process import server_of
 from mtrain.serve.losses import Batch
-from mtrain.serve.operations import CreateModel, Done, Unload
+from mtrain.serve.operations import CreateModel, Done, Lora, Place, Unload
 from mtrain.serve.protocol import SentDatum, read_batch
 from mtrain.serve.run import listener_at
-from mtrain.serve.store import Lora, Place, Store
-from mtrain.serve.work import Served
+from mtrain.serve.served import Served
+from mtrain.serve.store import Store
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.parity.cases import case
 from tests.parity.expert_models import MIXTRAL
+from tests.serve.service import served_model
 
 KEY = "tml-of-the-tests-0123456789"
 
 
 def app_of(folder: Path, begin: Callable[[Request], object] = lambda request: None) -> App:
     """Returns an application without an engine: what it accepts waits, unless `begin` does something."""
-    return App(BaseModel("base", 32, frozenset()), Desk(begin), Sessions(600), Store(folder), KEY)
+    return App(served_model(), Desk(begin), Store(folder), KEY)
 
 
 @contextlib.contextmanager
@@ -275,20 +274,21 @@ def test_columns_and_lengths_have_to_fit(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_modules_of_an_adapter_are_those_that_the_model_has(tmp_path: Path) -> None:
     """What a default client names fits models with experts alone and with tied tables, too."""
     experts = case().config(**MIXTRAL)
-    assert Served(experts).adapted(Lora(4)).adapter.targets == ("qkv", "proj", "experts", "output")  # type: ignore[union-attr]
+    assert Served(experts).adapted(Lora(rank=4)).adapter.targets == ("qkv", "proj", "experts", "output")  # type: ignore[union-attr]
     with refuses(ConfigError, "rank=0"):
-        Served(experts).adapted(Lora(4, train_attn=False, train_mlp=False, train_unembed=False))
+        Served(experts).adapted(Lora(rank=4, train_attn=False, train_mlp=False, train_unembed=False))
     begun: list[Request] = []
     app = app_of(tmp_path, begun.append)
-    app.base = replace(app.base, has_tied_output=True)
+    tied = case().config(run__dir="base", model__tied_embeddings=True)
+    app.base = Served(tied)
     with TestClient(app.asgi(), headers={"x-api-key": KEY}) as client:
         model_of(client)
     (made,) = begun
     assert isinstance(made.operation, CreateModel)
     assert all(app.base.is_called(name) for name in ("base", "owner/base"))
     assert not any(app.base.is_called(name) for name in ("other", "a/b/base", "base/other", ""))
-    tied = case().config(model__tied_embeddings=True)
-    assert Served(tied).adapted(made.operation.lora).adapter.targets == ("qkv", "proj", "fc1", "fc2")  # type: ignore[union-attr]
+    assert made.operation.lora_config is not None
+    assert app.base.adapted(made.operation.lora_config).adapter.targets == ("qkv", "proj", "fc1", "fc2")  # type: ignore[union-attr]
 
 
 def test_what_a_killed_service_had_moved_comes_back(tmp_path: Path) -> None:

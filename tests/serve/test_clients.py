@@ -13,8 +13,8 @@ import torch
 from tinker import RequestFailedError, types
 
 from mtrain.config import Config
-from mtrain.serve.store import Lora
-from mtrain.serve.work import Served
+from mtrain.serve.operations import Lora
+from mtrain.serve.served import Served
 from mtrain.verify.reference.model.adapters import all_shapes
 from tests.fault_table import Notice
 from tests.parity.cases import Case, case
@@ -122,7 +122,7 @@ def test_an_adapter_is_the_oracles_after_every_step(pool: Pool, tmp_path: Path, 
             base = saved(folder, whole.save_state("start").result().path, config)
             assert whole.get_info().is_lora is False
         with session(address) as service:
-            check_adapter(service, folder, Served(config).adapted(Lora(4)), base, losses)
+            check_adapter(service, folder, Served(config).adapted(Lora(rank=4)), base, losses)
 
 
 def check_adapter(service: Any, folder: Path, config: Config, base: Parameters, losses: list[str]) -> None:
@@ -138,7 +138,7 @@ def check_adapter(service: Any, folder: Path, config: Config, base: Parameters, 
 
 def test_a_checkpoint_goes_on_under_another_layout(pool: Pool, tmp_path: Path) -> None:
     folder, (_, tensor, data, *_) = tmp_path / "base", LAYOUTS
-    config = config_of(tensor, Lora(4))
+    config = config_of(tensor, Lora(rank=4))
     with running(pool, tensor, tensor.config(), folder) as address:
         with session(address) as service:
             whole = service.create_lora_training_client("base", rank=0).result().save_state("whole").result().path

@@ -7,6 +7,7 @@ import copy
 import queue
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,15 +20,15 @@ from starlette.testclient import TestClient
 from tinker.proto import tinker_public_pb2
 
 from mtrain.base.errors import DataError
-from mtrain.serve import bodies
+from mtrain.serve import operations
 from mtrain.serve.app import App
-from mtrain.serve.asked import BaseModel
 from mtrain.serve.checkpoints import Run
-from mtrain.serve.desk import Desk, Request, Sessions
-from mtrain.serve.operations import Done
+from mtrain.serve.desk import Desk, Request
+from mtrain.serve.operations import Done, Lora, Place
 from mtrain.serve.protocol import read_batch
-from mtrain.serve.store import Described, Lora, Place, Store
+from mtrain.serve.store import Described, Store
 from tests.paths import ROOT
+from tests.serve.service import served_model
 
 SESSION = "0" * 32
 MODEL, SAMPLER = f"{SESSION}:train:0", f"{SESSION}:sample:0"
@@ -179,9 +180,8 @@ def service(folder: Path) -> Iterator[tuple[TestClient, list[Any]]]:
     """Opens an application with a session, a model, a sampler and a checkpoint; all that it begins is done at once."""
     asked: queue.Queue[Request | None] = queue.Queue()
     begun: list[Any] = []
-    app = App(
-        BaseModel("base", 32, frozenset(), True), Desk(asked.put), Sessions(600), Store(folder, lambda: 0.0), None
-    )
+    base = served_model(data__tokenizer="letters")
+    app = App(base, Desk(asked.put), Store(folder, lambda: 0.0), None)
 
     def work() -> None:
         while (request := asked.get()) is not None:
@@ -190,15 +190,15 @@ def service(folder: Path) -> Iterator[tuple[TestClient, list[Any]]]:
 
     thread = threading.Thread(target=work)
     thread.start()
-    app.sessions.see(SESSION)
+    app.sessions[SESSION] = time.monotonic()
     app.desk.open_line(MODEL)
-    app._runs[MODEL], app._samplers[SAMPLER] = Run(Lora(2), None), None
+    app._runs[MODEL], app._samplers[SAMPLER] = Run(Lora(rank=2), None), None
     done, _ = app.desk._made(None, "done")  # type: ignore[arg-type]
     app.desk.finish(done, Done({}))
     place = Place.parsed(SAVED)
     if not app.store.folder(place).exists():
         app.store.fresh(place).mkdir(parents=True)
-        app.store.publish(Described(MODEL, "weights", "one", "base", None, 0.0), place)
+        app.store.publish(Described(MODEL, "weights", "one", "base", None, 0.0))
     try:
         with TestClient(app.asgi(), base_url="http://127.0.0.1") as client:
             yield client, begun
@@ -238,12 +238,12 @@ UNREAD = {
 
 
 def marked(kind: Any) -> set[str]:
-    is_unread = [(name, isinstance(each, bodies.Unread)) for name, field in kind.items() for each in field.metadata]
+    is_unread = [(name, isinstance(each, operations.Unread)) for name, field in kind.items() for each in field.metadata]
     return {name for name, each in is_unread if each}
 
 
 def test_what_is_not_read_is_marked_and_nothing_else() -> None:
-    kinds = [each for each in vars(bodies).values() if isinstance(each, type) and issubclass(each, bodies.Body)]
+    kinds = [each for each in vars(operations).values() if isinstance(each, type) and issubclass(each, operations.Body)]
     found = [marked(each.model_fields) for each in kinds]
     assert sorted(map(sorted, filter(None, found))) == sorted(map(sorted, UNREAD.values()))
 

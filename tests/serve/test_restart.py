@@ -19,7 +19,6 @@ from tinker import types
 
 from mtrain.base.errors import MachineError
 from mtrain.config.load import save_config
-from mtrain.serve.asked import BaseModel
 from mtrain.serve.link import Setup, linked
 from mtrain.serve.run import listener_at
 from mtrain.serve.store import Store
@@ -28,7 +27,7 @@ from tests.fault_table import Notice
 from tests.messages import check_message, refuses
 from tests.parity.cases import case
 from tests.serve.oracle import Oracle
-from tests.serve.service import KEY, address_of, session
+from tests.serve.service import KEY, address_of, served_model, session
 from tests.serve.test_clients import ADAM, batch, run_steps, saved, seen
 
 ONE = case(2, num_layers=1)
@@ -134,7 +133,7 @@ def test_a_service_without_its_process_of_http_ends(tmp_path: Path, notice: Noti
 
 def test_a_process_that_does_not_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with listener_at("127.0.0.1", 0) as listener:
-        setup = Setup(BaseModel("base", 32, frozenset()), tmp_path, None, Store(tmp_path).lock, listener.fileno())
+        setup = Setup(served_model(), tmp_path, None, Store(tmp_path).lock, listener.fileno())
         for program, fact in (("/bin/false", "exit code 1"), (str(tmp_path / "none"), "cannot be started")):
             monkeypatch.setattr(sys, "executable", program)
             with refuses(MachineError, fact), linked(setup):
@@ -146,7 +145,7 @@ def test_clients_that_wait_are_answered_at_the_end(tmp_path: Path, capfd: pytest
     """One waits for a result, and one has sent half a body."""
     answers: list[httpx.Response] = []
     with listener_at("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as slow:
-        base = BaseModel("base", 32, frozenset())
+        base = served_model()
         setup = Setup(base, tmp_path, None, Store(tmp_path).lock, listener.fileno())
         with linked(setup) as link:
             slow.sendall(b"POST /api/v1/asample HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\na few")

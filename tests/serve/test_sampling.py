@@ -16,15 +16,14 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from mtrain.base.errors import DataError
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
-from mtrain.serve.asked import BaseModel, asked_of
-from mtrain.serve.bodies import SampleBody
-from mtrain.serve.likeliest import ends_with
+from mtrain.serve.operations import SampleBody
+from mtrain.serve.work import ends_with
 from tests.messages import refuses
 from tests.parity.cases import Case
 from tests.parity.compare import at_night
 from tests.pool import Pool
 from tests.serve.oracle import Oracle
-from tests.serve.service import running, session
+from tests.serve.service import running, served_model, session
 from tests.serve.test_clients import LAYOUTS, VOCAB, named, saved
 
 END = "<|end|>"
@@ -121,22 +120,21 @@ def test_a_text_is_found_where_its_last_token_is(tmp_path: Path) -> None:
 def test_an_answer_is_bounded_by_its_numbers() -> None:
     """What is asked for could else not be held: 1,024 answers of a long context with 128 likeliest tokens each."""
     body = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}}
-    base = BaseModel("base", 32768, frozenset())
-    asked_of(SampleBody.model_validate({**body, "num_samples": 1000}), base)
+    base = served_model(32768)
+    base.sample(SampleBody.model_validate({**body, "num_samples": 1000}))
     for more in ({"num_samples": 1024, "topk_sample_logprobs": 128}, {"num_samples": 8, "topk_sample_logprobs": 128}):
         with refuses(DataError, "num_samples", "topk_sample_logprobs=128"):
-            asked_of(SampleBody.model_validate({**body, **more}), base)
+            base.sample(SampleBody.model_validate({**body, **more}))
     last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 1}
     with refuses(DataError, "prompt_logprobs_last_n=1"):
-        asked_of(SampleBody.model_validate({**body, **last}), base)
+        base.sample(SampleBody.model_validate({**body, **last}))
 
 
 def test_a_text_needs_a_tokenizer() -> None:
     body = {"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
-    base = BaseModel("base", 32, frozenset({7}))
     asked = SampleBody.model_validate({**body, "sampling_params": {"stop": ["a"]}})
     with refuses(DataError, "no tokenizer"):
-        asked_of(asked, base)
+        served_model().sample(asked)
     for stop, texts, ids in [
         (["a"], ("a",), {7}),
         ("b", ("b",), {7}),
@@ -145,5 +143,5 @@ def test_a_text_needs_a_tokenizer() -> None:
         ([3], (), {3}),
     ]:
         given = SampleBody.model_validate({**body, "sampling_params": {"stop": stop}})
-        found = asked_of(given, BaseModel("base", 32, frozenset({7}), has_tokenizer=True))
+        found = served_model(stops=[7], data__tokenizer="letters").sample(given)
         assert (found.stop_texts, set(found.sampling.stop_token_ids)) == (texts, ids)

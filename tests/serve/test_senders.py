@@ -18,12 +18,11 @@ from tinker.proto.tinker_public_pb2 import SampleResponse
 
 from mtrain.base.errors import ConfigError
 from mtrain.serve.app import App
-from mtrain.serve.asked import BaseModel
-from mtrain.serve.desk import Desk, Sessions
+from mtrain.serve.desk import Desk
 from mtrain.serve.http_process import _allow_files
-from mtrain.serve.operations import Done
-from mtrain.serve.store import Described, Lora, Place, Store
-from mtrain.serve.work import Served
+from mtrain.serve.operations import Done, Lora, Place
+from mtrain.serve.served import Served
+from mtrain.serve.store import Described, Store
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.parity.cases import case
@@ -31,14 +30,14 @@ from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA4, HYBRID, MAMBA
 from tests.pool import Pool
 from tests.serve import service_ranks
 from tests.serve.hostile import HOSTILE_HEADS
-from tests.serve.service import KEY
+from tests.serve.service import KEY, served_model
 from tests.serve.test_app import listening
 from tests.serve.test_clients import LAYOUTS
 from tests.serve.test_fields import MODEL, SAVED, SESSION, service
 
 
 def app_of(folder: Path, token: str | None) -> App:
-    return App(BaseModel("base", 32, frozenset()), Desk(lambda request: None), Sessions(600), Store(folder), token)
+    return App(served_model(), Desk(lambda request: None), Store(folder), token)
 
 
 @pytest.mark.fault(
@@ -112,7 +111,7 @@ def test_what_is_kept_with_a_run_is_text(tmp_path: Path, notice: Notice) -> None
     place = Place.of(MODEL, "weights", "old")
     app = app_of(tmp_path, None)
     app.store.fresh(place).mkdir(parents=True)
-    app.store.publish(Described(MODEL, "weights", "old", "base", None, 0.0, run_metadata=kept), place)
+    app.store.publish(Described(MODEL, "weights", "old", "base", None, 0.0, run_metadata=kept))
     with TestClient(app.asgi(), base_url="http://localhost") as client, notice:
         (run,) = client.get("/api/v1/training_runs").json()["training_runs"]
         assert run["user_metadata"] == {"a": "1", "b": "[1, null]", "c": "text", "d": '{"e": 1.5}'}
@@ -185,10 +184,10 @@ def _sequences(answer: Done) -> Sequence[Any]:
 def test_an_adapter_is_bounded_by_the_model() -> None:
     config = case().config()
     sizes = (config.model.hidden_size, config.model.ffn_hidden_size)
-    assert Served(config).adapted(Lora(max(sizes))).adapter is not None
+    assert Served(config).adapted(Lora(rank=max(sizes))).adapter is not None
     for rank in (65536, 10**6):
         with refuses(ConfigError, f"rank={rank}", "at most"):
-            Served(config).adapted(Lora(rank))
+            Served(config).adapted(Lora(rank=rank))
 
 
 @pytest.mark.fault(

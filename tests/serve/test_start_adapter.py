@@ -17,8 +17,8 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.convert.adapters import export_adapter
 from mtrain.hf.configuration import load_config
-from mtrain.serve.store import Lora
-from mtrain.serve.work import Served
+from mtrain.serve.operations import Lora
+from mtrain.serve.served import Served
 from tests.hf.folders import save
 from tests.messages import refuses
 from tests.parity.cases import Case, case
@@ -113,10 +113,12 @@ def test_models_start_from_the_adapter_of_a_folder(pool: Pool, tmp_path: Path, o
         assert (ours[name] - theirs[name]).norm() < 1e-5 * theirs[name].norm(), name
 
 
-@pytest.mark.parametrize("asked", [Lora(4), Lora(0), Lora(3, train_mlp=False), Lora(3, train_attn=False)], ids=str)
+@pytest.mark.parametrize(
+    "asked", [Lora(rank=4), Lora(rank=0), Lora(rank=3, train_mlp=False), Lora(rank=3, train_attn=False)], ids=str
+)
 def test_another_shape_than_that_of_the_folder_is_refused(tmp_path: Path, asked: Lora) -> None:
     served = Served(written(tmp_path, case(2)))
-    assert served.adapted(Lora(3, seed=7, train_unembed=False)) == served.config
+    assert served.adapted(Lora(rank=3, seed=7, train_unembed=False)) == served.config
     with refuses(ConfigError, "adapter.path"):
         served.adapted(asked)
 

@@ -1,0 +1,150 @@
+"""The model that a service offers, and what a client may want of it; no torch."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from mtrain.arch.adapters import all_matrices
+from mtrain.base.errors import ConfigError, DataError
+from mtrain.config import Config
+from mtrain.config.schema.adapter import GROUPS, AdapterSection, LoraSection, Target
+from mtrain.config.schema.model import ModelSection
+from mtrain.serve.operations import Lora, Sample, SampleBody
+from mtrain.training.sampling.params import SamplingParams
+
+_ALPHA = 32.0
+"""Numerator of the adapters' scale if the configuration gives none, the same for every rank."""
+_MOST_NUMBERS = 2**26
+"""Most tokens and log-probabilities of an answer: a few gigabytes while they are collected."""
+
+
+def _named(lora: Lora) -> list[Target]:
+    attention: tuple[Target, ...] = ("qkv", "proj", "in_proj", "out_proj") if lora.train_attn else ()
+    mlp: tuple[Target, ...] = ("fc1", "fc2", "experts") if lora.train_mlp else ()
+    output: tuple[Target, ...] = ("output",) if lora.train_unembed else ()
+    return [*attention, *mlp, *output]
+
+
+def _targets(lora: Lora, model: ModelSection) -> list[Target]:
+    """Returns the modules that a client names, as far as the model has them."""
+    named = _named(lora)
+    every = LoraSection(targets=tuple(named or ("qkv",)))
+    there = {each.part for each in all_matrices(model, every)}
+    return [each for each in named if there.intersection(GROUPS.get(each, (each,)))]
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that a service offers."""
+
+    config: Config
+    """Configuration, whose adapter section gives the scale of adapters."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer by default."""
+
+    @property
+    def name(self) -> str:
+        """Returns the name that clients use."""
+        return Path(self.config.run.dir if self.config.model.hf is None else self.config.model.hf).name
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Returns the path of the tokenizer, for texts that end an answer; None if no key names one."""
+        if self.config.data.tokenizer is not None:
+            return Path(self.config.data.tokenizer)
+        hf = self.config.model.hf
+        has_one = hf is not None and any(list(Path(hf).glob(each)) for each in ("tokenizer.json", "*.model"))
+        return Path(hf) if hf is not None and has_one else None
+
+    def is_called(self, name: str) -> bool:
+        """Says whether a client means this model: by its name, or with an owner before it, as on the hub."""
+        return name.count("/") <= 1 and name.rpartition("/")[2] == self.name
+
+    def check_name(self, name: str) -> None:
+        if not self.is_called(name):
+            raise DataError(f"base_model={name[:200]!r} is not served here; take {self.name}")
+
+    def asked_adapter(self, lora: Lora | None) -> Lora:
+        """Returns a client's adapter with a seed; without the output layer if it shares the embedding table, so that
+        `train_unembed`, the SDK's default, would train nothing."""
+        found = Lora(rank=0) if lora is None else lora
+        seed = secrets.randbits(48) if found.rank and found.seed is None else found.seed
+        has_output = found.train_unembed and not self.config.model.tied_embeddings
+        return found.model_copy(update={"seed": seed, "train_unembed": has_output})
+
+    def adapted(self, lora: Lora) -> Config:
+        """Returns the configuration with a client's adapter; with `adapter.path` that of the folder."""
+        content, config, start = self.config.model_dump(), self.config, self.config.adapter
+        if start is not None and start.path is not None:
+            named = _named(lora)
+            if lora.rank != start.rank or not start.parts.issubset(p for t in named for p in GROUPS.get(t, (t,))):
+                raise ConfigError(
+                    f"rank={lora.rank} on {', '.join(named) or 'nothing'} was asked for, but models of this service "
+                    f"start from {shown(start)} (adapter.path); ask for that rank, and for these modules at least"
+                )
+            return config
+        if lora.rank == 0:
+            content["adapter"] = None
+            return Config.model_validate(content)
+        targets = _targets(lora, config.model)
+        if not targets:
+            raise ConfigError("nothing of this model would learn; set train_attn or train_mlp, or for the whole rank=0")
+        matrices = all_matrices(config.model, LoraSection(targets=tuple(targets)))
+        most = max(max(each.rows, each.columns) for each in matrices)
+        if lora.rank > most:
+            raise ConfigError(
+                f"rank={lora.rank} is larger than each of the matrices that it would adapt; take at most {most}"
+            )
+        given = {"kind": "lora", "alpha": _ALPHA} if config.adapter is None else config.adapter.model_dump()
+        content["adapter"] = {**given, "rank": lora.rank, "targets": targets, "rank_pattern": {}, "alpha_pattern": {}}
+        try:
+            return Config.model_validate(content)
+        except ValidationError as fault:
+            reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in fault.errors())
+            raise ConfigError(
+                f"this model cannot have an adapter of rank {lora.rank} on {', '.join(targets)}: {reasons}"
+            ) from None
+
+    def sample(self, body: SampleBody) -> Sample:
+        """Returns the operation for a request; refuses what the model or the service lacks."""
+        given, length, last_n = body.sampling_params, len(body.prompt.tokens), body.prompt_logprobs_last_n
+        room = self.config.data.seq_length - length
+        if room < 1 or length < 1:
+            raise DataError(f"the prompt has {length} tokens; send 1 to {self.config.data.seq_length - 1}")
+        stops = [given.stop] if isinstance(given.stop, str) else given.stop
+        texts = tuple(each for each in stops or [] if isinstance(each, str))
+        if texts and self.tokenizer is None:
+            raise DataError("stop is a text, but this service has no tokenizer; give ids, or set data.tokenizer for it")
+        if last_n is not None and not (body.prompt_logprobs and last_n < length):
+            raise DataError(
+                f"prompt_logprobs_last_n={last_n} needs prompt_logprobs and a longer prompt than {length} tokens; send "
+                "both"
+            )
+        most = room if given.max_tokens is None else min(given.max_tokens, room)
+        numbers = body.num_samples * (length + most * (2 + 2 * body.topk_sample_logprobs))
+        if numbers > _MOST_NUMBERS:
+            raise DataError(
+                f"num_samples={body.num_samples} of {most} tokens with topk_sample_logprobs="
+                f"{body.topk_sample_logprobs} are {numbers} numbers; ask for less in one call, at most {_MOST_NUMBERS}"
+            )
+        # as in other engines, a text that ends an answer leaves the end tokens unchanged
+        ids = self.stop_token_ids if stops is None or texts else frozenset(map(int, stops))
+        sampling = SamplingParams(
+            most,
+            given.temperature,
+            given.top_p,
+            max(0, given.top_k),  # -1 means all as well
+            secrets.randbits(48) if given.seed is None else given.seed,
+            ids,
+            num_likeliest=body.topk_sample_logprobs,
+            log_probs_of_draw=True,  # a client takes them for those of the policy that it sampled from
+        )
+        return Sample(body, sampling, texts)
+
+
+def shown(adapter: AdapterSection | None) -> str:
+    return "no adapters" if adapter is None else f"adapters of rank {adapter.rank} on {', '.join(adapter.targets)}"
