@@ -17,7 +17,7 @@ from mtrain.base.version import __version__
 
 if TYPE_CHECKING:
     from mtrain.api.engine import Engine
-    from mtrain.api.open_engines import close_all
+    from mtrain.api.turns import close_all
     from mtrain.base.errors import (
         ConfigError,
         DataError,
@@ -53,43 +53,26 @@ if TYPE_CHECKING:
     from mtrain.training.sampling.sampler import Completion
 
 _MODULES = {
-    "mtrain.base.errors": (
-        "ConfigError",
-        "DataError",
-        "MachineError",
-        "MtrainError",
-        "NumericError",
-        "RankLostError",
-        "RunFolderError",
-    ),
-    "mtrain.checkpoint.weights": ("read_weights",),
-    "mtrain.config": ("Config",),
-    "mtrain.hf.configuration": ("load_config",),
-    "mtrain.core.batch.datum": ("Datum",),
-    "mtrain.hf.io.broadcast": ("receive_hf_tensors",),
-    "mtrain.hf.io.weight_delta": ("WeightCopy",),
-    "mtrain.core.loss.diagnostics": ("diagnosed", "reports"),
-    "mtrain.core.loss.pair": (
-        "LossFunction",
-        "LossPair",
-        "TermInputs",
-        "at_temperature",
-        "needs_extras",
-        "needs_teacher",
-        "per_token",
-        "stacked_extra",
-        "weigh",
-        "weigh_sequences",
-    ),
-    "mtrain.training.sampling.choice": ("SamplingParams",),
-    "mtrain.training.sampling.sampler": ("Completion",),
-    "mtrain.core.loss.preference.member": ("GroupMember",),
-    "mtrain.core.loss.preference.scores": ("PreferenceValue", "ScoredSequences", "preference_loss"),
-    "mtrain.api.engine": ("Engine",),
-    "mtrain.api.open_engines": ("close_all",),
-    "mtrain.core.step.results": ("EvalResult", "ForwardResult", "StepResult"),
+    "mtrain.api.engine": "Engine",
+    "mtrain.api.turns": "close_all",
+    "mtrain.base.errors": "ConfigError DataError MachineError MtrainError NumericError RankLostError RunFolderError",
+    "mtrain.checkpoint.weights": "read_weights",
+    "mtrain.config": "Config",
+    "mtrain.core.batch.datum": "Datum",
+    "mtrain.core.loss.diagnostics": "diagnosed reports",
+    "mtrain.core.loss.pair": "LossFunction LossPair TermInputs at_temperature needs_extras needs_teacher per_token "
+    "stacked_extra weigh weigh_sequences",
+    "mtrain.core.loss.preference.member": "GroupMember",
+    "mtrain.core.loss.preference.scores": "PreferenceValue ScoredSequences preference_loss",
+    "mtrain.core.step.results": "EvalResult ForwardResult StepResult",
+    "mtrain.hf.configuration": "load_config",
+    "mtrain.hf.io.broadcast": "receive_hf_tensors",
+    "mtrain.hf.io.weight_delta": "WeightCopy",
+    "mtrain.training.sampling.params": "SamplingParams",
+    "mtrain.training.sampling.sampler": "Completion",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+"""Names by the module that has them."""
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "Completion",

@@ -1,16 +1,46 @@
-"""Global batches of a user's program, and the part of them that a rank reads."""
+"""Global batches of a user's program: the part that a rank reads, and what passes over them report."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
+from mtrain.config.extras import ROUTED_EXPERTS, TEMPERATURE
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.batch.datum import Datum, sample_of
+from mtrain.core.batch.datum import Datum, check_temperature, named_choices, sample_of
+from mtrain.core.batch.order import slots
+from mtrain.core.batch.zigzag import zigzag_index_on
+from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.recorded_choices import RecordedChoices
+from mtrain.core.engine.schedule import evaluating, run_forward
+from mtrain.core.layers.output_layer import Logits
+from mtrain.core.loss.objective import Objective
+from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.loss import label_log_probs
+from mtrain.core.step.results import ForwardResult
+from mtrain.core.step.scoring_pass import sequence_scores
 from mtrain.data.loader import Given, RowPlan, RowsOfRank
+
+
+class SplitBatch(NamedTuple):
+    """A global batch, split over the ranks."""
+
+    samples: Given
+    plan: RowPlan
+    """Rows of the samples."""
+    own: list[Microbatch] | None
+    """Microbatches of this rank; None if tensor-parallel rank 0 reads for it."""
 
 
 class GlobalBatches:
@@ -20,26 +50,12 @@ class GlobalBatches:
         self._config, self._groups = config, groups
         self._rows = RowsOfRank(config, groups.dp_rank, groups.layout.dp)
 
-    def samples(self, batch: Sequence[Datum], extras: Sequence[str] = ()) -> Given:
-        """Checks and converts all samples, on every rank, so that all refuse the same one; each needs these
-        `extras`."""
+    def split(self, batch: Sequence[Datum], extras: Sequence[str] = (), has_first: bool = True) -> SplitBatch:
+        """Checks and converts all samples, on every rank, so that all refuse the same one; each needs these `extras`.
+        `has_first`: whether the batch begins a step."""
         if not checked_batch(batch):
             raise _nothing_given("batch has")
-        return self._given(batch, extras)
-
-    def plan(self, samples: Given, size: int) -> RowPlan:
-        """Assigns `size` samples to rows."""
-        return self._rows.plan(samples, size)
-
-    def own(
-        self, plan: RowPlan, samples: Given, has_first: bool, extras: Sequence[str] = ()
-    ) -> list[Microbatch] | None:
-        """Returns this rank's microbatches of a global batch; None if tensor-parallel rank 0 reads for it."""
-        if self._groups.tp_rank > 0:
-            return None
-        # the loss function of the call determines the extras of a batch
-        rows = RowsOfRank(self._config, self._groups.dp_rank, self._groups.layout.dp, extras=extras)
-        return rows.microbatches(plan, samples, has_first)
+        return self._split(batch, len(batch), extras, has_first)
 
     def passes(self, batches: Iterable[Sequence[Datum]], extras: Sequence[str]) -> Iterator[list[Microbatch] | None]:
         """Yields this rank's microbatches of each `train.global_batch_size` samples."""
@@ -52,16 +68,20 @@ class GlobalBatches:
                 if number == 0:
                     raise _nothing_given("batches have")
                 return
-            samples = self._given(batch, extras)
             # planned as a whole, so that the number of microbatches is that of a training step
-            yield self.own(self.plan(samples, size), samples, number == 0, extras)
+            yield self._split(batch, size, extras, number == 0).own
 
-    def _given(self, batch: Sequence[Datum], extras: Sequence[str]) -> Given:
-        return Given([sample_of(datum, f"sample {slot}", self._config, extras) for slot, datum in enumerate(batch)])
+    def _split(self, batch: Sequence[Datum], size: int, extras: Sequence[str], has_first: bool) -> SplitBatch:
+        samples = Given([sample_of(each, f"sample {slot}", self._config, extras) for slot, each in enumerate(batch)])
+        plan = self._rows.plan(samples, size)
+        if self._groups.tp_rank > 0:
+            return SplitBatch(samples, plan, None)
+        # the loss function of the call determines the extras of a batch
+        rows = RowsOfRank(self._config, self._groups.dp_rank, self._groups.layout.dp, extras=extras)
+        return SplitBatch(samples, plan, rows.microbatches(plan, samples, has_first))
 
 
 def checked_config(config: Config) -> Config:
-    """Returns the configuration of an engine, whose program brings its own batches."""
     if not isinstance(config, Config):
         raise ConfigError(f"Engine needs a Config, as load_config makes it, but got a {type(config).__name__}")
     if config.train.num_epochs is not None:
@@ -92,3 +112,107 @@ def _nothing_given(what: str) -> DataError:
     error = DataError(f"the {what} no sample, but at least one is needed; leave the call out where there is none")
     error.on_every_rank = True  # all ranks hold the same
     return error
+
+
+class AskedScores(NamedTuple):
+    """What a pass over a global batch reports besides log-probabilities, and at which temperature."""
+
+    entropy: bool = False
+    temperature: float | None = None
+    """Divisor of the logits; None: that of each sample, by default 1."""
+    routed_experts: bool = False
+    """Whether to report the tokens' experts; one all-reduce over the world per layer with experts."""
+
+
+@torch.no_grad()
+def label_scores(
+    model: RankModel,
+    batches: Sequence[Microbatch] | None,
+    num_microbatches: int,
+    extras: Sequence[str],
+    asked: AskedScores,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the log-probability of the label at each position of a global batch, and what else is asked for.
+
+    Rows are ordered by microbatch, then by data-parallel rank: without packing by slot of the global batch. One
+    all-reduce of the result over the world at the end, in addition to megatron-core's own collectives. The model's
+    parameters are gathered first, and it is left in training mode.
+
+    Args:
+        batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
+
+    Returns:
+        Scores, [1 or 2, rows, seq] float32 on the device, in nats: log-probabilities, and entropies if requested. And
+            the tokens' experts, [rows, seq, layers, top_k] int32 on the CPU; None if not requested.
+    """
+    model.sharded.gather_parameters()
+    config, groups = model.config, model.groups
+    size, seq, layout = config.train.micro_batch_size, config.row_width, groups.layout
+    shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, extras)
+    rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]  # without MTP
+    found = torch.zeros(1 + asked.entropy, num_microbatches * layout.dp * size, seq, device=groups.device)
+    columns = torch.arange(seq)
+    if layout.cp > 1:
+        columns = zigzag_index_on(groups.device, seq, layout.cp, groups.cp_rank)
+    numbers = itertools.count()
+    temperature = 1.0 if asked.temperature is None else asked.temperature
+
+    def take(logits: Logits, batch: Microbatch) -> None:
+        scores = label_log_probs(logits, batch, config, groups, asked.entropy, temperature)
+        own = slots(next(numbers), groups.dp_rank, layout.dp, size)
+        if groups.counts_loss:  # otherwise every tensor-parallel rank would add the same numbers
+            found[:, own.start : own.stop, columns] = scores
+
+    experts = RecordedChoices(model, ROUTED_EXPERTS) if asked.routed_experts else None
+    with evaluating(model.chunks), nullcontext() if experts is None else experts.recording():
+        run_forward(model.chunks, rows, take, config)
+    dist.all_reduce(found)
+    if experts is None:
+        return found, None
+
+    def write(table: Tensor, number: int, first: int, chosen: Tensor) -> None:
+        own = slots(number, groups.dp_rank, layout.dp, size)
+        table[own.start : own.stop, columns[first : first + len(chosen)]] = chosen.transpose(0, 1)
+
+    return found, experts.gathered(found.shape[1], seq, size, write)
+
+
+def reading(objective: Objective, batch: Sequence[Datum]) -> Objective:
+    """Returns the objective of a global batch, which reads what its samples contain besides tokens and weights."""
+    has_temperatures = any(datum.temperature is not None for datum in checked_batch(batch))
+    return replace(objective, has_temperatures=has_temperatures, choices=named_choices(batch))
+
+
+def scores_of_samples(batch: Sequence[Datum], model: RankModel, batches: GlobalBatches) -> list[float]:
+    """Returns the score of each sample of a global batch for a preference loss. Collective over the world."""
+    extras = named_choices(checked_batch(batch))
+    _, plan, own = batches.split(batch, extras)
+    return sequence_scores(model, own, plan.num_microbatches, extras).scores.tolist()
+
+
+def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, batches: GlobalBatches) -> ForwardResult:
+    """Returns log-probabilities of a global batch, and what else is asked for. Collective over the world."""
+    if (head := model.config.model.head) is not None:
+        raise ConfigError(
+            f"{head} is a head, which gives no log-probabilities of tokens; take Engine.scores (of one label) or "
+            "Engine.evaluate"
+        )
+    if asked.temperature is not None:
+        check_temperature(asked.temperature, "temperature")
+    elif all(datum.temperature is None for datum in checked_batch(batch)):
+        asked = asked._replace(temperature=1.0)
+    extras = (*([TEMPERATURE] if asked.temperature is None else []), *named_choices(batch))
+    samples, plan, own = batches.split(batch, extras)
+    scores, experts = label_scores(model, own, plan.num_microbatches, extras, asked)
+    found = scores.cpu()
+    places = samples.places(plan, model.groups.layout.dp)
+    parts = [
+        (row, slice(begin, begin + len(datum.input_ids) - 1))
+        for (row, begin), datum in zip((places[slot] for slot in range(len(batch))), batch)
+    ]
+    of_samples = [found[:, row, part].clone() for row, part in parts]
+    return ForwardResult(
+        [each[0] for each in of_samples],
+        [each[1] for each in of_samples] if asked.entropy else [],
+        [] if experts is None else [experts[row, part].clone() for row, part in parts],
+    )

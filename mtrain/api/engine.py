@@ -16,12 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.api.batches import GlobalBatches, checked_config
-from mtrain.api.hf_tensors import HfContent, HfTensors, need_group
-from mtrain.api.open_engines import open_engines
-from mtrain.api.scores import AskedScores, reading, scores_of_samples, token_scores
-from mtrain.api.turns import SharedBase, Turns
-from mtrain.api.weight_deltas import WeightDeltas
+from mtrain.api.batches import AskedScores, GlobalBatches, checked_config, reading, scores_of_samples, token_scores
+from mtrain.api.hf_tensors import HfContent, HfTensors, WeightDeltas, need_group
+from mtrain.api.turns import SharedBase, Turns, open_engines
 from mtrain.arch import num_parameters
 from mtrain.arch.layout import Layout
 from mtrain.arch.lr import learning_rate
@@ -41,8 +38,7 @@ from mtrain.hf.io.broadcast import BUCKET_BYTES
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import agreed, build_step, of_teacher
 from mtrain.training.export import exported_through_checkpoint
-from mtrain.training.resume import initialize
-from mtrain.training.run_folder import Position, load_from, save_at
+from mtrain.training.resume import Progress, initialize, load_from, save_at
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.sampler import Completion, generate
 
@@ -183,11 +179,9 @@ class Engine(Turns):
         if self._is_bare:
             raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it after the block")
         objective = reading(self._objective_of(loss, options), batch)
-        samples = self._batches.samples(batch, objective.extras)
-        plan = self._batches.plan(samples, len(batch))
-        batches = self._batches.own(plan, samples, has_first=self._open is None, extras=objective.extras)
+        _, plan, own = self._batches.split(batch, objective.extras, has_first=self._open is None)
         step, self._open = self._open or training.open(), None  # a pass that fails must not leave half a gradient
-        training.accumulate(step, batches, plan.num_microbatches, objective, is_last=False)
+        training.accumulate(step, own, plan.num_microbatches, objective, is_last=False)
         self._open = step
         self._tokens += sum(len(datum.input_ids) - 1 for datum in batch)
 
@@ -294,7 +288,7 @@ class Engine(Turns):
             NumericError: A weight is not finite; nothing was saved.
         """
         folder = RunFolder(Path(self.config.run.dir if run_dir is None else run_dir))
-        return save_at(folder, Position(self.step, self._total_tokens), self._built().model, self._inputs())
+        return save_at(folder, Progress(self.step, self._total_tokens), self._built().model, self._inputs())
 
     def load(self, path: Path | str) -> None:
         """Loads weights, optimizer and step of a checkpoint saved under any layout. Gradients are dropped.
@@ -310,7 +304,7 @@ class Engine(Turns):
         model, inputs = self._built().model, self._inputs()
         # accumulated gradients belong to the old weights
         self._open, self._tokens = None, 0
-        self.step, self._total_tokens = load_from(Path(path), model, inputs)
+        self.step, self._total_tokens, *_ = load_from(Path(path), model, inputs)
 
     def _inputs(self) -> dict[str, str]:
         """Returns the fingerprints of what determines numbers besides samples and weights, by key of the

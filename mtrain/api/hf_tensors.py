@@ -1,4 +1,4 @@
-"""Weights of a distributed model under Hugging Face's names and shapes, gathered a bucket at a time.
+"""Weights of a distributed model under Hugging Face's names and shapes, gathered a bucket at a time, and their changes.
 
 Names, shapes and bits are those of an export: the same tables define both. No disk is used.
 """
@@ -6,7 +6,9 @@ Names, shapes and bits are those of an export: the same tables define both. No d
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias, assert_never, get_args
 
 import torch
@@ -24,8 +26,9 @@ from mtrain.convert.target import exported_family
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.layer_spec import canonical_name, global_name
 from mtrain.core.layers.transformer_config import DTYPES
-from mtrain.core.ranks.init import on_all_ranks
-from mtrain.hf.io.broadcast import NamedKind, TensorKind, buffer_bytes, send_tensors
+from mtrain.core.ranks.init import on_all_ranks, on_first_rank
+from mtrain.hf.io.broadcast import NamedKind, TensorKind, buffer_bytes, send_bytes, send_tensors
+from mtrain.hf.io.weight_delta import Change, Part, weights_fingerprint
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.peft import PeftTensor
@@ -43,7 +46,7 @@ class _Unit(NamedTuple):
     """Global names of these parameters."""
     tensors: Sequence[NamedKind]
     make: Callable[[Mapping[str, Tensor]], Sequence[Tensor]]
-    """Computes `tensors` from the whole parameters by name."""
+    """Computes `tensors` from the whole parameters by name, in the order of `sources`."""
 
     @property
     def size_bytes(self) -> int:
@@ -54,17 +57,12 @@ class HfTensors:
     """Exported tensors of a model."""
 
     def __init__(self, model: RankModel, content: HfContent, dtype: torch.dtype | None = None) -> None:
-        """Plans the tensors; gathers none yet.
+        """Plans the tensors; gathers none yet. Raises as `Engine.weight_deltas`, on all ranks.
 
         Collective over the world: two all-gathers of objects, and the gathering of the model's updated parameters.
 
         Args:
             dtype: Dtype of the tensors that the run holds in its precision; None: that precision.
-
-        Raises:
-            ConfigError: The configuration has no adapters to export.
-            DataError: No Hugging Face family can describe the model. On all ranks.
-            ValueError: The content is none of `HfContent`.
         """
         if content not in get_args(HfContent):
             raise ValueError(f"content is one of {', '.join(get_args(HfContent))}, not {content!r}")
@@ -83,13 +81,10 @@ class HfTensors:
         return [[each for unit in bucket for each in unit.tensors] for bucket in self._buckets(bucket_bytes)]
 
     def stream(self, bucket_bytes: int, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yields every tensor, gathered a bucket at a time. Collective over the world, up to the end of the iteration.
+        """Yields every tensor, gathered a bucket at a time; arguments as for `Engine.named_hf_tensors`.
 
-        Memory: about three times the larger of a bucket and the largest tensor.
-
-        Args:
-            bucket_bytes: Size of the tensors that are gathered together, unless one alone is larger.
-            everywhere: Whether every rank gets the tensors; if not, only rank 0 does.
+        Collective over the world, up to the end of the iteration. Memory: about three times the larger of a bucket and
+        the largest tensor.
         """
         for bucket in self._buckets(bucket_bytes):
             yield from self._made(bucket, None if everywhere else 0)
@@ -105,7 +100,6 @@ class HfTensors:
             yield [each for bucket in made for each in bucket]  # those of other ranks are empty
 
     def _made(self, bucket: Sequence[_Unit], receiver: int | None) -> Iterator[tuple[str, Tensor]]:
-        """Gathers a bucket, and yields its tensors on one rank, or on all if `receiver` is None."""
         whole = self._whole.gather([name for unit in bucket for name in unit.sources], receiver)
         if whole is None:
             return
@@ -190,7 +184,7 @@ class HfTensors:
             names = [key.replace("{E}", str(expert)) for expert in range(count)] if count else [key]
             dtype = self._sent_as(each.key, self._whole.kinds[names[0]].dtype)
             kinds = [NamedKind(same.name, TensorKind(dtype, each.shape)) for same in (each, *others)]
-            yield _Unit(names, kinds, _peft_maker(each, names, dtype, len(kinds)))
+            yield _Unit(names, kinds, partial(_made_for_peft, each, kinds))
 
     def _sent_as(self, key: str, held: torch.dtype) -> torch.dtype:
         """Returns the dtype of the exported tensor if the run holds or computes it in another."""
@@ -199,18 +193,117 @@ class HfTensors:
 
 
 def need_group(group: dist.ProcessGroup | None) -> None:
-    """Raises ConfigError if rank 0 has no group to send to."""
     if group is None:
         raise ConfigError(
             "rank 0 sends the weights, but group is None there; give it a group of rank 0 and the receivers"
         )
 
 
-def _peft_maker(
-    each: PeftTensor, names: Sequence[str], dtype: torch.dtype, count: int
-) -> Callable[[Mapping[str, Tensor]], list[Tensor]]:
-    def make(whole: Mapping[str, Tensor]) -> list[Tensor]:
-        own = [whole[name] for name in names]
-        return [peft_tensor(each, torch.stack(own) if each.matrix.num_experts else own[0]).to(dtype)] * count
+def _made_for_peft(each: PeftTensor, kinds: Sequence[NamedKind], whole: Mapping[str, Tensor]) -> list[Tensor]:
+    own = list(whole.values())
+    tensor = peft_tensor(each, torch.stack(own) if each.matrix.num_experts else own[0])
+    return [tensor.to(kinds[0].kind.dtype)] * len(kinds)
 
-    return make
+
+class WeightDeltas:
+    """Sends weights as changes from one sync to the next; every method is collective.
+
+    The tensors of the last sync stay in host memory, each on one rank: a copy of the model in the dtype that is sent,
+    divided over all ranks. A rank gathers its share, compares it, and sends the changes.
+    """
+
+    def __init__(self, plan: Callable[[], HfTensors], bucket_bytes: int, device: torch.device) -> None:
+        """`plan` plans the tensors of the current weights."""
+        names = [uuid.uuid4().hex]
+        dist.broadcast_object_list(names, src=0)
+        self._plan, self._bucket_bytes, self._device, self._session = plan, bucket_bytes, device, names[0]
+        self.sync = 0
+        """Number of the last sync with changes."""
+        self._held: dict[str, Tensor] = {}
+        self._fingerprints: dict[str, str] = {}
+        self._is_interrupted = True
+
+    def parts(self, everywhere: bool = False, full: bool = False) -> Iterator[Tensor]:
+        """Yields the changes since the last sync, as [bytes] uint8 on the CPU, for `WeightCopy.apply`; nothing without
+        changes.
+
+        Every rank must iterate to the end, and must not call another method of the engine meanwhile. The first sync has
+        all weights, and so has one after an interrupted one. Costs the gathers of `named_hf_tensors` to one rank each,
+        and for each bucket one all-gather of a number and one message.
+
+        Args:
+            everywhere: Whether every rank gets the parts; if not, only rank 0 does, and others iterate over nothing.
+            full: Whether to send all weights; it is enough that one rank says so.
+        """
+        asked = torch.tensor(int(full or self._is_interrupted), device=self._device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        is_full, self._is_interrupted, has_changed = bool(asked.item()), True, False
+        if is_full:
+            self._held, self._fingerprints = {}, {}
+        head = Part(self._session, self.sync + 1, is_full)
+        for named in self._plan().by_rank(self._bucket_bytes):
+            changes = self._changes(named)
+            own = head._replace(changes=changes).encoded() if changes else torch.empty(0, dtype=torch.uint8)
+            for part in self._delivered(own, everywhere):
+                has_changed = True
+                if part is not None:
+                    self._fingerprints |= {each.name: each.fingerprint for each in Part.decoded(part).changes}
+                    yield part
+        if has_changed:
+            self.sync += 1
+            if everywhere or dist.get_rank() == 0:
+                yield head._replace(weights=weights_fingerprint(self._fingerprints)).encoded()
+        self._is_interrupted = False
+
+    def broadcast(self, group: dist.ProcessGroup | None, full: bool = False) -> int:
+        """Sends the changes since the last sync to other processes, which call `WeightCopy.receive`.
+
+        Args:
+            group: Group of rank 0 and the receivers on rank 0, with a backend that sends from the engine's device; it
+                need not be part of the default process group. None on the other ranks.
+            full: Whether to send all weights, as a receiver may request; it is enough that one rank says so.
+
+        Returns:
+            Number of bytes that this rank sent.
+
+        Raises:
+            ConfigError: Rank 0 has no group.
+            DataError: No Hugging Face family can describe the model.
+        """
+        on_first_rank(lambda: need_group(group))
+        num_bytes = 0
+        for part in self.parts(full=full):
+            assert group is not None, "only rank 0 gets parts"
+            send_bytes(part, group, self._device)
+            num_bytes += part.numel()
+        if group is not None and dist.get_rank() == 0:
+            send_bytes(torch.empty(0, dtype=torch.uint8), group, self._device)  # the end
+        return num_bytes
+
+    def _changes(self, named: Sequence[tuple[str, Tensor]]) -> list[Change]:
+        found = []
+        for name, tensor in named:
+            change = Change.between(name, self._held.get(name), tensor)
+            if change is not None:
+                found.append(change)
+                if name not in self._held:
+                    self._held[name] = change.values.view(change.kind.shape)
+        return found
+
+    def _delivered(self, own: Tensor, everywhere: bool) -> Iterator[Tensor | None]:
+        """Yields each rank's part if there is one, or None on ranks that do not get it."""
+        rank, count = dist.get_rank(), dist.get_world_size()
+        lengths = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(count)]
+        dist.all_gather(lengths, torch.tensor([own.numel()], device=self._device))
+        for owner, length in enumerate(int(each.item()) for each in lengths):
+            if length == 0:
+                continue
+            is_mine, is_wanted = owner == rank, everywhere or rank == 0
+            part = None
+            if is_mine or is_wanted:
+                part = own.to(self._device) if is_mine else own.new_empty(length, device=self._device)
+            if part is not None and everywhere:
+                dist.broadcast(part, src=owner)
+            elif part is not None and owner != 0:
+                dist.send(part, dst=0) if is_mine else dist.recv(part, src=owner)
+            yield part.cpu() if part is not None and is_wanted else None

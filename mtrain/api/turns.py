@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from pydantic import ValidationError
 from torch import Tensor
 
-from mtrain.api.open_engines import open_engines
-from mtrain.api.scores import check_adapters_off
 from mtrain.base.errors import ConfigError
 from mtrain.checkpoint.state.base import settle_magnitudes
 from mtrain.checkpoint.state.held import (
@@ -26,7 +25,8 @@ from mtrain.checkpoint.state.held import (
     put_back_weights,
 )
 from mtrain.config import Config
-from mtrain.config.schema.adapter import AnyAdapter
+from mtrain.config.schema.adapter import AdapterSection, AnyAdapter
+from mtrain.config.schema.model import ModelSection
 from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.rank_model import RankModel, build_adapters
 from mtrain.core.layers.adapters.adapter import AdapterSet, adapters_off
@@ -40,14 +40,6 @@ from mtrain.training.build import BuiltStep
 from mtrain.training.resume import initialize, load_base, load_start_adapter
 
 
-class Accumulated(NamedTuple):
-    """Gradients of an unfinished step."""
-
-    open_step: OpenStep
-    gradients: list[Tensor]
-    tokens: int
-
-
 class Held(NamedTuple):
     """Copy of this rank's part of what training changes, from `Engine.hold`."""
 
@@ -56,8 +48,11 @@ class Held(NamedTuple):
     """None: weights alone."""
     step: int = 0
     total_tokens: int = 0
-    accumulated: Accumulated | None = None
-    """None: no gradients since the last step."""
+    open_step: OpenStep | None = None
+    """Unfinished step; None: no gradients since the last one."""
+    gradients: Sequence[Tensor] = ()
+    tokens: int = 0
+    """Number of tokens of the unfinished step."""
 
 
 class SharedBase:
@@ -65,7 +60,8 @@ class SharedBase:
 
     def __init__(self, first: BuiltStep) -> None:
         self._sets = {id(first): AdapterSet(map(unwrap, first.model.chunks))}
-        self._names: dict[str, BuiltStep] = {}
+        self.names: dict[str, BuiltStep] = {}
+        """Further sets by name."""
         self._current: BuiltStep | None = first
         self.is_closed = False
         """Whether the engine that built the model was closed."""
@@ -80,11 +76,10 @@ class SharedBase:
         model = RankModel(config, first.model.groups, sharded, Optimizer(config, sharded, first.model.groups))
         made = BuiltStep(model, first.teacher, TrainingStep(model, objective, first.teacher))
         self._sets[id(made)] = AdapterSet(map(unwrap, model.chunks))
-        self._names[name], self._current = made, made
+        self.names[name], self._current = made, made
         return made
 
     def put_in(self, built: BuiltStep) -> BuiltStep:
-        """Installs a set of adapters in the model, and returns it."""
         if self._current is not built:
             self._take_out()
             self._sets[id(built)].put_in()
@@ -92,22 +87,18 @@ class SharedBase:
             self._current = built
         return built
 
-    def has(self, name: str) -> bool:
-        return name in self._names
-
     def remove(self, name: str) -> None:
         if self.is_closed:
             return
-        gone = self._names.pop(name)
+        gone = self.names.pop(name)
         if self._current is gone:
             self._take_out()
         self._sets.pop(id(gone)).unhook()
         gone.model.sharded.release()
 
     def close(self) -> None:
-        """Releases all sets."""
         self.is_closed, self._current = True, None
-        self._names.clear()
+        self.names.clear()
         self._sets.clear()
 
     def _take_out(self) -> None:
@@ -166,7 +157,7 @@ class Turns:
                 "several adapters cannot be had with train.compile=layers, whose graphs hold those of one; set "
                 "train.compile=none"
             )
-        if base.has(name):
+        if name in base.names:
             raise ConfigError(f"there is an adapter {name!r} already; take another name, or close that one first")
         # its path is where the configuration's own one starts
         given = self._checked_adapter({**adapter.model_dump(exclude={"path"}), **(section or {})})
@@ -195,7 +186,7 @@ class Turns:
             ConfigError: The configuration has no `adapter`, or a part of the model is trained as a whole.
             RuntimeError: `forward_backward` was called inside the block, where there is nothing to train.
         """
-        check_adapters_off(self.config.adapter, self.config.model)
+        _check_adapters_off(self.config.adapter, self.config.model)
         with adapters_off(self._built().model.chunks):
             self._is_bare = True
             try:
@@ -213,10 +204,10 @@ class Turns:
         weights = held_weights(model)
         if weights_only:
             return Held(weights)
-        accumulated = None
-        if self._open is not None:
-            accumulated = Accumulated(self._open, held_gradients(model), self._tokens)
-        return Held(weights, held_optimizer(model), self.step, self._total_tokens, accumulated)
+        held = Held(weights, held_optimizer(model), self.step, self._total_tokens)
+        if self._open is None:
+            return held
+        return held._replace(open_step=self._open, gradients=held_gradients(model), tokens=self._tokens)
 
     def put_back(self, held: Held) -> None:
         """Restores a state of `hold`; after weights alone, only passes and answers may follow."""
@@ -227,9 +218,9 @@ class Turns:
         put_back_optimizer(held.optimizer, model)
         self.step, self._total_tokens = held.step, held.total_tokens
         self._open, self._tokens = None, 0
-        if held.accumulated is not None:
-            put_back_gradients(held.accumulated.gradients, model)
-            self._open, self._tokens = held.accumulated.open_step, held.accumulated.tokens
+        if held.open_step is not None:
+            put_back_gradients(list(held.gradients), model)
+            self._open, self._tokens = held.open_step, held.tokens
 
     def begin_anew(self, seed: int | None = None) -> None:
         """Resets weights and optimizer to step 0: new adapters, or the weights that the engine began with.
@@ -278,7 +269,6 @@ class Turns:
         return self._built_step if self._base is None else self._base.put_in(self._built_step)
 
     def _checked_adapter(self, section: Mapping[str, Any]) -> AnyAdapter:
-        """Checks a section by all rules of the configuration."""
         try:
             given = {**self.config.model_dump(), "adapter": dict(section)}
             found = Config.model_validate(with_fused_targets(given)).adapter
@@ -289,3 +279,36 @@ class Turns:
             raise ConfigError(f"this model cannot have such an adapter: {reasons}; change its section") from None
         assert found is not None, "a section was given"
         return found
+
+
+def _check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> None:
+    """Refuses passes of the frozen model without adapters, or with a head or table that is trained as a whole."""
+    if adapter is None:
+        raise ConfigError(
+            "adapters_off needs a model with adapters, but the configuration has no adapter section; train one "
+            "(docs/training/lora.md), or compute reference log-probabilities with forward before the first optim_step"
+        )
+    if model.output.is_new:
+        raise ConfigError(
+            f"adapters_off gives the model that a finetuning began from, but the head of {model.output} learns whole, "
+            "so that it is gone; score with an engine before its first optim_step"
+        )
+    if adapter.modules_to_save:
+        raise ConfigError(
+            f"adapters_off gives the model that a finetuning began from, but adapter.modules_to_save="
+            f"{', '.join(adapter.modules_to_save)} learns whole, so that the one of before is gone; score with an "
+            "engine before its first optim_step"
+        )
+
+
+open_engines: weakref.WeakSet[Turns] = weakref.WeakSet()
+"""Engines that hold resources; an engine that nothing refers to any more frees them itself."""
+
+
+def close_all() -> None:
+    """Closes every engine of this process, as after a failed cell of a notebook, so that a new one can start.
+
+    Frees models, process groups and threads. If there are several ranks, all of them must call it.
+    """
+    for engine in list(open_engines):
+        engine.close()

@@ -107,8 +107,7 @@ class Start:
 
     def look_at_weights(self, folder: RunFolder, data: OpenedData | None) -> None:
         """Checks the origin of the weights; a resumed run has its own, and only needs the frozen model besides."""
-        from mtrain.training.changed import changes_since, resumable
-        from mtrain.training.inputs import changed_inputs
+        from mtrain.training.changed import changed_inputs, changes_since, resumable
 
         config, findings = self.config, self.findings
         own = _verified(partial(resumable, config.checkpoint, folder)) if folder.path.is_dir() else None
@@ -178,7 +177,7 @@ class Start:
             self.findings.fact(name, config.adapter.path)
 
     def _look_at_reference(self, named: str) -> None:
-        from mtrain.training.preferences.reference_model import named_reference
+        from mtrain.training.references import named_reference
 
         reference = named_reference(self.config, named)
         found = Start(reference.config, self.findings)

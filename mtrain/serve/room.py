@@ -32,7 +32,6 @@ class Sizes:
 
     @property
     def trained_bytes(self) -> int:
-        """Returns the bytes of trained weights, gradients and moments."""
         found = [memory_per_rank(self._config, self._layout, pp_rank) for pp_rank in range(self._layout.pp)]
         if self._config.adapter is not None:
             return max(each.adapter_bytes for each in found)
@@ -45,7 +44,6 @@ class Sizes:
         return numbers * element_bytes(self._config.train)
 
     def sequence_bytes(self, length: int) -> int:
-        """Returns what generation keeps of a sequence of `length` tokens, with the scores of its next token."""
         layout, model, size = self._layout, self._config.model, element_bytes(self._config.train)
         most = 0
         for pp_rank in range(layout.pp):
@@ -58,13 +56,8 @@ class Sizes:
 
 
 def check_room(device: torch.device, on_device: int, on_host: int, asked: str) -> None:
-    """Refuses what memory does not hold. One small all-reduce over the world.
-
-    Args:
-        on_device: Bytes that each rank needs on its device.
-        on_host: Bytes that each rank needs in host memory.
-        asked: What a client asks for, as its error names it.
-    """
+    """Refuses what memory does not hold: bytes that each rank needs on its device and in host memory for what a client
+    asks for. One small all-reduce over the world."""
     if device.type == "cuda":
         is_short = on_device * _PEAK > _free_on_device(device)
     else:

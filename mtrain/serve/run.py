@@ -39,13 +39,7 @@ _LOOK_S = 0.2
 
 
 def serve(served: Served, host: str, port: int, token: str | None) -> None:
-    """Serves until a signal ends it. On every rank.
-
-    Args:
-        served: The model, its layout and its precision; clients decide what is trained.
-        port: Port; 0: any that is free.
-        token: Key that clients must send; None: no key, for addresses of this machine only.
-    """
+    """Serves until a signal ends it, at any free port if it is 0, for clients with this key, if any. On every rank."""
     config = served.config
     check_served(config.model, config.adapter)
     check_token(host, token)
@@ -134,7 +128,6 @@ def listener_at(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _listening(served: Served, store: Store, host: str, port: int, token: str | None) -> Iterator[Link]:
-    """Listens in a separate process, and prints the address."""
     folder, hf = Path(served.config.run.dir), served.config.model.hf
     stops = frozenset(declared_ends(None if hf is None else Path(hf)))
     if served.tokenizer is not None:

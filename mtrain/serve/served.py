@@ -48,7 +48,6 @@ class Served:
 
     @property
     def name(self) -> str:
-        """Returns the name that clients use."""
         return Path(self.config.run.dir if self.config.model.hf is None else self.config.model.hf).name
 
     @property

@@ -131,14 +131,12 @@ class Store:
             return not self.folder(place).exists()
 
     def all(self) -> list[Described]:
-        """Returns all checkpoints, the newest first."""
         now = self.clock()
         with self._locked(fcntl.LOCK_SH):
             found = self._on_disk()
         return sorted((each for each in found if not each.is_over(now)), key=lambda each: -each.time)
 
     def set_lifetime(self, place: Place, ttl_seconds: int | None) -> None:
-        """Sets when a checkpoint expires, in seconds from now; None: never."""
         with self._locked(), disk_faults(f"write {self.folder(place)}"):
             ends = None if ttl_seconds is None else self.clock() + ttl_seconds
             self._describe(self.folder(place), replace(self._described(place), expires_at=ends))
@@ -155,7 +153,6 @@ class Store:
                 _log.warning(f"the time of {place} is over, but it stays for now: {fault}")
 
     def files(self, place: Place) -> list[str]:
-        """Returns the files of a checkpoint, relative to its folder."""
         folder = self.folder(place)
         with self.reading(place):
             found = [each.relative_to(folder) for each in folder.rglob("*") if each.is_file() and not each.is_symlink()]

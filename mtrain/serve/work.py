@@ -107,11 +107,7 @@ class Worker:
         self._engine.close()
 
     def run(self, operation: Operation) -> Done | Failed:
-        """Runs a client's operation. Collective.
-
-        Raises:
-            MtrainError: The ranks cannot go on.
-        """
+        """Runs a client's operation; raises only if the ranks cannot go on. Collective."""
         try:
             return self._done(operation)
         except (DataError, ConfigError, NumericError, RunFolderError, ValueError) as error:
@@ -155,7 +151,6 @@ class Worker:
                 return self._unload(operation)
 
     def _create(self, model_id: str, lora: Lora, metadata: dict[str, str] | None) -> Engine:
-        """Makes a model with initial weights; returns its engine, on which it is."""
         if model_id in self._models:
             raise DataError(f"{model_id} exists already; create a model of another number")
         engine = self._engine_of(lora)
@@ -221,7 +216,6 @@ class Worker:
         return self._engine
 
     def _free_shapes(self) -> None:
-        """Closes the engines of adapters that nobody uses."""
         used = {id(each.engine) for each in (*self._models.values(), *self._samplers.values()) if each is not None}
         for shape, engine in list(self._shapes.items()):
             if id(engine) not in used:
@@ -334,7 +328,6 @@ class Worker:
         return Done({"type": "unload_model"})
 
     def _turn_to(self, model_id: str) -> _Model:
-        """Brings a model onto its engine."""
         model = self._models.get(model_id)
         if model is None:
             raise DataError(f"there is no model {model_id}; create one, or load a checkpoint of it")
@@ -346,7 +339,6 @@ class Worker:
         return model
 
     def _leave(self, engine: Engine) -> None:
-        """Saves the state of the model on an engine, so that others can use it."""
         current = self._current.pop(id(engine), None)
         if current is not None:
             self._models[current].held = engine.hold()

@@ -11,11 +11,8 @@ from mtrain.arch.lr import LearningRate, learning_rate
 from mtrain.base.errors import DataError
 from mtrain.base.imports import faulty_gpu_packages
 from mtrain.checkpoint.state.teacher import loaded_teacher, teacher_config, teacher_fingerprint
-from mtrain.checkpoint.state.verified import opened_checkpoint
-from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, ChangeInfo
 from mtrain.config import Config, adapters, known_issues
-from mtrain.config.schema.sections import Sections
 from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.layers.layer_spec import choose
 from mtrain.core.loss.functions.sources import source_fingerprints
@@ -28,29 +25,37 @@ from mtrain.data.loader import StepLoader
 from mtrain.hf.schema.description import notes_on_folder
 from mtrain.runs.continuation import TEACHER
 from mtrain.runs.folder import RunFolder
+from mtrain.training.changed import of_validation
 from mtrain.training.evaluate import ValidationSet
-from mtrain.training.inputs import differing, of_validation
-from mtrain.training.preferences.references import References
-from mtrain.training.resume import announced, resume_or_initialize
+from mtrain.training.references import References
+from mtrain.training.resume import opened, resume_or_initialize
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Run:
-    """A training run on this rank."""
+class BuiltStep:
+    """A training step on this rank, and the model that it trains."""
 
     model: RankModel
-    objective: Objective
     teacher: Teacher | None
     """Teacher of the loss functions that compare with one, if any."""
     training: TrainingStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(BuiltStep):
+    """A training run on this rank."""
+
+    objective: Objective
     loader: StepLoader | None
     """Training data; None on ranks that receive them from tensor-parallel rank 0."""
     validation: tuple[ValidationSet, ...]
     """Validation sets in the order of the configuration."""
     start_step: int
     """Number of optimizer updates already completed."""
+    tokens: int = 0
+    """Number of text tokens that these updates have read."""
     changes: tuple[ChangeInfo, ...] = ()
     """Keys that the run has changed so far, with consent; those of `start_step` were changed by this start."""
     learning_rate: LearningRate = learning_rate
@@ -62,29 +67,12 @@ class Run:
 
 
 def load_teacher(config: Config, groups: Groups) -> Teacher | None:
-    """Loads the teacher of `loss.teacher`, if any. Collective over the world.
-
-    Raises:
-        ConfigError: The teacher's model does not fit this run.
-        DataError: There is no checkpoint, or it is damaged.
-    """
+    """Loads the teacher of `loss.teacher`, if any. Collective over the world."""
     if config.loss.teacher is None:
         return None
-    source = Path(config.loss.teacher.checkpoint)
-    with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), _log.info) as newest:
-        entry = announced(newest)
-        assert entry is not None, "checkpoint_at raises where there is none"
+    with opened(Path(config.loss.teacher.checkpoint)) as entry:
         teachers = on_first_rank(lambda: teacher_config(config, entry.path))
         return loaded_teacher(teachers, entry, groups)
-
-
-@dataclass(frozen=True)
-class BuiltStep:
-    """A training step on this rank, and the model that it trains."""
-
-    model: RankModel
-    teacher: Teacher | None
-    training: TrainingStep
 
 
 TeacherOf = Callable[[Config, Groups], Teacher | None]
@@ -103,10 +91,6 @@ def build_step(
     Args:
         groups: Newly opened process groups: dropout draws from the random states that they seeded.
         weights_follow: Whether the caller loads or draws the weights; until then they are nan.
-
-    Raises:
-        ConfigError: A backend is not installed, or the teacher does not fit.
-        DataError: The teacher is missing or damaged.
     """
     model = build_rank_model(config, groups, weights_follow)
     teacher = teacher_of(config, groups)
@@ -114,23 +98,19 @@ def build_step(
 
 
 def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: TeacherOf = load_teacher) -> Run:
-    """Builds the model and the optimizer, and resumes from the newest checkpoint. Collective.
-
-    Args:
-        groups: Newly opened process groups: dropout draws from the random states that they seeded.
-        folder: Run folder, whose lock the first rank holds.
-
-    Raises:
-        ConfigError: A loss function cannot be loaded, or a backend is not installed.
-        DataError: Data or a checkpoint is missing or damaged.
-        RunFolderError: checkpoint.resume=never, but the run folder holds a checkpoint.
-    """
+    """Builds the model and the optimizer, and resumes from the newest checkpoint; groups as for `build_step`, and the
+    first rank holds the lock of the folder. Collective."""
     objective = objective_of(config)
     sources = agreed(groups, lambda: source_fingerprints(config.loss))
     if groups.rank == 0:
-        of_config = (*known_issues.notes(config), *adapters.notes(config), *objective.notes(config.loss))
-        of_machine = (*_notes_on_packages(), *_notes_on_layers(config, groups))
-        for note in (*of_config, *notes_on_folder(config.model.hf), *of_machine):
+        notes = [*known_issues.notes(config), *adapters.notes(config), *objective.notes(config.loss)]
+        notes += notes_on_folder(config.model.hf)
+        notes += [
+            f"{package} is installed, but cannot be used and is left out, so torch's layers and optimizer take its "
+            f"place ({fault}); repair or remove it"
+            for package, fault in faulty_gpu_packages().items()
+        ]
+        for note in filter(None, [*notes, choose(config, groups.device).note]):
             _log.info(f"note: {note}")
     # before the model is built: bad data end the run early
     of_rank, extras = (groups.dp_rank, groups.layout.dp), objective.extras
@@ -145,30 +125,16 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
     inputs = {**sources, **held_out, **of_teacher(built.teacher)}
     resumed = resume_or_initialize(built.model, folder, loader, inputs)
     return Run(
-        built.model,
-        objective,
-        built.teacher,
-        built.training,
-        loader,
-        validation,
-        resumed.step,
-        resumed.changes,
+        **vars(built),
+        objective=objective,
+        loader=loader,
+        validation=validation,
+        start_step=resumed.step,
+        tokens=resumed.tokens,
+        changes=resumed.changes,
         history=resumed.history,
         inputs=inputs,
     )
-
-
-def _notes_on_packages() -> list[str]:
-    return [
-        f"{package} is installed, but cannot be used and is left out, so torch's layers and optimizer take its place "
-        f"({fault}); repair or remove it"
-        for package, fault in faulty_gpu_packages().items()
-    ]
-
-
-def _notes_on_layers(config: Sections, groups: Groups) -> list[str]:
-    note = choose(config, groups.device).note
-    return [note] if note else []
 
 
 def of_teacher(teacher: Teacher | None) -> dict[str, str]:
@@ -177,20 +143,17 @@ def of_teacher(teacher: Teacher | None) -> dict[str, str]:
 
 
 def agreed(groups: Groups, found: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Returns fingerprints by key as this rank finds them. Collective over the world.
-
-    Raises:
-        DataError: One differs from that of rank 0; on all ranks.
-    """
+    """Returns fingerprints by key as this rank finds them. Collective over the world."""
     own = on_all_ranks(found)
     first = on_first_rank(lambda: own)
 
     def check() -> None:
-        if (key := differing(own, first)) is not None:
-            raise DataError(
-                f"{key} is another one on rank {groups.rank} than on rank 0 (fingerprint {own[key]}, not "
-                f"{first[key]}); give every node the same files"
-            )
+        for key in sorted(own.keys() & first.keys()):
+            if own[key] != first[key]:
+                raise DataError(
+                    f"{key} is another one on rank {groups.rank} than on rank 0 (fingerprint {own[key]}, not "
+                    f"{first[key]}); give every node the same files"
+                )
 
     on_all_ranks(check)
     return own
@@ -198,18 +161,10 @@ def agreed(groups: Groups, found: Callable[[], dict[str, str]]) -> dict[str, str
 
 def opened_loader(groups: Groups, opened: Callable[[], StepLoader]) -> StepLoader | None:
     """Opens the data on rank 0 of each tensor-parallel group; returns None on the others, which receive rows from it.
-
-    Collective; ranks wait for the slowest as long as it takes.
-
-    Raises:
-        DataError: The data cannot be read, or differ between ranks; on all ranks.
-    """
-
-    def open_data() -> StepLoader | None:
-        return opened() if groups.tp_rank == 0 else None
+    Collective."""
 
     # one rank may tokenise for all, which can take longer than the timeout of a collective
-    loader = on_all_ranks(lambda: with_the_slowest(open_data))
+    loader = on_all_ranks(lambda: with_the_slowest(lambda: opened() if groups.tp_rank == 0 else None))
     first = on_first_rank(lambda: None if loader is None else loader.fingerprint)
 
     def check_agreement() -> None:

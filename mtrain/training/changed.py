@@ -1,8 +1,11 @@
-"""Checkpoint that a start resumes from, and changes of the run that the user has consented to; no torch."""
+"""Checkpoint that a start resumes from, and changes that the user has consented to: of the configuration, the training
+data, and other inputs that checkpoints name; no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +19,8 @@ from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.changes import Change
 from mtrain.config.consent import is_permitted
+from mtrain.config.schema.data import AnyData, IndexedSection
+from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.run import CheckpointSection
 from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.formats.megatron_indexed import same_fingerprint
@@ -24,12 +29,22 @@ from mtrain.data.steps import Windows, known_until, windows_in
 from mtrain.report.metrics.record import ChangeRecord
 from mtrain.runs.continuation import REFERENCE, TEACHER, allowed_changes, continued
 from mtrain.runs.folder import RunFolder
-from mtrain.training.inputs import VALID, changed_inputs
 
 DATA = "data.train"
 """Key of a change to training data with another fingerprint."""
 CURRICULUM = "data.curriculum"
 """Key of a change to training data that differ in future steps alone."""
+VALID = "data.valid"
+"""Section of validation sets, whose fingerprints lie under it by name."""
+_NO_PART_OF_THE_MAIN_TERM = {
+    "side_terms",
+    "router",
+    "teacher",
+    "mtp_coefficient",
+    "chunk_tokens",
+    "denominator",
+    "allow_layout_dependent",
+}
 
 
 class KnownData(Protocol):
@@ -42,11 +57,7 @@ class KnownData(Protocol):
 
 
 def going_on(folder: RunFolder, config: Config) -> Config:
-    """Returns the configuration with the values that an earlier start decided; unchanged if there is no checkpoint.
-
-    Raises:
-        RunFolderError: The folder holds a run of another configuration.
-    """
+    """Returns the configuration with the values that an earlier start decided; unchanged if there is no checkpoint."""
     saved, steps = folder.saved_config(), published_steps(folder.checkpoints)
     # a run that failed before its first save may change its configuration
     if saved is None or not steps:
@@ -57,15 +68,7 @@ def going_on(folder: RunFolder, config: Config) -> Config:
 
 
 def resumable(checkpoint: CheckpointSection, folder: RunFolder, unusable: Mapping[int, str] | None = None) -> Newest:
-    """Returns the newest good checkpoint of the run, from which it resumes.
-
-    Args:
-        unusable: Reason by step, for checkpoints that were found damaged.
-
-    Raises:
-        DataError: No checkpoint is good, but there are some.
-        RunFolderError: checkpoint.resume=never, but there is a checkpoint.
-    """
+    """Returns the newest good checkpoint of the run, from which it resumes; `unusable` are known to be damaged."""
     newest = newest_good(folder.checkpoints, unusable)
     if newest.entry is not None and checkpoint.resume == "never":
         raise RunFolderError(
@@ -101,14 +104,8 @@ def changes_since(
 def change_of_data(
     entry: CheckpointEntry, data: KnownData, checkpoint: CheckpointSection, found: Sequence[Change] = ()
 ) -> Change | None:
-    """Returns the change of training data with another fingerprint; None if they are the same, even if they were moved.
-
-    Args:
-        found: Keys that changed with consent; a key of `data` explains another fingerprint.
-
-    Raises:
-        DataError: The data have changed without consent.
-    """
+    """Returns the change of training data with another fingerprint, which a key of `data` among `found` explains; None
+    if they are the same, even if they were moved."""
     saved = entry.manifest.dataset
     known = (data.fingerprint, *data.earlier_fingerprints)
     if saved is None or any(same_fingerprint(saved, each) for each in known):
@@ -118,7 +115,7 @@ def change_of_data(
         return None  # data.packing may change without consent, and all samples so far were the same
     if has_phases(saved) or has_phases(data.fingerprint):
         return _change_of_curriculum(entry, saved, known, checkpoint, found)
-    has_other_scores = _without_references(saved) == _without_references(data.fingerprint)
+    has_other_scores = saved.partition(REFERENCES)[0] == data.fingerprint.partition(REFERENCES)[0]
     if has_other_scores and is_permitted(REFERENCE, checkpoint.allow_changed):
         return Change(REFERENCE, f"fingerprint {saved}", f"fingerprint {data.fingerprint}", is_neutral=False)
     is_explained = any(each.key.startswith("data.") for each in found)
@@ -138,10 +135,6 @@ def change_of_data(
         f"run.dir and checkpoint.initialize_from={entry.path}, or go on with the new data by "
         f"checkpoint.allow_changed=[{DATA}]"
     )
-
-
-def _without_references(fingerprint: str) -> str:
-    return fingerprint.partition(REFERENCES)[0]
 
 
 def _refuse_other_windows(saved: str, now: str, entry: CheckpointEntry) -> None:
@@ -195,11 +188,7 @@ def _change_of_curriculum(
 
 
 def checkpoint_config(path: Path) -> str | None:
-    """Returns the resolved configuration that a checkpoint was saved with, as YAML; None if it cannot be read.
-
-    Raises:
-        MachineError: The disk refuses.
-    """
+    """Returns the resolved configuration that a checkpoint was saved with, as YAML; None if it cannot be read."""
     with disk_faults(f"read {path / CONFIG_NAME}"):
         try:
             text = read_plain_file(path / CONFIG_NAME, MAX_BYTES).decode()
@@ -225,4 +214,55 @@ def note_on_order(changes: Sequence[ChangeRecord], config: Config) -> str | None
     return (
         f"the data go on with {unit} {first} of their new order, as if they had been these from the start: samples "
         "that the new order has before it are not read in that epoch"
+    )
+
+
+def of_validation(sets: Mapping[str, str]) -> dict[str, str]:
+    """Returns fingerprints of validation sets, given by name, by the keys that name them."""
+    return {f"{VALID}.{name}": fingerprint for name, fingerprint in sets.items()}
+
+
+def valid_measure(loss: LossSection, data: AnyData, inputs: Mapping[str, str]) -> str | None:
+    """Identifies what validation losses measure: the first set, and the main term; None without a set."""
+    first = next((value for key, value in inputs.items() if key.startswith(f"{VALID}.")), None)
+    if first is None:
+        return None
+    # without defaults, so that a key that is added to the program changes none
+    term = loss.model_dump(mode="json", exclude_defaults=True, exclude=_NO_PART_OF_THE_MAIN_TERM)
+    isolates = isinstance(data, IndexedSection) and data.isolate_documents
+    decisive = [first, term, isolates, inputs.get("loss.function"), inputs.get(TEACHER)]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def changed_inputs(
+    entry: CheckpointEntry, inputs: Mapping[str, str], allow_changed: Sequence[str], renamed: Collection[str] = ()
+) -> list[Change]:
+    """Returns the inputs that differ from those of a checkpoint; those that it does not name are not compared.
+
+    Validation sets may change without consent: they decide no update.
+
+    Args:
+        allow_changed: Keys that may change, as in `checkpoint.allow_changed`.
+        renamed: Keys that have another value with consent, and so name something else.
+    """
+    saved = {key: value for key, value in entry.manifest.inputs.items() if key not in renamed}
+    found = []
+    for key in sorted(key for key in saved.keys() & inputs.keys() if saved[key] != inputs[key]):
+        is_neutral = key.startswith(f"{VALID}.")
+        if not is_neutral and not is_permitted(key, allow_changed):
+            raise _refused(key, saved[key], inputs[key], entry.path)
+        found.append(Change(key, f"fingerprint {saved[key]}", f"fingerprint {inputs[key]}", is_neutral))
+    return found
+
+
+def _refused(key: str, old: str, new: str, checkpoint: Path) -> DataError:
+    if key == TEACHER:
+        what = f"{key} names another teacher than the one that {checkpoint} learned from"
+        back = "name the checkpoint of before (a run folder stands for its newest one)"
+    else:
+        what = f"the source of {key} is not the one that {checkpoint} was trained with"
+        back = "restore the file, with the modules of yours that it imports"
+    return DataError(
+        f"{what} (fingerprint {new}, not {old}), so the steps to come would be those of another run; {back}, or go on "
+        f"with the new one by checkpoint.allow_changed=[{key}]"
     )

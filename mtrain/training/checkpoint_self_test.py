@@ -27,21 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 def run_self_test(run: Run, checkpoints: Path) -> None:
-    """Saves everything, wipes it, loads it and compares every bit; the run is the same afterwards. Collective over the
-    world.
-
-    Args:
-        checkpoints: Folder of the run's checkpoints; the self-test leaves nothing there.
-
-    Raises:
-        MachineError: The save failed.
-        DataError: The load failed, or its result differs from what was saved.
-    """
+    """Saves everything, wipes it, loads it and compares every bit; run and folder are the same afterwards. Collective
+    over the world."""
     # the name marks it as unfinished: if the run dies here, the next start deletes it
     root, step = checkpoints / ".tmp-self-test", run.start_step
     on_first_rank(lambda: clean_leftovers(checkpoints))
     memory, began = _peak_memory_bytes(run), time.monotonic()
-    before = [part._replace(data=part.data.detach().cpu().clone()) for part in _parts(run)]
+    before = [part._replace(data=part.data.detach().cpu().clone()) for part in local_shards(run.model)]
     saver = Saver(root, run.model.groups, run.model.config)
     saver.save(run.model, step)
     waited = time.monotonic() - began
@@ -53,7 +45,7 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
         load_checkpoint(newest.entry, run.model)
         loaded = time.monotonic()
         # a difference on one rank must end all of them, or the others would wait in the next collective
-        on_all_ranks(lambda: _compare(before, _parts(run)))
+        on_all_ranks(lambda: _compare(before, local_shards(run.model)))
         size = sum(facts.size_bytes for facts in newest.entry.manifest.files.values())
     on_first_rank(lambda: clean_leftovers(checkpoints))
     peak = _peak_memory_bytes(run)
@@ -66,14 +58,10 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
         )
 
 
-def _parts(run: Run) -> list[Shard]:
-    return local_shards(run.model)
-
-
 @torch.no_grad()
 def _wipe(run: Run) -> None:
     """Overwrites weights and optimizer state, and advances the random generator, so that only a load restores them."""
-    for part in _parts(run):
+    for part in local_shards(run.model):
         part.data.zero_()
     torch.rand(1)
 
@@ -81,13 +69,10 @@ def _wipe(run: Run) -> None:
 def _compare(before: Sequence[Shard], after: Sequence[Shard]) -> None:
     assert [shard[:3] for shard in before] == [shard[:3] for shard in after]
     for one, other in zip(before, after):
-        if not torch.equal(_bits(one.data), _bits(other.data.detach().cpu())):
+        # as bytes: nan is not equal to itself
+        saved, loaded = one.data.contiguous().flatten(), other.data.detach().cpu().contiguous().flatten()
+        if not torch.equal(saved.view(torch.uint8), loaded.view(torch.uint8)):
             raise DataError(f"the self-test did not give back {one.key} at {list(one.at.offset)} as it was saved")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor, which can be compared where nan is not equal to itself."""
-    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _peak_memory_bytes(run: Run) -> Any:

@@ -1,4 +1,4 @@
-"""Validation: a loss that is one sum over one sum, over exactly the samples of a set."""
+"""Validation: when it is due, and a loss that is one sum over one sum, over exactly the samples of a set."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from typing import NamedTuple
 
 from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.engine.loss_reduction import Totals
@@ -16,6 +17,23 @@ from mtrain.core.step.forward import forward_totals
 from mtrain.core.step.teacher import Teacher
 from mtrain.data.loader import HeldOutBatches, StepLoader
 from mtrain.report.metrics.record import TermRecord, ValidRecord
+
+
+class Due(NamedTuple):
+    """Steps after which something happens."""
+
+    every: int = 0
+    """Number of steps from one time to the next; 0: only where the others say so."""
+    at_end: bool = False
+    """Whether it happens after the last step, whatever its number."""
+    at_start: bool = False
+    """Whether it happens before the first step, which is step 0."""
+
+    def after(self, step: int, last: int) -> bool:
+        """Says whether it happens after a step of a run with `last` steps."""
+        if step == 0:
+            return self.at_start
+        return (self.every > 0 and step % self.every == 0) or (self.at_end and step == last)
 
 
 @dataclass(frozen=True)
@@ -40,21 +58,10 @@ class ValidationSet:
 
 
 def evaluate_all(
-    model: RankModel,
-    objective: Objective,
-    sets: Sequence[ValidationSet],
-    step: int,
-    teacher: Teacher | None = None,
+    model: RankModel, objective: Objective, sets: Sequence[ValidationSet], step: int, teacher: Teacher | None = None
 ) -> ValidRecord:
-    """Evaluates several sets one after the other, as `evaluate` does.
-
-    Args:
-        model: Model of this rank; its parameters are gathered first, and it is left in training mode.
-        objective: Objective whose terms are reported.
-
-    Returns:
-        Record of the first set; if there are several, its `valid_sets` holds the losses of all.
-    """
+    """Evaluates several sets one after the other, as `evaluate` does; returns the record of the first set, whose
+    `valid_sets` holds the losses of all if there are several."""
     records = {each.name: evaluate(model, objective, each, step, teacher) for each in sets}
     first, *others = records.values()
     if not others:
@@ -64,11 +71,7 @@ def evaluate_all(
 
 
 def evaluate(
-    model: RankModel,
-    objective: Objective,
-    samples: ValidationSet,
-    step: int,
-    teacher: Teacher | None = None,
+    model: RankModel, objective: Objective, samples: ValidationSet, step: int, teacher: Teacher | None = None
 ) -> ValidRecord:
     """Runs the set through the pipeline, forward only.
 
@@ -101,10 +104,6 @@ def evaluate(
 def term_records(totals: Mapping[str, Totals]) -> dict[str, TermRecord]:
     """Returns the records of all terms for the metrics; the mean of an empty term is 0."""
     return {
-        term: TermRecord(
-            loss=each.mean,
-            numerator=each.numerator,
-            denominator=each.denominator,
-        )
+        term: TermRecord(loss=each.mean, numerator=each.numerator, denominator=each.denominator)
         for term, each in totals.items()
     }

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
 
 from mtrain.base.background import started
 from mtrain.base.errors import ConfigError, MachineError, MtrainError
@@ -40,13 +40,6 @@ _PATIENCE_S = 2.0
 """Seconds that the end of a run waits for an export that was asked to stop, which may hang on a dead disk."""
 
 
-class _Export(NamedTuple):
-    """Step to export, whose checkpoint is protected from deletion until then."""
-
-    step: int
-    held: contextlib.ExitStack
-
-
 class _StoppedError(Exception):
     """Export that stops because the run ends; never leaves this module."""
 
@@ -58,11 +51,7 @@ def due_steps(folder: RunFolder, every_steps: int) -> list[int]:
 
 
 def clean_staging(folder: RunFolder, every_steps: int) -> None:
-    """Deletes unfinished exports that are no longer due, at the start of a run that holds the folder's lock.
-
-    Raises:
-        MachineError: The disk refuses.
-    """
+    """Deletes unfinished exports that are no longer due, at the start of a run that holds the folder's lock."""
     due = {staging_folder(_target(folder, step)) for step in due_steps(folder, every_steps)}
     with disk_faults(f"clean {folder.exports}"):
         for path in staging_folders(folder.exports):
@@ -82,14 +71,13 @@ class Exporter:
         Args:
             every_steps: Interval of the steps that are exported; 0: none.
             check: Called before an export begins; raises if another run has taken the folder over.
-
-        Raises:
-            MachineError: The disk refuses.
         """
         self._folder, self._every, self._check = folder, every_steps, check
         self._expected: list[int] = []
-        self._waiting: list[_Export] = []
-        self._running: tuple[_Export, Future[None]] | None = None
+        self._protected: dict[int, contextlib.ExitStack] = {}
+        """Steps to export, whose checkpoints are protected from deletion until then."""
+        self._waiting: list[int] = []
+        self._running: tuple[int, Future[None]] | None = None
         self._fault: MtrainError | None = None
         self._is_stopped = threading.Event()
         self._forgotten: set[int] = set()
@@ -113,27 +101,22 @@ class Exporter:
         if self._running is not None and self._running[1].done():
             self._end(*self._running)
         if self._running is None and self._waiting and not self._is_stopped.is_set():
-            export = self._waiting.pop(0)
-            self._running = export, started(lambda: self._run(export), f"export-{export.step}")
+            step = self._waiting.pop(0)
+            self._running = step, started(functools.partial(self._run, step), f"export-{step}")
 
     def rewind(self, step: int) -> None:
-        """Deletes the exports of steps after the checkpoint that the run goes back to.
-
-        Raises:
-            MachineError: The disk refuses.
-        """
+        """Deletes the exports of steps after the checkpoint that the run goes back to."""
         if self._every == 0:
             return
         self._expected = [each for each in self._expected if each <= step]
-        if self._running is not None and self._running[0].step > step:
-            export, work = self._running
-            self._forgotten.add(export.step)
-            concurrent.futures.wait([work])
-            self._end(export, work)
+        if self._running is not None and self._running[0] > step:
+            self._forgotten.add(self._running[0])
+            concurrent.futures.wait([self._running[1]])
+            self._end(*self._running)
             self._forgotten.clear()
-        for export in [each for each in self._waiting if each.step > step]:
-            self._waiting.remove(export)
-            export.held.close()
+        for each in [each for each in self._waiting if each > step]:
+            self._waiting.remove(each)
+            self._protected.pop(each).close()
         with disk_faults(f"clean {self._folder.exports}"):
             # also unfinished ones, which the next export of the step would continue
             for path in [*self._folder.exports.glob("step_*"), *staging_folders(self._folder.exports)]:
@@ -141,10 +124,7 @@ class Exporter:
                     remove(path)
 
     def stop(self) -> None:
-        """Begins no further export and asks a running one to end; does not wait.
-
-        Checkpoints that are to be exported stay protected until `close`.
-        """
+        """Begins no further export and asks a running one to end; does not wait."""
         self._is_stopped.set()
 
     def finish(self, is_stopped: Callable[[], bool] = lambda: False) -> list[int]:
@@ -173,15 +153,11 @@ class Exporter:
     def close(self) -> None:
         """Leaves the remaining exports to the next start, however the run ends; abandons an export that hangs."""
         self.stop()
-        if self._running is not None:
-            export, work = self._running
-            if concurrent.futures.wait([work], _PATIENCE_S).done:
-                self._end(export, work)
-            else:
-                self._waiting.append(export)
-        for export in self._waiting:
-            export.held.close()
-        self._waiting.clear()
+        if self._running is not None and concurrent.futures.wait([self._running[1]], _PATIENCE_S).done:
+            self._end(*self._running)
+        for held in self._protected.values():
+            held.close()
+        self._protected.clear()
         with contextlib.suppress(MtrainError):  # the next start reports what is wrong with the disk
             if due := due_steps(self._folder, self._every):
                 _log.info(f"exports left to the next start: {', '.join(map(step_name, due))}")
@@ -194,32 +170,33 @@ class Exporter:
         except MtrainError as fault:
             self._fail(step, fault)
         else:
-            self._waiting.append(_Export(step, held))
+            self._protected[step] = held
+            self._waiting.append(step)
 
-    def _run(self, export: _Export) -> None:
+    def _run(self, step: int) -> None:
         """Exports one checkpoint, in the exporter's thread."""
         self._check()
 
         def go_on() -> None:
-            fault_point("export.piece", 0, export.step)
-            if self._is_stopped.is_set() or export.step in self._forgotten:
+            fault_point("export.piece", 0, step)
+            if self._is_stopped.is_set() or step in self._forgotten:
                 raise _StoppedError
 
-        export_hf(self._checkpoint(export.step), _target(self._folder, export.step), None, None, _NUM_WORKERS, go_on)
+        export_hf(self._checkpoint(step), _target(self._folder, step), None, None, _NUM_WORKERS, go_on)
 
-    def _end(self, export: _Export, work: Future[None]) -> None:
+    def _end(self, step: int, work: Future[None]) -> None:
         self._running, self._fault = None, None
-        fault, target = work.exception(), _target(self._folder, export.step)
+        fault, target = work.exception(), _target(self._folder, step)
         if isinstance(fault, _StoppedError):
-            self._waiting.append(export)
+            self._waiting.append(step)
             return
-        export.held.close()
+        self._protected.pop(step).close()
         if fault is None:
             _log.info(f"exported {target}")
             return
         with contextlib.suppress(OSError):  # the next start deletes the rest
             remove(staging_folder(target))
-        self._fail(export.step, fault if isinstance(fault, MtrainError) else MachineError(repr(fault)))
+        self._fail(step, fault if isinstance(fault, MtrainError) else MachineError(repr(fault)))
 
     def _fail(self, step: int, fault: MtrainError) -> None:
         self._fault = type(fault)(f"step {step} is not exported: {fault}")
@@ -241,33 +218,22 @@ def export_whole(checkpoint: Path, out: Path) -> None:
 def exported_through_checkpoint(
     out: Path, save: Callable[[Path], Path], convert: Callable[[Path, Path], object] = export_whole
 ) -> None:
-    """Saves a checkpoint, converts it, and deletes it. Collective over the world.
-
-    Args:
-        save: Function that saves into a run folder and returns the path of the checkpoint.
-
-    Raises:
-        ConfigError: `out` exists.
-        DataError: No Hugging Face family can describe the model.
-        MachineError: The disk refuses.
-    """
+    """Saves a checkpoint into a scratch folder, converts it, and deletes it. Collective over the world."""
     scratch = out.parent / f".{out.name}.checkpoint"
-    on_first_rank(lambda: _cleared(out, scratch))
+
+    def begin() -> None:
+        if out.exists():
+            raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
+        end()  # what a dead export has left
+
+    def end() -> None:
+        with disk_faults(f"delete {scratch}"):
+            if scratch.exists():
+                remove(scratch)
+
+    on_first_rank(begin)
     try:
         checkpoint = save(scratch)
         on_first_rank(lambda: convert(checkpoint, out))
     finally:
-        on_first_rank(lambda: _removed(scratch))
-
-
-def _cleared(out: Path, scratch: Path) -> None:
-    """Refuses an existing folder, and deletes what a dead export has left."""
-    if out.exists():
-        raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")
-    _removed(scratch)
-
-
-def _removed(folder: Path) -> None:
-    with disk_faults(f"delete {folder}"):
-        if folder.exists():
-            remove(folder)
+        on_first_rank(end)

@@ -1,10 +1,11 @@
-"""Start of a run: from its newest good checkpoint, from given weights, or from drawn ones."""
+"""Start of a run in its folder, from a checkpoint or other weights; saves and loads of a user's program."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,30 +14,46 @@ import torch.distributed as dist
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.state.base import settle_base
-from mtrain.checkpoint.state.load import load_checkpoint, load_weights
+from mtrain.checkpoint.state.load import load_checkpoint, load_weights, save_checkpoint
 from mtrain.checkpoint.state.start_weights import load_hf_weights, load_megatron_weights, load_peft_adapter
 from mtrain.checkpoint.state.verified import opened_checkpoint
-from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, checkpoint_at, newest_good, set_aside
+from mtrain.checkpoint.store.directory import (
+    CheckpointEntry,
+    Newest,
+    checkpoint_at,
+    clean_leftovers,
+    newest_good,
+    set_aside,
+)
 from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, ChangeInfo
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
+from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
+from mtrain.config.load import config_yaml
+from mtrain.config.schema.data import SftSection
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.training_state import non_finite_state
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import draw_weights
 from mtrain.core.ranks.init import on_first_rank
+from mtrain.data.encoding.encoder import trained_templates
 from mtrain.data.loader import StepLoader
+from mtrain.runs.continuation import kept_lines
 from mtrain.runs.folder import RunFolder
-from mtrain.training.changed import changes_since, resumable
+from mtrain.runs.lock import RunLock
+from mtrain.training.changed import changed_inputs, changes_since, going_on, resumable
+from mtrain.training.export import clean_staging
 
 _log = logging.getLogger(__name__)
 
 
-class Resumed(NamedTuple):
-    """State from which a start continues."""
+class Progress(NamedTuple):
+    """State from which a start or a program continues."""
 
     step: int
     """Number of completed updates."""
+    tokens: int = 0
+    """Number of tokens that these updates have read."""
     changes: tuple[ChangeInfo, ...] = ()
     """Changes of the run so far; those of `step` were made by this start."""
     history: BadStepHistory = NO_BAD_STEPS
@@ -44,16 +61,13 @@ class Resumed(NamedTuple):
 
 def resume_or_initialize(
     model: RankModel, folder: RunFolder, loader: StepLoader | None, inputs: Mapping[str, str] = MappingProxyType({})
-) -> Resumed:
+) -> Progress:
     """Loads the run's newest good checkpoint, or else the weights it starts from. Collective over the world.
 
     A checkpoint that is damaged, or holds nan or inf, is set aside, so that its step can be saved again.
 
     Args:
         folder: Run folder, whose lock the first rank holds.
-
-    Returns:
-        State of the checkpoint; step 0 if the run begins.
 
     Raises:
         DataError: No checkpoint is good, it does not fit, or the training data have changed without consent; the
@@ -67,25 +81,17 @@ def resume_or_initialize(
         initialize(model)
     elif resumed is None:
         load_start_adapter(model)
-    return resumed or Resumed(0)
+    return resumed or Progress(0)
 
 
 def load_base(model: RankModel) -> None:
-    """Loads or draws the frozen model under the adapters. Collective over the world.
-
-    Raises:
-        DataError: The weights are missing, damaged, of another model or not finite.
-    """
+    """Loads or draws the frozen model under the adapters. Collective over the world."""
     _load_start(model)
     settle_base(model)
 
 
 def load_start_adapter(model: RankModel) -> None:
-    """Loads the adapter that a run starts from, if it names one. Collective over the world.
-
-    Raises:
-        DataError: The adapter is missing, damaged, not finite, or differs from that of the configuration.
-    """
+    """Loads the adapter that a run starts from, if it names one. Collective over the world."""
     adapter = model.config.adapter
     if adapter is None or adapter.path is None:
         return
@@ -96,20 +102,16 @@ def load_start_adapter(model: RankModel) -> None:
     _refuse_non_finite(source, model)
 
 
-def _refuse_non_finite(source: Path, model: RankModel) -> None:
+def _refuse_non_finite(source: Path, model: RankModel, remedy: str = "restore it, or start from other weights") -> None:
     fault = non_finite_state(model)
     if fault is not None:
-        error = DataError(f"{source} cannot be trained from: {fault}; restore it, or start from other weights")
+        error = DataError(f"{source} cannot be trained from: {fault}; {remedy}")
         error.on_every_rank = True  # `non_finite_state` has gathered the result
         raise error
 
 
 def initialize(model: RankModel) -> None:
-    """Loads the weights that a run starts from, or draws them. Collective over the world.
-
-    Raises:
-        DataError: The weights are missing, damaged, of another model or not finite.
-    """
+    """Loads the weights that a run starts from, or draws them. Collective over the world."""
     if model.config.adapter is not None:
         load_base(model)
         load_start_adapter(model)
@@ -125,16 +127,10 @@ def load_newest(
     loader: StepLoader | None,
     inputs: Mapping[str, str],
     passed_over: Mapping[int, str] | None = None,
-) -> Resumed | None:
-    """Loads the newest good checkpoint of the run; returns None if it has none. Collective over the world.
+) -> Progress | None:
+    """Loads the newest good checkpoint of the run, and sets damaged ones aside; returns None if it has none.
 
-    Damaged checkpoints are set aside.
-
-    Args:
-        passed_over: Reason by step, for checkpoints that a rollback must not load; None at a start.
-
-    Raises:
-        DataError, RunFolderError: See `resume_or_initialize`.
+    Collective over the world. `passed_over` are checkpoints that a rollback must not load; None at a start.
     """
     damaged: dict[int, str] = {}
 
@@ -145,19 +141,24 @@ def load_newest(
         # checkpoint.resume=never concerns starts, not rollbacks
         return newest_good(folder.checkpoints, {**damaged, **passed_over})
 
+    def find_changes(entry: CheckpointEntry) -> tuple[ChangeInfo, ...]:
+        assert loader is not None, "the first rank reads data"
+        return changes_since(entry, loader, model.config, folder.path, inputs)
+
     while True:
         with opened_checkpoint(find, _log.info) as newest:
-            entry = announced(newest)
+            entry = _announced(newest)
             if entry is None:
                 return None
             # before the load, which takes long
-            changes = on_first_rank(functools.partial(_changes, entry, loader, model.config, folder, inputs))
+            changes = on_first_rank(functools.partial(find_changes, entry))
             state = load_checkpoint(entry, model)
             fault = non_finite_state(model)
             if fault is None:
                 # only now: a start that fails moves nothing
                 on_first_rank(lambda: [set_aside(folder.checkpoints, step) for step in damaged])
-                return Resumed(state.step, changes, BadStepHistory(entry.manifest.skipped, state.recent))
+                history = BadStepHistory(entry.manifest.skipped, state.recent)
+                return Progress(state.step, entry.manifest.tokens, changes, history)
         damaged[entry.step] = fault  # the next checkpoint overwrites everything that was loaded
 
 
@@ -173,9 +174,7 @@ def _load_start(model: RankModel) -> Path | None:
                 _log.info(f"loading {megatron}, which another program wrote: there are no checksums to verify it by")
             load_megatron_weights(megatron, model)
             return megatron
-        with opened_checkpoint(lambda unusable: checkpoint_at(source, unusable), _log.info) as newest:
-            start = announced(newest)
-            assert start is not None, "checkpoint_at raises where there is none"
+        with opened(source) as start:
             load_weights(start, model)
             return start.path
     if config.model.hf is not None:
@@ -189,18 +188,16 @@ def _load_start(model: RankModel) -> Path | None:
     return None
 
 
-def _changes(
-    entry: CheckpointEntry,
-    loader: StepLoader | None,
-    config: Config,
-    folder: RunFolder,
-    inputs: Mapping[str, str],
-) -> tuple[ChangeInfo, ...]:
-    assert loader is not None, "the first rank reads data"
-    return changes_since(entry, loader, config, folder.path, inputs)
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[CheckpointEntry]:
+    """Yields the checkpoint at a path, or the newest good one of a run, verified. Collective over the world."""
+    with opened_checkpoint(lambda unusable: checkpoint_at(path, unusable), _log.info) as newest:
+        entry = _announced(newest)
+        assert entry is not None, "checkpoint_at raises where there is none"
+        yield entry
 
 
-def announced(newest: Newest) -> CheckpointEntry | None:
+def _announced(newest: Newest) -> CheckpointEntry | None:
     """Reports on the first rank which checkpoints were skipped and which one is loaded; returns the latter."""
     if dist.get_rank() == 0:
         for warning in newest.warnings:
@@ -208,3 +205,49 @@ def announced(newest: Newest) -> CheckpointEntry | None:
         if newest.entry is not None:
             _log.info(f"loading {newest.entry.path}")
     return newest.entry
+
+
+def claim(folder: RunFolder, config: Config, held: contextlib.ExitStack) -> tuple[RunLock, Config]:
+    """Locks a run folder until `held` closes, and writes the resolved configuration and chat templates. On rank 0."""
+    folder.create()
+    lock = held.enter_context(folder.locked())
+    # under the lock: an unfinished checkpoint belongs to a dead run
+    clean_leftovers(folder.checkpoints)
+    clean_staging(folder, config.checkpoint.export_hf_every_steps)
+    folder.probe()  # after cleaning up, which may have made room
+    given, config = config, going_on(folder, config)
+    for line in kept_lines(given, config):
+        _log.info(line)
+    folder.write_config(config_yaml(config))
+    # now, as the template's file may be changed or gone when the run is exported
+    folder.write_chat_templates(trained_templates(config.data) if isinstance(config.data, SftSection) else {})
+    return lock, config
+
+
+def save_at(folder: RunFolder, at: Progress, model: RankModel, inputs: Mapping[str, str]) -> Path:
+    """Saves a checkpoint, and returns its path when it is published. Collective over the world."""
+    with contextlib.ExitStack() as held:
+
+        def begin() -> None:
+            # the lock is held during the save only: a program may save into several folders
+            claim(folder, model.config, held)
+            try:
+                newest = newest_good(folder.checkpoints).entry
+            except DataError:  # none of them is whole, and the save must come about all the same
+                return
+            if newest is not None:
+                changed_inputs(newest, inputs, model.config.checkpoint.allow_changed)
+
+        on_first_rank(begin)
+        save_checkpoint(folder.checkpoints, model, at.step, at.tokens, inputs)
+    return folder.checkpoints / step_name(at.step)
+
+
+def load_from(path: Path, model: RankModel, inputs: Mapping[str, str]) -> Progress:
+    """Loads weights and optimizer of a checkpoint, or of the newest good one of a run. Collective over the world."""
+    with opened(path) as entry:
+        on_first_rank(lambda: changed_inputs(entry, inputs, model.config.checkpoint.allow_changed))
+        state = load_checkpoint(entry, model)
+        found = Progress(state.step, entry.manifest.tokens)
+    _refuse_non_finite(path, model, "load another checkpoint")
+    return found

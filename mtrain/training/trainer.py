@@ -7,11 +7,10 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT
-from typing import TypeVar
 
 import torch
 
@@ -24,9 +23,7 @@ from mtrain.base.heartbeat import Heartbeat, Phase
 from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.state.replicas import ReplicaCheck
 from mtrain.checkpoint.state.save import Provenance, Saver
-from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.manifest import GitState
-from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import TrainSection
@@ -54,26 +51,19 @@ from mtrain.report.metrics.sinks import Sinks
 from mtrain.runs.account import StartAccount
 from mtrain.runs.failure import clear_summary, recording
 from mtrain.runs.folder import RunFolder
+from mtrain.runs.lock import RunLock
+from mtrain.training.bad_steps import Guard, RollBackError, StepOutcome, StepTrial, named, roll_back
 from mtrain.training.build import Run, build_run
+from mtrain.training.changed import valid_measure
 from mtrain.training.checkpoint_self_test import run_self_test
-from mtrain.training.due import Due
-from mtrain.training.evaluate import evaluate_all
+from mtrain.training.evaluate import Due, evaluate_all
 from mtrain.training.export import Exporter
-from mtrain.training.faults.guard import Guard
-from mtrain.training.faults.rollback import as_rollback, roll_back
-from mtrain.training.faults.trial import RollBackError, StepOutcome, StepTrial, named
-from mtrain.training.inputs import valid_measure
-from mtrain.training.recording.life import Life
-from mtrain.training.recording.profiling import StepProfiler
-from mtrain.training.recording.sinks import SignsOfLife, open_sinks
-from mtrain.training.recording.slow_ranks import SlowRanks
-from mtrain.training.recording.step_record import record_of
-from mtrain.training.run_folder import Claimed, claim
-from mtrain.training.sampling.in_training import PromptSamples
+from mtrain.training.recording import Life, SlowRanks, StepProfiler, open_sinks, record_of
+from mtrain.training.resume import claim
+from mtrain.training.sampling.generate import PromptSamples
 
 _log = logging.getLogger(__name__)
 
-Counted = TypeVar("Counted")
 _NUM_FIRST_SAMPLES = 8
 """Number of samples of the first step that are written to the run folder."""
 
@@ -107,7 +97,7 @@ def train(config: Config) -> bool:
     ):
         try:
             if config.train.num_epochs is not None:
-                config = _counted(lambda: with_num_steps(config), config, groups.rank)
+                config = _counted(config, groups.rank)
             stopped = train_on(groups, config, signal)
         except StopRequestedError as stop:  # of counting: `train_on` raises none
             stopped = str(stop)
@@ -126,16 +116,14 @@ def _to_be_requeued(folder: RunFolder, reason: str) -> None:
     _log.info(f"{reason}; the same command goes on")
 
 
-def _counted(count: Callable[[], Counted], uncounted: Counted, rank: int) -> Counted:
-    """Returns the result of `count` on rank 0, which may tokenise longer than a collective waits. Collective over the
-    world."""
-    counted = on_all_ranks(lambda: with_the_slowest(count if rank == 0 else lambda: uncounted))
+def _counted(config: Config, rank: int) -> Config:
+    """Returns the configuration with the number of steps. Rank 0 counts, and may tokenise longer than a collective
+    waits. Collective over the world."""
+    counted = on_all_ranks(lambda: with_the_slowest(lambda: with_num_steps(config) if rank == 0 else config))
     return on_first_rank(lambda: counted)
 
 
 Build = Callable[[Config, Groups, RunFolder], Run]
-Reopen = Callable[[Run], Sinks]
-"""Function that opens the sinks of a run that continues after its start step."""
 
 
 def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = build_run) -> str | None:
@@ -167,41 +155,44 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         if any_rank(signal.received is not None, groups.device) and run.start_step < config.train.num_steps:
             return _stopped(life, f"stopped by a signal before step {run.start_step + 1}")
         if run.start_step >= config.train.num_steps and groups.rank == 0:
-            _log.info(_finished(run, folder))
+            _log.info(
+                f"{folder.path} is finished: its newest checkpoint has {run.start_step} steps done, and "
+                f"train.num_steps={config.train.num_steps}; nothing is trained. Raise train.num_steps to go on, or set "
+                "another run.dir"
+            )
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)
         on_first_rank(lambda: _write_first_samples(run, folder))
-        records, signs = held.enter_context(contextlib.ExitStack()), SignsOfLife(life, heartbeat, account)
-        known = (config, _origin(run), lock.check, run.start_step, _save_listener(life, account))
-        saver = Saver(folder.checkpoints, run.model.groups, *known)
+        records = held.enter_context(contextlib.ExitStack())
+
+        def saved(step: int, seconds: float) -> None:
+            account.saved(step)
+            life.saved(step, seconds)
+
+        saver = Saver(folder.checkpoints, groups, config, _origin(run), lock.check, run.start_step, saved)
         exporter = Exporter(folder, config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0, lock.check)
         held.callback(exporter.close)
-        reopen: Reopen = functools.partial(open_sinks, folder=folder, lock=lock, signs=signs)
         slow = SlowRanks(config.watch, groups, heartbeat, life)
         account.before_each(slow.look)
         profiler = StepProfiler(config.metrics, folder.profile, groups.rank, groups.device)
         held.callback(profiler.close)
-        guard = Guard(config.train, run.history)
         samples = PromptSamples(config, folder, run.model.chunks, groups.rank == 0)
         records.callback(samples.close)
-        course = _Course(run, guard, saver, exporter, signal, heartbeat, life, slow, profiler, samples)
+        reopen = functools.partial(open_sinks, folder=folder, lock=lock, life=life)
+        reporting = (heartbeat, life, account, slow, profiler)
+        loop = _Loop(run, folder, Guard(config.train, run.history), saver, exporter, samples, signal, *reporting)
         try:
-            stopped_after = _with_rollbacks(course, folder, account, records, reopen)
+            stopped_after = loop.run_with_rollbacks(records, reopen)
         except NumericError as error:  # on all ranks
             raise NumericError(f"{error}; {saver.give_up()}") from error
         if stopped_after is not None:
             return _stopped(life, f"stopped by a signal after step {stopped_after}")
         heartbeat.enter(Phase.EXPORT, heartbeat.step)
-        return _exported(exporter, signal, life)
-
-
-def _exported(exporter: Exporter, signal: StopSignal, life: Life) -> str | None:
-    """Waits for the exports; returns why they are not complete. Not a collective, and none follows."""
-    if not exporter.finish(lambda: signal.received is not None):
-        return None
-    reason = "stopped by a signal before all checkpoints were exported"
-    life.stopped(reason)
-    return reason
+        # not a collective, and none follows
+        if not exporter.finish(lambda: signal.received is not None):
+            return None
+        life.stopped("stopped by a signal before all checkpoints were exported")
+        return "stopped by a signal before all checkpoints were exported"
 
 
 def _stopped(life: Life, reason: str) -> str:
@@ -225,23 +216,6 @@ def _open_reporting(
     held.enter_context(naming_lack_of_memory())
     held.enter_context(naming_lost_ranks(heartbeat.missing))
     return heartbeat, account
-
-
-def _save_listener(life: Life, account: StartAccount) -> Callable[[int, float], None]:
-    def saved(step: int, seconds: float) -> None:
-        account.saved(step)
-        life.saved(step, seconds)
-
-    return saved
-
-
-def _finished(run: Run, folder: RunFolder) -> str:
-    """Returns the message of a start that finds nothing left to train."""
-    return (
-        f"{folder.path} is finished: its newest checkpoint has {run.start_step} steps done, and train.num_steps="
-        f"{run.model.config.train.num_steps}; nothing is trained. Raise train.num_steps to go on, or set another "
-        "run.dir"
-    )
 
 
 def _origin(run: Run) -> Provenance:
@@ -275,16 +249,18 @@ def _certificate(config: Sections, device: torch.device) -> dict[str, str]:
     return named | ({"delta_rule": "flash-linear-attention"} if chosen_backend(config, device) == "fla" else {})
 
 
-def _enter(folder: RunFolder, config: Config, groups: Groups, life: Life, held: contextlib.ExitStack) -> Claimed:
+def _enter(
+    folder: RunFolder, config: Config, groups: Groups, life: Life, held: contextlib.ExitStack
+) -> tuple[RunLock, Config]:
     """Claims the run folder and writes the resolved configuration and the environment. On rank 0."""
-    claimed = claim(folder, config, held)
+    lock, config = claim(folder, config, held)
     environment = _environment(groups.device, groups.layout) | _certificate(config, groups.device)
     folder.write_environment(environment)
     folder.clear_requeue()
     with disk_faults(f"write {folder.path}"):
         clear_summary(folder.path)
-    life.started(claimed.config, environment, claimed.lock.check)
-    return claimed
+    life.started(config, environment, lock.check)
+    return lock, config
 
 
 def _write_first_samples(run: Run, folder: RunFolder) -> None:
@@ -296,170 +272,142 @@ def _write_first_samples(run: Run, folder: RunFolder) -> None:
 
 
 @dataclass
-class _Course:
-    """Objects that the training loop works with."""
+class _Loop:
+    """The steps of a run, from its start or from a rollback to the end."""
 
     run: Run
+    folder: RunFolder
     guard: Guard
     saver: Saver
     exporter: Exporter
+    samples: PromptSamples
     signal: StopSignal
     heartbeat: Heartbeat
     life: Life
+    account: StartAccount
     slow: SlowRanks
     profiler: StepProfiler
-    samples: PromptSamples
 
-
-def _with_rollbacks(
-    course: _Course, folder: RunFolder, account: StartAccount, opened: contextlib.ExitStack, reopen: Reopen
-) -> int | None:
-    """Runs `_loop` from the start step and after each rollback to a checkpoint; waits for saves."""
-    heartbeat, saver = course.heartbeat, course.saver
-    while True:
-        try:
-            stopped_after = _loop(course, opened.enter_context(reopen(course.run)))
-            last = course.run.model.config.train.num_steps if stopped_after is None else stopped_after
-            heartbeat.enter(Phase.SAVE, last)
-            saver.finish()
-            return stopped_after
-        except (RollBackError, SpoiledStateError) as error:
-            wanted = as_rollback(error, course.guard, heartbeat.step)
-        heartbeat.enter(Phase.BUILD, wanted.step)
-        opened.close()  # records after the checkpoint are removed when the sinks open again
-        course.run = roll_back(course.run, folder, saver, course.exporter, course.guard, wanted)
-        account.gone_back(course.run.start_step)
-        course.life.rolled_back(course.run.start_step, wanted.step, str(wanted))
-
-
-def _loop(course: _Course, sinks: Sinks) -> int | None:
-    """Trains all steps; returns the number of the last one if a signal stopped the run early, else None."""
-    run, last = course.run, course.run.model.config.train.num_steps
-    start = run.start_step
-    loop = _Loop(course, sinks, on_first_rank(lambda: _tokens_before(run)))
-    course.samples.begin(start)
-    if start == 0:
-        loop.validate_if_due(0)
-        loop.ask_if_due(0)
-    with _batches(run) as batches:
-        for step in range(start + 1, last + 1):
-            course.heartbeat.enter(Phase.DATA, step)
-            own = None if batches is None else next(batches)
-            made = loop.train(own, step)
-            valid_loss = loop.validate_if_due(step)
-            loop.ask_if_due(step)
-            if loop.leave(made, own, step, valid_loss):
-                return step
-    return None
-
-
-class _Loop:
-    """The steps of a run from its start, or from a rollback, to the end."""
-
-    def __init__(self, course: _Course, sinks: Sinks, tokens: int) -> None:
-        """
-        Args:
-            tokens: Number of text tokens that the run has read before.
-        """
-        self._course, self._sinks, self._tokens = course, sinks, tokens
-        self._run, self._saver, self._heartbeat = course.run, course.saver, course.heartbeat
-        config = course.run.model.config
-        self._config, self._last = config, config.train.num_steps
+    def __post_init__(self) -> None:
+        config = self.run.model.config
+        self._last = config.train.num_steps
         self._validation = Due(config.valid.interval_steps, config.valid.at_end, config.valid.at_start)
         self._saving = Due(config.checkpoint.interval_steps, config.checkpoint.at_end)
         self._replicas = Due(config.train.check_replicas_every_steps)
-        self._replica_check = ReplicaCheck(course.run.model.groups)
-        self._trial = StepTrial(course.run, course.guard, course.heartbeat)
+        self._replica_check = ReplicaCheck(self.run.model.groups)
 
-    def train(self, own: Sequence[Microbatch] | None, step: int) -> StepOutcome:
+    def run_with_rollbacks(self, opened: contextlib.ExitStack, reopen: Callable[[Run], Sinks]) -> int | None:
+        """Makes all steps, also again after each rollback to a checkpoint, and waits for saves; returns the number of
+        the last step if a signal stopped the run early, else None.
+
+        Args:
+            opened: Closes the sinks at a rollback.
+            reopen: Opens the sinks of a run that continues after its start step.
+        """
+        while True:
+            try:
+                self._sinks = opened.enter_context(reopen(self.run))
+                stopped_after = self._run_to_end()
+                self.heartbeat.enter(Phase.SAVE, self._last if stopped_after is None else stopped_after)
+                self.saver.finish()
+                return stopped_after
+            except RollBackError as error:
+                wanted = error
+            except SpoiledStateError as error:  # found by a save
+                self.guard.refuse(self.heartbeat.step, error)  # raises unless the action is rollback
+                wanted = RollBackError(self.heartbeat.step, str(error))
+            self.heartbeat.enter(Phase.BUILD, wanted.step)
+            opened.close()  # records after the checkpoint are removed when the sinks open again
+            self.run = roll_back(self.run, self.folder, self.saver, self.exporter, self.guard, wanted)
+            self.account.gone_back(self.run.start_step)
+            self.life.rolled_back(self.run.start_step, wanted.step, str(wanted))
+
+    def _run_to_end(self) -> int | None:
+        run, start = self.run, self.run.start_step
+        self._trial = StepTrial(run, self.guard, self.heartbeat)
+        self._tokens = run.tokens
+        self.samples.begin(start)
+        if start == 0:
+            self._validate_if_due(0)
+            self._ask_if_due(0)
+        pinned = run.model.groups.device.type == "cuda"
+        with contextlib.nullcontext() if run.loader is None else run.loader.iterate(start, pinned) as batches:
+            for step in range(start + 1, self._last + 1):
+                self.heartbeat.enter(Phase.DATA, step)
+                own = None if batches is None else next(batches)
+                made = self._train(own, step)
+                valid_loss = self._validate_if_due(step)
+                self._ask_if_due(step)
+                if self._leave(made, own, step, valid_loss):
+                    return step
+        return None
+
+    def _train(self, own: Sequence[Microbatch] | None, step: int) -> StepOutcome:
         """Makes one step and records it."""
-        course, run = self._course, self._run
+        run = self.run
         began, waited_before_s = time.perf_counter(), patience.waited_s()
-        lr = run.learning_rate(course.guard.updates_before(step), self._config.optimizer, self._last)
-        with course.profiler.step(step):
-            made = self._trial.make(own, lr, step, lambda: course.signal.received is not None)
+        lr = run.learning_rate(self.guard.updates_before(step), run.model.config.optimizer, self._last)
+        with self.profiler.step(step):
+            made = self._trial.make(own, lr, step, lambda: self.signal.received is not None)
         if made.is_applied:
-            self._saver.confirm(step - 1)  # loss and gradient of the weights before the update were finite
+            self.saver.confirm(step - 1)  # loss and gradient of the weights before the update were finite
             if step == run.start_step + 1:
-                self._saver.expect(run.model)
+                self.saver.expect(run.model)
         spoil_point(run.model, step)
         took_s, waited_s = time.perf_counter() - began, patience.waited_s() - waited_before_s
-        record = course.slow.noted(record_of(run, step, made, lr, took_s), waited_s)
+        record = self.slow.noted(record_of(run, step, made, lr, took_s), waited_s)
         self._sinks.write(record)
+        self.life.stepped(step)
+        self.account.completed(step, record.seconds)
+        if record.memory_bytes is not None:
+            self.heartbeat.note_memory(record.memory_bytes)
         if made.refused is None:
             self._tokens += record.tokens
         else:
-            course.life.alarmed(step, made.refused)
+            self.life.alarmed(step, made.refused)
         # a collective while a save is in flight
-        self._saver.poll()
+        self.saver.poll()
         return made
 
-    def validate_if_due(self, step: int) -> float | None:
+    def _validate_if_due(self, step: int) -> float | None:
         """Returns the loss of the first validation set, in nats; None if nothing was validated."""
-        if not self._validation.after(step, self._last):
+        run = self.run
+        if not self._validation.after(step, self._last) or not run.validation:
             return None
-        return _validate(self._run, self._sinks, step, self._heartbeat)
+        self.heartbeat.enter(Phase.VALIDATION, step)
+        with named(f"validation after step {step}"):
+            record = evaluate_all(run.model, run.objective, run.validation, step, run.teacher)
+        self._sinks.write(record)
+        return record.valid_loss
 
-    def ask_if_due(self, step: int) -> None:
+    def _ask_if_due(self, step: int) -> None:
         """Answers the prompts of `eval`."""
-        if self._course.samples.due.after(step, self._last):
-            self._heartbeat.enter(Phase.VALIDATION, step)
+        if self.samples.due.after(step, self._last):
+            self.heartbeat.enter(Phase.VALIDATION, step)
             with named(f"samples after step {step}"):
-                self._course.samples.take(self._run, step, self._sinks)
+                self.samples.take(self.run, step, self._sinks)
 
-    def leave(self, made: StepOutcome, own: Sequence[Microbatch] | None, step: int, valid_loss: float | None) -> bool:
+    def _leave(self, made: StepOutcome, own: Sequence[Microbatch] | None, step: int, valid_loss: float | None) -> bool:
         """Checks and saves what a step has left; says whether the run stops here before its last step."""
-        exporter, is_last = self._course.exporter, step == self._last
+        is_last = step == self._last
         if made.stop_requested:
-            exporter.stop()  # also after the last step: the checkpoint needs the disk now
+            self.exporter.stop()  # also after the last step: the checkpoint needs the disk now
         is_stopped = made.stop_requested and not is_last
         is_saved = is_stopped or self._saving.after(step, self._last)
         if self._replicas.after(step, self._last) or (is_saved and self._replicas.every > 0):
             with named(f"after step {step}"):
-                self._replica_check.run(self._run.model)
+                self._replica_check.run(self.run.model)
         if valid_loss is not None:
-            self._saver.confirm(step)
+            self.saver.confirm(step)
         elif is_saved and is_last and made.has_learned:
-            _try_last_weights(self._run, own, step, self._heartbeat)
-            self._saver.confirm(step)
+            # no later step shows whether these weights can be used
+            self.heartbeat.enter(Phase.VALIDATION, step)
+            with named(f"the weights that step {step}, the last one, has left"):
+                self.run.training.try_weights(own)
+            self.saver.confirm(step)
         if is_saved:
-            self._heartbeat.enter(Phase.SAVE, step)
-            exporter.expect(step)
-            self._saver.save(self._run.model, step, valid_loss, self._tokens, self._course.guard.history)
-        exporter.poll()
+            self.heartbeat.enter(Phase.SAVE, step)
+            self.exporter.expect(step)
+            self.saver.save(self.run.model, step, valid_loss, self._tokens, self.guard.history)
+        self.exporter.poll()
         return is_stopped
-
-
-def _try_last_weights(run: Run, own: Sequence[Microbatch] | None, done: int, heartbeat: Heartbeat) -> None:
-    """Runs a forward pass with the weights of the last step, since no later step shows whether they can be used."""
-    heartbeat.enter(Phase.VALIDATION, done)
-    with named(f"the weights that step {done}, the last one, has left"):
-        run.training.try_weights(own)
-
-
-def _tokens_before(run: Run) -> int:
-    """Returns the number of text tokens that the run has read before this start, from the checkpoint's manifest."""
-    folder = RunFolder(Path(run.model.config.run.dir)).checkpoints
-    steps = [step for step in published_steps(folder) if step <= run.start_step]
-    return load_entry(folder / step_name(steps[-1])).manifest.tokens if steps else 0
-
-
-@contextlib.contextmanager
-def _batches(run: Run) -> Iterator[Iterator[Sequence[Microbatch]] | None]:
-    """Yields this data-parallel rank's microbatches of each step from the start step on; None if it receives them."""
-    if run.loader is None:
-        yield None
-        return
-    with run.loader.iterate(run.start_step, pinned=run.model.groups.device.type == "cuda") as batches:
-        yield batches
-
-
-def _validate(run: Run, sinks: Sinks, step: int, heartbeat: Heartbeat) -> float | None:
-    """Validates, and returns the loss of the first set, in nats; None if the run has no validation set."""
-    if not run.validation:
-        return None
-    heartbeat.enter(Phase.VALIDATION, step)
-    with named(f"validation after step {step}"):
-        record = evaluate_all(run.model, run.objective, run.validation, step, run.teacher)
-    sinks.write(record)
-    return record.valid_loss

@@ -24,7 +24,7 @@ from mtrain.data.ledger import (
     rewind_ledger,
     to_line,
 )
-from mtrain.training.recording.sinks import LedgerSink
+from mtrain.training.recording import LedgerSink
 from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.report.metrics.records import step_record, valid_record

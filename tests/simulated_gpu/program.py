@@ -29,7 +29,7 @@ from mtrain.checkpoint.state.save import Saver
 from mtrain.config import Config
 from mtrain.core.layers.offload import activations
 from mtrain.training import trainer
-from mtrain.training.faults.trial import StepTrial
+from mtrain.training.bad_steps import StepTrial
 from tests.simulated_gpu.probe import probed
 from tests.simulated_gpu.tensors import MEMORY, SimulatedGpu
 from tests.simulated_gpu.transfers import begin_step, found

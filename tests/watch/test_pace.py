@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mtrain.runs.events import EventKind, read_events
-from mtrain.training.recording.slow_ranks import OwnTime, PaceJudge, slow_ranks
+from mtrain.training.recording import OwnTime, PaceJudge, slow_ranks
 from tests.fault_table import Notice
 from tests.training.test_trainer import command, finished, records, start
 

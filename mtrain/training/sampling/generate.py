@@ -1,10 +1,13 @@
-"""Text from a model on disk, to inspect the result of a run.
+"""Text from a model on disk, to inspect the result of a run, and sample answers while a run trains (`eval.*`).
 
+The latter do not change the run: tokens are drawn without the random states of training, and layers are left unchanged.
 For serving use an inference engine.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,30 +17,41 @@ import torch
 import torch.distributed as dist
 
 from mtrain.arch.layout import Layout
-from mtrain.base.errors import ConfigError
+from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.files import disk_faults, replacing
 from mtrain.checkpoint.state.load import load_adapters, load_weights
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.config import Config
 from mtrain.config.load import with_overrides
 from mtrain.config.schema.layout import LayoutSection
+from mtrain.config.schema.train import EvalSection, ValidSection
 from mtrain.convert.origin import source_of_run
+from mtrain.core.engine.generation import refuse_uncachable
 from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.ranks.deterministic import deterministic
 from mtrain.core.ranks.groups import Groups, opened_groups
-from mtrain.core.ranks.init import joined_distributed
+from mtrain.core.ranks.init import joined_distributed, on_first_rank
 from mtrain.core.ranks.party import purpose_of
 from mtrain.hf.configuration import load_config, resolved
 from mtrain.hf.schema.files import declared_ends
 from mtrain.hf.schema.registry import ORIGIN
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_of
+from mtrain.report.metrics.appended import AppendedFile
+from mtrain.report.metrics.sinks import Sinks
 from mtrain.runs.folder import RunFolder
+from mtrain.training.build import Run
+from mtrain.training.evaluate import Due
 from mtrain.training.resume import initialize, load_base
 from mtrain.training.sampling.params import SamplingParams
-from mtrain.training.sampling.prompts import Prompt, questions_of
+from mtrain.training.sampling.prompts import Prompt, Question, questions_of, read_prompts, shown
 from mtrain.training.sampling.sampler import Completion, generate
 
+_log = logging.getLogger(__name__)
+
 _HF_CONFIG = "config.json"
+_SHOWN_PROMPTS, _SHOWN_CHARACTERS = 2, 60
+"""Number of prompts, and characters of each text, that the console shows."""
 
 
 class Model(NamedTuple):
@@ -56,9 +70,6 @@ def model_at(path: Path, overrides: Sequence[str] = ()) -> Model:
 
     Args:
         overrides: Changes of the configuration, as `section.key=value`.
-
-    Raises:
-        ConfigError, DataError: Nothing at `path` says what model it is.
     """
     if not path.exists():
         raise ConfigError(
@@ -106,10 +117,6 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
 
     Returns:
         Continuations without the prompts; the same on all ranks.
-
-    Raises:
-        ConfigError: Nothing says what model it is, or its tokenizer or chat template is missing.
-        DataError: Tokenizer or checkpoint is missing or damaged.
     """
     found = model_at(path)
     if found.config.data.tokenizer is None:
@@ -144,10 +151,8 @@ def _for_generation(config: Config, world_size: int) -> Config:
     if config.model.experts is not None:
         of_ours = {"implementation": "auto"} if config.model.has_transformer_engine_experts else {}
         model["experts"] = config.model.experts.model_copy(update={"capacity_factor": None, **of_ours})
-    changes: dict[str, Any] = {"model": config.model.model_copy(update=model)}
-    if world_size == 1:
-        changes["layout"] = LayoutSection()
-    return config.model_copy(update=changes)
+    layout = LayoutSection() if world_size == 1 else config.layout
+    return config.model_copy(update={"model": config.model.model_copy(update=model), "layout": layout})
 
 
 def loaded_model(entry: CheckpointEntry | None, config: Config, groups: Groups) -> RankModel:
@@ -155,9 +160,6 @@ def loaded_model(entry: CheckpointEntry | None, config: Config, groups: Groups) 
 
     Args:
         entry: Checkpoint with the weights; None: those that a run of `config` starts from.
-
-    Raises:
-        DataError: The weights are missing, damaged or of another model.
     """
     model = build_rank_model(config, groups, weights_follow=True)
     if entry is None:
@@ -169,3 +171,103 @@ def loaded_model(entry: CheckpointEntry | None, config: Config, groups: Groups) 
         load_adapters(entry, model)
     model.sharded.gather_parameters()
     return model
+
+
+class PromptSamples:
+    """Prompts of a run, and the files of its answers."""
+
+    def __init__(self, config: Config, folder: RunFolder, chunks: Sequence[Any], is_first_rank: bool) -> None:
+        """Reads the prompts, on the first rank. Collective over the world."""
+        self._section, self._folder = config.eval, folder
+        self.due = _due(config.eval, config.valid)
+        self._is_first_rank = is_first_rank
+        self._prompts: list[Prompt] = []
+        self._questions: list[Question] = []
+        self._lines: AppendedFile | None = None
+        if not self._section.is_on:
+            return
+        refuse_uncachable(config.model, chunks)
+        self._questions = on_first_rank(lambda: self._read(config))
+        stops = frozenset[int]().union(*(each.stop_ids for each in self._questions))
+        given = (self._section.temperature, self._section.top_p, self._section.top_k, self._section.seed)
+        self._sampling = SamplingParams(self._section.max_new_tokens, *given, stops)
+
+    def begin(self, start_step: int) -> None:
+        """Opens the file for the steps after this one, and removes what an earlier start wrote for these steps."""
+        self.close()
+        if not self._section.is_on or not self._is_first_rank:
+            return
+        _rewind(self._folder.samples, start_step)
+        self._lines = AppendedFile(self._folder.samples)
+
+    def take(self, run: Run, step: int, sinks: Sinks) -> None:
+        """Answers the prompts with the current weights, and writes the answers, also to sinks that show texts.
+        Collective over the world."""
+        run.model.sharded.gather_parameters()
+        ids = [each.ids for each in self._questions]
+        completions = generate(run.model, ids, self._sampling)
+        if self._is_first_rank:
+            self._write(completions, step, sinks)
+
+    def close(self) -> None:
+        """Closes the file; raises MachineError if the disk has refused answers to the end."""
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.close()
+
+    def _read(self, config: Config) -> list[Question]:
+        section, self._tokenizer = self._section, tokenizer_of(config)
+        further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
+        self._prompts = [*section.prompts, *further]
+        ends = declared_ends(source_of_run(config).origin)
+        return questions_of(config, self._tokenizer, self._prompts, section.chat, ends)
+
+    def _write(self, completions: Sequence[Completion], step: int, sinks: Sinks) -> None:
+        assert self._lines is not None, "`begin` goes first"
+        stops, lines = self._sampling.stop_token_ids, []
+        for number, (prompt, completion) in enumerate(zip(self._prompts, completions, strict=True)):
+            answer = answer_text(self._tokenizer, completion, stops)
+            record = {
+                "step": step,
+                "prompt": prompt,
+                "answer": answer,
+                "finish_reason": completion.finish_reason,
+                "num_tokens": len(completion.token_ids),
+                "log_prob": sum(completion.log_probs),
+            }
+            self._lines.append(step, (json.dumps(record, ensure_ascii=False) + "\n").encode())
+            lines.append(f"> {shown(prompt)}\n{answer}")
+            if number < _SHOWN_PROMPTS:
+                _log.info(f"sample after step {step}: {_short(shown(prompt))} -> {_short(answer)}")
+        sinks.write_text("samples", "\n\n".join(lines), step)
+
+
+def _due(section: EvalSection, valid: ValidSection) -> Due:
+    """Returns when prompts are answered: at intervals of their own, or with each validation."""
+    if not section.is_on:
+        return Due()
+    if section.interval_steps is not None:
+        return Due(section.interval_steps)
+    return Due(valid.interval_steps, valid.at_end, valid.at_start)
+
+
+def _short(text: str) -> str:
+    """Shortens and escapes a text for one line: text of an untrained model may contain control characters."""
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…")
+
+
+def _rewind(path: Path, start_step: int) -> None:
+    """Rewinds the file to this step, and removes an incomplete last line; at step 0 nothing is kept."""
+    if not path.exists():
+        return
+    kept = []
+    with disk_faults(f"rewind {path} to step {start_step}"), replacing(path) as new:
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                step = int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError):
+                raise DataError(f"{path}, line {number} is no sample of a run; repair or remove that line") from None
+            kept += [line] if 0 < start_step >= step else []
+        new.write_bytes(b"".join(kept))

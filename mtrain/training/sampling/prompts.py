@@ -42,10 +42,6 @@ def questions_of(
         prompts: Prompts; conversations always use the run's chat template.
         as_chat: Whether a text is a user's message, formatted by the run's chat template; None: if there is one.
         ends: Further tokens that end an answer, from `declared_ends` of the folder that the model comes from.
-
-    Raises:
-        ConfigError: A chat template is wanted and the run has none.
-        DataError: The template refuses a prompt, or a prompt has no token.
     """
     section = config.data if isinstance(config.data, SftSection) else None
     given = [
@@ -77,17 +73,15 @@ def questions_of(
 
 
 def _one(prompt: Prompt, section: SftSection | None, place: str) -> str | Record:
-    """Converts a prompt to a text or a record of messages.
-
-    Raises:
-        DataError: A record has unknown keys.
-    """
-    if isinstance(prompt, dict) and "prompt" in prompt and not isinstance(prompt["prompt"], str):
-        prompt = {"messages": prompt["prompt"], **{key: each for key, each in prompt.items() if key != "prompt"}}
-    if isinstance(prompt, dict) and "prompt" in prompt:
-        check_keys(prompt, {"prompt"}, frozenset(section.ignore_keys if section is not None else ()), place)
-        return str(prompt["prompt"])
-    return prompt if isinstance(prompt, str | dict) else {"messages": list(prompt)}
+    """Converts a prompt to a text or a record of messages; refuses a record with unknown keys."""
+    if not isinstance(prompt, dict):
+        return prompt if isinstance(prompt, str) else {"messages": list(prompt)}
+    if "prompt" not in prompt:
+        return prompt
+    if not isinstance(prompt["prompt"], str):
+        return {"messages": prompt["prompt"], **{key: each for key, each in prompt.items() if key != "prompt"}}
+    check_keys(prompt, {"prompt"}, frozenset(section.ignore_keys if section is not None else ()), place)
+    return str(prompt["prompt"])
 
 
 def _asked(encoder: ChatEncoder | None, prompt: str | Record) -> list[int]:
@@ -100,30 +94,22 @@ def _asked(encoder: ChatEncoder | None, prompt: str | Record) -> list[int]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads prompts from a file: one text per line, or in .jsonl one object per line with `prompt` or `messages`.
-
-    Raises:
-        DataError: The file is missing or empty, or a line cannot be understood; the message names it.
-    """
+    """Reads prompts from a file: one text per line, or in .jsonl one object per line with `prompt` or `messages`."""
     if not path.is_file():
         raise DataError(f"{path} with prompts cannot be read: there is no such file; name a text file")
     if path.suffix == ".jsonl":
         lines = enumerate(raw_lines(path), 1)
         found: list[Prompt] = [_of_line(line, f"{path}, line {number}") for number, line in lines if line.strip()]
     else:
-        found = [line for line in _text_lines(path) if line.strip()]
+        try:
+            text = path.read_bytes().decode("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as fault:
+            raise DataError(f"{path} with prompts cannot be read: {fault}; name a text file") from None
+        # at line feeds only: a prompt may contain other characters that Python takes for line ends
+        found = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not found:
         raise DataError(f"{path} contains no prompt; write one per line")
     return found
-
-
-def _text_lines(path: Path) -> list[str]:
-    """Splits a file at line feeds only: a prompt may contain other characters that Python takes for line ends."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise DataError(f"{path} with prompts cannot be read: {fault}; name a text file") from None
-    return [line.removesuffix("\r") for line in text.split("\n")]
 
 
 def _of_line(line: bytes, place: str) -> Prompt:

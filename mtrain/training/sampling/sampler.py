@@ -3,10 +3,15 @@
 Each data-parallel and context-parallel replica answers its own prompts: as soon as one answer ends, another prompt
 takes its place in the cache. A pass reads whole prompts or one token of each answer. If experts are distributed over
 several replicas, all replicas run the same number of passes.
+
+The random number of a token is a function of the seed, the number of the answer and the position in it, so neither the
+layout nor other answers change an answer, and the random states of training are not touched.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -25,7 +30,6 @@ from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.recorded_choices import RecordedChoices
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.ranks.init import any_rank
-from mtrain.training.sampling.choice import TokenPlace, choose, log_probs
 from mtrain.training.sampling.params import SamplingParams
 
 _PROMPT_TOKENS_OF_A_PASS = 8192
@@ -82,21 +86,15 @@ def generate(
         sampling: Rules for drawing tokens; None: SamplingParams().
         max_sequences: Largest number of answers in progress on a replica; no answer depends on it.
         routed_experts: Whether the experts of all tokens are wanted.
-
-    Raises:
-        ConfigError: The model cannot generate (see `cached_model`), or has no experts to report.
-        NumericError: The logits are not finite; on all ranks.
-        ValueError: A prompt is empty or holds an invalid id; or an argument is of a wrong type.
     """
     config, groups, chunks = model.config, model.groups, model.chunks
-    prompts, sampling = _checked(prompts, config.model.vocab_size), _checked_sampling(sampling, max_sequences)
+    prompts, sampling = _checked(prompts, config.model.vocab_size, sampling, max_sequences)
     layout, device = groups.layout, groups.device
     replica, num_replicas = groups.dp_rank * layout.cp + groups.cp_rank, layout.dp * layout.cp
     own = range(replica, len(prompts), num_replicas)
     # the same on all ranks
     length = max((len(prompt) for prompt in prompts), default=0) + sampling.max_new_tokens
     num_sequences = max(1, min(max_sequences, -(-len(prompts) // num_replicas)))
-    sampling = replace(sampling, num_likeliest=min(sampling.num_likeliest, config.model.vocab_size))
     # all as float64, which holds every id: one all-reduce
     drawn = torch.zeros(
         len(prompts), sampling.max_new_tokens, 2 + 2 * sampling.num_likeliest, dtype=torch.float64, device=device
@@ -108,7 +106,7 @@ def generate(
         nullcontext() if experts is None else experts.recording(),
     ):
         replies = _Replies(cached, groups, {number: prompts[number] for number in own}, sampling, num_sequences)
-        while _goes_on(replies.are_unfinished, groups):
+        while replies.go_on():
             replies.run_pass()
     for number, rows in replies.done.items():
         lengths[number] = len(rows)
@@ -121,30 +119,28 @@ def generate(
     if experts is None:
         return found
     whole = experts.gathered(len(prompts), length - 1, 1, replies.write_choice)
-    return [_with_experts(*each) for each in zip(found, prompts, whole, strict=True)]
+    # the last token is never read
+    ends = [len(prompt) + len(each.token_ids) - 1 for prompt, each in zip(prompts, found, strict=True)]
+    chosen = [table[:end].clone() for table, end in zip(whole, ends, strict=True)]
+    return [replace(each, routed_experts=table) for each, table in zip(found, chosen, strict=True)]
 
 
-def _checked_sampling(sampling: SamplingParams | None, max_sequences: int) -> SamplingParams:
+def _checked(
+    prompts: Sequence[Sequence[int]], vocab_size: int, sampling: SamplingParams | None, max_sequences: int
+) -> tuple[list[list[int]], SamplingParams]:
+    """Returns prompts and rules, which a program may have passed as any type."""
     sampling = SamplingParams() if sampling is None else sampling
-    if not isinstance(sampling, SamplingParams):
-        raise ValueError(f"sampling is of type {type(sampling).__name__}, but must be SamplingParams(...)")
-    if (whole_number(max_sequences) or 0) < 1:
-        raise ValueError(f"max_sequences is {max_sequences!r}, but must be a whole number of at least 1")
-    return sampling
-
-
-def _checked(prompts: Sequence[Sequence[int]], vocab_size: int) -> list[list[int]]:
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
         raise ValueError(f"prompts are of type {type(prompts).__name__}, but must be a list of rows of token ids")
     found = [token_ids(prompt, f"prompt {number}", vocab_size).tolist() for number, prompt in enumerate(prompts)]
     if [] in found:
         raise ValueError(f"prompt {found.index([])} has no token, but needs at least one to continue from")
-    return found
-
-
-def _goes_on(own: bool, groups: Groups) -> bool:
-    """Says whether this replica runs another pass; with expert parallelism, as long as any replica needs one."""
-    return any_rank(own, groups.device) if groups.layout.ep > 1 else own
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling is of type {type(sampling).__name__}, but must be SamplingParams(...)")
+    if (whole_number(max_sequences) or 0) < 1:
+        raise ValueError(f"max_sequences is {max_sequences!r}, but must be a whole number of at least 1")
+    num_likeliest = min(sampling.num_likeliest, vocab_size)
+    return found, replace(sampling, num_likeliest=num_likeliest)
 
 
 def _completion(rows: list[list[float]], sampling: SamplingParams) -> Completion:
@@ -160,11 +156,6 @@ def _completion(rows: list[list[float]], sampling: SamplingParams) -> Completion
     likeliest = [[(int(token), value) for token, value in zip(row[2:end], row[end:], strict=True)] for row in rows]
     reason: Literal["stop", "length"] = "stop" if sampling.ends(ids) else "length"
     return Completion(ids, [row[1] for row in rows], reason, likeliest if sampling.num_likeliest else [])
-
-
-def _with_experts(completion: Completion, prompt: Sequence[int], experts: Tensor) -> Completion:
-    end = len(prompt) + len(completion.token_ids) - 1  # the last token is never read
-    return replace(completion, routed_experts=experts[:end].clone())
 
 
 class _Replies:
@@ -188,10 +179,10 @@ class _Replies:
         self._passes: list[list[tuple[int, int, int]]] = []
         """Pieces of each pass: number of the prompt, position of the first token, number of tokens."""
 
-    @property
-    def are_unfinished(self) -> bool:
-        """Says whether an answer is missing."""
-        return bool(self._waiting or self._active)
+    def go_on(self) -> bool:
+        """Says whether this replica runs another pass; with expert parallelism, as long as any replica needs one."""
+        is_missing = bool(self._waiting or self._active)
+        return any_rank(is_missing, self._groups.device) if self._groups.layout.ep > 1 else is_missing
 
     def run_pass(self) -> None:
         """Begins answers if there is room, else continues all by one token."""
@@ -261,3 +252,94 @@ def _likeliest_rows(logits: Tensor, sampling: SamplingParams) -> tuple[Tensor, .
         return ()
     found = log_probs(logits, sampling).topk(sampling.num_likeliest, dim=-1)
     return found.indices.t().double(), found.values.t()
+
+
+@dataclass(frozen=True)
+class TokenPlace:
+    """Position of a token that is drawn."""
+
+    answer: int
+    """Number of the answer's prompt, from 0."""
+    token: int
+    """Number of the token in the answer, from 0."""
+
+
+def choose(logits: Tensor, places: Sequence[TokenPlace], sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Draws the next token of each row of logits, [rows, vocab_size] float32, finite or -inf.
+
+    Returns:
+        Tokens, [rows] int64, and their log-probabilities in nats, [rows] float64; see `log_probs`. A row with nan, or
+            with nothing but -inf, gives token -1.
+    """
+    values = logits.double()
+    shares = None if sampling.temperature == 0 else _shares(values, sampling)
+    if shares is None:
+        tokens = values.argmax(-1)  # the first of equals
+    else:
+        # in the order of the vocabulary: if sorted, two probabilities that differ by rounding could swap places
+        sums = _running_sums(shares)
+        numbers = [uniform(sampling.seed, place) for place in places]
+        draws = torch.tensor(numbers, dtype=torch.float64, device=logits.device).unsqueeze(-1) * sums[:, -1:]
+        # `right`: a token of probability 0 is never drawn, not even by the number 0
+        tokens = torch.searchsorted(sums, draws, right=True).squeeze(-1).clamp_max(logits.shape[-1] - 1)
+    found = _log_probs(values, shares, sampling).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return torch.where(found.isfinite(), tokens, -1), found
+
+
+def log_probs(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Returns log-probabilities in nats, [rows, vocab_size] float64.
+
+    They are those of the model itself (temperature 1, no token excluded); with `sampling.log_probs_of_draw` those of
+    the distribution that tokens are drawn from, -inf where a token is excluded. At temperature 0 nothing is drawn, so
+    they are the model's.
+    """
+    values = logits.double()
+    is_of_model = sampling.temperature == 0 or not sampling.log_probs_of_draw
+    return _log_probs(values, None if is_of_model else _shares(values, sampling), sampling)
+
+
+def _log_probs(values: Tensor, shares: Tensor | None, sampling: SamplingParams) -> Tensor:
+    if shares is None or not sampling.log_probs_of_draw:
+        return values.log_softmax(-1)
+    return _scaled(values, sampling).masked_fill(shares == 0, -torch.inf).log_softmax(-1)
+
+
+def _shares(values: Tensor, sampling: SamplingParams) -> Tensor:
+    """Returns the share of each token, [rows, vocab_size]; rows need not sum to 1."""
+    shares = _scaled(values, sampling).softmax(-1)
+    return _likeliest(shares, sampling) if sampling.top_k or sampling.top_p < 1 else shares
+
+
+def _scaled(values: Tensor, sampling: SamplingParams) -> Tensor:
+    # the largest becomes 0, which no temperature, however small, makes infinite
+    return (values - values.amax(-1, keepdim=True)) / sampling.temperature
+
+
+def _likeliest(shares: Tensor, sampling: SamplingParams) -> Tensor:
+    """Sets the probability of excluded tokens to 0, [rows, vocab_size]; rows need not sum to 1.
+
+    `top_k` is applied first, then `top_p` to the rest, as in transformers and vLLM; the token that reaches top_p is
+    included.
+
+    Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration, arXiv 1904.09751, section 3.1.
+    """
+    ranked, order = shares.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        ranked[:, sampling.top_k :] = 0.0
+    before = _running_sums(ranked) - ranked
+    ranked = torch.where(before < sampling.top_p * ranked.sum(-1, keepdim=True), ranked, 0.0)
+    return torch.zeros_like(shares).scatter(-1, order, ranked)
+
+
+def _running_sums(values: Tensor) -> Tensor:
+    # torch refuses to add them on a GPU in a deterministic run
+    where = values.cpu() if torch.are_deterministic_algorithms_enabled() else values
+    return where.cumsum(-1).to(values.device)
+
+
+def uniform(seed: int, place: TokenPlace) -> float:
+    """Returns a number in [0, 1), uniformly distributed over places."""
+    content = struct.pack("<QQQ", seed, place.answer, place.token)
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    # 53 bits, which a float holds exactly
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

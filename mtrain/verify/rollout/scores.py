@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mtrain.api.batches import GlobalBatches
-from mtrain.api.scores import AskedScores, token_scores
+from mtrain.api.batches import AskedScores, GlobalBatches, token_scores
 from mtrain.arch.features.feature import multiple_from
 from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config.schema.loss import LossSection

@@ -26,7 +26,7 @@ from mtrain.config import Config
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from mtrain.runs.folder import RunFolder
-from mtrain.training.resume import Resumed, resume_or_initialize
+from mtrain.training.resume import Progress, resume_or_initialize
 from tests.core.state.checkpoint_ranks import build
 from tests.known_issues.expert_ranks import with_their_router
 from tests.known_issues.plain import plain_config
@@ -143,7 +143,7 @@ def loss_from_foreign_weights(groups: Groups, config: Config, folder: Path) -> f
     parts = build(groups, config)
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp) if groups.tp_rank == 0 else None
     found = resume_or_initialize(parts.model, RunFolder(folder / "run"), loader)
-    assert found == Resumed(0)
+    assert found == Progress(0)
     whole = gather_whole(parameter_shards(parts.model.chunks, groups))
     assert whole is None or not whole["embedding.word_embeddings.weight"][config.model.vocab_size :].any()
     return parts.training.forward_backward(None if loader is None else loader.batches(0)).loss

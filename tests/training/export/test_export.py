@@ -16,7 +16,7 @@ from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry
 from mtrain.runs.folder import RunFolder
 from mtrain.training.export import Exporter
-from mtrain.training.run_folder import claim
+from mtrain.training.resume import claim
 from tests.config.samples import config
 from tests.hf.folders import save
 from tests.messages import refuses

@@ -11,7 +11,7 @@ from mtrain.base.errors import NonFiniteError, NumericError, SpikeError, Spoiled
 from mtrain.checkpoint.format.training_state import RecentUpdates
 from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory
 from mtrain.config.schema.train import TrainSection
-from mtrain.training.faults.guard import Guard, Verdict, highest
+from mtrain.training.bad_steps import Guard, highest
 from tests.messages import refuses
 
 
@@ -59,7 +59,7 @@ def test_a_start_goes_on_with_the_window() -> None:
 
 def test_rates_count_updates_and_a_margin_is_left_out() -> None:
     guard = Guard(section(on_nonfinite="rollback", rollback_margin_steps=2), NO_BAD_STEPS)
-    assert guard.refuse(7, NonFiniteError("nan")) is Verdict.ROLL_BACK
+    assert guard.refuse(7, NonFiniteError("nan")) == "rollback"
     assert guard.first_left_out_for(7) == 5
     assert [step for step in range(1, 12) if guard.left_out(step)] == [5, 6, 7, 8, 9]
     assert [guard.updates_before(step) for step in (5, 6, 7, 10, 11)] == [4, 4, 4, 4, 5]
@@ -71,7 +71,7 @@ def test_rates_count_updates_and_a_margin_is_left_out() -> None:
 def test_more_bad_steps_than_the_budget_end_the_run() -> None:
     guard = Guard(section(on_nonfinite="skip", max_bad_steps=2), NO_BAD_STEPS)
     for step in (10, 500, 1011):
-        assert guard.refuse(step, NonFiniteError("nan")) is Verdict.SKIP
+        assert guard.refuse(step, NonFiniteError("nan")) == "skip"
     with refuses(NumericError, "1000", "train.max_bad_steps=2"):
         guard.refuse(1012, NonFiniteError("nan"))
     again = Guard(section(on_nonfinite="skip", max_bad_steps=2), guard.history)
@@ -83,7 +83,7 @@ def test_a_spoiled_state_is_never_skipped_and_gone_back_from_once() -> None:
     with pytest.raises(SpoiledStateError):
         Guard(section(on_nonfinite="skip"), NO_BAD_STEPS).refuse(7, SpoiledStateError("nan"))
     guard = Guard(section(on_nonfinite="rollback"), NO_BAD_STEPS)
-    assert guard.refuse(7, SpoiledStateError("nan")) is Verdict.ROLL_BACK
+    assert guard.refuse(7, SpoiledStateError("nan")) == "rollback"
     assert guard.left_out(7) is None
     with refuses(NumericError):
         guard.refuse(7, SpoiledStateError("nan"))
@@ -93,7 +93,7 @@ def test_stop_is_the_default_and_each_fault_has_its_own_action() -> None:
     with pytest.raises(NonFiniteError):
         Guard(section(), NO_BAD_STEPS).refuse(1, NonFiniteError("nan"))
     guard = guard_after([5.0] * 8, "skip")
-    assert guard.refuse(9, SpikeError("high")) is Verdict.SKIP
+    assert guard.refuse(9, SpikeError("high")) == "skip"
     with pytest.raises(NonFiniteError):
         guard.refuse(10, NonFiniteError("nan"))
 

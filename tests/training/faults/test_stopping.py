@@ -17,7 +17,7 @@ import pytest
 from mtrain.base import fault_points
 from mtrain.launch.local import free_port
 from mtrain.runs.folder import RunFolder
-from mtrain.training.recording.life import Life
+from mtrain.training.recording import Life
 from tests.config.samples import config
 from tests.fault_table import Notice
 from tests.paths import ROOT

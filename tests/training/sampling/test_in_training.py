@@ -11,7 +11,7 @@ import pytest
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.hf.configuration import load_config
-from mtrain.training.sampling.in_training import _rewind
+from mtrain.training.sampling.generate import _rewind
 from tests.messages import refuses
 from tests.pool import Pool
 from tests.training.one_process import train_fresh

@@ -14,9 +14,8 @@ import transformers
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.hf.configuration import load_config
-from mtrain.training.sampling.choice import TokenPlace, choose
 from mtrain.training.sampling.params import SamplingParams
-from mtrain.training.sampling.sampler import Completion
+from mtrain.training.sampling.sampler import Completion, TokenPlace, choose
 from tests.config.samples import config as small
 from tests.hf.folders import save
 from tests.parity.families import HYBRID, MAMBA

@@ -1,4 +1,9 @@
-"""Scores of the reference model: computed once, before the first step, and kept in the run folder.
+"""Reference model of a preference loss, and its scores: computed once, before the first step, and kept in the run
+folder.
+
+The reference is the model that the run starts from, or that of loss.reference. This may name an adapter: a PEFT folder,
+used with the frozen model of the run, or a run of adapters, used with its own frozen model, identified by the
+fingerprint in its checkpoints.
 
 A start that resumes reads the scores, and trains on them bit for bit as before, whatever has become of the reference's
 weights. Scores of a named reference are also stored next to the token cache, under a hash of all that determines them,
@@ -13,23 +18,33 @@ import io
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from pydantic import ValidationError
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.files import disk_faults, replacing
+from mtrain.checkpoint.state.base import model_fingerprint
+from mtrain.checkpoint.state.load import load_adapters
+from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.manifest import CONFIG_NAME as RUN_CONFIG_NAME
+from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
 from mtrain.config.changes import flat_keys
 from mtrain.config.consent import is_permitted
+from mtrain.config.messages import readable
+from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import SftSection
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.rank_model import RankModel, build_rank_model
+from mtrain.core.layers.adapters.adapter import adapters_off
 from mtrain.core.loss.preference.scores import PreferenceLoss, preference_marks
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.ranks.init import on_all_ranks, on_first_rank
@@ -38,17 +53,158 @@ from mtrain.core.step.scoring_pass import sequence_scores
 from mtrain.data.cache.opening import default_folder
 from mtrain.data.loader import HeldOutBatches, RowsOfRank, StepLoader
 from mtrain.data.sources import HeldOut
+from mtrain.hf.configuration import load_config
+from mtrain.hf.io.peft import adapter_of
+from mtrain.hf.schema import peft
 from mtrain.hf.schema.description import ADDED_TOKENS
+from mtrain.hf.schema.files import CONFIG_NAME
+from mtrain.hf.schema.registry import family_of_run
 from mtrain.runs.continuation import REFERENCE
 from mtrain.runs.folder import RunFolder
 from mtrain.training.changed import checkpoint_config
-from mtrain.training.preferences.reference_model import Reference
+from mtrain.training.resume import initialize, load_base, opened
 
 _log = logging.getLogger(__name__)
 
-
 _FORMAT = 1
 """Version of the scores, raised when a change of this module gives other scores for the same sequences."""
+
+
+class Reference(NamedTuple):
+    """Reference model, and where its weights come from."""
+
+    config: Config
+    """Configuration from which `initialize` makes the model, except for the adapters of `saved`; `adapter` is None
+    without them."""
+    named: str | None = None
+    """Value of loss.reference, if set."""
+    saved: Path | None = None
+    """Run or checkpoint whose adapters belong to the model of `config`, if any."""
+
+    @classmethod
+    def of(cls, config: Config) -> Reference:
+        """Finds the reference of a run. Collective over the world.
+
+        Raises:
+            ConfigError: The named reference is incompatible with the run's layout or precision.
+            DataError: The named reference is missing or damaged.
+        """
+        if config.loss.reference is None:
+            return cls(config)
+        return on_first_rank(lambda: named_reference(config, str(config.loss.reference)))
+
+    def fits(self, config: Config) -> bool:
+        """Says whether the run's model can hold the reference before the run's own weights are loaded.
+
+        It can if the reference is where the run starts, has no adapters, or has the same adapters as a run that loads
+        its own from `adapter.path` afterwards.
+        """
+        own, wanted = config.adapter, self.config.adapter
+        if wanted is None or self.config is config:
+            return True
+        # a run without a path continues with drawn adapters, which could not be restored
+        if own is None or own.path is None or self.config.train.precision != config.train.precision:
+            return False
+        return _facts(own) == _facts(wanted)
+
+    @contextmanager
+    def loaded(self, model: RankModel) -> Iterator[tuple[str, RankModel]]:
+        """Loads the reference into a model that can hold it, for the `with` block. Collective over the world.
+
+        Yields:
+            Hash of all that determines the scores (weights, architecture, precision), and the model with the
+                configuration of the reference.
+        """
+        config, has_adapters = self.config, self.config.adapter is not None
+        held = replace(model, config=config)
+        try:
+            self._load(held)
+        except DataError as error:
+            if self.named is not None:
+                error.args = (f"loss.reference={self.named}: {error}", *error.args[1:])
+            raise
+        weights = model_fingerprint(held.chunks, held.groups, config.model.vocab_size, has_adapters)
+        # without keys that earlier versions lacked: a model with a head has no reference, and weights show added rows
+        described = config.model.model_dump_json(exclude={"hf", "backend", "num_labels", *ADDED_TOKENS})
+        facts = None if config.adapter is None else _facts(config.adapter)
+        decisive = json.dumps([weights, described, config.train.precision, facts])
+        identity = hashlib.sha256(decisive.encode()).hexdigest()[:16]
+        with nullcontext() if has_adapters else adapters_off(held.chunks):
+            yield identity, held
+
+    def _load(self, model: RankModel) -> None:
+        if self.saved is None:
+            return initialize(model)
+        load_base(model)
+        with opened(self.saved) as entry:
+            load_adapters(entry, model)
+
+
+def _facts(adapter: AdapterSection) -> list[Any]:
+    """Returns all settings that determine what an adapter computes, apart from its weights."""
+    parts = sorted(adapter.parts)
+    found: list[Any] = [adapter.kind, adapter.rank, adapter.scale, parts, adapter.base_dtype]
+    # hashes of adapters without patterns stay those of earlier versions
+    patterns = [[adapter.rank_of(part), adapter.scale_of(part)] for part in parts]
+    found += [patterns] if adapter.rank_pattern or adapter.alpha_pattern else []
+    return [*found, {"whole": sorted(adapter.modules_to_save)}] if adapter.modules_to_save else found
+
+
+def named_reference(config: Config, named: str) -> Reference:
+    """Finds the reference that `named`, a value of loss.reference, names; raises as `Reference.of`, no collective."""
+    folder = Path(named)
+    try:
+        if (folder / CONFIG_NAME).is_file():
+            return Reference(_of_model(config, hf=named), named)
+        if (folder / peft.CONFIG_NAME).is_file():
+            # on the frozen model of the run, held as the run holds it
+            base_dtype = None if config.adapter is None else config.adapter.base_dtype
+            found = adapter_of(folder, family_of_run(config), config.model)
+            adapter = found.model_copy(update={"path": str(folder), "base_dtype": base_dtype})
+            return Reference(_with(config, config, adapter), named)
+        entry = None if megatron_folder(folder) is not None else checkpoint_at(folder).entry
+        is_adapter = entry is not None and entry.manifest.base is not None
+        saved = load_config([entry.path / RUN_CONFIG_NAME], []) if entry is not None and is_adapter else None
+    except DataError as error:
+        raise DataError(f"loss.reference={named}: {error}") from error
+    if saved is None or saved.adapter is None:
+        return Reference(_of_model(config, initialize_from=named), named)
+    # on the frozen model of its own run, or on this run's if that model is gone: the fingerprint in the checkpoint
+    # verifies that they are the same
+    places = (saved.model.hf, saved.checkpoint.initialize_from)
+    start = saved if all(place is None or Path(place).exists() for place in places) else config
+    return Reference(_with(config, start, saved.adapter.model_copy(update={"path": None}), saved), named, folder)
+
+
+def _of_model(config: Config, hf: str | None = None, initialize_from: str | None = None) -> Config:
+    model = config.model.model_copy(update={"hf": hf})
+    start = config.checkpoint.model_copy(update={"initialize_from": initialize_from})
+    return config.model_copy(update={"model": model, "checkpoint": start, "adapter": None})
+
+
+def _with(config: Config, start: Config, adapter: AdapterSection, precision: Config | None = None) -> Config:
+    """Returns the run's configuration with a reference's adapter; refuses it if a rule of the configuration forbids it.
+
+    Args:
+        start: Configuration that says where the frozen model comes from.
+        precision: Configuration with the precision of the frozen model; None: that of the run.
+    """
+    content = config.model_dump()
+    # it is never trained, and some optimizers do not support adapters
+    content["optimizer"] = {"lr": config.optimizer.lr}
+    content["adapter"] = adapter.model_dump() | {"dropout": 0.0}
+    content["loss"]["reference"] = None
+    content["train"] |= {"seed": start.train.seed, "precision": (precision or config).train.precision}
+    content["checkpoint"] |= {"initialize_from": start.checkpoint.initialize_from, "export_hf_every_steps": 0}
+    content["model"]["hf"] = start.model.hf
+    try:
+        return Config.model_validate(content)
+    except ValidationError as error:
+        reasons = "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
+        raise ConfigError(
+            f"loss.reference={config.loss.reference} is an adapter, which this run's model cannot hold: {reasons}; "
+            "name a whole model, such as mtrain convert export makes of it"
+        ) from None
 
 
 class _Source(NamedTuple):
@@ -76,15 +232,8 @@ class References:
     def __init__(
         self, config: Config, folder: RunFolder, groups: Groups, loss: PreferenceLoss | None, loader: StepLoader | None
     ) -> None:
-        """Looks for scores in the run folder. Collective over the world.
-
-        Args:
-            loss: Preference loss; no scores are needed if it is None or has no reference.
-
-        Raises:
-            ConfigError: The named reference is incompatible with the run's layout.
-            DataError: The named reference is missing or damaged.
-        """
+        """Looks for scores in the run folder; none are needed if `loss` is None or has no reference. Collective over
+        the world, raises as `Reference.of`."""
         self._config, self._folder, self._groups, self._loader = config, folder, groups, loader
         marks = None if loss is None else preference_marks(loss)
         self._is_needed = marks is not None and marks.needs_reference
@@ -97,16 +246,11 @@ class References:
                 self._reference = Reference.of(config)
 
     def score_apart(self) -> None:
-        """Computes missing scores with a separate model if the run's model cannot hold the reference. Collective.
-
-        Must be called before the run's own model takes its memory.
-
-        Raises:
-            DataError: The weights of the reference cannot be loaded.
-            MachineError: The disk refuses.
-        """
-        if self._reference is not None and not self._reference.fits(self._config):
-            self._score_with(self._reference, self._reference.built_apart(self._groups))
+        """Computes missing scores with a separate model if the run's model cannot hold the reference; before the run's
+        model takes its memory. Collective, raises as `use`."""
+        reference = self._reference
+        if reference is not None and not reference.fits(self._config):
+            self._score_with(reference, build_rank_model(reference.config, self._groups, weights_follow=True))
             self._reference = None
             # hooks and buffers of gradients are a reference cycle; the run's model needs their memory now
             gc.collect()
@@ -138,13 +282,12 @@ class References:
                 is_named = self._config.loss.reference is not None
                 shared = self._shared_path(source, identity) if is_named else None
                 if shared is None or not on_first_rank(partial(_copied, shared, path)):
-                    self._score(scoring, source, (path, shared))
+                    self._score(scoring, source, [each for each in (path, shared) if each is not None])
             on_first_rank(lambda: _remove_others(self._folder, paths))
             self._kept = self._kept._replace(paths=tuple(paths))
 
-    def _score(self, model: RankModel, source: _Source, paths: Sequence[Path | None]) -> None:
-        """Scores all sequences of a source, in passes the size of a step, and writes the scores to files, except
-        None."""
+    def _score(self, model: RankModel, source: _Source, paths: Sequence[Path]) -> None:
+        """Scores all sequences of a source, in passes the size of a step, and writes the scores to files."""
         config, groups = model.config, model.groups
         if groups.rank == 0:
             _log.info(f"scoring {source.num_sequences:,} sequences under the reference model, once for the run")
@@ -153,7 +296,12 @@ class References:
         for number, own in enumerate(self._passes(model, source)):
             scored = sequence_scores(model, own, count)
             found[np.array(scored.slots, np.int64) + number * size] = scored.scores.numpy()
-        on_first_rank(lambda: _write_all(paths, _content(found)))
+        array = io.BytesIO()
+        np.save(array, found)
+        # the digest comes first, so that a flipped bit is noticed
+        content = hashlib.sha256(array.getvalue()).digest() + array.getvalue()
+        for path in paths:
+            on_first_rank(partial(_write, path, content))
 
     def _find_kept(self) -> _Kept:
         """Finds the scores of a run with a checkpoint, also of earlier versions. On the first rank."""
@@ -162,14 +310,12 @@ class References:
             return _Kept(False, (None,) * len(self._sources))
         saved = None if named is None else checkpoint_config(self._folder.checkpoints / step_name(steps[-1]))
         before = named if saved is None else flat_keys(saved).get(REFERENCE, named)
-        paths = tuple(self._kept_path(source, before) for source in self._sources)
-        return _Kept(True, paths, before if before != named else None)
-
-    def _kept_path(self, source: _Source, named: str | None) -> Path | None:
-        folder = self._folder.references
-        there = sorted(folder.glob(f"{self._stem(source, named)}-*.npy"))
-        earlier = folder / f"{self._earlier_stem(source, named)}.npy"
-        return next((path for path in (*there, earlier) if path.exists()), None)
+        paths: list[Path | None] = []
+        for source in self._sources:
+            there = sorted(self._folder.references.glob(f"{self._stem(source, before)}-*.npy"))
+            earlier = self._folder.references / f"{self._earlier_stem(source, before)}.npy"
+            paths.append(next((path for path in (*there, earlier) if path.exists()), None))
+        return _Kept(True, tuple(paths), before if before != named else None)
 
     def _of_identity(self, identity: str) -> _Kept:
         """Returns the existing scores of a reference whose identity is now known; refuses scores of another model."""
@@ -269,19 +415,6 @@ def _copied(shared: Path, path: Path) -> bool:
     _log.info(f"taking scores of the reference model from {shared}")
     _write(path, content)
     return True
-
-
-def _content(found: NDArray[np.float64]) -> bytes:
-    content = io.BytesIO()
-    np.save(content, found)
-    # the digest comes first, so that a flipped bit is noticed
-    return hashlib.sha256(content.getvalue()).digest() + content.getvalue()
-
-
-def _write_all(paths: Sequence[Path | None], content: bytes) -> None:
-    for path in paths:
-        if path is not None:
-            _write(path, content)
 
 
 def _write(path: Path, content: bytes) -> None:

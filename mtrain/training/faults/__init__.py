@@ -1,1 +1,0 @@
-"""Bad steps: detection before they are applied, skipping, rollback."""

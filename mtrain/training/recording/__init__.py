@@ -1,1 +1,0 @@
-"""Records of a run while it trains: events, records of its steps, and their sinks."""
