@@ -37,7 +37,9 @@ def main() -> None:
         app(prog_name="mtrain")
     except BaseException as ending:
         if was_interrupted() or isinstance(ending, KeyboardInterrupt):  # whatever a library has made of it
-            _say_interrupted()
+            with contextlib.suppress(OSError, ValueError):  # nobody may read it any more
+                verb = " ".join(["mtrain", *sys.argv[1:2]])
+                print(f"interrupted: {verb} has not finished", file=sys.stderr, flush=True)
             _leave(_INTERRUPTED)
         if isinstance(ending, SystemExit) and saves and is_anything_running():
             _leave(ending.code if isinstance(ending.code, int) else 0)
@@ -45,12 +47,6 @@ def main() -> None:
     finally:
         if saves:
             ignore_stop_signals()
-
-
-def _say_interrupted() -> None:
-    verb = " ".join(["mtrain", *sys.argv[1:2]])
-    with contextlib.suppress(OSError, ValueError):  # nobody may read it any more
-        print(f"interrupted: {verb} has not finished", file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> NoReturn:

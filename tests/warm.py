@@ -32,7 +32,7 @@ from tests.paths import ROOT
 
 PRELOADED = (
     "mtrain.cli.main",
-    "mtrain.cli.train",
+    "mtrain.cli.ranks",
     "mtrain.launch.local",
     "mtrain.training.trainer",
     "mtrain.convert.verifying",

@@ -2,7 +2,7 @@
 
 import typer
 
-from mtrain.cli.generate import generate
+from mtrain.cli.ranks import generate
 
 if __name__ == "__main__":
     typer.run(generate)

@@ -1,1 +1,1 @@
-"""Command line: one file per verb."""
+"""Command line: a file for each verb, or for a few that are alike."""

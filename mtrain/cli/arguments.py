@@ -1,9 +1,12 @@
 """Arguments that several verbs share: the configuration of a run, a model, text files; sections of a help page."""
 
+import functools
+import inspect
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +40,28 @@ TextInputs = Annotated[
 ]
 GlobOption = Annotated[str, typer.Option(help="Which files of a folder are read.")]
 TextKeyOption = Annotated[str, typer.Option(help="Key of the text in JSONL.")]
+
+
+def with_options(kind: type[Any], **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replaces a verb's parameter `options` by the fields of a data class, each of which is an option of the command
+    line; `defaults` replace some of theirs."""
+
+    def spread(verb: Callable[..., None]) -> Callable[..., None]:
+        own = [each for each in inspect.signature(verb).parameters.values() if each.name != "options"]
+        by_name, shared = inspect.Parameter.KEYWORD_ONLY, []
+        for each in fields(kind):
+            default = inspect.Parameter.empty if each.default is MISSING else defaults.get(each.name, each.default)
+            shared.append(inspect.Parameter(each.name, by_name, default=default, annotation=each.type))
+
+        @functools.wraps(verb)
+        def called(**given: Any) -> None:
+            verb(options=kind(**{each.name: given.pop(each.name) for each in shared}), **given)
+
+        # typer reads the options from here; Python itself only calls by keyword, so the order does not matter to it
+        called.__signature__ = inspect.Signature([*(each.replace(kind=by_name) for each in own), *shared])  # type: ignore[attr-defined]
+        return called
+
+    return spread
 
 
 class Verbs(TyperGroup):

@@ -15,32 +15,29 @@ if TYPE_CHECKING:
     from mtrain.plan.search.written import StatedMachine
     from mtrain.preflight.findings import Findings
 
-_WorldSize = Annotated[
-    int | None,
-    typer.Option(min=1, help="Ranks of the run; by default from a file's `# GPUs:` line.", show_default=False),
-]
-_GpuMemory = Annotated[
-    str | None,
-    typer.Option(help="Memory of one GPU, such as 80GiB: whether the run fits, or what to change.", show_default=False),
-]
-_Gpu = Annotated[
-    str | None,
-    typer.Option(
-        help="GPU of the run, a100, h100, h800, h200 or b200, by default that of a file: the hours that it takes.",
-        show_default=False,
-    ),
-]
-_WithoutFiles = Annotated[
-    bool, typer.Option("--without-files", help="Skip files and disks: the run is for another machine.")
-]
-
 
 def check(
     arguments: ConfigArguments,
-    world_size: _WorldSize = None,
-    gpu_memory: _GpuMemory = None,
-    gpu: _Gpu = None,
-    without_files: _WithoutFiles = False,
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of the run; by default from a file's `# GPUs:` line.", show_default=False),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of one GPU, such as 80GiB: whether the run fits, or what to change.", show_default=False
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="GPU of the run, a100, h100, h800, h200 or b200, by default that of a file: the hours that it takes.",
+            show_default=False,
+        ),
+    ] = None,
+    without_files: Annotated[
+        bool, typer.Option("--without-files", help="Skip files and disks: the run is for another machine.")
+    ] = False,
 ) -> None:
     """Checks a configuration, the files and disks that it names, and what else a start would refuse; prints layout,
     batch, parameters, FLOPs and memory."""
@@ -53,26 +50,23 @@ def check(
         require_ground(is_another_machine=without_files)
         config = loaded_config(arguments, counts_epochs=not without_files)
         stated = stated_machine(split_arguments(arguments)[0])
-        ranks = _ranks(world_size, stated)
-        typer.echo("\n".join(plan_lines(config, ranks, notes_on(config))))
+        if world_size is None:
+            if stated is None:
+                raise ConfigError(
+                    "how many ranks the run has is not given; add --world-size N, or a first line such as "
+                    '"# GPUs: 64 x h100 80 GiB" to a file'
+                )
+            world_size = stated.num_gpus
+        typer.echo("\n".join(plan_lines(config, world_size, notes_on(config))))
         findings = Findings()
         if not without_files:
             from mtrain.preflight.look import look
 
             look(config, findings)
-        look_at_gpus(config, ranks, gpu_memory, gpu, stated, findings)
+        look_at_gpus(config, world_size, gpu_memory, gpu, stated, findings)
     print_findings(findings)
     if findings.faults:
         raise typer.Exit(findings.exit_code)
-
-
-def _ranks(world_size: int | None, stated: "StatedMachine | None") -> int:
-    if world_size is None and stated is None:
-        raise ConfigError(
-            "how many ranks the run has is not given; add --world-size N, or a first line such as "
-            '"# GPUs: 64 x h100 80 GiB" to a file'
-        )
-    return world_size if world_size is not None else stated.num_gpus if stated is not None else 1
 
 
 def look_at_gpus(
@@ -96,12 +90,9 @@ def look_at_gpus(
     name = gpu_given or ("h100" if stated is None else stated.gpu)
     cluster, steps = Cluster(gpu_named(name)), config.train.num_steps
     with findings.looking():
-        if memory_given is not None:
-            findings.fact("GPU memory", verdict(config, ranks, cluster, memory_size(memory_given)))
-        elif gpu_given is not None or stated is None:
-            findings.fact("GPU memory", verdict(config, ranks, cluster, cluster.gpu.memory_bytes))
-        else:
-            findings.fact("GPU memory", verdict(config, ranks, cluster, stated.memory_bytes))
+        memory = cluster.gpu.memory_bytes if gpu_given is not None or stated is None else stated.memory_bytes
+        memory = memory if memory_given is None else memory_size(memory_given)
+        findings.fact("GPU memory", verdict(config, ranks, cluster, memory))
     if steps > 0 and (gpu_given is not None or stated is not None):
         layout = Layout.from_config(config, ranks)
         packed = None if findings.packed_steps is None else findings.packed_steps(layout.dp)

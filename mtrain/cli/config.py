@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from mtrain.config.keys import Key
     from mtrain.config.load import Given
 
-_Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY... | CONFIG... [section.key=value...]",
-        help="Keys or sections to explain, or YAML files and single values to merge.",
-        show_default=False,
-    ),
-]
-_Schema = Annotated[bool, typer.Option("--schema", help="Print a JSON schema, for completion in editors.")]
 
-
-def config(arguments: _Arguments = None, schema: _Schema = False) -> None:
+def config(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY... | CONFIG... [section.key=value...]",
+            help="Keys or sections to explain, or YAML files and single values to merge.",
+            show_default=False,
+        ),
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema, for completion in editors.")] = False,
+) -> None:
     """Explains keys; or prints the configuration that files and values make, with the origin of each value."""
     with one_message():
         from mtrain.base.errors import ConfigError
@@ -57,16 +57,9 @@ def _explained(name: str) -> list[str]:
     found = [key for key in keys.values() if key.name == name or key.name.endswith(f".{name}")]
     if not found:
         raise ConfigError(unknown_key(name))
-    lines = [line for key in found for line in _key(key)]
+    lines = [line for key in found for line in (key.name, f"  {_facts(key)}", f"  {key.text}", "")]
     inside = [key for key in keys.values() for own in found if own.is_section and key.name.startswith(own.name)]
     return lines + [f"  {key.name:<44}{_facts(key)}" for key in inside if key not in found]
-
-
-def _key(key: "Key") -> Iterator[str]:
-    yield key.name
-    yield f"  {_facts(key)}"
-    yield f"  {key.text}"
-    yield ""
 
 
 def _facts(key: "Key") -> str:

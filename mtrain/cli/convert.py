@@ -1,10 +1,5 @@
 """`mtrain convert`: between Hugging Face's model folders and checkpoints, with a proof at the end.
 
-    mtrain convert import --hf DIR --out DIR
-    mtrain convert export --checkpoint DIR --out DIR
-    mtrain convert verify --checkpoint DIR --hf DIR [--check-logits]
-    mtrain convert inspect DIR
-
 It needs no GPU, no model object and no process group, and reads one tensor at a time. An interrupted call continues
 where it stopped.
 """
@@ -25,8 +20,6 @@ from mtrain.cli.messages import one_message
 if TYPE_CHECKING:
     import torch
 
-    from mtrain.convert.proof import Proof
-
 convert_app = typer.Typer(
     cls=Verbs,
     help="Converts between Hugging Face's model folders and checkpoints, with a proof at the end.",
@@ -36,32 +29,12 @@ convert_app = typer.Typer(
 )
 
 
-class Form(StrEnum):
-    """Program that a checkpoint is written for."""
-
-    mtrain = "mtrain"
-    megatron_lm = "megatron-lm"
-
-
-class Dtype(StrEnum):
-    """Dtype that tensors are cast to."""
-
-    keep = "keep"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
-class ExportDtype(StrEnum):
-    """Dtype or format of an export's tensors."""
-
-    keep = "keep"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    mxfp4 = "mxfp4"
-
-
+Form = StrEnum("Form", {"mtrain": "mtrain", "megatron_lm": "megatron-lm"})
+"""Program that a checkpoint is written for."""
+Dtype = StrEnum("Dtype", ["keep", "float32", "float16", "bfloat16"])
+"""Dtype that tensors are cast to."""
+ExportDtype = StrEnum("ExportDtype", ["keep", "float32", "float16", "bfloat16", "mxfp4"])
+"""Dtype or format of an export's tensors."""
 HfOption = Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)]
 OutOption = Annotated[Path, typer.Option(help="Folder to create; must not exist.", show_default=False)]
 CheckpointOption = Annotated[Path, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
@@ -115,16 +88,17 @@ def import_(
             if mtp_depths:
                 raise ConfigError("--mtp-depths is for checkpoints of mtrain; leave it out, or leave --to out")
             proof = import_for_megatron(hf, out, DTYPE_NAMES.get(dtype), workers)
-            print(f"proven: {proof.num_tensors} tensors make the same {proof.size_bytes} bytes again")
+        else:
+            proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers, mtp_depths)
+            for note in notes_on_folder(str(hf)):
+                print(f"note: {note}")
+        print(f"proven: {proof.num_tensors} tensors make the same {proof.size_bytes} bytes again")
+        if to is Form.megatron_lm:
             print(
                 f"{out} is complete, without optimizer and random states; start Megatron-LM with: --load {out} "
                 "--finetune --no-load-optim --no-load-rng --dist-ckpt-strictness log_all"
             )
             return
-        proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers, mtp_depths)
-        for note in notes_on_folder(str(hf)):
-            print(f"note: {note}")
-        print(f"proven: {proof.num_tensors} tensors make the same {proof.size_bytes} bytes again")
         if check_logits:
             _check_logits(out, hf, threshold)
         print(f"{out} is complete; train it with: mtrain train configs/run/finetune.yaml {out / MODEL_NAME}")
@@ -182,7 +156,14 @@ def export(
             return
         form: torch.dtype | Literal["mxfp4"] | None = "mxfp4" if dtype is ExportDtype.mxfp4 else DTYPE_NAMES.get(dtype)
         proof = export_hf(checkpoint, out, like or model, form, workers)
-        _print_proof(proof)
+        exact = proof.num_tensors - len(proof.rounding)
+        print(f"proven: {exact} tensors are the checkpoint's, {proof.size_bytes} bytes")
+        if proof.num_in_mxfp4:
+            worst = max(proof.rounding.values(), default=0.0)
+            print(
+                f"mxfp4: {len(proof.rounding)} of {proof.num_in_mxfp4} tensors were rounded, by at most {worst:.2g} of "
+                "the largest number in a block"
+            )
         if check_logits:
             _check_logits(checkpoint, out, threshold)
         print(f"{out} is complete")
@@ -223,17 +204,6 @@ def inspect(
         from mtrain.convert.inspecting import print_contents
 
         print_contents(path, like or model)
-
-
-def _print_proof(proof: Proof) -> None:
-    exact = proof.num_tensors - len(proof.rounding)
-    print(f"proven: {exact} tensors are the checkpoint's, {proof.size_bytes} bytes")
-    if proof.num_in_mxfp4:
-        worst = max(proof.rounding.values(), default=0.0)
-        print(
-            f"mxfp4: {len(proof.rounding)} of {proof.num_in_mxfp4} tensors were rounded, by at most {worst:.2g} of the "
-            "largest number in a block"
-        )
 
 
 def _named(name: str, option: str, positional: Path | None, given: Path | None) -> Path:

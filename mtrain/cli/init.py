@@ -22,7 +22,13 @@ def init(
 ) -> None:
     """Copies the configurations, launch scripts and examples that mtrain ships with; overwrites nothing."""
     with one_message():
-        _refuse_existing(folder)
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file; name a folder, or one that does not exist yet")
+        for target in (folder / part for part in PARTS):
+            if target.exists() or target.is_symlink():
+                raise ConfigError(
+                    f"{target} exists, and nothing is overwritten; name another folder or move that one away"
+                )
         with disk_faults(f"write into {folder}"):
             _copy_into(folder)
     typer.echo(
@@ -35,14 +41,6 @@ def init(
         "  bash launch/torchrun.sh CONFIG...        trains on the GPUs of this machine\n"
         "  sbatch launch/slurm.sbatch RUN_DIR CONFIG...   the same on a cluster"
     )
-
-
-def _refuse_existing(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; name a folder, or one that does not exist yet")
-    for target in (folder / part for part in PARTS):
-        if target.exists() or target.is_symlink():
-            raise ConfigError(f"{target} exists, and nothing is overwritten; name another folder or move that one away")
 
 
 def _copy_into(folder: Path) -> None:

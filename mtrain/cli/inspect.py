@@ -1,10 +1,5 @@
 """`mtrain inspect`: looks into checkpoints, of this program, of Megatron-LM and of Megatron-Bridge.
 
-    mtrain inspect PATH          what is inside, from metadata alone
-    mtrain inspect diff A B      keys and tensors that differ, the worst first; exit 0 equal, 1 not
-    mtrain inspect verify PATH   the digest of every file against the manifest
-    mtrain inspect data RUN      which samples were trained, each once or not; exit 0 each once, 1 not
-
 PATH is a checkpoint, or a run folder: then its newest good checkpoint.
 """
 
@@ -12,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +20,6 @@ from mtrain.cli.messages import one_message
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mtrain.checkpoint.format.safe_metadata import GlobalTensor
     from mtrain.data.ledger import Ledger
 
 
@@ -55,7 +48,7 @@ PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False
 def show(path: PathArgument) -> None:
     """Shows what is inside; also without the verb."""
     with one_message():
-        from mtrain.checkpoint.store.diff import contents_of, described, totals  # loads torch
+        from mtrain.checkpoint.store.diff import contents_of, described, size_bytes, totals  # loads torch
 
         contents = contents_of(path)
         for warning in contents.warnings:
@@ -65,7 +58,12 @@ def show(path: PathArgument) -> None:
         for (group, dtype), total in totals(contents).items():
             shown = f"{total.num_tensors} tensors, {total.num_elements:,} elements, {_size(total.size_bytes)}"
             print(f"{group:<15}{dtype}: {shown}")
-        _print_tensors(contents.tensors.tensors)
+        table = _table("tensor", "dtype", "shape", "size", "slices")
+        for key, tensor in sorted(contents.tensors.tensors.items()):
+            shape = " x ".join(map(str, tensor.shape)) or "scalar"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            table.add_row(key, dtype, shape, _size(size_bytes(tensor)), str(len(tensor.slices)))
+        output_console().print(table)
 
 
 @inspect_app.command()
@@ -151,17 +149,13 @@ def _print_step(ledger: Ledger, step: int, source: str | None) -> bool:
     return True
 
 
-def _print_phases(ledger: Ledger) -> None:
-    for number, each in enumerate(ledger.phase_totals(), start=1):
-        total = sum(each.samples.values())
-        print(f"phase {number}, steps {each.phase.from_step + 1} to {each.last_step}: {total:,} samples")
-        for name in sorted(each.phase.shares.keys() | each.samples.keys()):
-            count, wanted = each.samples.get(name, 0), each.phase.shares.get(name, 0.0)
-            print(f"  {name}: {count:,}, {count / max(1, total):.2%} of them, where {wanted:.2%} were asked for")
-
-
 def _print_epochs(ledger: Ledger, source: str | None) -> bool:
-    _print_phases(ledger)
+    for number, phase in enumerate(ledger.phase_totals(), start=1):
+        total = sum(phase.samples.values())
+        print(f"phase {number}, steps {phase.phase.from_step + 1} to {phase.last_step}: {total:,} samples")
+        for name in sorted(phase.phase.shares.keys() | phase.samples.keys()):
+            count, wanted = phase.samples.get(name, 0), phase.phase.shares.get(name, 0.0)
+            print(f"  {name}: {count:,}, {count / max(1, total):.2%} of them, where {wanted:.2%} were asked for")
     epochs = [each for each in ledger.epochs() if source in (None, each.source)]
     table = _table("source", "epoch", "samples", "of", "tokens", "in the loss", "repeated", "lost")
     for each in epochs:
@@ -183,17 +177,6 @@ def _print_epochs(ledger: Ledger, source: str | None) -> bool:
     verdict = "each sample of an epoch once" if is_sound else "samples were repeated or lost"
     print(f"{max(ledger.steps)} steps: {verdict}")
     return is_sound
-
-
-def _print_tensors(tensors: Mapping[str, GlobalTensor]) -> None:
-    from mtrain.checkpoint.store.diff import size_bytes
-
-    table = _table("tensor", "dtype", "shape", "size", "slices")
-    for key, tensor in sorted(tensors.items()):
-        shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        table.add_row(key, dtype, shape, _size(size_bytes(tensor)), str(len(tensor.slices)))
-    output_console().print(table)
 
 
 def _table(*columns: str) -> Table:

@@ -27,10 +27,10 @@ VERBS = {
         "plan": Verb("plan:plan", "Ranks the layouts that fit by the predicted time of a step."),
         "config": Verb("config:config", "Explains a key; prints what files make, with the origin of each value."),
         "check": Verb("check:check", "Checks a configuration; prints layout, parameters and memory."),
-        "train": Verb("train:train", "Trains as one rank: under torchrun, under srun, or alone."),
-        "serve": Verb("serve:serve", "Serves a model to clients that train it and sample from it."),
+        "train": Verb("ranks:train", "Trains as one rank: under torchrun, under srun, or alone."),
+        "serve": Verb("ranks:serve", "Serves a model to clients that train it and sample from it."),
         "launch": Verb("launch.app:launch_app", "Starts the ranks of a run: here, on Slurm or on Kubernetes."),
-        "status": Verb("status:status", "Shows how runs are doing while they go on."),
+        "status": Verb("pages:status", "Shows how runs are doing while they go on."),
         "report": Verb("pages:report", "Writes one HTML file on a run."),
         "plot": Verb("pages:plot", "Draws losses and the gradient norm over steps."),
     },
@@ -50,7 +50,7 @@ VERBS = {
     "Weights": {
         "convert": Verb("convert:convert_app", "Converts between Hugging Face and checkpoints."),
         "inspect": Verb("inspect:inspect_app", "Looks into checkpoints; compares and verifies them."),
-        "generate": Verb("generate:generate", "Continues prompts, or answers them."),
+        "generate": Verb("ranks:generate", "Continues prompts, or answers them."),
     },
 }
 """Verbs by the groups of the help page."""
@@ -69,7 +69,7 @@ class _Program(Verbs):
         module, _, attribute = self.commands[cmd_name].place.partition(":")
         loaded = getattr(import_module(f"mtrain.cli.{module}"), attribute)
         alone = _plain_app()
-        alone.callback()(_nothing)  # or typer would take its only command for the program itself
+        alone.callback()(lambda: None)  # or typer would take its only command for the program itself
         if isinstance(loaded, typer.Typer):
             alone.add_typer(loaded, name=cmd_name)
         else:
@@ -93,9 +93,6 @@ def _show_examples(command: Any, name: str) -> None:
     command.epilog = f"Example:\n\n\b\n{example}"  # one line, however long: to be copied
     for each in inner:
         _show_examples(inner[each], f"{name} {each}")
-
-
-def _nothing() -> None: ...
 
 
 def _plain_app(add_completion: bool = False, **settings: Any) -> typer.Typer:

@@ -25,10 +25,6 @@ _Output = Annotated[
     typer.Option(help="File to write, which must not exist; by default it is printed.", show_default=False),
 ]
 _Arguments = Annotated[list[str], typer.Argument(metavar="ARGS...", help="Arguments of its command line.")]
-_FilesAndArguments = Annotated[
-    list[str], typer.Argument(metavar="FILE|KEY=VALUE...", help="Its YAML files and arguments; later ones win.")
-]
-_File = Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file.", show_default=False)]
 
 
 @from_app.command("megatron-lm", context_settings=_OfOthers)
@@ -49,7 +45,10 @@ def ms_swift(arguments: _Arguments, output: _Output = None) -> None:
 
 
 @from_app.command("axolotl")
-def axolotl(file: _File, output: _Output = None) -> None:
+def axolotl(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file.", show_default=False)],
+    output: _Output = None,
+) -> None:
     """Translates a file of axolotl."""
     from mtrain.config.foreign.axolotl import from_axolotl
 
@@ -57,7 +56,12 @@ def axolotl(file: _File, output: _Output = None) -> None:
 
 
 @from_app.command("verl", context_settings=_OfOthers)
-def verl(arguments: _FilesAndArguments, output: _Output = None) -> None:
+def verl(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="FILE|KEY=VALUE...", help="Its YAML files and arguments; later ones win.")
+    ],
+    output: _Output = None,
+) -> None:
     """Translates files and arguments of verl: of its SFT trainer, or the actor of its loops of reinforcement learning.
     --output comes before them."""
     from mtrain.config.foreign.verl import from_verl

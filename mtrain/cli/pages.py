@@ -1,4 +1,4 @@
-"""`mtrain report`, `plot` and `compare`: pages and pictures of runs, and where they diverge."""
+"""`mtrain status`, `report`, `plot` and `compare`: how runs are doing, pages of them, and where they diverge."""
 
 from pathlib import Path
 from typing import Annotated
@@ -60,3 +60,42 @@ def compare(
         else:
             is_equal = report_several(runs, rtol, output)
     raise typer.Exit(0 if is_equal else 1)
+
+
+def status(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run folders, folders of them, patterns in quotes.", show_default=False),
+    ],
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes with --watch.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, one line each time.")] = False,
+) -> None:
+    """Shows step, remaining time, loss, speed, memory, ranks, last checkpoint and alarms of runs as they go on."""
+    with one_message():
+        import json
+        import time
+
+        from rich.live import Live
+
+        from mtrain.base.log import output_console
+        from mtrain.report.monitor.status import find_runs, read_status
+        from mtrain.report.monitor.table import status_view
+
+        console = output_console()
+        # on a terminal each status replaces the last one
+        live = Live(console=console, auto_refresh=False) if watch and console.is_terminal else None
+        while True:
+            found = [read_status(run) for run in find_runs(runs)]
+            if as_json:
+                print(json.dumps([each.as_json() for each in found]), flush=True)
+            else:
+                view = status_view(found, console.width if console.is_terminal else None)
+                if live is None:
+                    console.print(view)
+                else:
+                    live.start()
+                    live.update(view, refresh=True)
+            if not watch:
+                return
+            time.sleep(interval)

@@ -28,40 +28,31 @@ def show_batch(
 ) -> None:
     """Shows the samples of a step: what is trained, where documents begin, what tokens weigh; loads no torch."""
     with one_message():
-        from mtrain.data.shown import shown_step
+        from rich.console import Console
+
+        from mtrain.data.shown import as_text, headline, shown_step
         from mtrain.data.sources import Sources
 
         config = loaded_config(arguments, counts_epochs=True)
-        sources = Sources(config)
+        sources, console = Sources(config), Console()
         shown = shown_step(config, sources.training(), sources.tokenizer, step, samples)
         for note in sources.notes():
             print(f"note: {note}", flush=True)
-        _print(shown)
+        if console.is_terminal:
+            console.print(shown.headline, markup=False)
+            styles = styles_of(shown)
+            for weight, style in styles.items():
+                console.print(f"  weighs {weight:.6g} ", style=style, markup=False)
+            for sample in shown.samples:
+                console.rule(headline(sample), align="left")
+                console.print(coloured(sample, styles), soft_wrap=True)
+        else:  # a file has no colours, so marks replace them
+            print(as_text(shown), end="", flush=True)
         if html is not None:
-            from mtrain.data.shown import headline
             from mtrain.report.pages.html import render, write_page
 
             write_page(html, render("batch.html", shown=shown, headline=headline))
             print(f"wrote {html}", flush=True)
-
-
-def _print(shown: ShownStep) -> None:
-    from rich.console import Console
-
-    from mtrain.data.shown import as_text, headline
-
-    console = Console()
-    if not console.is_terminal:
-        # a file has no colours, so marks replace them
-        print(as_text(shown), end="", flush=True)
-        return
-    console.print(shown.headline, markup=False)
-    styles = styles_of(shown)
-    for weight, style in styles.items():
-        console.print(f"  weighs {weight:.6g} ", style=style, markup=False)
-    for sample in shown.samples:
-        console.rule(headline(sample), align="left")
-        console.print(coloured(sample, styles), soft_wrap=True)
 
 
 def styles_of(shown: ShownStep) -> dict[float, str]:

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -26,11 +26,7 @@ def stdlib_corpus(
     with one_message():
         from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
 
-        written = [
-            *build_stdlib_corpus("text", output),
-            *build_stdlib_corpus("qa", output),
-            *build_stdlib_corpus("chat", output),
-        ]
+        written = [file for kind in ("text", "qa", "chat") for file in build_stdlib_corpus(kind, output)]
     for file in written:
         typer.echo(f"{file.path}: {file.num_documents} lines")
 
@@ -103,23 +99,7 @@ class Algorithm(Enum):
     UNIGRAM = "unigram"
 
 
-class TokenizerKind(Enum):
-    SENTENCEPIECE = "sentencepiece"
-    HF = "hf"
-
-
-AlgorithmOption = Annotated[
-    Algorithm | None, typer.Option(help="sentencepiece: how the vocabulary is found; default bpe.")
-]
-SpecialTokenOption = Annotated[
-    list[str], typer.Option(help="hf: a text that is one token when a chat template writes it; repeatable.")
-]
-TemplateOption = Annotated[
-    str | None, typer.Option(help="hf: chatml, which brings its special tokens, or a .jinja file.")
-]
-BosOption = Annotated[int | None, typer.Option(min=-1, help="sentencepiece: begins a sample; -1 for none; default 1.")]
-EosOption = Annotated[int | None, typer.Option(min=0, help="sentencepiece: ends a document; default 2.")]
-PadOption = Annotated[int | None, typer.Option(min=-1, help="sentencepiece: fills rows; -1 for none; default 3.")]
+TokenizerKind = StrEnum("TokenizerKind", ["SENTENCEPIECE", "HF"])
 
 
 def train_tokenizer(
@@ -129,14 +109,24 @@ def train_tokenizer(
     kind: Annotated[
         TokenizerKind, typer.Option(help="hf: byte-level BPE as tokenizer.json, which chat templates need.")
     ] = TokenizerKind.SENTENCEPIECE,
-    algorithm: AlgorithmOption = None,
-    special_token: SpecialTokenOption = [],  # noqa: B006 - typer copies it
-    chat_template: TemplateOption = None,
+    algorithm: Annotated[
+        Algorithm | None, typer.Option(help="sentencepiece: how the vocabulary is found; default bpe.")
+    ] = None,
+    special_token: Annotated[
+        list[str], typer.Option(help="hf: a text that is one token when a chat template writes it; repeatable.")
+    ] = [],  # noqa: B006 - typer copies it
+    chat_template: Annotated[
+        str | None, typer.Option(help="hf: chatml, which brings its special tokens, or a .jinja file.")
+    ] = None,
     glob: GlobOption = "**/*.txt",
     text_key: TextKeyOption = "text",
-    bos_id: BosOption = None,
-    eos_id: EosOption = None,
-    pad_id: PadOption = None,
+    bos_id: Annotated[
+        int | None, typer.Option(min=-1, help="sentencepiece: begins a sample; -1 for none; default 1.")
+    ] = None,
+    eos_id: Annotated[int | None, typer.Option(min=0, help="sentencepiece: ends a document; default 2.")] = None,
+    pad_id: Annotated[
+        int | None, typer.Option(min=-1, help="sentencepiece: fills rows; -1 for none; default 3.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Trains a tokenizer that spells every text: what the vocabulary lacks is written in bytes."""

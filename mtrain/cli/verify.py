@@ -1,13 +1,11 @@
 """`mtrain verify`: checks of the promise with one body and one set of options, and of layers of other libraries."""
 
 import enum
-import functools
-import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +14,7 @@ import typer
 from mtrain.base.errors import UnfinishedError
 from mtrain.base.ground import require_ground
 from mtrain.base.log import output_console
-from mtrain.cli.arguments import ConfigArguments, ModelArgument, Verbs, loaded_config
+from mtrain.cli.arguments import ConfigArguments, ModelArgument, Verbs, loaded_config, with_options
 from mtrain.cli.messages import one_message, one_verdict
 
 if TYPE_CHECKING:
@@ -82,32 +80,8 @@ class VerifyOptions:
         }
 
 
-def _with_options(*, steps: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces a verb's parameter `options` by the fields of `VerifyOptions`."""
-    defaults = VerifyOptions(steps=steps)
-
-    def spread(verb: Callable[..., None]) -> Callable[..., None]:
-        own = [each for each in inspect.signature(verb).parameters.values() if each.name != "options"]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        shared = [
-            inspect.Parameter(each.name, kind, default=getattr(defaults, each.name), annotation=each.type)
-            for each in fields(VerifyOptions)
-        ]
-
-        @functools.wraps(verb)
-        def called(**given: Any) -> None:
-            options = VerifyOptions(**{each.name: given.pop(each.name) for each in shared})
-            verb(**given, options=options)
-
-        # typer reads the options from here; Python itself only calls by keyword, so the order does not matter to it
-        called.__signature__ = inspect.Signature([*(each.replace(kind=kind) for each in own), *shared])  # type: ignore[attr-defined]
-        return called
-
-    return spread
-
-
 @verify_app.command()
-@_with_options(steps=3)
+@with_options(VerifyOptions, steps=3)
 def parity(arguments: ConfigArguments, options: VerifyOptions) -> None:
     """Runs a small copy of the model under many layouts against one process in float64; exit 0 pass, 1 fail."""
 
@@ -120,7 +94,7 @@ def parity(arguments: ConfigArguments, options: VerifyOptions) -> None:
 
 
 @verify_app.command()
-@_with_options(steps=6)
+@with_options(VerifyOptions, steps=6)
 def resume(
     arguments: ConfigArguments,
     options: VerifyOptions,
@@ -137,7 +111,7 @@ def resume(
 
 
 @verify_app.command()
-@_with_options(steps=6)
+@with_options(VerifyOptions, steps=6)
 def preempt(arguments: ConfigArguments, options: VerifyOptions) -> None:
     """Starts a small copy of the run for real and stops it by signals in every phase; exit 0 pass, 1 fail."""
 
@@ -151,7 +125,7 @@ def preempt(arguments: ConfigArguments, options: VerifyOptions) -> None:
 
 
 @verify_app.command()
-@_with_options(steps=5)
+@with_options(VerifyOptions, steps=5)
 def hf(
     arguments: ConfigArguments,
     options: VerifyOptions,

@@ -1,12 +1,13 @@
 """`mtrain launch kubernetes` and `mtrain launch torchrun`: runs that another program starts, as files and commands."""
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mtrain.cli.arguments import ConfigArguments, split_arguments
+from mtrain.cli.arguments import ConfigArguments, split_arguments, with_options
 from mtrain.cli.messages import one_message
 
 
@@ -15,72 +16,54 @@ def _of(panel: str, help_text: str) -> Any:
 
 
 _RUN, _POD = "The run", "Its pods, one per node"
-_Nodes = Annotated[int, typer.Option(help="Nodes of the run.", show_default=False, rich_help_panel=_RUN)]
-_Image = Annotated[
-    str, typer.Option(help="Image with mtrain (launch/Dockerfile).", show_default=False, rich_help_panel=_RUN)
-]
-_Volumes = Annotated[list[str] | None, _of(_RUN, "CLAIM:/PATH, ReadWriteMany; one holds run.dir.")]
-_Namespace = Annotated[str | None, _of(_RUN, "Namespace of both objects.")]
-_Name = Annotated[str | None, _of(_RUN, "Name of the JobSet; by default from run.dir.")]
-_Queue = Annotated[str | None, _of(_RUN, "Queue of Kueue.")]
-_Retries = Annotated[int, _of(_RUN, "Restarts after a lost rank, node or disk; stops and preemptions do not count.")]
-_Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file instead of standard output.")]
-_Gpus = Annotated[int | None, _of(_POD, "GPUs, and ranks, of each pod.")]
-_Cpus = Annotated[str | None, _of(_POD, "Processors of a pod, as in 64 or 500m.")]
-_Memory = Annotated[str | None, _of(_POD, "Memory of a pod, as in 800Gi.")]
-_Shm = Annotated[str, _of(_POD, "Size of /dev/shm.")]
-_Secret = Annotated[str | None, _of(_POD, "Secret with environment variables, such as tokens.")]
-_Selector = Annotated[list[str] | None, _of(_POD, "LABEL=VALUE of the nodes.")]
-_Grace = Annotated[int, _of(_POD, "Seconds for the last step and its save.")]
 
 
-def kubernetes(
-    arguments: ConfigArguments,
-    nodes: _Nodes,
-    image: _Image,
-    volume: _Volumes = None,
-    namespace: _Namespace = None,
-    name: _Name = None,
-    queue: _Queue = None,
-    max_retries: _Retries = 3,
-    gpus_per_node: _Gpus = None,
-    cpus: _Cpus = None,
-    memory: _Memory = None,
-    shm: _Shm = "16Gi",
-    env_secret: _Secret = None,
-    node_selector: _Selector = None,
-    grace: _Grace = 300,
-    output: _Output = None,
-) -> None:
+@dataclass(frozen=True)
+class PodOptions:
+    """Options of a JobSet, as on the command line."""
+
+    nodes: Annotated[int, typer.Option(help="Nodes of the run.", show_default=False, rich_help_panel=_RUN)]
+    image: Annotated[
+        str, typer.Option(help="Image with mtrain (launch/Dockerfile).", show_default=False, rich_help_panel=_RUN)
+    ]
+    volume: Annotated[list[str] | None, _of(_RUN, "CLAIM:/PATH, ReadWriteMany; one holds run.dir.")] = None
+    namespace: Annotated[str | None, _of(_RUN, "Namespace of both objects.")] = None
+    name: Annotated[str | None, _of(_RUN, "Name of the JobSet; by default from run.dir.")] = None
+    queue: Annotated[str | None, _of(_RUN, "Queue of Kueue.")] = None
+    max_retries: Annotated[
+        int, _of(_RUN, "Restarts after a lost rank, node or disk; stops and preemptions do not count.")
+    ] = 3
+    gpus_per_node: Annotated[int | None, _of(_POD, "GPUs, and ranks, of each pod.")] = None
+    cpus: Annotated[str | None, _of(_POD, "Processors of a pod, as in 64 or 500m.")] = None
+    memory: Annotated[str | None, _of(_POD, "Memory of a pod, as in 800Gi.")] = None
+    shm: Annotated[str, _of(_POD, "Size of /dev/shm.")] = "16Gi"
+    env_secret: Annotated[str | None, _of(_POD, "Secret with environment variables, such as tokens.")] = None
+    node_selector: Annotated[list[str] | None, _of(_POD, "LABEL=VALUE of the nodes.")] = None
+    grace: Annotated[int, _of(_POD, "Seconds for the last step and its save.")] = 300
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write to this file instead of standard output.")
+    ] = None
+
+
+@with_options(PodOptions)
+def kubernetes(arguments: ConfigArguments, options: PodOptions) -> None:
     """Checks a run and writes its manifest, a ConfigMap and a JobSet, for `kubectl apply -f -`; loads no torch."""
     with one_message():
         from mtrain.base.files import disk_faults
         from mtrain.launch.kubernetes.manifest import KubernetesOptions, Volume, kubernetes_job, render
 
-        pairs = [text.partition("=")[::2] for text in node_selector or ()]
-        options = KubernetesOptions(
-            nodes=nodes,
-            image=image,
-            gpus_per_node=gpus_per_node,
-            volumes=tuple(map(Volume.parsed, volume or ())),
-            cpus=cpus,
-            memory=memory,
-            shm=shm,
-            namespace=namespace,
-            name=name,
-            queue=queue,
-            env_secret=env_secret,
-            node_selector=tuple(pairs),
-            max_retries=max_retries,
-            grace_s=grace,
-        )
-        text = render(kubernetes_job(*split_arguments(arguments), options))
+        given = dict(vars(options))
+        output, grace_s = given.pop("output"), given.pop("grace")
+        volumes = tuple(map(Volume.parsed, given.pop("volume") or ()))
+        labels = tuple(text.partition("=")[::2] for text in given.pop("node_selector") or ())
+        job = KubernetesOptions(**given, volumes=volumes, node_selector=labels, grace_s=grace_s)
+        text = render(kubernetes_job(*split_arguments(arguments), job))
         if output is None:
             typer.echo(text, nl=False)
             return
         with disk_faults(f"write {output}"):
             output.write_text(text)
-    typer.echo(f"{output}: {options.num_ranks} ranks on {nodes} nodes; start them with kubectl apply -f {output}")
+    typer.echo(f"{output}: {job.num_ranks} ranks on {job.nodes} nodes; start them with kubectl apply -f {output}")
 
 
 def torchrun(

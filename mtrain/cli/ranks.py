@@ -1,0 +1,106 @@
+"""`mtrain train`, `serve` and `generate`: verbs whose processes are ranks, alone or under torchrun or srun."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtrain.base.environment import RankEnvironment
+from mtrain.base.ground import require_ground
+from mtrain.base.imports import without_collections
+from mtrain.cli.arguments import ConfigArguments, ModelArgument, loaded_config
+from mtrain.cli.messages import one_message, prefixed_traceback, this_rank
+
+if TYPE_CHECKING:
+    from mtrain.config import Config
+
+
+def _of_rank(arguments: list[str]) -> "tuple[Config, RankEnvironment]":
+    """Loads the configuration of this rank, and checks its layout."""
+    from mtrain.arch.layout import Layout
+
+    require_ground()
+    environment = RankEnvironment.from_environ(os.environ)
+    config = loaded_config(arguments, rank=environment.rank)
+    Layout.from_config(config, environment.world_size)
+    return config, environment
+
+
+def train(arguments: ConfigArguments) -> None:
+    """Trains as one rank: under torchrun, under srun, or alone."""
+    with one_message(this_rank()), prefixed_traceback():
+        from mtrain.watch.rank import watched
+
+        config, environment = _of_rank(arguments)
+        with watched(config, environment):
+            # torch is loaded only after the configuration has been checked, and while the watchdog watches
+            with without_collections():
+                from mtrain.training.trainer import train as run_training
+
+            run_training(config)
+
+
+def serve(
+    arguments: ConfigArguments,
+    host: Annotated[str, typer.Option(help="Address that rank 0 listens at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = 8000,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the clients' key; needed except on loopback.", show_default=False),
+    ] = None,
+) -> None:
+    """Serves a model to clients that train it and sample from it: the tinker SDK, for one.
+
+    One rank alone, or all ranks of a layout under torchrun or srun.
+    """
+    with one_message(this_rank()), prefixed_traceback():
+        from mtrain.serve.checked import check_libraries, read_token
+
+        config, _ = _of_rank(arguments)
+        token = None if token_file is None else read_token(token_file)
+        check_libraries()
+        with without_collections():
+            from mtrain.serve.run import serve as run_service
+            from mtrain.serve.served import Served
+
+        run_service(Served(config), host, port, token)
+
+
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeatable.", show_default=False)] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(help="One prompt per line; of .jsonl: objects with prompt or messages.", show_default=False),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Number of the likeliest tokens to draw from; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is what a user says, in the model's chat template.")
+    ] = False,
+) -> None:
+    """Continues prompts, or answers them.
+
+    Under torchrun or srun the model is spread over the ranks by the layout of its run.
+    """
+    if not prompt and prompts_file is None:
+        raise typer.BadParameter("there is none; give --prompt TEXT, or --prompts-file FILE", param_hint="--prompt")
+    if not 0 < top_p <= 1:
+        raise typer.BadParameter(f"{top_p} must be above 0 and at most 1; 1: all tokens", param_hint="--top-p")
+    with one_message(this_rank()):
+        require_ground()
+        from mtrain.training.sampling.generate import generate_text  # loads torch
+        from mtrain.training.sampling.params import SamplingParams
+        from mtrain.training.sampling.prompts import read_prompts, shown
+
+        questions = [*(prompt or []), *(read_prompts(prompts_file) if prompts_file is not None else [])]
+        sampling = SamplingParams(max_new_tokens, temperature, top_p, top_k, seed)
+        texts = generate_text(model, questions, sampling, chat)
+        if RankEnvironment.from_environ(os.environ).rank > 0:
+            return
+    for question, answer in zip(questions, texts):
+        typer.echo(f"\n> {shown(question)}\n{answer}")
