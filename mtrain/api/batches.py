@@ -24,13 +24,15 @@ from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.recorded_choices import RecordedChoices
 from mtrain.core.engine.schedule import evaluating, run_forward
 from mtrain.core.layers.output_layer import Logits
-from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.loss import label_log_probs
 from mtrain.core.step.results import ForwardResult
 from mtrain.core.step.scoring_pass import sequence_scores
 from mtrain.data.loader import Given, RowPlan, RowsOfRank
+
+_TYPE = "{} of type {}, but must be {}"
+_NOTHING = "the {} no sample, but at least one is needed; leave the call out where there is none"
 
 
 class SplitBatch(NamedTuple):
@@ -54,19 +56,19 @@ class GlobalBatches:
         """Checks and converts all samples, on every rank, so that all refuse the same one; each needs these `extras`.
         `has_first`: whether the batch begins a step."""
         if not checked_batch(batch):
-            raise _nothing_given("batch has")
+            raise _refused(_NOTHING.format("batch has"))
         return self._split(batch, len(batch), extras, has_first)
 
     def passes(self, batches: Iterable[Sequence[Datum]], extras: Sequence[str]) -> Iterator[list[Microbatch] | None]:
         """Yields this rank's microbatches of each `train.global_batch_size` samples."""
         if not isinstance(batches, Iterable) or isinstance(batches, str | bytes | Mapping):
-            raise _of_type("batches are", batches, "lists of Datum, one a batch")
+            raise _refused(_TYPE.format("batches are", type(batches).__name__, "lists of Datum, one a batch"))
         data, size = itertools.chain.from_iterable(map(checked_batch, batches)), self._rows.global_batch_size
         for number in itertools.count():
             batch = list(itertools.islice(data, size))
             if not batch:
                 if number == 0:
-                    raise _nothing_given("batches have")
+                    raise _refused(_NOTHING.format("batches have"))
                 return
             # planned as a whole, so that the number of microbatches is that of a training step
             yield self._split(batch, size, extras, number == 0).own
@@ -95,21 +97,15 @@ def checked_config(config: Config) -> Config:
 def checked_batch(batch: Sequence[Datum]) -> Sequence[Datum]:
     """Returns the batch, which a program may have passed as any type."""
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
-        raise _of_type("the batch is", batch, "a list of Datum")
+        raise _refused(_TYPE.format("the batch is", type(batch).__name__, "a list of Datum"))
     for slot, datum in enumerate(batch):
         if not isinstance(datum, Datum):
-            raise _of_type(f"sample {slot} is", datum, "a Datum, such as Datum([1, 2, 3])")
+            raise _refused(_TYPE.format(f"sample {slot} is", type(datum).__name__, "a Datum, such as Datum([1, 2, 3])"))
     return batch
 
 
-def _of_type(what: str, given: object, needed: str) -> DataError:
-    error = DataError(f"{what} of type {type(given).__name__}, but must be {needed}")
-    error.on_every_rank = True  # all ranks hold the same
-    return error
-
-
-def _nothing_given(what: str) -> DataError:
-    error = DataError(f"the {what} no sample, but at least one is needed; leave the call out where there is none")
+def _refused(text: str) -> DataError:
+    error = DataError(text)
     error.on_every_rank = True  # all ranks hold the same
     return error
 
@@ -175,12 +171,6 @@ def label_scores(
         table[own.start : own.stop, columns[first : first + len(chosen)]] = chosen.transpose(0, 1)
 
     return found, experts.gathered(found.shape[1], seq, size, write)
-
-
-def reading(objective: Objective, batch: Sequence[Datum]) -> Objective:
-    """Returns the objective of a global batch, which reads what its samples contain besides tokens and weights."""
-    has_temperatures = any(datum.temperature is not None for datum in checked_batch(batch))
-    return replace(objective, has_temperatures=has_temperatures, choices=named_choices(batch))
 
 
 def scores_of_samples(batch: Sequence[Datum], model: RankModel, batches: GlobalBatches) -> list[float]:

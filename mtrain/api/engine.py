@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.api.batches import AskedScores, GlobalBatches, checked_config, reading, scores_of_samples, token_scores
+from mtrain.api.batches import (
+    AskedScores,
+    GlobalBatches,
+    checked_batch,
+    checked_config,
+    scores_of_samples,
+    token_scores,
+)
 from mtrain.api.hf_tensors import HfContent, HfTensors, WeightDeltas, need_group
 from mtrain.api.turns import SharedBase, Turns, open_engines
 from mtrain.arch import num_parameters
@@ -24,7 +31,7 @@ from mtrain.arch.layout import Layout
 from mtrain.arch.lr import learning_rate
 from mtrain.config import Config
 from mtrain.core.batch.choices import choice_shapes
-from mtrain.core.batch.datum import Datum
+from mtrain.core.batch.datum import Datum, named_choices
 from mtrain.core.engine.optimizer import AdamOptions
 from mtrain.core.loss.functions.sources import source_fingerprints
 from mtrain.core.loss.objective import AnyLoss, Objective
@@ -64,9 +71,6 @@ class Engine(Turns):
 
     def __init__(self, config: Config) -> None:
         """Joins the other ranks, builds the model and loads or draws its weights.
-
-        Args:
-            config: Configuration, from `load_config`.
 
         Raises:
             ConfigError: The configuration does not fit the number of ranks, or another engine is open.
@@ -178,7 +182,10 @@ class Engine(Turns):
         training = self._built().training
         if self._is_bare:
             raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it after the block")
-        objective = reading(self._objective_of(loss, options), batch)
+        has_temperatures = any(datum.temperature is not None for datum in checked_batch(batch))
+        objective = replace(
+            self._objective_of(loss, options), has_temperatures=has_temperatures, choices=named_choices(batch)
+        )
         _, plan, own = self._batches.split(batch, objective.extras, has_first=self._open is None)
         step, self._open = self._open or training.open(), None  # a pass that fails must not leave half a gradient
         training.accumulate(step, own, plan.num_microbatches, objective, is_last=False)
@@ -388,8 +395,7 @@ class Engine(Turns):
             bucket_bytes: Size as for `named_hf_tensors`.
 
         Raises:
-            ConfigError: The model has no adapters to send.
-            DataError: No Hugging Face family can describe the model.
+            ConfigError, DataError: As for `named_hf_tensors`.
         """
         self._hf_tensors(content, dtype)  # a first plan, so that errors are raised here
         return WeightDeltas(lambda: self._hf_tensors(content, dtype), bucket_bytes, self.device)

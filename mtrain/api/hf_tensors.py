@@ -76,10 +76,6 @@ class HfTensors:
         self._whole = WholeParameters(model.chunks, model.groups)
         self._units = on_all_ranks(lambda: list(self._planned()))
 
-    def buckets(self, bucket_bytes: int) -> list[list[NamedKind]]:
-        """Returns names, dtypes and shapes of all tensors, by bucket, in the order of the model."""
-        return [[each for unit in bucket for each in unit.tensors] for bucket in self._buckets(bucket_bytes)]
-
     def stream(self, bucket_bytes: int, everywhere: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor, gathered a bucket at a time; arguments as for `Engine.named_hf_tensors`.
 
@@ -110,7 +106,8 @@ class HfTensors:
     def send(self, bucket_bytes: int, group: dist.ProcessGroup | None) -> int:
         """Sends all tensors to the other ranks of `group` if this rank has one; other ranks help to gather them.
         Returns the number of bytes, on all ranks."""
-        tensors, buckets = self.stream(bucket_bytes, everywhere=False), self.buckets(bucket_bytes)
+        tensors = self.stream(bucket_bytes, everywhere=False)
+        buckets = [[each for unit in bucket for each in unit.tensors] for bucket in self._buckets(bucket_bytes)]
         if group is not None:
             send_tensors(tensors, buckets, group, self._device)
         for _ in tensors:

@@ -25,7 +25,6 @@ from mtrain.checkpoint.store.imported import imported_model
 from mtrain.config import Config
 from mtrain.config.load import with_overrides
 from mtrain.config.schema.layout import LayoutSection
-from mtrain.config.schema.train import EvalSection, ValidSection
 from mtrain.convert.origin import source_of_run
 from mtrain.core.engine.generation import refuse_uncachable
 from mtrain.core.engine.rank_model import RankModel, build_rank_model
@@ -179,12 +178,15 @@ class PromptSamples:
     def __init__(self, config: Config, folder: RunFolder, chunks: Sequence[Any], is_first_rank: bool) -> None:
         """Reads the prompts, on the first rank. Collective over the world."""
         self._section, self._folder = config.eval, folder
-        self.due = _due(config.eval, config.valid)
+        # at intervals of their own, or with each validation
+        own, valid = config.eval.interval_steps, config.valid
+        self.due = Due(valid.interval_steps, valid.at_end, valid.at_start) if own is None else Due(own)
         self._is_first_rank = is_first_rank
         self._prompts: list[Prompt] = []
         self._questions: list[Question] = []
         self._lines: AppendedFile | None = None
         if not self._section.is_on:
+            self.due = Due()
             return
         refuse_uncachable(config.model, chunks)
         self._questions = on_first_rank(lambda: self._read(config))
@@ -240,15 +242,6 @@ class PromptSamples:
             if number < _SHOWN_PROMPTS:
                 _log.info(f"sample after step {step}: {_short(shown(prompt))} -> {_short(answer)}")
         sinks.write_text("samples", "\n\n".join(lines), step)
-
-
-def _due(section: EvalSection, valid: ValidSection) -> Due:
-    """Returns when prompts are answered: at intervals of their own, or with each validation."""
-    if not section.is_on:
-        return Due()
-    if section.interval_steps is not None:
-        return Due(section.interval_steps)
-    return Due(valid.interval_steps, valid.at_end, valid.at_start)
 
 
 def _short(text: str) -> str:

@@ -36,26 +36,26 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises ValueError if a value is out of range."""
-        whole = {
-            name: whole_number(getattr(self, name)) for name in ("max_new_tokens", "top_k", "seed", "num_likeliest")
-        }
-        stops = [whole_number(each) for each in self.stop_token_ids]
         rules = {
-            "max_new_tokens must be a whole number of at least 1": (whole["max_new_tokens"] or 0) >= 1,
+            "max_new_tokens must be a whole number of at least 1": _is_whole(self.max_new_tokens, 1),
             "temperature must be 0 or above": math.isfinite(self.temperature) and self.temperature >= 0,
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
-            "top_k must be a whole number, 0 or above": whole["top_k"] is not None and whole["top_k"] >= 0,
-            "seed must be a whole number, 0 or above": whole["seed"] is not None and whole["seed"] >= 0,
-            "num_likeliest must be a whole number, 0 or above": (whole["num_likeliest"] or 0) >= 0
-            and whole["num_likeliest"] is not None,
-            "stop_token_ids must be whole numbers, 0 or above": all(each is not None and each >= 0 for each in stops),
+            "top_k must be a whole number, 0 or above": _is_whole(self.top_k),
+            "seed must be a whole number, 0 or above": _is_whole(self.seed),
+            "num_likeliest must be a whole number, 0 or above": _is_whole(self.num_likeliest),
+            "stop_token_ids must be whole numbers, 0 or above": all(map(_is_whole, self.stop_token_ids)),
         }
         broken = [f"{rule}, but is {getattr(self, rule.split()[0])}" for rule, holds in rules.items() if not holds]
         if broken:
             raise ValueError("; ".join(broken))
         # plain numbers, since a tensor equals its number but has another hash
-        object.__setattr__(self, "stop_token_ids", frozenset(stops))
+        object.__setattr__(self, "stop_token_ids", frozenset(map(whole_number, self.stop_token_ids)))
 
     def ends(self, ids: Sequence[int]) -> bool:
         """Says whether the latest token ends an answer before it has max_new_tokens."""
         return ids[-1] in self.stop_token_ids or (self.is_complete is not None and self.is_complete(ids))
+
+
+def _is_whole(value: object, least: int = 0) -> bool:
+    found = whole_number(value)
+    return found is not None and found >= least
