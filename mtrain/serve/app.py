@@ -25,21 +25,7 @@ from mtrain.serve import operations
 from mtrain.serve.checkpoints import FILE, Checkpoints, Run
 from mtrain.serve.desk import Desk, FullError, Request
 from mtrain.serve.http import B, Handler, call_of, check_access, fault, read_body, read_with, sentence_of
-from mtrain.serve.operations import (
-    CreateModel,
-    CreateSampler,
-    Done,
-    Failed,
-    LoadWeights,
-    Lora,
-    OptimStep,
-    Refuse,
-    Save,
-    SaveExternal,
-    SaveForSampler,
-    SaveWeights,
-    Unload,
-)
+from mtrain.serve.operations import Done, Failed
 from mtrain.serve.protocol import SentBatch, read_batch
 from mtrain.serve.served import Served
 from mtrain.serve.store import Store
@@ -70,15 +56,15 @@ class App:
             "telemetry": self.telemetry,
             "create_session": _reading(operations.SessionBody, self.create_session),
             "session_heartbeat": _reading(operations.HeartbeatBody, self.heartbeat),
-            "create_model": _reading(CreateModel, self.create_model),
+            "create_model": _reading(operations.CreateModel, self.create_model),
             "forward_backward": self._in_line(self.forward_backward, is_chunk=True),
-            "optim_step": self._in_line(_reading(OptimStep, self.ordered)),
-            "save_weights": self._in_line(_reading(SaveWeights, self.ordered)),
-            "save_weights_for_sampler": self._in_line(_reading(SaveForSampler, self.ordered)),
-            "save_weights_external": self._in_line(_reading(SaveExternal, self.ordered)),
-            "load_weights": self._in_line(_reading(LoadWeights, self.load_weights)),
+            "optim_step": self._in_line(_reading(operations.OptimStep, self.ordered)),
+            "save_weights": self._in_line(_reading(operations.SaveWeights, self.ordered)),
+            "save_weights_for_sampler": self._in_line(_reading(operations.SaveForSampler, self.ordered)),
+            "save_weights_external": self._in_line(_reading(operations.SaveExternal, self.ordered)),
+            "load_weights": self._in_line(_reading(operations.LoadWeights, self.load_weights)),
             "get_info": _reading(operations.InfoBody, self.get_info),
-            "create_sampling_session": _reading(CreateSampler, self.create_sampling_session),
+            "create_sampling_session": _reading(operations.CreateSampler, self.create_sampling_session),
             "asample": _reading(operations.SampleBody, self.asample),
             "retrieve_future": _reading(operations.RetrieveBody, self.retrieve_future),
             "sessions/{session_id}/finish": self.finish_session,
@@ -123,7 +109,7 @@ class App:
                 return await handler(request)
             except (DataError, ValidationError, HTTPException) as error:
                 if (call := await call_of(request)) is not None:
-                    refuse = Refuse(call.model_id, sentence_of(error), call.is_of_step)
+                    refuse = operations.Refuse(call.model_id, sentence_of(error), call.is_of_step)
                     with contextlib.suppress(KeyError, DataError):  # no model, or no number that has a turn
                         made = self.desk.submit_in_order(refuse, call.model_id, call.number)
                         if is_chunk and isinstance(error, DataError):
@@ -188,17 +174,17 @@ class App:
         for each in samplers:
             del self._samplers[each]
         if models or samplers:
-            self.desk.submit(Unload(models, samplers))
+            self.desk.submit(operations.Unload(models, samplers))
 
     # training
 
-    async def create_model(self, body: CreateModel) -> Response:
+    async def create_model(self, body: operations.CreateModel) -> Response:
         self._check_session(body.session_id)
         self.base.check_name(body.base_model)
         body.lora_config = self.base.asked_adapter(body.lora_config)
         return self._began(body, body.new_model_id, body.lora_config)
 
-    async def load_weights(self, body: LoadWeights) -> Response:
+    async def load_weights(self, body: operations.LoadWeights) -> Response:
         """Continues from a checkpoint, with a new or an existing model."""
         if body.base_model is not None:
             self.base.check_name(body.base_model)
@@ -208,7 +194,9 @@ class App:
         self._check_session(body.session_id)
         return self._began(body, body.new_model_id, described.adapter)
 
-    def _began(self, operation: CreateModel | LoadWeights, model_id: str, lora: Lora) -> Response:
+    def _began(
+        self, operation: operations.CreateModel | operations.LoadWeights, model_id: str, lora: operations.Lora
+    ) -> Response:
         request = self.desk.submit(operation, f"{model_id}:create")
         self.desk.open_line(model_id)
         self._runs.setdefault(model_id, Run(lora, operation.user_metadata))
@@ -225,7 +213,9 @@ class App:
         known = {"type": "get_info", "model_data": names, "model_id": body.model_id, "model_name": self.base.name}
         return JSONResponse(known | self._runs[body.model_id].lora.facts)
 
-    async def ordered(self, operation: SentBatch | LoadWeights | OptimStep | Save) -> Response:
+    async def ordered(
+        self, operation: SentBatch | operations.LoadWeights | operations.OptimStep | operations.Save
+    ) -> Response:
         """Queues a numbered call of a model."""
         model_id, number = operation.model_id, operation.seq_id
         if model_id is None or number is None or not self.desk.has_line(model_id):
@@ -236,13 +226,13 @@ class App:
             request = self.desk.submit_in_order(operation, model_id, number)
         except KeyError:
             raise HTTPException(410, f"the turn of call {number} of {model_id} is over and its result gone") from None
-        if isinstance(operation, SaveForSampler) and operation.path is None:
+        if isinstance(operation, operations.SaveForSampler) and operation.path is None:
             self._samplers[operation.sampler_id] = None
         return _future(request, model_id)
 
     # sampling
 
-    async def create_sampling_session(self, body: CreateSampler) -> Response:
+    async def create_sampling_session(self, body: operations.CreateSampler) -> Response:
         """Makes weights ready to sample from."""
         self._check_session(body.session_id)
         if body.model_path is None or body.base_model is not None:

@@ -24,7 +24,8 @@ from mtrain.serve.protocol import MOST_COLUMNS, NO_LOG_PROB, Likeliest, SentDatu
 
 Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"]
 LOSSES: Mapping[str, Loss] = {each: each for each in get_args(Loss)}
-_OPTIONS = {"ppo": (0.8, 1.2), "cispo": (0.8, 1.2), "gspo": (0.8, 1.2)}
+_CLIPPED = ("ppo", "cispo", "gspo")
+_LOWEST, _HIGHEST = 0.8, 1.2
 """Default thresholds of the ratio."""
 _POLICY = ("logprobs", "advantages")
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
@@ -114,13 +115,13 @@ class Batch:
 
 
 def _thresholds(loss: str, options: Mapping[str, float | str]) -> tuple[float, float] | None:
-    known = {_LOW, _HIGH} if loss in _OPTIONS else set()
+    known = {_LOW, _HIGH} if loss in _CLIPPED else set()
     wrong = [name for name, value in options.items() if name not in known or not isinstance(value, float | int)]
     if wrong:
         raise DataError(f"loss_fn_config has {', '.join(sorted(wrong))}, but {loss} reads {sorted(known) or 'none'}")
     if not known:
         return None
-    low, high = (float(options.get(name, default)) for name, default in zip((_LOW, _HIGH), _OPTIONS[loss], strict=True))
+    low, high = float(options.get(_LOW, _LOWEST)), float(options.get(_HIGH, _HIGHEST))
     if not 0 <= low <= high < float("inf"):
         raise DataError(f"{_LOW}={low} and {_HIGH}={high} bound no ratio; send 0 <= low <= high")
     return low, high

@@ -18,23 +18,9 @@ from mtrain.convert.adapters import export_adapter
 from mtrain.core.engine.optimizer import AdamOptions
 from mtrain.core.ranks.init import on_first_rank
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from mtrain.serve import operations
 from mtrain.serve.losses import Batch, likeliest_of_prompt, log_probs_of_prompt
-from mtrain.serve.operations import (
-    CreateModel,
-    CreateSampler,
-    Done,
-    Failed,
-    LoadWeights,
-    Lora,
-    Operation,
-    OptimStep,
-    Place,
-    Refuse,
-    Sample,
-    Save,
-    SaveForSampler,
-    Unload,
-)
+from mtrain.serve.operations import Done, Failed, Operation
 from mtrain.serve.protocol import SentBatch, written_answers, written_outputs
 from mtrain.serve.room import Sizes, check_room, sequences_at_once
 from mtrain.serve.served import Served, shown
@@ -71,7 +57,7 @@ class _Kept:
 
 @dataclass
 class _Model:
-    lora: Lora
+    lora: operations.Lora
     engine: Engine
     """Engine for adapters of this shape, shared with others in turns."""
     metadata: dict[str, str] | None
@@ -116,7 +102,11 @@ class Worker:
             if not error.on_every_rank:
                 raise
             failed = Failed(str(error), "server")
-        if isinstance(operation, SentBatch | Refuse) and operation.is_of_step and operation.model_id in self._models:
+        if (
+            isinstance(operation, SentBatch | operations.Refuse)
+            and operation.is_of_step
+            and operation.model_id in self._models
+        ):
             self._models[operation.model_id].fault = failed.message
             engine = self._models[operation.model_id].engine
             if self._current.get(id(engine)) == operation.model_id:
@@ -125,32 +115,32 @@ class Worker:
 
     def _done(self, operation: Operation) -> Done:
         match operation:
-            case CreateModel():
-                lora = Lora(rank=0) if operation.lora_config is None else operation.lora_config
+            case operations.CreateModel():
+                lora = operations.Lora(rank=0) if operation.lora_config is None else operation.lora_config
                 self._create(operation.new_model_id, lora, operation.user_metadata)
                 return Done({"model_id": operation.new_model_id, "type": operation.type})
-            case LoadWeights():
+            case operations.LoadWeights():
                 return self._load_weights(operation)
             case SentBatch():
                 return self._pass(operation)
-            case OptimStep():
+            case operations.OptimStep():
                 return self._step(operation)
-            case SaveForSampler(path=None):
+            case operations.SaveForSampler(path=None):
                 self._samplers[operation.sampler_id] = self._kept(self._turn_to(operation.model_id).engine)
                 return Done({"sampling_session_id": operation.sampler_id, "type": operation.type})
-            case Save():
+            case operations.Save():
                 return self._save(operation)
-            case CreateSampler():
+            case operations.CreateSampler():
                 self._samplers[operation.sampler_id] = self._weights_of(operation.model_path)
                 return Done({"sampling_session_id": operation.sampler_id, "type": operation.type})
-            case Sample():
+            case operations.Sample():
                 return self._sample(operation)
-            case Refuse():
+            case operations.Refuse():
                 raise DataError(operation.message)
-            case Unload():
+            case operations.Unload():
                 return self._unload(operation)
 
-    def _create(self, model_id: str, lora: Lora, metadata: dict[str, str] | None) -> Engine:
+    def _create(self, model_id: str, lora: operations.Lora, metadata: dict[str, str] | None) -> Engine:
         if model_id in self._models:
             raise DataError(f"{model_id} exists already; create a model of another number")
         engine = self._engine_of(lora)
@@ -162,7 +152,7 @@ class Worker:
         self._current[id(engine)] = model_id
         return engine
 
-    def _load_weights(self, asked: LoadWeights) -> Done:
+    def _load_weights(self, asked: operations.LoadWeights) -> Done:
         model_id = asked.model_id if asked.new_model_id is None else asked.new_model_id
         assert model_id is not None, "one of both was sent"
         with self._reading(asked.path) as described:
@@ -175,13 +165,13 @@ class Worker:
                 engine.load(self._store.folder(asked.path))
             except MtrainError:
                 if asked.new_model_id is not None:
-                    self._unload(Unload((model_id,), ()))
+                    self._unload(operations.Unload((model_id,), ()))
                 raise
         if not asked.optimizer:
             engine.forget_optimizer()
         return Done({"path": str(asked.path), "model_id": model_id, "type": asked.type})
 
-    def _engine_of(self, lora: Lora) -> Engine:
+    def _engine_of(self, lora: operations.Lora) -> Engine:
         """Returns an engine for adapters of this shape, existing or new, on the same base."""
         config = self._served.adapted(lora)
         there, wanted = self._engine.config.adapter, config.adapter
@@ -195,7 +185,7 @@ class Worker:
             self._shapes[shape] = self._engine.adapter(shape, wanted.model_dump(exclude={"path"}))
         return self._shapes[shape]
 
-    def _built_anew(self, lora: Lora) -> Engine:
+    def _built_anew(self, lora: operations.Lora) -> Engine:
         """Closes all engines, and builds one for adapters after a whole model was trained, or the reverse."""
         config = self._served.adapted(lora)
         there, wanted = self._engine.config.adapter, config.adapter
@@ -223,7 +213,7 @@ class Worker:
                 self._shapes.pop(shape).close()
 
     @contextmanager
-    def _reading(self, source: Place) -> Iterator[Described]:
+    def _reading(self, source: operations.Place) -> Iterator[Described]:
         """Keeps clients from removing a checkpoint inside the `with` block. Collective."""
         with ExitStack() as held:
             yield on_first_rank(lambda: held.enter_context(self._store.reading(source)))
@@ -241,7 +231,7 @@ class Worker:
         log_probs, loss = batch.outputs(model.engine.device)
         return Done(written_outputs({"logprobs": log_probs}, {"loss:sum": loss}))
 
-    def _step(self, asked: OptimStep) -> Done:
+    def _step(self, asked: operations.OptimStep) -> Done:
         model = self._turn_to(asked.model_id)
         fault, model.fault = model.fault, None
         if fault is not None:
@@ -259,7 +249,7 @@ class Worker:
         done = model.engine.optim_step(given.learning_rate, options)
         return Done({"metrics": {"grad_norm": done.grad_norm, "step": float(done.step)}})
 
-    def _save(self, asked: Save) -> Done:
+    def _save(self, asked: operations.Save) -> Done:
         model, place, store = self._turn_to(asked.model_id), asked.place, self._store
 
         def begun() -> Path:
@@ -281,7 +271,7 @@ class Worker:
         on_first_rank(lambda: store.publish(described))
         return Done({"path": str(place), "type": asked.type})
 
-    def _kept(self, engine: Engine, source: Place | None = None) -> _Kept:
+    def _kept(self, engine: Engine, source: operations.Place | None = None) -> _Kept:
         """Copies weights to sample from: those on an engine now, or of a checkpoint."""
         check_room(engine.device, 0, Sizes(engine.config).weights_bytes, "one more sampler")
         if source is not None:
@@ -289,13 +279,13 @@ class Worker:
             engine.load(self._store.folder(source))
         return _Kept(engine, engine.hold(weights_only=True))
 
-    def _weights_of(self, source: Place | None) -> _Kept | None:
+    def _weights_of(self, source: operations.Place | None) -> _Kept | None:
         if source is None:
             return None
         with self._reading(source) as described:
             return self._kept(self._engine_of(described.adapter), source)
 
-    def _sample(self, asked: Sample) -> Done:
+    def _sample(self, asked: operations.Sample) -> Done:
         body, sampling, texts = asked
         if body.sampling_session_id not in self._samplers:
             raise DataError(f"there is no sampling session {body.sampling_session_id}; create one")
@@ -316,7 +306,7 @@ class Worker:
             likeliest = likeliest_of_prompt(engine, prompt, count, last_n) if count else None
         return Done(written_answers(found, likely, likeliest))
 
-    def _unload(self, asked: Unload) -> Done:
+    def _unload(self, asked: operations.Unload) -> Done:
         for model_id in asked.model_ids:
             model = self._models.pop(model_id, None)
             if model is not None and self._current.get(id(model.engine)) == model_id:

@@ -60,45 +60,36 @@ class ValidationSet:
 def evaluate_all(
     model: RankModel, objective: Objective, sets: Sequence[ValidationSet], step: int, teacher: Teacher | None = None
 ) -> ValidRecord:
-    """Evaluates several sets one after the other, as `evaluate` does; returns the record of the first set, whose
-    `valid_sets` holds the losses of all if there are several."""
-    records = {each.name: evaluate(model, objective, each, step, teacher) for each in sets}
+    """Runs several sets through the pipeline one after the other, forward only; returns the record of the first set,
+    whose `valid_sets` holds the losses of all if there are several.
+
+    One all-reduce of a short vector for each set, in addition to megatron-core's own collectives.
+
+    Args:
+        model: Model of this rank; its parameters are gathered first, and it is left in training mode.
+        objective: Objective whose terms of logits are reported, the main term as the validation loss.
+    """
+    records: dict[str, ValidRecord] = {}
+    for each in sets:
+        start = time.perf_counter()
+        passes = repeat(None, each.num_passes) if each.held_out is None else each.held_out.batches()
+        totals = forward_totals(model, objective, passes, teacher)
+        terms = term_records(totals.terms)
+        records[each.name] = ValidRecord(
+            step=step,
+            valid_loss=terms[MAIN_TERM].loss,
+            denominator=terms[MAIN_TERM].denominator,
+            samples=each.num_samples,
+            seconds=time.perf_counter() - start,
+            terms=terms,
+            diagnostics=totals.diagnostics,
+            layout_dependent=model.config.is_layout_dependent,
+        )
     first, *others = records.values()
     if not others:
         return first
     losses = {name: record.terms[MAIN_TERM] for name, record in records.items()}
     return replace(first, valid_sets=losses, seconds=sum(record.seconds for record in records.values()))
-
-
-def evaluate(
-    model: RankModel, objective: Objective, samples: ValidationSet, step: int, teacher: Teacher | None = None
-) -> ValidRecord:
-    """Runs the set through the pipeline, forward only.
-
-    One all-reduce of a short vector at the end, in addition to megatron-core's own collectives.
-
-    Args:
-        model: Model of this rank; its parameters are gathered first, and it is left in training mode.
-        objective: Objective whose terms of logits are reported, the main term as the validation loss.
-
-    Raises:
-        NumericError: A loss is not finite, or a denominator cannot be right.
-    """
-    start, held_out = time.perf_counter(), samples.held_out
-    passes = repeat(None, samples.num_passes) if held_out is None else held_out.batches()
-    totals = forward_totals(model, objective, passes, teacher)
-    seconds = time.perf_counter() - start
-    records = term_records(totals.terms)
-    return ValidRecord(
-        step=step,
-        valid_loss=records[MAIN_TERM].loss,
-        denominator=records[MAIN_TERM].denominator,
-        samples=samples.num_samples,
-        seconds=seconds,
-        terms=records,
-        diagnostics=totals.diagnostics,
-        layout_dependent=model.config.is_layout_dependent,
-    )
 
 
 def term_records(totals: Mapping[str, Totals]) -> dict[str, TermRecord]:

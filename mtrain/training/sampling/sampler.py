@@ -81,11 +81,7 @@ def generate(
     layer with experts.
 
     Args:
-        model: Model of this rank, parameters complete; left as it was.
-        prompts: Token ids of each prompt, the same on all ranks; at least one token each.
-        sampling: Rules for drawing tokens; None: SamplingParams().
-        max_sequences: Largest number of answers in progress on a replica; no answer depends on it.
-        routed_experts: Whether the experts of all tokens are wanted.
+        model: Model of this rank, parameters complete; left as it was. Others as for `Engine.generate`.
     """
     config, groups, chunks = model.config, model.groups, model.chunks
     prompts, sampling = _checked(prompts, config.model.vocab_size, sampling, max_sequences)
