@@ -187,7 +187,7 @@ def test_an_adapter_is_bounded_by_the_model() -> None:
     assert Served(config).adapted(Lora(rank=max(sizes))).adapter is not None
     for rank in (65536, 10**6):
         with refuses(ConfigError, f"rank={rank}", "at most"):
-            Served(config).adapted(Lora(rank=rank))
+            Served(config).adapted(Lora.model_construct(rank=rank))
 
 
 @pytest.mark.fault(

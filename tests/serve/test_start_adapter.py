@@ -114,7 +114,7 @@ def test_models_start_from_the_adapter_of_a_folder(pool: Pool, tmp_path: Path, o
 
 
 @pytest.mark.parametrize(
-    "asked", [Lora(rank=4), Lora(rank=0), Lora(rank=3, train_mlp=False), Lora(rank=3, train_attn=False)], ids=str
+    "asked", [Lora(rank=4), Lora(rank=0), Lora(rank=3, train_mlp=False), Lora(rank=3, train_attn=False)], ids=repr
 )
 def test_another_shape_than_that_of_the_folder_is_refused(tmp_path: Path, asked: Lora) -> None:
     served = Served(written(tmp_path, case(2)))
