@@ -32,8 +32,7 @@ def mix(word: Word) -> Word:
     """Scrambles 64 bits; one-to-one. The finaliser of splitmix64 (Steele, Lea and Flood 2014)."""
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    mixed: Word = word ^ (word >> 31)
-    return mixed
+    return word ^ (word >> 31)
 
 
 def key_of(*words: int) -> int:

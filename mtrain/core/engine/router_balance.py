@@ -197,8 +197,7 @@ class RouterStats:
         step.accumulator.add_router(numerators, shares)
         # The sum enters backward here and not with the loss: most stages have no loss, and hidden states carry none
         # along.
-        attached: Tensor = _Attached.apply(logits, (numerators * step.factors()).sum())  # type: ignore[no-untyped-call]
-        return attached
+        return _Attached.apply(logits, (numerators * step.factors()).sum())  # type: ignore[no-untyped-call]
 
     def choice(self, chosen: Tensor, sequence_ids: Tensor | None) -> None:
         """Counts the tokens of text that go to each expert.

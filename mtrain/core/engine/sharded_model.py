@@ -190,8 +190,7 @@ class DataParallel:
 
     def no_sync(self, chunk: Any) -> AbstractContextManager[None]:
         # marks the buckets as not on their last microbatch, so backward hooks only add
-        context: AbstractContextManager[None] = chunk.no_sync()
-        return context
+        return chunk.no_sync()
 
     def start_grad_sync(self, chunk: Any, *unused: object) -> None:
         # finish_grad_sync asserts that a reduction was started where it overlaps; without overlap it runs one itself

@@ -136,8 +136,7 @@ def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
     options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
     given = (batch.tokens, batch.positions, batch.document_starts, _sequence_ids(batch), batch.mtp, batch.choices)
-    output: Tensor | Logits = chunk(*given, **options)
-    return output
+    return chunk(*given, **options)
 
 
 def _sequence_ids(batch: Microbatch) -> Tensor | None:

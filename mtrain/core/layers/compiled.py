@@ -74,8 +74,7 @@ def as_written() -> contextlib.AbstractContextManager[object]:
     """Turns compilation off inside the block: for passes whose rows all have different lengths."""
     if "torch._dynamo" not in sys.modules:  # saves seconds in runs that compile nothing
         return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
+    return torch.compiler.set_stance("force_eager")
 
 
 def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list[tuple[nn.Module, str]]:

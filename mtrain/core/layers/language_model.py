@@ -190,8 +190,7 @@ class LanguageModel(LanguageModule):
         """Returns the table of embeddings or of the output; stages that share it sum its gradients. None: this stage
         has neither."""
         if self.pre_process or self.mtp_process:
-            table: Tensor = self.embedding.word_embeddings.weight
-            return table
+            return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
     def sharded_state_dict(

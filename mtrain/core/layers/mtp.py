@@ -118,8 +118,7 @@ class Depth(MegatronModule):
                 rotary_pos_emb=rotary_pos_emb,
                 padding_mask=padding_mask,
             )
-        output: Tensor = self.final_layernorm(hidden_states)
-        return output
+        return self.final_layernorm(hidden_states)
 
     def _joined(self, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
         """Returns [seq_local, batch, hidden]; all-gathers the projection's columns over TP, of all tokens under sp."""

@@ -62,8 +62,7 @@ class Norm(nn.Module):
         is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
         # a compiler fuses torch's own formula itself
         if hidden.device.type == "cpu" and is_wide and not torch.compiler.is_compiling():
-            normalised: Tensor = RmsNormOnCpu.apply(hidden, weight, self.epsilon)  # type: ignore[no-untyped-call]
-            return normalised
+            return RmsNormOnCpu.apply(hidden, weight, self.epsilon)  # type: ignore[no-untyped-call]
         return functional.rms_norm(hidden, self.size, weight, self.epsilon)
 
 

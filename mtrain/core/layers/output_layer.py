@@ -79,8 +79,7 @@ class OutputLayer(ColumnParallelLinear):
         """
         # in this call, since hooks that wait for parameters are on it
         if not as_operands:
-            output: tuple[Tensor, Tensor | None] = super().forward(input_, weight, runtime_gather_output)
-            return output
+            return super().forward(input_, weight, runtime_gather_output)
         # a table in lower precision is converted once, for all chunks of the tokens
         table = (self.weight if weight is None else weight).to(input_.dtype)
         if self.sequence_parallel:
@@ -122,8 +121,7 @@ class ScoreHead(MegatronModule):
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Returns the places, which are the same on all ranks of TP."""
-        places: dict[str, Any] = own_places(self, {}, self._tp, prefix, sharded_offsets, metadata)
-        return places
+        return own_places(self, {}, self._tp, prefix, sharded_offsets, metadata)
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,7 @@ class DeferredLogits:
 
     def operands(self) -> Operands:
         """Returns the factors, for callers that multiply some rows at a time."""
-        operands: Operands = self.layer(self.hidden, weight=self.tied, as_operands=True)
-        return operands
+        return self.layer(self.hidden, weight=self.tied, as_operands=True)
 
 
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:

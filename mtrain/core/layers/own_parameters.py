@@ -29,7 +29,7 @@ def own_places(
         metadata: Metadata that `sharded_state_dict` receives; names the group of replicas.
     """
     assert metadata is not None, "megatron-core passes it to every layer"
-    places: dict[str, ShardedTensor] = make_sharded_tensors_for_checkpoint(
+    return make_sharded_tensors_for_checkpoint(
         dict(module.named_parameters(recurse=False)),
         prefix,
         divided_axes,
@@ -37,4 +37,3 @@ def own_places(
         tp_group=tp,
         dp_cp_group=metadata["dp_cp_group"],
     )
-    return places

@@ -27,8 +27,7 @@ def widened_linear(inputs: Tensor, weight: Tensor) -> Tensor:
     if inputs.dtype == weight.dtype:
         return functional.linear(inputs, weight)
     assert not weight.requires_grad, "its gradient would be lost"
-    result: Tensor = _WidenedLinear.apply(inputs, weight)  # type: ignore[no-untyped-call]
-    return result
+    return _WidenedLinear.apply(inputs, weight)  # type: ignore[no-untyped-call]
 
 
 class _WidenedLinear(autograd.Function):

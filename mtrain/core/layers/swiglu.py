@@ -20,8 +20,7 @@ from torch.nn import functional
 
 def swiglu(projected: Tensor) -> Tensor:
     """Computes silu(first half) x second half: [..., 2 f] -> [..., f], in every precision the formula's bits."""
-    activated: Tensor = _SwiGlu.apply(projected)  # type: ignore[no-untyped-call]
-    return activated
+    return _SwiGlu.apply(projected)  # type: ignore[no-untyped-call]
 
 
 def is_swiglu(config: TransformerConfig) -> bool:
@@ -60,8 +59,7 @@ class FeedForward(MLP):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes what megatron-core's module does."""
         if per_token_scale is not None or not is_swiglu(self.config):
-            output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, per_token_scale, **options)
-            return output
+            return super().forward(hidden_states, per_token_scale, **options)
         projected, bias = self.linear_fc1(hidden_states)
         output = self.linear_fc2(swiglu(projected if bias is None else projected + bias))
         return output

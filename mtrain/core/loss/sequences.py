@@ -51,8 +51,7 @@ def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     if group is None:
         return values
-    result: Tensor = _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
-    return result
+    return _SumOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -267,8 +267,7 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
-    result: Result = outcome[0]
-    return result
+    return outcome[0]
 
 
 def with_the_slowest(action: Callable[[], Result]) -> Result:

@@ -294,8 +294,7 @@ def _is_on_cpu(groups: Groups) -> bool:
 
 
 def _vocab_local(logits: DeferredLogits) -> int:
-    width: int = logits.layer.output_size_per_partition
-    return width
+    return logits.layer.output_size_per_partition
 
 
 def _selected(hidden: Tensor, index: Tensor | None) -> Tensor:

@@ -60,8 +60,7 @@ def _counts_of_reader(
         slices = [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in whole]
         counts = torch.tensor(_counted(slices))
     shape = (len(rows), len(terms_by_distribution(rows[0])))
-    received: list[list[int]] = broadcast_on_hosts(counts, shape, torch.int64, groups).numpy().tolist()
-    return received
+    return broadcast_on_hosts(counts, shape, torch.int64, groups).numpy().tolist()
 
 
 def places(is_weighed: Tensor, count: int) -> Tensor:

@@ -180,8 +180,7 @@ class LinearAdapter(Adapter):
 
     def _same_gradient(self, narrow: Tensor) -> Tensor:
         """Does nothing in forward; in backward all-reduces the gradient once."""
-        same: Tensor = copy_to_tensor_model_parallel_region(narrow, group=self._tp)
-        return same
+        return copy_to_tensor_model_parallel_region(narrow, group=self._tp)
 
     def _dropped(self, inputs: Tensor) -> Tensor:
         if self._section.dropout == 0 or not self.training:

@@ -21,8 +21,7 @@ def to_heads(part: Tensor, cp: dist.ProcessGroup) -> Tensor:
     size, (seq, batch, heads, dim) = cp.size(), part.shape
     # the receiver goes first, because the all-to-all cuts the first axis in equal parts
     part = part.reshape(seq, batch, size, heads // size, dim).permute(2, 0, 1, 3, 4)
-    received: Tensor = all_to_all(cp, part.reshape(size * seq, batch, heads // size, dim))
-    return received
+    return all_to_all(cp, part.reshape(size * seq, batch, heads // size, dim))
 
 
 def to_sequence(part: Tensor, cp: dist.ProcessGroup) -> Tensor:

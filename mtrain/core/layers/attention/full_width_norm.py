@@ -111,10 +111,9 @@ class FullWidthNorm(nn.Module):
             key: [seq, batch, groups_local, head_dim].
         """
         # the gains are converted outside of the Function, so autograd rounds their gradients to the weights' dtype
-        normalised: tuple[Tensor, Tensor] = _Normalised.apply(  # type: ignore[no-untyped-call]
+        return _Normalised.apply(  # type: ignore[no-untyped-call]
             query, key, self._gain(self.q_weight), self._gain(self.k_weight), self.epsilon, self.tp
         )
-        return normalised
 
     def _gain(self, weight: Tensor) -> Tensor:
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))

@@ -167,5 +167,4 @@ def _lower_right(num_queries: int, num_keys: int) -> Tensor:
     """Returns a causal mask with the last query at the last key, in the form that allows flash attention."""
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds that a CPU run saves
 
-    bias: Tensor = causal_lower_right(num_queries, num_keys)
-    return bias
+    return causal_lower_right(num_queries, num_keys)

@@ -152,10 +152,8 @@ class LatentAttention(MegatronModule):
     def _attended(self, *arguments: Tensor | None) -> Tensor:
         if self.recomputes_core and self.training:
             # False: saved activations are not spread over TP
-            recomputed: Tensor = checkpoint(self.core_attention, False, *arguments)
-            return recomputed
-        context: Tensor = self.core_attention(*arguments)
-        return context
+            return checkpoint(self.core_attention, False, *arguments)
+        return self.core_attention(*arguments)
 
     def _queries(self, hidden: Tensor, angles: Tensor) -> Tensor:
         """Returns [seq_local, batch, heads_local, nope + rope]."""
@@ -213,8 +211,7 @@ class KeyValueProjection(ColumnParallelLinear):
         megatron-core waits for an overlapped gathering before the call of the module that owns the parameter
         (DistributedDataParallel._make_forward_pre_hook); a weight that is only read could be that of the last step.
         """
-        weight: Tensor = self.weight
-        return weight
+        return self.weight
 
 
 class LatentCore(RowAttention):

@@ -64,8 +64,7 @@ def rotated(heads: Tensor, rotations: Rotations) -> Tensor:
     Returns:
         Rotated heads, of the same shape; dimensions from 2 r on are unchanged.
     """
-    found: Tensor = _Rotation.apply(heads, *rotations)  # type: ignore[no-untyped-call]
-    return found
+    return _Rotation.apply(heads, *rotations)  # type: ignore[no-untyped-call]
 
 
 def split_and_rotated(mixed: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,8 +81,7 @@ def split_and_rotated(mixed: Tensor, rotations: Rotations) -> tuple[Tensor, Tens
     Returns:
         [seq, batch, groups * n, head_dim] and twice [seq, batch, groups, head_dim].
     """
-    parts: tuple[Tensor, Tensor, Tensor] = _SplitRotation.apply(mixed, *rotations)  # type: ignore[no-untyped-call]
-    return parts
+    return _SplitRotation.apply(mixed, *rotations)  # type: ignore[no-untyped-call]
 
 
 class _Rotation(torch.autograd.Function):
@@ -184,10 +182,7 @@ class RotatingAttention(SelfAttention):
             options: Further named arguments of megatron-core's module.
         """
         if torch.compiler.is_compiling():  # fuses by itself
-            output: tuple[Tensor, Tensor | None] = super().forward(
-                hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options
-            )
-            return output
+            return super().forward(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options)
         self._angles = rotary_pos_emb if is_rotated(self) else None
         try:
             output = super().forward(hidden_states, *arguments, rotary_pos_emb=None, **options)

@@ -43,8 +43,7 @@ class DocumentAttention(TEDotProductAttention):
     ) -> Tensor:
         """Attends causally to whole rows; arguments and result are those of `CoreAttention.forward`."""
         if attention_mask is None:
-            output: Tensor = super().forward(query, key, value, None, *arguments, **options)
-            return output
+            return super().forward(query, key, value, None, *arguments, **options)
         seq, batch = query.shape[:2]
         segments = key_set(attention_mask, None).segments([(0, seq)], seq, query.device)
         # [batch * seq, heads, dim]: rows one after the other
@@ -71,21 +70,18 @@ class TransformerEngineLatentAttention(LatentAttention):
         return ReplicatedTELinear(self.config, num_columns, num_rows, self.tp)
 
     def _divided(self, num_columns: int, num_rows: int) -> nn.Module:
-        linear: nn.Module = TEColumnParallelLinear(num_columns, num_rows, **self._options(), gather_output=False)
-        return linear
+        return TEColumnParallelLinear(num_columns, num_rows, **self._options(), gather_output=False)
 
     def _of_keys_and_values(self, num_columns: int, num_rows: int) -> nn.Module:
         return self._divided(num_columns, num_rows)
 
     def _output_projection(self, num_columns: int) -> nn.Module:
         options = self._options() | {"init_method": self.config.output_layer_init_method, "skip_bias_add": True}
-        linear: nn.Module = TERowParallelLinear(num_columns, self.config.hidden_size, **options, input_is_parallel=True)
-        return linear
+        return TERowParallelLinear(num_columns, self.config.hidden_size, **options, input_is_parallel=True)
 
     def _norm(self, size: int) -> nn.Module:
         # not fused into the projection after it: its epsilon may be another than that of the model's norms
-        norm: nn.Module = TENorm(self.config, size, self._epsilon)
-        return norm
+        return TENorm(self.config, size, self._epsilon)
 
     def _core(
         self, layer_number: int, scale: float, cp_comm_type: str | None, groups: ProcessGroupCollection
@@ -146,5 +142,4 @@ class ReplicatedTELinear(TELinear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Projects [..., columns] -> [..., rows]."""
-        output: Tensor = super().forward(hidden)[0]
-        return output
+        return super().forward(hidden)[0]

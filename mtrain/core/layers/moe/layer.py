@@ -130,8 +130,7 @@ class SharedExperts(SharedExpertMLP):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns [seq_local, batch, hidden]; takes the same."""
-        output: Tensor = super().forward(hidden_states.view_as(hidden_states))
-        return output
+        return super().forward(hidden_states.view_as(hidden_states))
 
 
 class ExpertsLayer(MoELayer):
@@ -179,8 +178,7 @@ class ExpertsLayer(MoELayer):
         weights, chosen = self.route(hidden_states, marks)
         dispatched, weights = self.dispatch(*self.preprocess(hidden_states, weights, chosen))
         output, _ = self.routed_experts_compute(dispatched, weights)
-        combined: Tensor = self.postprocess(self.combine(output), shared)
-        return combined
+        return self.postprocess(self.combine(output), shared)
 
 
 class BranchedExpertsLayer(ExpertsLayer):
@@ -202,8 +200,7 @@ class BranchedExpertsLayer(ExpertsLayer):
         inner = self.routed_input_norm(hidden_states)
         dispatched, weights = self.dispatch(*self.preprocess(inner, weights, chosen))
         output, _ = self.routed_experts_compute(dispatched, weights)
-        combined: Tensor = self.routed_output_norm(self.postprocess(self.combine(output), None)) + shared
-        return combined
+        return self.routed_output_norm(self.postprocess(self.combine(output), None)) + shared
 
 
 def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:

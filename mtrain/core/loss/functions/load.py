@@ -76,8 +76,7 @@ def _columns(name: str, options: Mapping[str, Any]) -> list[str]:
 
 def reported_by(function: LossFunction) -> Reported:
     """Returns the diagnostics that `mtrain.reports` declared for a function."""
-    reported: Reported = getattr(_unbound(function)[0], "reports", Reported())
-    return reported
+    return getattr(_unbound(function)[0], "reports", Reported())
 
 
 def _unbound(function: LossFunction) -> tuple[Any, dict[str, Any]]:

@@ -192,8 +192,7 @@ def preference_loss(
 
 def preference_marks(function: Callable[..., Any]) -> PreferenceMarks | None:
     """Returns the marks of a function, with or without bound options; None if it is no preference loss."""
-    marks: PreferenceMarks | None = getattr(getattr(function, "func", function), "preference_marks", None)
-    return marks
+    return getattr(getattr(function, "func", function), "preference_marks", None)
 
 
 @per_token

@@ -53,10 +53,9 @@ def sum_over_chunks(
             for rows in chunks(len(rows_of), chunk_rows):
                 total += loss_of_chunk(number, rows, logits_of_rows(rows_of[rows], weight))
         return total
-    result: Tensor = _SumOverChunks.apply(  # type: ignore[no-untyped-call]
+    return _SumOverChunks.apply(  # type: ignore[no-untyped-call]
         weight, loss_of_chunk, chunk_rows, expected_gradient, *hidden
     )
-    return result
 
 
 def _wide(weight: Tensor) -> torch.dtype:
