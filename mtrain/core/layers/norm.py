@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from mtrain.core.layers.own_parameters import device_of, replicated_parameter
+
 
 class Norm(nn.Module):
     """Normalizes the last dimension as `config.normalization` says.
@@ -33,20 +35,12 @@ class Norm(nn.Module):
         self.epsilon = eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
         initial = 0.0 if self.is_zero_centered else 1.0
-        self.weight = self._parameter(torch.full(self.size, initial, dtype=config.params_dtype), config)
+        self.weight = replicated_parameter(config, torch.full(self.size, initial))
         if config.normalization == "LayerNorm":
-            self.bias = self._parameter(torch.zeros(hidden_size, dtype=config.params_dtype), config)
+            self.bias = replicated_parameter(config, torch.zeros(hidden_size))
         else:
             self.register_parameter("bias", None)
         self.is_layer_norm = config.normalization == "LayerNorm"
-
-    @staticmethod
-    def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        parameter = nn.Parameter(value.to(device))
-        # under sp each rank of TP sees its own tokens: finalize_model_grads sums gradients with this mark
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return parameter
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalizes, scales and, for LayerNorm, shifts."""
@@ -136,8 +130,7 @@ class ScaledLayer(OutputNormLayer):
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.register_buffer("scalar", torch.ones(1, dtype=config.params_dtype, device=device))
+        self.register_buffer("scalar", torch.ones(1, dtype=config.params_dtype, device=device_of(config)))
         build = self.mlp_bda  # the last operation of the layer
 
         def build_scaled(training: bool, fused: bool) -> AddToResidual:

@@ -6,9 +6,8 @@ a loss needs those of the tokens that it weighs, generation those of one positio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,6 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-
-from mtrain.core.layers.own_parameters import ShardedOffsets, own_places
 
 
 class Operands(NamedTuple):
@@ -104,7 +101,7 @@ class ScoreHead(MegatronModule):
         super().__init__(config=config)
         self.weight = torch.nn.Parameter(torch.zeros(rows, config.hidden_size, dtype=config.params_dtype))
         self.output_size_per_partition = rows
-        self._tp = tp
+        self.tp_group = tp
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, as_operands: bool = False
@@ -113,15 +110,10 @@ class ScoreHead(MegatronModule):
         assert weight is None, "a head shares its matrix with nothing"
         if self.config.sequence_parallel:
             # each rank has the whole gradient, and in backward keeps that of its own positions
-            input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=self._tp)
+            group = self.tp_group
+            input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=group)
         table = self.weight.to(input_.dtype)
         return Operands(input_, table) if as_operands else (input_ @ table.t(), None)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns the places, which are the same on all ranks of TP."""
-        return own_places(self, {}, self._tp, prefix, sharded_offsets, metadata)
 
 
 @dataclass(frozen=True)

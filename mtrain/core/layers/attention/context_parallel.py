@@ -4,6 +4,14 @@ A `KeySet` says which keys a query sees, a `KeySource` brings them here. A row c
 their edges fall; attention never crosses one. Rows, not documents, are cut for context parallelism, so packing does not
 depend on the layout. On GPUs one kernel attends inside all documents of a microbatch; elsewhere, and for what that
 kernel lacks, there is a call for each.
+
+A sink is a learned logit of a head that takes part in the softmax and belongs to no token, so that a head may attend
+to nothing. Fused kernels do not return the softmax's divisor with a gradient, and a mask with a logit for each head
+would take memory for every pair of tokens. So the sink is one of the keys: a further dimension of each query holds
+sink / scale, a key before all others is 1 in that dimension and 0 elsewhere, and its value is 0. Its score is the sink,
+exactly; every kernel can compute it, with its gradient, in memory that grows only with the tokens.
+
+Source: gpt-oss-120b and gpt-oss-20b model card, arXiv 2508.10925, section 2.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,19 +30,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.core.layers.attention.cache import CachedPass, Remembering
 from mtrain.core.layers.attention.key_set import KeySet, Run, Segments, key_set, pieces_of, window_of
 from mtrain.core.layers.attention.key_source import Cached, KeySource, source_of
-from mtrain.core.layers.attention.sinks import sink_parameter, with_sink_keys
-from mtrain.core.layers.own_parameters import own_places
+from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
+
+SINK_WIDTH = 8
+"""Number of dimensions that a sink adds, though one would do: kernels on GPUs take head sizes in steps of eight."""
 
 
-class RowAttention(MegatronModule, Remembering):
+class RowAttention(DividedModule, Remembering):
     """Attention of this rank's queries to the keys that its source brings."""
+
+    divided_axes = MappingProxyType({"softmax_offset": 0})
 
     softmax_offset: nn.Parameter | None
     """[heads_local] attention sinks."""
@@ -48,13 +60,14 @@ class RowAttention(MegatronModule, Remembering):
         softmax_scale: float | None,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config=config)
+        super().__init__(config, pg_collection.tp)
         self.layout_source = source_of(cp_comm_type, pg_collection.cp)
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.window = window_of(config, layer_number)
         self.dropout = config.attention_dropout
-        self.tp = pg_collection.tp
-        self.softmax_offset = sink_parameter(config, self.tp) if config.softmax_type == "learnable" else None
+        # vectors are not drawn (init_weights.py): zeros are the initial sinks
+        sinks = torch.zeros(config.num_attention_heads // self.tp_group.size())
+        self.softmax_offset = divided_parameter(config, sinks) if config.softmax_type == "learnable" else None
 
     @property
     def source(self) -> KeySource:
@@ -154,15 +167,6 @@ class RowAttention(MegatronModule, Remembering):
         output = output.permute(2, 0, 1, 3)
         return output[num_sinks:] if is_causal else output  # without the query that was added for the square
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Returns the places of the sinks, which are split over TP like the heads."""
-        return own_places(self, {"softmax_offset": 0}, self.tp, prefix, sharded_offsets, metadata)
-
 
 class CoreAttention(RowAttention):
     """Replaces megatron-core's DotProductAttention in a layer spec."""
@@ -215,6 +219,28 @@ class CoreAttention(RowAttention):
         assert packed_seq_params is None
         key, value = self.source.heads(key, value)
         return self.attend(query, key, value, key_set(attention_mask, self.window))
+
+
+def with_sink_keys(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values of longer heads, with the sink as key 0.
+
+    Args:
+        query: [q, batch, heads, dim].
+        key: [k, batch, groups, dim].
+        value: [k, batch, groups, value_dim].
+        scores: [heads], at least float32: the sink of each head divided by the scale of the scores.
+
+    Returns:
+        All three, their last axes SINK_WIDTH longer, keys and values with one more row in front.
+    """
+    dim = query.shape[-1]
+    # the cast comes last, so that the gradient is summed over tokens in float32
+    column = scores.unsqueeze(-1).expand(*query.shape[:3], 1).to(query.dtype)  # [q, batch, heads, 1]
+    query = functional.pad(torch.cat((query, column), dim=-1), (0, SINK_WIDTH - 1))
+    # pairs from the last axis on: SINK_WIDTH dimensions after, no groups, no rows, one key before
+    key, value = (functional.pad(part, (0, SINK_WIDTH, 0, 0, 0, 0, 1, 0)) for part in (key, value))
+    key[0, :, :, dim] = 1.0  # in place on what pad has made; its value stays 0, so it takes weight and adds nothing
+    return query, key, value
 
 
 def _first(part: Tensor, length: int) -> Tensor:

@@ -24,29 +24,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, applied, by_chunk, chunk_decays
 from mtrain.core.layers.attention.recurrent.core import Heads, RecurrentCore
-from mtrain.core.layers.attention.recurrent.parameters import (
-    Convolution,
-    device_of,
-    divided_parameter,
-    input_projection,
-    output_projection,
-)
-from mtrain.core.layers.own_parameters import ShardedOffsets, own_places
+from mtrain.core.layers.attention.recurrent.parameters import Convolution, input_projection, output_projection
+from mtrain.core.layers.own_parameters import OwnAttention, device_of, divided_parameter
 
 _DECAYS = 0.01, 16.0
 """Bounds between which first decays are uniform, as in transformers; parameters are their logarithms."""
@@ -118,8 +111,10 @@ class DeltaNetCore(RecurrentCore):
         return self.rule(tokens, document_starts)
 
 
-class GatedDeltaNet(MegatronModule):
-    """Replaces megatron-core's SelfAttention in a layer spec."""
+class GatedDeltaNet(OwnAttention):
+    """A layer's attention, with a state in the place of keys and values."""
+
+    divided_axes = MappingProxyType({"A_log": 0, "dt_bias": 0})
 
     def __init__(
         self,
@@ -130,10 +125,8 @@ class GatedDeltaNet(MegatronModule):
         cp_comm_type: str | None = None,
         **options: Any,  # of newer versions
     ) -> None:
-        super().__init__(config=config)
-        self.tp_group, self.heads = pg_collection.tp, heads_of_rank(delta_net, pg_collection.tp.size())
-        # megatron-core recomputes the core only inside its own SelfAttention
-        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        super().__init__(config, pg_collection.tp)
+        self.heads = heads_of_rank(delta_net, pg_collection.tp.size())
         width = delta_net.value_width
         rows = 2 * (delta_net.key_width + width + delta_net.num_value_heads)
         # q, k, v, gate, step, decay
@@ -166,18 +159,9 @@ class GatedDeltaNet(MegatronModule):
         grouped = projected.unflatten(-1, (heads.key_heads, -1))
         sizes = [heads.channels, shared * heads.value_dim, shared, shared]
         mixed, gate, step, decay = torch.split(grouped, sizes, dim=-1)
-        arguments = (
-            mixed.flatten(2),
-            self.conv1d()[0],
-            self._log_decay(decay.flatten(2)),
-            step.flatten(2).sigmoid(),
-            attention_mask,
-        )
-        if self.recomputes_core and self.training:
-            # False: saved activations are not spread over TP
-            context = checkpoint(self.core_attention, False, *arguments)
-        else:
-            context = self.core_attention(*arguments)
+        weight, _ = self.conv1d()
+        log_decay = self._log_decay(decay.flatten(2))
+        context = self.attended(mixed.flatten(2), weight, log_decay, step.flatten(2).sigmoid(), attention_mask)
         by_head = context.unflatten(-1, (heads.value_heads, heads.value_dim))
         output, _ = self.out_proj(self.out_norm(by_head, gate.reshape(by_head.shape)).flatten(2))
         return output, None
@@ -191,13 +175,6 @@ class GatedDeltaNet(MegatronModule):
         """
         wide = torch.promote_types(given.dtype, torch.float32)
         return -self.A_log.to(wide).exp() * functional.softplus(given.to(wide) + self.dt_bias.to(wide))
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns the places of all parameters; those of value heads are divided over TP."""
-        places: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return places | own_places(self, {"A_log": 0, "dt_bias": 0}, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 def first_log_decays(uniform: Tensor) -> Tensor:
@@ -226,7 +203,6 @@ class GatedNorm(nn.Module):
     def __init__(self, config: TransformerConfig, size: int, tp: dist.ProcessGroup) -> None:
         """
         Args:
-            config: Configuration of the model.
             size: Number of dimensions of a head.
             tp: Ranks that hold the other heads.
         """

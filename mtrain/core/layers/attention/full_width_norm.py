@@ -10,20 +10,20 @@ Source: OLMo 2 report, arXiv 2501.00656, section 3.2; Zhang and Sennrich 2019 (R
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mtrain.core.layers.attention.rotating import grown, is_rotated
-from mtrain.core.layers.own_parameters import own_places
+from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
 
 CHECKPOINT_NAMES = {
     "self_attention.qk_norm.q_": "self_attention.q_layernorm.",
@@ -74,34 +74,27 @@ class FullWidthNormAttention(SelfAttention):
         return query, key, value
 
 
-class FullWidthNorm(nn.Module):
+class FullWidthNorm(DividedModule):
     """The norms of queries and of keys, each over all heads of all ranks of TP."""
+
+    divided_axes = MappingProxyType({"q_weight": 0, "k_weight": 0})
 
     def __init__(self, config: TransformerConfig, heads: tuple[int, int], tp: dist.ProcessGroup) -> None:
         """
         Args:
-            config: Configuration of the model.
             heads: Numbers of query heads and key heads of this rank.
             tp: Ranks that hold the others.
         """
-        super().__init__()
-        self.tp, self.epsilon, self.is_zero_centered = (
-            tp,
-            config.layernorm_epsilon,
-            config.layernorm_zero_centered_gamma,
-        )
+        super().__init__(config, tp)
+        self.tp, self.epsilon = tp, config.layernorm_epsilon
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
         assert config.kv_channels is not None
+        initial = 0.0 if self.is_zero_centered else 1.0
         # One element for each dimension of each head that the rank holds; norms of single heads share theirs among
         # heads.
-        self.q_weight, self.k_weight = (self._weight(config, count * config.kv_channels) for count in heads)
-
-    def _weight(self, config: TransformerConfig, size: int) -> nn.Parameter:
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        initial = 0.0 if self.is_zero_centered else 1.0
-        weight = nn.Parameter(torch.full((size,), initial, dtype=config.params_dtype, device=device))
-        # divided like the heads: the gradient norm counts the parts of every rank
-        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
-        return weight
+        self.q_weight, self.k_weight = (
+            divided_parameter(config, torch.full((count * config.kv_channels,), initial)) for count in heads
+        )
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Normalizes both.
@@ -118,15 +111,6 @@ class FullWidthNorm(nn.Module):
     def _gain(self, weight: Tensor) -> Tensor:
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
         return 1.0 + wide if self.is_zero_centered else wide
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Returns the places of both weights, which are split over TP like the heads."""
-        return own_places(self, {"q_weight": 0, "k_weight": 0}, self.tp, prefix, sharded_offsets, metadata)
 
 
 class _Normalised(torch.autograd.Function):

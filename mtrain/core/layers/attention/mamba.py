@@ -21,27 +21,21 @@ names.
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional
 
 from mtrain.config.schema.mamba import MambaSection
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, by_chunk, chunk_decays
 from mtrain.core.layers.attention.recurrent.core import Heads, RecurrentCore
-from mtrain.core.layers.attention.recurrent.parameters import (
-    Convolution,
-    divided_parameter,
-    input_projection,
-    output_projection,
-)
-from mtrain.core.layers.own_parameters import ShardedOffsets, own_places
+from mtrain.core.layers.attention.recurrent.parameters import Convolution, input_projection, output_projection
+from mtrain.core.layers.own_parameters import DividedModule, OwnAttention, divided_parameter
 
 
 class MambaCore(RecurrentCore):
@@ -75,8 +69,10 @@ def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) ->
     )
 
 
-class MambaMixer(MegatronModule):
-    """Replaces megatron-core's SelfAttention in a layer spec."""
+class MambaMixer(OwnAttention):
+    """A layer's attention, with a state in the place of keys and values."""
+
+    divided_axes = MappingProxyType({"A_log": 0, "dt_bias": 0, "D": 0})
 
     def __init__(
         self,
@@ -87,12 +83,10 @@ class MambaMixer(MegatronModule):
         cp_comm_type: str | None = None,
         **options: Any,  # of newer versions
     ) -> None:
-        super().__init__(config=config)
-        self.tp_group, self.step_min = pg_collection.tp, mamba.step_min
+        super().__init__(config, pg_collection.tp)
+        self.step_min = mamba.step_min
         tp, rank = self.tp_group.size(), self.tp_group.rank()
         self.heads = Heads(mamba.num_groups // tp, mamba.num_heads // tp, mamba.state_dim, mamba.head_dim)
-        # megatron-core recomputes the core only inside its own SelfAttention
-        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         # C, B, inputs, gate, step
         self.in_proj = input_projection(config, mamba.channels + mamba.width + mamba.num_heads, self.tp_group)
         self.conv1d = Convolution(config, mamba.channels // tp, mamba.conv_kernel, self.tp_group, mamba.conv_bias)
@@ -127,12 +121,7 @@ class MambaMixer(MegatronModule):
         step = self._step(step.flatten(2).to(wide))
         weight, bias = self.conv1d()
         log_decay = -self.A_log.to(wide).exp() * step
-        arguments = (mixed.flatten(2), weight, log_decay, step, attention_mask, bias, self.D)
-        if self.recomputes_core and self.training:
-            # False: saved activations are not spread over TP
-            context = checkpoint(self.core_attention, False, *arguments)
-        else:
-            context = self.core_attention(*arguments)
+        context = self.attended(mixed.flatten(2), weight, log_decay, step, attention_mask, bias, self.D)
         output, _ = self.out_proj(self.out_norm(context, gate.flatten(2)))
         return output, None
 
@@ -145,26 +134,15 @@ class MambaMixer(MegatronModule):
         step = functional.softplus(given + self.dt_bias.to(given.dtype))
         return step.clamp(min=self.step_min) if self.step_min else step
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns the places of all parameters; those of heads are divided over TP."""
-        places: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        divided = {"A_log": 0, "dt_bias": 0, "D": 0}
-        return places | own_places(self, divided, self.tp_group, prefix, sharded_offsets, metadata)
 
-
-class GroupNorm(MegatronModule):
+class GroupNorm(DividedModule):
     """RMSNorm of each group of heads, after the product with silu of a gate; each channel has a weight of its own."""
 
+    divided_axes = MappingProxyType({"weight": 0})
+
     def __init__(self, config: TransformerConfig, heads: Heads, tp: dist.ProcessGroup) -> None:
-        """
-        Args:
-            config: Configuration of the model.
-            tp: Ranks that hold the other heads.
-        """
-        super().__init__(config=config)
-        self.epsilon, self.groups, self.tp_group = config.layernorm_epsilon, heads.key_heads, tp
+        super().__init__(config, tp)
+        self.epsilon, self.groups = config.layernorm_epsilon, heads.key_heads
         # ones whatever model.zero_centered_norm says
         self.weight = divided_parameter(config, torch.ones(heads.value_heads * heads.value_dim))
 
@@ -183,12 +161,6 @@ class GroupNorm(MegatronModule):
         groups = torch.unflatten(gated, -1, (self.groups, -1))
         normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.epsilon)
         return self.weight * normed.flatten(2).to(context.dtype)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns the place of the weight, which is divided over TP."""
-        return own_places(self, {"weight": 0}, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 def first_step_biases(uniform: Tensor) -> Tensor:

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from mtrain.config.schema.attention import LatentAttentionSection
@@ -33,11 +32,12 @@ from mtrain.core.layers.attention.context_parallel import RowAttention
 from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.attention.rotary import inverse_frequencies, latent_softmax_scale
 from mtrain.core.layers.norm import Norm
+from mtrain.core.layers.own_parameters import OwnAttention, device_of, replicated_parameter
 from mtrain.core.layers.products import widened_linear
 
 
-class LatentAttention(MegatronModule):
-    """Replaces megatron-core's SelfAttention in a layer spec; parameter names are those of its MLASelfAttention."""
+class LatentAttention(OwnAttention):
+    """Attention to latents; parameter names are those of megatron-core's MLASelfAttention."""
 
     def __init__(
         self,
@@ -50,14 +50,12 @@ class LatentAttention(MegatronModule):
         cp_comm_type: str | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(config=config)
+        super().__init__(config, pg_collection.tp)
         assert attn_mask_type == AttnMaskType.causal
-        self.latent, self.is_interleaved, self.tp = latent, rope.interleaved, pg_collection.tp
+        self.latent, self.is_interleaved = latent, rope.interleaved
         # yarn's factor of cos and sin; 1 without yarn
         self.magnitude = inverse_frequencies(rope, latent.qk_rope_head_dim)[1]
-        self.heads_local = config.num_attention_heads // self.tp.size()
-        # megatron-core recomputes the core only inside its own SelfAttention
-        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        self.heads_local = config.num_attention_heads // self.tp_group.size()
         self._build_queries()
         self._build_keys_and_values()
         scale = latent_softmax_scale(latent, rope)
@@ -101,7 +99,7 @@ class LatentAttention(MegatronModule):
             "bias": False,
             "skip_bias_add": False,
             "is_expert": False,
-            "tp_group": self.tp,
+            "tp_group": self.tp_group,
         }
 
     def _norm(self, size: int) -> nn.Module:
@@ -147,13 +145,7 @@ class LatentAttention(MegatronModule):
         query = self._queries(hidden_states, angles)
         latent, rotary_key = self._latent_and_rotary_key(hidden_states, angles)
         # keys and values are made inside the core: where it is recomputed, only their latents are kept until backward
-        return self._attended(query, latent, rotary_key, self.linear_kv_up_proj(), document_starts)
-
-    def _attended(self, *arguments: Tensor | None) -> Tensor:
-        if self.recomputes_core and self.training:
-            # False: saved activations are not spread over TP
-            return checkpoint(self.core_attention, False, *arguments)
-        return self.core_attention(*arguments)
+        return self.attended(query, latent, rotary_key, self.linear_kv_up_proj(), document_starts)
 
     def _queries(self, hidden: Tensor, angles: Tensor) -> Tensor:
         """Returns [seq_local, batch, heads_local, nope + rope]."""
@@ -178,9 +170,9 @@ class LatentAttention(MegatronModule):
         # the norm comes before the collective: under sp each rank normalizes its own tokens only
         both = torch.cat((self.kv_layernorm(latent), rotary_key), dim=-1)
         if self.config.sequence_parallel:
-            both = gather_from_sequence_parallel_region(both, group=self.tp)
+            both = gather_from_sequence_parallel_region(both, group=self.tp_group)
         else:
-            both = copy_to_tensor_model_parallel_region(both, group=self.tp)
+            both = copy_to_tensor_model_parallel_region(both, group=self.tp_group)
         # rotated after the gather, because the angles are those of all tokens of this CP rank
         latent, rotary_key = torch.split(both, sizes, dim=-1)
         return latent, self._rotated(rotary_key.unsqueeze(2), angles).squeeze(2)
@@ -278,10 +270,8 @@ class ReplicatedLinear(nn.Module):
 
     def __init__(self, config: TransformerConfig, num_columns: int, num_rows: int) -> None:
         super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.empty(num_rows, num_columns, dtype=config.params_dtype, device=device))
-        # no mark of tensor parallelism: the gradient norm counts this copy on tensor-parallel rank 0 alone
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        values = torch.empty(num_rows, num_columns, dtype=config.params_dtype, device=device_of(config))
+        self.weight = replicated_parameter(config, values)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Projects [..., columns] -> [..., rows]."""

@@ -67,7 +67,7 @@ class TransformerEngineLatentAttention(LatentAttention):
     """
 
     def _replicated(self, num_columns: int, num_rows: int) -> nn.Module:
-        return ReplicatedTELinear(self.config, num_columns, num_rows, self.tp)
+        return ReplicatedTELinear(self.config, num_columns, num_rows, self.tp_group)
 
     def _divided(self, num_columns: int, num_rows: int) -> nn.Module:
         return TEColumnParallelLinear(num_columns, num_rows, **self._options(), gather_output=False)
@@ -104,19 +104,19 @@ class TransformerEngineLatentAttention(LatentAttention):
         latent, rotary_key = torch.split(down, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
         # the projection's own collective is for the latent alone; backward sums the shared key's gradient over TP
         if self.config.sequence_parallel:
-            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.tp)
+            rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.tp_group)
         else:
-            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, group=self.tp)
+            rotary_key = copy_to_tensor_model_parallel_region(rotary_key, group=self.tp_group)
         projected, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         heads = projected.view(*projected.shape[:2], self.heads_local, -1)
         nope, value = torch.split(heads, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
         shared = self._rotated(rotary_key.unsqueeze(2), angles).expand(*nope.shape[:3], -1)
         query, key = self._queries(hidden_states, angles), torch.cat((nope, shared), dim=-1)
         # its kernels take whole tensors, and values are a view of every second part of the projection
-        return self._attended(query, key, value.contiguous(), document_starts)
+        return self.attended(query, key, value.contiguous(), document_starts)
 
-    def _attended(self, *arguments: Any) -> Tensor:
-        return super()._attended(*arguments, AttnMaskType.causal)
+    def attended(self, *arguments: Any) -> Tensor:
+        return super().attended(*arguments, AttnMaskType.causal)
 
 
 class ReplicatedTELinear(TELinear):

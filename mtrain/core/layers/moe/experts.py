@@ -7,7 +7,7 @@ gradients are summed over all their replicas, and count in the gradient norm on 
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from mtrain.core.layers.moe.grouped_gemm import Implementation, Product, chosen_product, sequential
+from mtrain.core.layers.own_parameters import expert_parameter
 from mtrain.core.layers.swiglu import is_swiglu, swiglu
 
 _AXIS = {"linear_fc1": 0, "linear_fc2": 1}
@@ -31,9 +32,9 @@ class Stack(nn.Module):
     def __init__(self, config: TransformerConfig, experts: int, rows: int, columns: int) -> None:
         super().__init__()
         # drawn later, by global name (init_weights.py)
-        self.weight = _parameter(torch.empty(experts, rows, columns), config)
+        self.weight = expert_parameter(config, torch.empty(experts, rows, columns))
         if config.add_bias_linear:
-            self.bias = _parameter(torch.zeros(experts, rows), config)
+            self.bias = expert_parameter(config, torch.zeros(experts, rows))
         else:
             self.register_parameter("bias", None)
 
@@ -56,19 +57,6 @@ class Stack(nn.Module):
         # with output_size the host does not wait
         counts = counts.to(self.bias.device, non_blocking=True)
         return self.bias.repeat_interleave(counts, dim=0, output_size=num_tokens)
-
-
-def _parameter(value: Tensor, config: TransformerConfig) -> nn.Parameter:
-    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-    return marked(nn.Parameter(value.to(device=device, dtype=config.params_dtype)))
-
-
-def marked(parameter: Any) -> nn.Parameter:
-    """Marks a parameter of experts, as megatron-core's optimizer and gradient norm read it."""
-    parameter.allreduce = False  # its replicas are those of the expert, not of the dense layers
-    parameter.tensor_model_parallel = True  # no other rank holds the same part: counts in the norm everywhere
-    parameter.partition_dim, parameter.partition_stride = 0, 1
-    return cast(nn.Parameter, parameter)
 
 
 class Experts(MegatronModule):

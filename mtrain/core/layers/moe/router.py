@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.experts import ExpertsSection
+from mtrain.core.layers.own_parameters import replicated_parameter
 
 _EPSILON = 1e-20
 """Added to the sum that sigmoid scores are divided by, as megatron-core and DeepSeek do."""
@@ -155,24 +156,18 @@ class Router(MegatronModule):
         self.watch: StatsHook | None = None
         self.record: list[Tensor] | None = None
         """Receives the chosen experts of each pass, [seq_local x batch, top_k] int64."""
-        self.weight = self._parameter(torch.empty(section.num_experts, config.hidden_size))
+        self.weight = replicated_parameter(config, torch.empty(section.num_experts, config.hidden_size))
         if section.router_bias:
-            self.bias = self._parameter(torch.zeros(section.num_experts))
+            self.bias = replicated_parameter(config, torch.zeros(section.num_experts))
         else:
             self.register_parameter("bias", None)
         sizes = {"scale": config.hidden_size, "per_expert_scale": section.num_experts}
         for name, size in sizes.items():
-            self.register_parameter(name, self._parameter(torch.ones(size)) if section.branch_norms else None)
+            scale = replicated_parameter(config, torch.ones(size)) if section.branch_norms else None
+            self.register_parameter(name, scale)
         # a buffer: it moves by counts and not by a gradient, but belongs to the checkpoint
         expert_bias = torch.zeros(section.num_experts, device=self.weight.device) if section.expert_bias else None
         self.register_buffer("expert_bias", expert_bias)
-
-    def _parameter(self, value: Tensor) -> nn.Parameter:
-        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
-        parameter = nn.Parameter(value.to(device=device, dtype=self.config.params_dtype))
-        # each TP rank routes its own tokens under sp: this mark sums the gradients over TP
-        parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
-        return parameter
 
     def set_layer_number(self, layer_number: int) -> None:
         """Sets the global number of the layer, from 1."""

@@ -15,7 +15,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from torch import Tensor
 from torch.nn import functional
 
-from mtrain.core.layers.moe.experts import Experts, marked
+from mtrain.core.layers.moe.experts import Experts
+from mtrain.core.layers.own_parameters import marked
 
 SHARED_EXPERTS = MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
 """Projections of shared experts."""

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from mtrain.core.layers.own_parameters import ShardedOffsets, own_places
+from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
 
 
-class Convolution(MegatronModule):
+class Convolution(DividedModule):
     """Weights of a causal convolution, each channel by itself; a call returns them for the core, which convolves after
     the exchange of context parallelism."""
 
+    divided_axes = MappingProxyType({"weight": 0, "bias": 0})
     bias: nn.Parameter | None
 
     def __init__(
@@ -29,13 +25,10 @@ class Convolution(MegatronModule):
     ) -> None:
         """
         Args:
-            config: Configuration of the model.
             kernel: Number of tokens that a channel sees.
-            tp: Ranks that hold the others.
-            has_bias: Whether each channel has a bias.
+            tp: Ranks that hold the other channels.
         """
-        super().__init__(config=config)
-        self.tp_group = tp
+        super().__init__(config, tp)
         # with an axis of one input, as torch's Conv1d has it
         self.weight = divided_parameter(config, torch.empty(channels, 1, kernel))
         if has_bias:
@@ -50,12 +43,6 @@ class Convolution(MegatronModule):
         `KeyValueProjection`.
         """
         return self.weight.squeeze(1), self.bias
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns the places of the parameters, whose channels are divided over TP."""
-        return own_places(self, {"weight": 0, "bias": 0}, self.tp_group, prefix, sharded_offsets, metadata)
 
 
 def input_projection(config: TransformerConfig, rows: int, tp: dist.ProcessGroup) -> ColumnParallelLinear:
@@ -84,16 +71,3 @@ def output_projection(config: TransformerConfig, width: int, tp: dist.ProcessGro
         is_expert=False,
         tp_group=tp,
     )
-
-
-def device_of(config: TransformerConfig) -> str | int:
-    """Returns the device on which parameters are built."""
-    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-
-
-def divided_parameter(config: TransformerConfig, values: Tensor) -> nn.Parameter:
-    """Returns this rank's part of a parameter whose first axis is divided over TP: the gradient norm counts those of
-    every rank."""
-    parameter = nn.Parameter(values.to(dtype=config.params_dtype, device=device_of(config)))
-    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-    return parameter
