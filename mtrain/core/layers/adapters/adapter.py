@@ -8,13 +8,19 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
+import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from mtrain.core.layers.own_parameters import own_places
+from mtrain.config.schema.adapter import AdapterSection
+from mtrain.core.layers.own_parameters import (
+    DividedModule,
+    ShardedOffsets,
+    divided_parameter,
+    replicated_parameter,
+)
 
 LORA_A, LORA_B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 """Endings of parameter names: [rank, inputs], [outputs, rank], [outputs]."""
@@ -24,7 +30,7 @@ _OF_TABLE = {f"embedding_{LORA_A}": 0.0, f"embedding_{LORA_B}": 1.0}
 """Matrix of a table's pair -> standard deviation of its first numbers, as in PEFT: A has a row for each token."""
 
 
-class Adapter(nn.Module):
+class Adapter(DividedModule):
     """Trained parameters of a frozen module, next to it in the tree: `linear_qkv_adapter` of `linear_qkv`.
 
     It is a sibling, so that the frozen module's own names stay those of a model without adapters. All parameters belong
@@ -38,10 +44,10 @@ class Adapter(nn.Module):
     hook: RemovableHandle | None = None
     """Hook by which the frozen module calls this adapter."""
 
-    def __init__(self, config: TransformerConfig, collection: ProcessGroupCollection) -> None:
-        super().__init__()
-        self._config, self._tp = config, collection.tp
-        self._divided: dict[str, int] = {}
+    def __init__(self, section: AdapterSection, config: TransformerConfig, tp: dist.ProcessGroup) -> None:
+        super().__init__(config, tp)
+        self._section = section
+        self.divided_axes = {}
         self._padded: set[str] = set()
         self._halved: set[str] = set()
 
@@ -65,29 +71,32 @@ class Adapter(nn.Module):
             may_be_padded: Whether it has a row for each token, with the padding that TP needs.
             is_halved: Whether a rank of TP has a share of each half of the divided axis, as of gate and up.
         """
-        device = "cpu" if self._config.use_cpu_initialization else torch.cuda.current_device()
-        parameter: Any = nn.Parameter(torch.zeros(shape, dtype=self._config.params_dtype, device=device))
         if divided_axis is None:
-            # under sp each rank of TP sees its own tokens: this mark makes finalize_model_grads sum the gradients
-            parameter.sequence_parallel = self._config.sequence_parallel
+            parameter = replicated_parameter(self.config, torch.zeros(shape))
         else:
-            # else the gradient norm would leave out the parts of all ranks but the first
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim, parameter.partition_stride = divided_axis, 1
-            self._divided[name] = divided_axis
+            parameter = divided_parameter(self.config, torch.zeros(shape), divided_axis)
+            self.divided_axes[name] = divided_axis
         self._padded |= {name} if may_be_padded else set()
         self._halved |= {name} if is_halved else set()
         self.register_parameter(name, parameter)
         return parameter
 
+    def follow(self, module: nn.Module) -> None:
+        """Makes the frozen module return its output with what this adapter adds."""
+        self.hook = module.register_forward_hook(self._after)
+
+    def _after(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        return self.added(module, inputs, output) if self.is_on else output
+
+    def added(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        """Returns the output of the frozen module with what the adapter adds."""
+        return output + self(inputs[0])
+
     def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Returns the places of the parameters."""
-        places: dict[str, Any] = own_places(self, self._divided, self._tp, prefix, sharded_offsets, metadata)
+        places = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name in self._padded:
             places[f"{prefix}{name}"].allow_shape_mismatch = True
         for name in self._halved:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import (
@@ -21,20 +22,11 @@ from mtrain.arch import adapters as plan
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.layers.adapters.adapter import LORA_A, LORA_B, MODULE, Adapter
-from mtrain.core.layers.adapters.experts import ExpertAdapter, add_to_stack
-from mtrain.core.layers.adapters.linear import (
-    FrozenLinear,
-    FusedParts,
-    Fusion,
-    LinearAdapter,
-    WeightAdapter,
-    adapted_names,
-    add_to_linear,
-    add_to_replicated,
-    add_to_weight,
-)
+from mtrain.core.layers.adapters.linear import FrozenLinear, FusedParts, Fusion, LinearAdapter, WeightAdapter
 from mtrain.core.layers.attention.mla import KeyValueProjection, ReplicatedLinear
 from mtrain.core.layers.moe.experts import Stack
+from mtrain.core.layers.moe.grouped_gemm import Implementation, chosen_product
+from mtrain.core.layers.own_parameters import expert_parameter
 
 
 class EmbeddingAdapter(Adapter):
@@ -47,11 +39,10 @@ class EmbeddingAdapter(Adapter):
         self,
         section: AdapterSection,
         config: TransformerConfig,
-        collection: ProcessGroupCollection,
+        tp: dist.ProcessGroup,
         table: VocabParallelEmbedding,
     ) -> None:
-        super().__init__(config, collection)
-        self._section = section
+        super().__init__(section, config, tp)
         self._first, self._end = table.vocab_start_index, table.vocab_end_index
         self._scatters = table.reduce_scatter_embeddings
         (rows, hidden), rank = table.weight.shape, section.rank_of("embedding")
@@ -69,20 +60,51 @@ class EmbeddingAdapter(Adapter):
         narrow = torch.where(is_here.unsqueeze(-1), found, 0.0) * self._section.scale_of("embedding")
         if self._scatters:
             # like the table's own output under sp: [seq_local, batch, ...]
-            narrow = reduce_scatter_to_sequence_parallel_region(narrow.transpose(0, 1).contiguous(), group=self._tp)
+            narrow = reduce_scatter_to_sequence_parallel_region(
+                narrow.transpose(0, 1).contiguous(), group=self.tp_group
+            )
         else:
-            narrow = reduce_from_tensor_model_parallel_region(narrow, group=self._tp)
+            narrow = reduce_from_tensor_model_parallel_region(narrow, group=self.tp_group)
         # no dropout, as in PEFT: A reads token ids
         return functional.linear(narrow, self.get_parameter(f"embedding_{LORA_B}"))
 
 
-def add_to_table(adapter: EmbeddingAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-    """Returns a forward hook for the table that has this adapter."""
+class ExpertAdapter(Adapter):
+    """A pair for one of the two projections of every expert: A [experts, rank, inputs] and B [experts, outputs, rank].
 
-    def hook(table: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output + adapter(inputs[0]) if adapter.is_on else output
+    Gate and up share A, as in PEFT's form for the fused experts of transformers. `Experts` names the parameters in
+    checkpoints, with an axis of all experts.
+    """
 
-    return hook
+    def __init__(
+        self,
+        section: AdapterSection,
+        config: TransformerConfig,
+        tp: dist.ProcessGroup,
+        stack: Stack,
+        implementation: Implementation,
+    ) -> None:
+        super().__init__(section, config, tp)
+        rank = section.rank_of("experts")
+        count, rows, columns = stack.weight.shape
+        # rows of `rank` numbers may not be aligned for the grouped product
+        self._implementation: Implementation = "auto" if implementation == "grouped" else implementation
+        self._sizes = (rows, columns, rank)
+        self.register_parameter(LORA_A, expert_parameter(config, torch.zeros(count, rank, columns)))
+        self.register_parameter(LORA_B, expert_parameter(config, torch.zeros(count, rows, rank)))
+
+    def added(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Any:
+        """Adds to the projections of tokens, which are sorted by expert."""
+        return output + self(*inputs[:2])
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Computes what is added to the projections of [count, columns] tokens, sorted by expert."""
+        down, up = self.get_parameter(LORA_A), self.get_parameter(LORA_B)
+        product = chosen_product(self._implementation, self._sizes, down)
+        # every token is on one rank here, so each rank draws its own dropout
+        drops = self._section.dropout > 0 and self.training
+        kept = functional.dropout(tokens, self._section.dropout) if drops else tokens
+        return product(product(kept, down, counts) * self._section.scale_of("experts"), up, counts)
 
 
 def attach(model: Any, section: ModelSection, adapter: AdapterSection, collection: ProcessGroupCollection) -> None:
@@ -98,7 +120,7 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
         module.requires_grad_(True)
     for name, parameter in model.decoder.named_parameters():
         parameter.requires_grad_("norms" in adapter.modules_to_save and plan.is_norm(name))
-    builder = _Builder(section, adapter, model.config, collection)
+    builder = _Builder(section, adapter, model.config, collection.tp)
     if model.pre_process:
         # full recomputation and the pipeline follow gradients from the input on: after a frozen table the adapters
         # would get none (megatron-core, tensor_parallel/random.py)
@@ -123,13 +145,14 @@ def learned_modules(model: Any, section: ModelSection, adapter: AdapterSection) 
     return found
 
 
+@dataclass(frozen=True)
 class _Builder:
     """Builds the adapters of one stage."""
 
-    def __init__(
-        self, section: ModelSection, adapter: AdapterSection, config: Any, collection: ProcessGroupCollection
-    ) -> None:
-        self._section, self._adapter, self._config, self._collection = section, adapter, config, collection
+    section: ModelSection
+    adapter: AdapterSection
+    config: TransformerConfig
+    tp: dist.ProcessGroup
 
     def inside(self, layer: nn.Module) -> None:
         """Adapts the targets in one layer, shared and routed experts among them."""
@@ -139,13 +162,13 @@ class _Builder:
                 match module:
                     case ColumnParallelLinear() | RowParallelLinear() | ReplicatedLinear():
                         self._adapt_linear(holder, name, module)
-                    case Stack() if "experts" in self._adapter.parts:
+                    case Stack() if "experts" in self.adapter.parts:
                         self._adapt_stack(holder, name, module)
 
     def adapt_table(self, embedding: Any) -> None:
         """Adapts the table of embeddings."""
-        adapter = EmbeddingAdapter(self._adapter, self._config, self._collection, embedding.word_embeddings)
-        adapter.hook = embedding.word_embeddings.register_forward_hook(add_to_table(adapter))
+        adapter = EmbeddingAdapter(self.adapter, self.config, self.tp, embedding.word_embeddings)
+        adapter.follow(embedding.word_embeddings)
         embedding.add_module(f"word_embeddings{MODULE}", adapter)
 
     def adapt_output(self, model: Any) -> None:
@@ -156,34 +179,25 @@ class _Builder:
         )
 
     def _adapt_linear(self, holder: nn.Module, name: str, linear: FrozenLinear) -> None:
-        names = plan.fused_parts(self._section, self._adapter, name)
-        adapted = adapted_names(names, self._adapter)
+        names = plan.fused_parts(self.section, self.adapter, name)
+        adapted = frozenset(self.adapter.parts.intersection(names))
         if adapted:
-            self._attach_linear(holder, name, linear, FusedParts(self._fusion(name, linear), names, adapted))
+            # query groups and their heads are never cut
+            rows = linear.weight.shape[0]
+            sizes = plan.fused_rows(self.section, self.adapter, name, rows)
+            fusion = Fusion(rows // sum(sizes), sizes)
+            self._attach_linear(holder, name, linear, FusedParts(fusion, names, adapted))
 
     def _attach_linear(self, holder: nn.Module, name: str, linear: Any, parts: FusedParts) -> None:
-        given = (self._adapter, self._config, self._collection, linear, parts)
-        adapter: LinearAdapter
-        if isinstance(linear, KeyValueProjection):
-            adapter = WeightAdapter(*given)
-            adapter.hook = linear.register_forward_hook(add_to_weight(adapter))
-        else:
-            adapter = LinearAdapter(*given)
-            is_replicated = isinstance(linear, ReplicatedLinear)
-            add = add_to_replicated(adapter) if is_replicated else add_to_linear(adapter)
-            adapter.hook = linear.register_forward_hook(add)
+        kind = WeightAdapter if isinstance(linear, KeyValueProjection) else LinearAdapter
+        adapter = kind(self.adapter, self.config, self.tp, linear, parts)
+        adapter.follow(linear)
         holder.add_module(f"{name}{MODULE}", adapter)
 
     def _adapt_stack(self, holder: Any, name: str, stack: Stack) -> None:
-        adapter = ExpertAdapter(self._adapter, self._config, stack, holder.implementation)
-        adapter.hook = stack.register_forward_hook(add_to_stack(adapter))
+        adapter = ExpertAdapter(self.adapter, self.config, self.tp, stack, holder.implementation)
+        adapter.follow(stack)
         holder.add_module(f"{name}{MODULE}", adapter)
-
-    def _fusion(self, name: str, linear: FrozenLinear) -> Fusion:
-        """Returns the fusion of a rank's outputs; query groups and their heads are never cut."""
-        rows = linear.weight.shape[0]
-        sizes = plan.fused_rows(self._section, self._adapter, name, rows)
-        return Fusion(rows // sum(sizes), sizes)
 
 
 def _with_gradient(embedding: nn.Module, inputs: object, output: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -95,12 +94,12 @@ class LinearAdapter(Adapter):
         self,
         section: AdapterSection,
         config: TransformerConfig,
-        collection: ProcessGroupCollection,
+        tp: dist.ProcessGroup,
         linear: FrozenLinear,
         parts: FusedParts,
     ) -> None:
-        super().__init__(config, collection)
-        self._section, self._parts = section, parts
+        super().__init__(section, config, tp)
+        self._parts = parts
         self.is_row_parallel = isinstance(linear, RowParallelLinear)
         self._is_replicated = isinstance(linear, ReplicatedLinear)
         self._weight: Callable[[], Tensor] = lambda: linear.weight  # not a parameter of the adapter
@@ -116,6 +115,17 @@ class LinearAdapter(Adapter):
             self.add_parameter(f"{name}_{LORA_B}", (rows, rank), of_outputs, name == "output", is_halved)
             if section.has_magnitudes:
                 self.add_parameter(f"{name}_{MAGNITUDE}", (rows,), of_outputs, is_halved=is_halved)
+
+    def added(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        """Returns the output of the projection, or the operands of its product, with what the adapter adds."""
+        if isinstance(output, Operands):
+            return self(inputs[0], output)
+        if self._is_replicated:
+            return output + self(inputs[0], output)
+        whole, later_bias = output
+        bias = module.bias if later_bias is None else None  # added already; DoRA does not scale it
+        plain = whole if not isinstance(bias, Tensor) else whole - bias
+        return whole + self(inputs[0], plain), later_bias
 
     def forward(self, inputs: Tensor, plain: Tensor | Operands) -> Tensor | Operands:
         """Computes what is added to the frozen projection's output, or the operands of both together.
@@ -160,12 +170,12 @@ class LinearAdapter(Adapter):
 
         One collective over TP, of `rank` numbers per token and part.
         """
-        narrow, group = functional.linear(inputs, down), self._tp
+        narrow, group = functional.linear(inputs, down), self.tp_group
         # in a replicated projection each rank has its own positions, or the incoming gradient is a sum already
         if group.size() == 1 or self._is_replicated:
             return narrow
         result: Tensor
-        match self.is_row_parallel, self._config.sequence_parallel:
+        match self.is_row_parallel, self.config.sequence_parallel:
             case True, True:
                 result = reduce_scatter_to_sequence_parallel_region(narrow, group=group)
             case True, False:
@@ -180,13 +190,13 @@ class LinearAdapter(Adapter):
 
     def _same_gradient(self, narrow: Tensor) -> Tensor:
         """Does nothing in forward; in backward all-reduces the gradient once."""
-        return copy_to_tensor_model_parallel_region(narrow, group=self._tp)
+        return copy_to_tensor_model_parallel_region(narrow, group=self.tp_group)
 
     def _dropped(self, inputs: Tensor) -> Tensor:
         if self._section.dropout == 0 or not self.training:
             return inputs
         # the same draws on all ranks of TP where they hold the same numbers, else draws of their own
-        differs = self.is_row_parallel or self._config.sequence_parallel
+        differs = self.is_row_parallel or self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if differs else nullcontext():
             return functional.dropout(inputs, self._section.dropout)
 
@@ -197,7 +207,7 @@ class LinearAdapter(Adapter):
             (_wide(self._of(name, MAGNITUDE)) / norm) if name in self._parts.adapted else None
             for name, norm in zip(self._parts.names, norms, strict=True)
         ]
-        return self._parts.fusion.joined(ratios, 1.0, norms[0]).to(self._config.params_dtype)
+        return self._parts.fusion.joined(ratios, 1.0, norms[0]).to(self.config.params_dtype)
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
@@ -219,8 +229,8 @@ class LinearAdapter(Adapter):
 
     def _over_ranks(self, squares: Tensor) -> Tensor:
         """Sums over the columns of a row, of which each rank of TP has a part if the projection is row-parallel."""
-        if self.is_row_parallel and self._tp.size() > 1:
-            dist.all_reduce(squares, group=self._tp)
+        if self.is_row_parallel and self.tp_group.size() > 1:
+            dist.all_reduce(squares, group=self.tp_group)
         return squares
 
     @torch.no_grad()
@@ -251,51 +261,16 @@ def _wide(x: Tensor) -> Tensor:
 class WeightAdapter(LinearAdapter):
     """Adapter of a projection that gives only its matrix, by which others multiply after their own collectives."""
 
+    def added(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Any:
+        """Returns the matrix that the frozen projection gives, changed."""
+        return self(output)
+
     def forward(self, weight: Tensor, plain: object = None) -> Tensor:
         """Returns W + scale B A, its rows scaled to their magnitudes (DoRA): [outputs of this rank, inputs]."""
         (name,) = self._parts.names
         down: Tensor = self._of(name, LORA_A)
-        if self._tp.size() > 1 and not self._config.sequence_parallel:
+        if self.tp_group.size() > 1 and not self.config.sequence_parallel:
             # each rank's rows give a part of A's gradient; under sp the mark on A sums them at the end
             down = self._same_gradient(down)
         whole = weight.to(down.dtype) + self._section.scale_of(name) * (self._of(name, LORA_B) @ down)
         return self._lengths().unsqueeze(1) * whole if self._section.has_magnitudes else whole
-
-
-def add_to_linear(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
-    """Returns a forward hook for the projection that has this adapter."""
-
-    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None] | Operands) -> Any:
-        if not adapter.is_on:
-            return output
-        if isinstance(output, Operands):
-            return adapter(inputs[0], output)
-        whole, later_bias = output
-        bias = linear.bias if later_bias is None else None  # added already; DoRA does not scale it
-        plain = whole if not isinstance(bias, Tensor) else whole - bias
-        return whole + adapter(inputs[0], plain), later_bias
-
-    return hook
-
-
-def add_to_replicated(adapter: LinearAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-    """Does the same as `add_to_linear` for a projection that is whole on every rank and returns only a tensor."""
-
-    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output + adapter(inputs[0], output) if adapter.is_on else output
-
-    return hook
-
-
-def add_to_weight(adapter: WeightAdapter) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
-    """Does the same as `add_to_linear` for a projection that returns its matrix."""
-
-    def hook(linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        return adapter(output) if adapter.is_on else output
-
-    return hook
-
-
-def adapted_names(parts: Sequence[str], section: AdapterSection) -> frozenset[str]:
-    """Returns the parts that are targets of the adapter."""
-    return frozenset(section.parts.intersection(parts))
