@@ -35,7 +35,7 @@ from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums
 from mtrain.core.engine.rank_model import build_model
-from mtrain.core.layers.attention.context_parallel import CoreAttention
+from mtrain.core.layers.attention.core_attention import CoreAttention
 from mtrain.core.layers.transformer_config import transformer_config
 from mtrain.core.loss.pair import LossPair
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits

@@ -19,7 +19,7 @@ from mtrain.arch.layout import Layout
 from mtrain.config.schema.model import ModelSection
 
 _SINK_WIDTH = 8
-"""Dimensions that attention sinks add to a head (mtrain/core/layers/attention/sinks.py)."""
+"""Dimensions that attention sinks add to a head (mtrain/core/layers/attention/core_attention.py)."""
 
 
 @final

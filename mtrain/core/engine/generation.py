@@ -21,6 +21,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.batch import Microbatch
+from mtrain.core.engine.schedule import evaluating
 from mtrain.core.layers.attention.cache import CachedPass, Remembering, remembering
 from mtrain.core.layers.build import run_chunk, unwrap
 from mtrain.core.layers.compiled import as_written
@@ -148,7 +149,6 @@ def cached_model(
     """Yields the model without dropout and with caches, which are freed at the end.
 
     Args:
-        config: Configuration of the model.
         chunks: This rank's model chunks, their parameters complete; left as they were.
         num_sequences: Largest number of sequences at a time.
         length: Length of the longest sequence, prompt and answer.
@@ -159,15 +159,8 @@ def cached_model(
     refuse_uncachable(config.model, chunks)
     reading = CachedPass(num_sequences, length, groups.device)
     kept = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Remembering)]
-    was_training = [chunk.training for chunk in chunks]
-    try:
-        for chunk in chunks:
-            chunk.eval()
-        with remembering(kept, reading):
-            yield CachedModel(config, groups, chunks, reading)
-    finally:
-        for chunk, training in zip(chunks, was_training):
-            chunk.train(training)
+    with evaluating(chunks), remembering(kept, reading):
+        yield CachedModel(config, groups, chunks, reading)
 
 
 def refuse_uncachable(model: ModelSection, chunks: Sequence[Any]) -> None:

@@ -25,8 +25,7 @@ from mtrain.base.errors import MachineError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.core.layers.attention.recurrent.core import RecurrentCore
-from mtrain.core.layers.attention.rotating import RotatingAttention
-from mtrain.core.layers.attention.temperature import TemperedAttention
+from mtrain.core.layers.attention.rotating import RotatingAttention, TemperedAttention
 from mtrain.core.layers.moe.layer import ExpertsLayer
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.ranks.init import on_all_ranks

@@ -27,13 +27,13 @@ from mtrain.core.batch.batch import MtpTargets
 from mtrain.core.layers.attention.full_width_norm import FullWidthNormAttention
 from mtrain.core.layers.attention.rotary import (
     Rotary,
+    TemperedRotary,
     TwoBaseRotary,
     inverse_frequencies,
     local_frequencies,
     take_angles_by_layer,
 )
 from mtrain.core.layers.attention.rotating import RotatingAttention
-from mtrain.core.layers.attention.temperature import TemperedRotary
 from mtrain.core.layers.layer_parts import Backend, rotation_factor
 from mtrain.core.layers.layer_spec import block_spec
 from mtrain.core.layers.moe.router import router_marks

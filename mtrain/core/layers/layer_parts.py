@@ -26,15 +26,14 @@ from mtrain.arch import features
 from mtrain.arch.features import LAYER_PARTS, LayerPart
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.layers.attention import full_width_norm
-from mtrain.core.layers.attention.context_parallel import CoreAttention
+from mtrain.core.layers.attention.core_attention import CoreAttention
 from mtrain.core.layers.attention.delta_net import GatedDeltaNet, first_log_decays
 from mtrain.core.layers.attention.full_width_norm import FullWidthNormAttention
 from mtrain.core.layers.attention.global_attention import GlobalAttention, NormedValueAttention
 from mtrain.core.layers.attention.mamba import MambaMixer, first_step_biases
 from mtrain.core.layers.attention.mla import LatentAttention
 from mtrain.core.layers.attention.rotary import inverse_frequencies, latent_softmax_scale
-from mtrain.core.layers.attention.rotating import RotatingAttention
-from mtrain.core.layers.attention.temperature import TemperedAttention
+from mtrain.core.layers.attention.rotating import RotatingAttention, TemperedAttention
 from mtrain.core.layers.moe.layer import ExpertsLayer, experts_fields, experts_spec
 from mtrain.core.layers.norm import OUTPUT_NORM_NAMES, Norm, OutputNormLayer, ScaledLayer
 from mtrain.core.ranks.megatron import feed_forward_spec

@@ -250,7 +250,7 @@ def transformer_engine_layer(model: ModelSection, layer: int) -> ModuleSpec:
 
     The norms before router and experts and before latent attention are ours; so are router and dispatcher.
     """
-    from mtrain.core.layers.attention.te_attention import (
+    from mtrain.core.layers.transformer_engine import (
         DocumentAttention,  # a subclass of TransformerEngine's
         TransformerEngineLatentAttention,
     )

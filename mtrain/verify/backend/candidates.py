@@ -16,7 +16,7 @@ from mtrain.base.errors import MachineError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.core.layers.attention import flash_linear_attention
-from mtrain.core.layers.attention.context_parallel import CoreAttention
+from mtrain.core.layers.attention.core_attention import CoreAttention
 from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.build import build_with
 from mtrain.core.layers.compiled import compile_layers, try_compiler

@@ -32,7 +32,7 @@ from mtrain.core.engine.finalize import NumeratorFactors
 from mtrain.core.engine.loss_reduction import PairAccumulator
 from mtrain.core.engine.optimizer import Optimizer, Update
 from mtrain.core.engine.router_balance import Factors, RouterBalance
-from mtrain.core.layers.attention.context_parallel import RowAttention
+from mtrain.core.layers.attention.core_attention import RowAttention
 from mtrain.core.loss import router as losses
 from mtrain.core.loss.vocab_parallel.chunks import LossOfChunk
 from mtrain.core.ranks.broadcast import slice_for_rank

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from mtrain.config import Config
 from mtrain.core.batch.zigzag import zigzag_index
-from mtrain.core.layers.attention.context_parallel import CoreAttention
+from mtrain.core.layers.attention.core_attention import CoreAttention
 from mtrain.core.layers.transformer_config import CP_COMM_TYPES, transformer_config
 from mtrain.core.ranks.groups import Groups
 

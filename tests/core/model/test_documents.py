@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtrain.core.batch.zigzag import zigzag_index
-from mtrain.core.layers.attention.context_parallel import attend_segments, is_varlen_usable
+from mtrain.core.layers.attention.core_attention import attend_segments, is_varlen_usable
 from mtrain.core.layers.attention.key_set import Segments, key_set
 from tests.core.model.test_attention import DIM, HEADS, ROWS, SEQ, expected, starts, visible
 

@@ -154,7 +154,7 @@ ROWS = (
         lambda config, layout: layout.cp > 1 or config.data.isolate_documents,
         "fixed",
         "Core attention is our own, and keeps documents apart on every layout.",
-        ("mtrain/core/layers/attention/context_parallel.py",),
+        ("mtrain/core/layers/attention/core_attention.py",),
         (
             issue_test("attention_keeps_documents_apart_where_theirs_refuses"),
             "tests/parity/layouts/test_options.py::test_documents_that_cross_every_border_of_chunks",
@@ -177,7 +177,7 @@ ROWS = (
         "Its attention gets the ends of documents (cu_seqlens), with a certificate of `mtrain verify backend` alone; "
         "under cp > 1 it is refused. The fault itself needs a GPU to be shown.",
         (
-            "mtrain/core/layers/attention/te_attention.py",
+            "mtrain/core/layers/transformer_engine.py",
             "mtrain/config/known_issues.py",
             "mtrain/core/layers/layer_spec.py",
         ),
@@ -252,7 +252,7 @@ ROWS = (
         lambda config, layout: config.model.attention_sinks,
         "fixed",
         "Attention and its sinks are our own; they are marked.",
-        ("mtrain/core/layers/attention/sinks.py",),
+        ("mtrain/core/layers/attention/core_attention.py",),
         (
             issue_test("attention_sinks_miss_in_the_norm"),
             "tests/parity/models/test_families.py::test_families_keep_the_promise",

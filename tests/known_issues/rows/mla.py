@@ -53,7 +53,7 @@ ROWS = (
         _has_latents,
         "fixed",
         "Our core attention takes the sizes from the tensors.",
-        (*_HERE, "mtrain/core/layers/attention/context_parallel.py"),
+        (*_HERE, "mtrain/core/layers/attention/core_attention.py"),
         (f"{_TESTS}its_core_attention_does_not_take_the_sizes", _OURS),
     ),
     KnownIssue(

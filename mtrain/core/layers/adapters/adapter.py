@@ -47,7 +47,7 @@ class Adapter(DividedModule):
     def __init__(self, section: AdapterSection, config: TransformerConfig, tp: dist.ProcessGroup) -> None:
         super().__init__(config, tp)
         self._section = section
-        self.divided_axes = {}
+        self.divided_axes: dict[str, int] = {}
         self._padded: set[str] = set()
         self._halved: set[str] = set()
 
@@ -63,7 +63,7 @@ class Adapter(DividedModule):
         divided_axis: int | None,
         may_be_padded: bool = False,
         is_halved: bool = False,
-    ) -> nn.Parameter:
+    ) -> None:
         """Adds a parameter of zeros.
 
         Args:
@@ -79,7 +79,6 @@ class Adapter(DividedModule):
         self._padded |= {name} if may_be_padded else set()
         self._halved |= {name} if is_halved else set()
         self.register_parameter(name, parameter)
-        return parameter
 
     def follow(self, module: nn.Module) -> None:
         """Makes the frozen module return its output with what this adapter adds."""

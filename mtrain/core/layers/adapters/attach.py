@@ -60,9 +60,8 @@ class EmbeddingAdapter(Adapter):
         narrow = torch.where(is_here.unsqueeze(-1), found, 0.0) * self._section.scale_of("embedding")
         if self._scatters:
             # like the table's own output under sp: [seq_local, batch, ...]
-            narrow = reduce_scatter_to_sequence_parallel_region(
-                narrow.transpose(0, 1).contiguous(), group=self.tp_group
-            )
+            narrow = narrow.transpose(0, 1).contiguous()
+            narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=self.tp_group)
         else:
             narrow = reduce_from_tensor_model_parallel_region(narrow, group=self.tp_group)
         # no dropout, as in PEFT: A reads token ids

@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from torch import Tensor
 
-from mtrain.core.layers.attention.rotating import RotatingAttention, rotated, rotated_as_rounded, rotations_of
+from mtrain.core.layers.attention.rotating import RotatingAttention
 
 
 class NormedValueAttention(RotatingAttention):
@@ -42,12 +42,7 @@ class GlobalAttention(RotatingAttention):
     ) -> None:
         """
         Args:
-            config: Configuration of the model.
-            submodules: Modules of megatron-core's self-attention.
-            layer_number: Number of the layer, from 1.
             fields: Fields of the configuration that differ in these layers.
-            normalises_values: Whether values are normalised.
-            options: Further arguments of megatron-core's module.
         """
         own = copy.copy(config)  # not `replace`, which would derive other fields once more
         for name, value in fields.items():
@@ -66,13 +61,7 @@ class GlobalAttention(RotatingAttention):
         grouped = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
         query, key = grouped[..., :-1, :].flatten(2, 3), grouped[..., -1, :]
         value = normed(key, self.config.layernorm_epsilon) if self._normalises_values else key
-        query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if self._angles is not None:
-            rotations = rotations_of(self._angles, hidden_states.dtype, self.rotation_factor)
-            is_wide = hidden_states.device.type == "cpu" and hidden_states.dtype.itemsize >= 4
-            rotate = rotated if is_wide else rotated_as_rounded
-            query, key = rotate(query, rotations), rotate(key, rotations)
-        return query, key, value
+        return *self.rotated_here(self.q_layernorm(query), self.k_layernorm(key)), value
 
 
 class _WithoutValues(ColumnParallelLinear):

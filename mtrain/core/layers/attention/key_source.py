@@ -12,17 +12,26 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
+from mtrain.core.batch.zigzag import zigzag_index
 from mtrain.core.layers.attention.cache import CachedPass
-from mtrain.core.layers.attention.exchange import row_order, to_heads, to_sequence
 from mtrain.core.layers.attention.key_set import KeySet, Run
 from mtrain.core.layers.attention.ring import ring_attention
+
+
+# Cached: it is the same in every layer and microbatch, and making it copies to the device, for which the host waits.
+@lru_cache(maxsize=8)
+def row_order(seq: int, cp: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns row positions in the order of the ranks that hold them, and the inverse permutation; [seq] int64 each."""
+    held = torch.cat([zigzag_index(seq, cp, rank) for rank in range(cp)])
+    return held.to(device), torch.argsort(held).to(device)
 
 
 class RowKernels(Protocol):
@@ -95,28 +104,41 @@ class Gathered(KeySource):
 
 class Exchanged(Gathered):
     """Ulysses: each rank has whole rows of a part of the heads. One all-to-all over CP each of queries, keys, values
-    and output; the same in backward. Latents, which all heads share, are gathered."""
+    and output; the same in backward. Latents, which all heads share, are gathered.
+
+    Source: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509.
+    """
 
     def heads(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         cp, groups = self.cp.size(), key.shape[2]
         if groups % cp:  # fewer key/value heads than ranks are repeated
             repeats = cp // math.gcd(groups, cp)
             key, value = (part.repeat_interleave(repeats, dim=2) for part in (key, value))
-        return self._exchanged(key), self._exchanged(value)
+        return self.to_heads(key), self.to_heads(value)
 
     def own_heads(self, by_head: Tensor) -> Tensor:
         return by_head.chunk(self.cp.size())[self.cp.rank()]
 
     def attend(self, kernels: RowKernels, query: Tensor, key: Tensor, value: Tensor, keys: KeySet) -> Tensor:
         # whole rows from here on, so documents and windows do not depend on CP
-        query = self._exchanged(query)
-        output = kernels.attend_runs(query, key, value, keys, [(0, len(query))])
-        return to_sequence(output.index_select(0, self.orders(output)[0]), self.cp)
+        query = self.to_heads(query)
+        return self.to_sequence(kernels.attend_runs(query, key, value, keys, [(0, len(query))]))
 
-    def _exchanged(self, part: Tensor) -> Tensor:
-        """[seq_local, batch, heads, dim] -> [seq in the order of the row, batch, heads / cp, dim]."""
-        part = to_heads(part, self.cp)
-        return part.index_select(0, self.orders(part)[1])
+    def to_heads(self, part: Tensor) -> Tensor:
+        """[seq_local, batch, heads, dim] -> [seq in the order of the row, batch, heads / cp, dim]; one all-to-all."""
+        size, (seq, batch, heads, dim) = self.cp.size(), part.shape
+        # the receiver goes first, because the all-to-all cuts the first axis in equal parts
+        part = part.reshape(seq, batch, size, heads // size, dim).permute(2, 0, 1, 3, 4)
+        received = all_to_all(self.cp, part.reshape(size * seq, batch, heads // size, dim))
+        return received.index_select(0, self.orders(received)[1])
+
+    def to_sequence(self, rows: Tensor) -> Tensor:
+        """[seq in the order of the row, batch, heads / cp, dim] -> [seq_local, batch, heads, dim]; one all-to-all."""
+        size, (seq, batch, heads, dim) = self.cp.size(), rows.shape
+        # rank r sends the heads of part r: [cp, seq_local, batch, heads / cp, dim]
+        part = all_to_all(self.cp, rows.index_select(0, self.orders(rows)[0]).contiguous())
+        part = part.view(size, seq // size, batch, heads, dim)
+        return part.permute(1, 2, 0, 3, 4).reshape(seq // size, batch, size * heads, dim)
 
 
 class Ring(Whole):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mtrain.config.schema.attention import LatentAttentionSection
 from mtrain.config.schema.rope import RopeSection
-from mtrain.core.layers.attention.context_parallel import RowAttention
+from mtrain.core.layers.attention.core_attention import RowAttention
 from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.attention.rotary import inverse_frequencies, latent_softmax_scale
 from mtrain.core.layers.norm import Norm

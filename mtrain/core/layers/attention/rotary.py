@@ -174,6 +174,29 @@ class TwoBaseRotary(Rotary):
         return torch.cat((super().forward(positions), self.windowed(positions)), dim=-1)
 
 
+class TemperedRotary(Rotary):
+    """Angles, and the factor of the queries next to them: the block passes one tensor to all layers.
+
+    Source: transformers 5.24, modeling_ministral3.py, `get_llama_4_attn_scale`.
+    """
+
+    def __init__(self, inverse_frequencies: Tensor, rope: RopeSection) -> None:
+        """
+        Args:
+            inverse_frequencies: [head_dim / 2].
+            rope: Section with the coefficient and the original length.
+        """
+        super().__init__(inverse_frequencies)
+        self._coefficient, self._length = rope.attention_temperature, rope.original_max_positions
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Returns angles and a factor, [seq_local, batch or 1, 1, head_dim + 1]; takes what `Rotary` does."""
+        # whole times that the original length has passed: exact, where a quotient in float32 may round up
+        passed = positions.t().div(self._length, rounding_mode="floor").to(self.inverse_frequencies.dtype)
+        factor = 1 + self._coefficient * torch.log1p(passed)
+        return torch.cat((super().forward(positions), factor[..., None, None]), dim=-1)
+
+
 def take_angles_by_layer(model: nn.Module, rotary: TwoBaseRotary) -> None:
     """Makes every self-attention of a model take the part of a TwoBaseRotary's angles that its window needs."""
 
@@ -181,7 +204,7 @@ def take_angles_by_layer(model: nn.Module, rotary: TwoBaseRotary) -> None:
         attention: SelfAttention, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         windowed = window_of(attention.config, attention.layer_number) is not None
-        parts = _apart(options["rotary_pos_emb"], rotary.num_global)
+        parts = angle_parts(options["rotary_pos_emb"], rotary.num_global)
         return args, {**options, "rotary_pos_emb": parts[int(windowed)]}
 
     for module in model.modules():
@@ -190,10 +213,11 @@ def take_angles_by_layer(model: nn.Module, rotary: TwoBaseRotary) -> None:
             module.register_forward_pre_hook(take_own, with_kwargs=True)
 
 
-def _apart(angles: Tensor, num_global: int) -> tuple[Tensor, Tensor]:
-    """Returns both parts, the same tensors for all layers of a microbatch, which cache on them (`rotations_of`)."""
+def angle_parts(angles: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Returns the first `size` numbers of each position and the others, the same tensors for all layers of a
+    microbatch, which cache on them (`rotations_of`)."""
     known: tuple[Tensor, Tensor] | None = getattr(angles, "known_parts", None)
     if known is None:
-        known = angles[..., :num_global], angles[..., num_global:]
+        known = angles[..., :size], angles[..., size:]
         angles.known_parts = known  # type: ignore[attr-defined]
     return known

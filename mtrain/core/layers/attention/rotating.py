@@ -14,6 +14,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mtrain.core.layers.attention.rotary import angle_parts
+
 
 class Rotations(NamedTuple):
     """Cosine and sine of angles with two equal halves, times a factor; [seq, batch or 1, 1, 2 r] each, in the dtype of
@@ -148,6 +150,11 @@ def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float, output: Te
         output[..., 2 * size :].copy_(heads[..., 2 * size :])
 
 
+def _is_exact(heads: Tensor) -> bool:
+    """Says whether `rotated` applies; in half precision sums are rounded where megatron-core and transformers do."""
+    return heads.device.type == "cpu" and heads.dtype.itemsize >= 4
+
+
 def is_rotated(attention: SelfAttention) -> bool:
     """Says whether a layer rotates its queries and keys."""
     without = attention.config.no_rope_freq
@@ -198,16 +205,21 @@ class RotatingAttention(SelfAttention):
                 # megatron-core rotates them next, without a factor
                 query, key = (grown(heads, self.rotary_size, self.rotation_factor) for heads in (query, key))
             return query, key, *others
-        rotations = rotations_of(self._angles, hidden_states.dtype, self.rotation_factor)
-        # in half precision the sums are rounded where megatron-core and transformers round them
-        is_wide = hidden_states.device.type == "cpu" and hidden_states.dtype.itemsize >= 4
-        if is_wide and self._is_plainly_split:
+        if _is_exact(hidden_states) and self._is_plainly_split:
             mixed, _ = self.linear_qkv(hidden_states)
             shape = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+            rotations = rotations_of(self._angles, mixed.dtype, self.rotation_factor)
             return split_and_rotated(mixed.view(*mixed.shape[:2], *shape), rotations)
         query, key, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
-        rotate = rotated if is_wide else rotated_as_rounded
-        return rotate(query, rotations), rotate(key, rotations), *others
+        return *self.rotated_here(query, key), *others
+
+    def rotated_here(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotates queries and keys, where `forward` has left that to this module."""
+        if self._angles is None:
+            return query, key
+        rotations = rotations_of(self._angles, query.dtype, self.rotation_factor)
+        rotate = rotated if _is_exact(query) else rotated_as_rounded
+        return rotate(query, rotations), rotate(key, rotations)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiplies [seq, batch, heads_local * head_dim] by the sigmoid of a gate; float64 stays so, unlike in
@@ -222,3 +234,27 @@ class RotatingAttention(SelfAttention):
         has_own_groups = self.config.num_query_groups >= self.world_size
         is_gated = self.config.attention_output_gate
         return has_own_groups and not is_gated and all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
+
+
+class TemperedAttention(RotatingAttention):
+    """Self-attention whose queries grow with their position: a factor multiplies each after its rotation."""
+
+    _factor: Tensor | None = None
+    """Factor of the current call, [seq, batch or 1, 1, 1]."""
+
+    def forward(
+        self, hidden_states: Tensor, *arguments: Any, rotary_pos_emb: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends like `RotatingAttention`, which describes the arguments; angles are those of a TemperedRotary."""
+        assert rotary_pos_emb is not None
+        angles, self._factor = angle_parts(rotary_pos_emb, -1)
+        try:
+            return super().forward(hidden_states, *arguments, rotary_pos_emb=angles, **options)
+        finally:
+            self._factor = None
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Returns what `RotatingAttention` does, queries times their factor."""
+        assert self._factor is not None
+        query, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
+        return query * self._factor.to(query.dtype), *others

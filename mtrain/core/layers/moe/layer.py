@@ -210,9 +210,9 @@ def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
     """
     module, shared = Experts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     if section.implementation == "te":
-        from mtrain.core.layers.moe import te_experts  # needs TransformerEngine
+        from mtrain.core.layers import transformer_engine  # cannot be imported where it is missing
 
-        module, shared = te_experts.TransformerEngineExperts, te_experts.SHARED_EXPERTS
+        module, shared = transformer_engine.TransformerEngineExperts, transformer_engine.SHARED_EXPERTS
     submodules = MoESubmodules(
         router=partial(Router, section=section),
         experts=ModuleSpec(module=module, params={"implementation": section.implementation}),

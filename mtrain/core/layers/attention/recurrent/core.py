@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.core.layers.attention.cache import CachedPass, Remembering
-from mtrain.core.layers.attention.exchange import row_order, to_heads, to_sequence
+from mtrain.core.layers.attention.key_source import Exchanged
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, applied, transition
 
 
@@ -180,7 +179,7 @@ class RecurrentCore(nn.Module, Remembering):
             chunk: Number of tokens of a chunk of the rule.
         """
         super().__init__()
-        self.heads, self.cp, self.chunk = heads, cp, chunk
+        self.heads, self.cp, self.chunk, self.exchange = heads, cp, chunk, Exchanged(cp)
         self.exchanges_heads = cp_comm_type == "a2a" and heads.key_heads % cp.size() == 0
 
     def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
@@ -253,16 +252,15 @@ class RecurrentCore(nn.Module, Remembering):
     def _with_own_heads(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
         """Computes whole rows of a part of the heads: two all-to-alls over CP before, and one after; the same again in
         backward."""
-        key_heads, cp = self.heads.key_heads, self.cp
-        in_zigzag, in_row = row_order(len(inputs.mixed) * cp.size(), cp.size(), inputs.mixed.device)
-        mixed = to_heads(torch.unflatten(inputs.mixed, -1, (key_heads, -1)), cp).index_select(0, in_row)
+        key_heads, to_heads = self.heads.key_heads, self.exchange.to_heads
+        mixed = to_heads(torch.unflatten(inputs.mixed, -1, (key_heads, -1)))
         # not together with the first, whose precision may be half
         rates = torch.stack((inputs.log_decay, inputs.beta.to(inputs.log_decay.dtype)), dim=-1)
-        rates = to_heads(torch.unflatten(rates.flatten(2), -1, (key_heads, -1)), cp).index_select(0, in_row)
+        rates = to_heads(torch.unflatten(rates.flatten(2), -1, (key_heads, -1)))
         log_decay, beta = torch.unflatten(rates.flatten(2), -1, (-1, 2)).unbind(-1)
-        own = held.of_part(cp.rank(), cp.size())
+        own = held.of_part(self.cp.rank(), self.cp.size())
         output = self._whole_rows(Inputs(mixed.flatten(2), log_decay, beta), own, document_starts)
-        return to_sequence(output.index_select(0, in_zigzag), cp)
+        return self.exchange.to_sequence(output)
 
     def _with_states_of_parts(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
         """Computes this rank's two parts of every row from the states before them: two all-gathers over CP, of inputs
@@ -316,8 +314,7 @@ class RecurrentCore(nn.Module, Remembering):
     def _collected(self, own: Tensor) -> Tensor:
         """Collects the parts of all ranks, [2, ...] of each -> [2 cp, ...] in the order of the row; one all-gather."""
         # its backward is a reduce-scatter that sums, since the later parts of every rank depend on a part
-        gathered = gather_from_sequence_parallel_region(own.contiguous(), group=self.cp)
-        return gathered.index_select(0, row_order(len(gathered), self.cp.size(), own.device)[1])
+        return self.exchange.rows(own.contiguous())
 
     def _generated(self, memory: Memory, inputs: Inputs, held: CoreParameters) -> Tensor:
         """Continues the sequences of a pass, whose tokens are [tokens, 1, ...]."""
