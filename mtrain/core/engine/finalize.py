@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mtrain.core.engine.loss_reduction import GlobalTotals, PlannedTotals, StepSums
+from mtrain.core.engine.loss_reduction import GlobalTotals, StepSums, sum_planned
 from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.loss.objective import Objective, power_of_two_near, side_term_factors
 from mtrain.core.ranks.groups import Groups
@@ -40,7 +40,7 @@ class NumeratorFactors:
         # fp16 needs 1 / D in advance, else sums over a batch overflow; terms with other denominators need the ratios
         is_needed = is_fp16 or bool(objective.apart)
         # Over the world in fp16: all stages multiply by one power of two. Else a stage has all it needs itself.
-        self._totals = PlannedTotals(planned, groups, everywhere=is_fp16) if is_needed else None
+        self._totals = sum_planned(planned, groups, everywhere=is_fp16) if is_needed else None
         self._factors: Mapping[str, float | Tensor] | None = None
         self.numerator_scale: float | Tensor = 1.0
         """Factor that loss and division share: in fp16 a float64 scalar on the device, else 1. A power of two changes
@@ -49,7 +49,7 @@ class NumeratorFactors:
             assert self._totals is not None
             # Read here, where no stage waits for another one: on CPUs all ranks take part in the later rounds of the
             # collective. On GPUs only the next work on the stream waits for it.
-            self.numerator_scale = power_of_two_near(self._totals.on_device()[0].reciprocal())
+            self.numerator_scale = power_of_two_near(self._totals.get()[0].reciprocal())
 
     def of_terms(self) -> Mapping[str, float | Tensor]:
         """Returns one factor per side term; first called after the last stage's first forward pass, or by a router."""
@@ -57,7 +57,7 @@ class NumeratorFactors:
             return self._coefficients
         if self._factors is None:
             # awaited late, so the collective runs during the first forward pass
-            self._factors = side_term_factors(self._totals.on_device(), self._coefficients)
+            self._factors = side_term_factors(self._totals.get(), self._coefficients)
         return self._factors
 
     def of_routers(self) -> Tensor:
@@ -70,7 +70,7 @@ class NumeratorFactors:
         # On CPUs the later rounds of AsyncAllReduce start only when its sum is read: a rank that never asked would
         # leave its partners waiting.
         if self._totals is not None:
-            self._totals.on_device()
+            self._totals.get()
 
 
 Finalize = Callable[[ShardedModel, StepSums, Groups, bool, Callable[[], Tensor] | None], GlobalTotals]

@@ -41,12 +41,8 @@ class DiagnosticSums:
                 if key in self._found:
                     self._found[key] = joined(self._found[key], value)
 
-    def size(self, world_size: int) -> int:
-        """Returns the size of the vector."""
-        return sum(2 if each.ndim else world_size for each in self._found.values())
-
     def vector(self, groups: Groups) -> Tensor:
-        """Returns float64 of `size` numbers, to be summed over all ranks.
+        """Returns [n] float64, to be summed over all ranks.
 
         A sum cannot find a maximum, so each rank has a number of its own in it.
         """
@@ -238,57 +234,6 @@ class StepTotals:
         return self.terms[MAIN_TERM].denominator == 0
 
 
-@dataclass(frozen=True)
-class _VectorFields:
-    """Slices of the vector that `GlobalTotals` sums."""
-
-    num_terms: int
-    num_sources: int
-    has_norm: bool
-    num_diagnostics: int
-
-    @property
-    def pairs(self) -> slice:
-        """Numerator and denominator of each term in turn; the main term is the first."""
-        return slice(0, 2 * self.num_terms)
-
-    @property
-    def planned(self) -> slice:
-        """Planned denominator of each term."""
-        return slice(self.pairs.stop, self.pairs.stop + self.num_terms)
-
-    @property
-    def tokens(self) -> slice:
-        """Token counts in the order of `TokenCounts`."""
-        return slice(self.planned.stop, self.planned.stop + len(NO_TOKENS))
-
-    @property
-    def sources(self) -> slice:
-        """Numerators of all sources, then denominators."""
-        return slice(self.tokens.stop, self.tokens.stop + 2 * self.num_sources)
-
-    @property
-    def stop_requested(self) -> int:
-        """Number of ranks that ask to stop."""
-        return self.sources.stop
-
-    @property
-    def norm_sq(self) -> int | None:
-        """Squared norm of the gradients, where there is one."""
-        return self.stop_requested + 1 if self.has_norm else None
-
-    @property
-    def diagnostics(self) -> slice:
-        """Diagnostics in the order of `DiagnosticSums.vector`."""
-        start = self.stop_requested + 1 + self.has_norm
-        return slice(start, start + self.num_diagnostics)
-
-    @property
-    def size(self) -> int:
-        """Number of elements of the vector."""
-        return self.diagnostics.stop
-
-
 class GlobalTotals:
     """The sums of every rank, added by one collective over the world, which the gradient norm needs anyway.
 
@@ -306,80 +251,67 @@ class GlobalTotals:
             local_grad_norm_sq: A scalar on the device, to be summed over all ranks: this rank's part of a squared norm.
         """
         self._terms, self._num_positions = sums.pairs.terms, sums.num_positions
-        num_sources = sums.pairs.by_source.shape[1]
         self._diagnostics, self._world_size = sums.pairs.diagnostics, groups.layout.world_size
-        widths = num_sources, local_grad_norm_sq is not None, self._diagnostics.size(self._world_size)
-        self._fields = fields = _VectorFields(len(self._terms), *widths)
-        # Host numbers first, those of the device copied over them: one transfer to the device and none back.
-        host = [0.0] * fields.size
-        if groups.counts_planned:
-            host[fields.planned], host[fields.tokens] = sums.planned.values(), sums.tokens
-            assert len(host) == fields.size, "a term has no planned denominator"
-        # The stop request is sent along: a collective of its own would cost a latency in every step.
-        host[fields.stop_requested] = float(stop_requested)
-        vector = to_device(torch.tensor(host, dtype=torch.float64), groups.device)
-        vector[fields.pairs].copy_(sums.pairs.owned(groups).view(-1))
-        vector[fields.sources].copy_(sums.pairs.owned_by_source(groups).view(-1))
-        vector[fields.diagnostics].copy_(self._diagnostics.vector(groups))
-        if local_grad_norm_sq is not None:
-            vector[fields.norm_sq].copy_(local_grad_norm_sq)
-        self._sum = AsyncAllReduce(vector)  # over the world; the host goes on
+        assert len(sums.planned) == len(self._terms), "a term has no planned denominator"
+        # of the host: the stop request is sent along, since a collective of its own would cost a latency in every step
+        host = (
+            [*sums.planned.values(), *sums.tokens]
+            if groups.counts_planned
+            else [0.0] * (len(self._terms) + len(NO_TOKENS))
+        )
+        numbers = to_device(torch.tensor([*host, float(stop_requested)], dtype=torch.float64), groups.device)
+        parts = {
+            "pairs": sums.pairs.owned(groups).view(-1),
+            "planned": numbers[: len(self._terms)],
+            "tokens": numbers[len(self._terms) : -1],
+            "stop_requested": numbers[-1:],
+            "sources": sums.pairs.owned_by_source(groups).view(-1),
+            "diagnostics": self._diagnostics.vector(groups),
+            "norm_sq": numbers[:0] if local_grad_norm_sq is None else local_grad_norm_sq.double().view(1),
+        }
+        self._sizes = {name: len(part) for name, part in parts.items()}
+        self._sum = AsyncAllReduce(torch.cat([*parts.values()]))  # over the world; the host goes on
 
     def main_denominator(self) -> Tensor:
         """Returns the first term's measured denominator: float64 scalar on the device."""
-        return self._sum.get()[self._fields.pairs][1]
+        return self._sum.get()[1]  # pairs come first: numerator and denominator of each term in turn
 
     def read(self, coefficients: Mapping[str, float]) -> StepTotals:
-        """Reads all totals on the host. One device synchronization.
-
-        Args:
-            coefficients: Coefficients of the terms in the objective.
-        """
+        """Reads all totals on the host. One device synchronization."""
         total = self._sum.get()
         with patience.for_device(total.device):
             values: list[float] = total.tolist()  # here the host waits for the step's kernels
-        fields = self._fields
-        numerators, denominators = values[fields.pairs][::2], values[fields.pairs][1::2]
-        of_terms = zip(numerators, denominators, values[fields.planned], strict=True)
+        parts: dict[str, list[float]] = {}
+        for name, size in self._sizes.items():
+            parts[name], values = values[:size], values[size:]
+        of_terms = zip(parts["pairs"][::2], parts["pairs"][1::2], parts["planned"], strict=True)
+        sources, half = parts["sources"], len(parts["sources"]) // 2
         return StepTotals(
             terms={term: TermTotals(*each) for term, each in zip(self._terms, of_terms, strict=True)},
-            stop_requested=values[fields.stop_requested] > 0,
-            tokens=TokenCounts(*map(int, values[fields.tokens])),  # exact: float64 holds whole numbers to 2^53
+            stop_requested=parts["stop_requested"][0] > 0,
+            tokens=TokenCounts(*map(int, parts["tokens"])),  # exact: float64 holds whole numbers to 2^53
             num_positions=self._num_positions,
-            grad_norm_sq=None if fields.norm_sq is None else values[fields.norm_sq],
+            grad_norm_sq=parts["norm_sq"][0] if parts["norm_sq"] else None,
             coefficients=coefficients,
-            sources=self._sources(values[fields.sources]),
-            diagnostics=self._diagnostics.read(values[fields.diagnostics], self._world_size),
+            sources=tuple(map(Totals, sources[:half], sources[half:])) if all(map(math.isfinite, sources)) else (),
+            diagnostics=self._diagnostics.read(parts["diagnostics"], self._world_size),
         )
 
-    def _sources(self, values: Sequence[float]) -> tuple[Totals, ...]:
-        if not all(map(math.isfinite, values)):
-            return ()
-        half = self._fields.num_sources
-        return tuple(map(Totals, values[:half], values[half:]))
 
+def sum_planned(planned: Sequence[float], groups: Groups, everywhere: bool) -> AsyncAllReduce:
+    """Starts to sum every term's denominator over the global batch, as the batches promise it before the forward pass.
 
-class PlannedTotals:
-    """Every term's denominator over the global batch, as the batches promise it before the forward pass.
+    Costs one collective. Each row of the batch is counted by one rank that reads it; all other ranks add zeros.
 
-    Costs one collective, started at once and awaited when used. Each row of the batch is counted by one rank that reads
-    it; all other ranks add zeros.
+    Args:
+        planned: Denominator of each term over this rank's batch.
+        everywhere: Whether to sum over the world, with the same bits on all ranks; else within each pipeline stage,
+            whose ranks read the whole batch themselves.
+
+    Returns:
+        The sums, [terms] float64 on the device.
     """
-
-    def __init__(self, planned: Sequence[float], groups: Groups, everywhere: bool) -> None:
-        """
-        Args:
-            planned: Denominator of each term over this rank's batch.
-            everywhere: Whether to sum over the world, with the same bits on all ranks; else within each pipeline stage,
-                    whose ranks read the whole batch themselves.
-        """
-        # ranks of TP and CP share rows, and every stage reads them: one of all these counts
-        owns = groups.counts_planned if everywhere else groups.tp_rank == groups.cp_rank == 0
-        own = planned if owns else [0.0] * len(planned)
-        self._sum = AsyncAllReduce(
-            to_device(torch.tensor(own, dtype=torch.float64), groups.device), None if everywhere else groups.stage
-        )
-
-    def on_device(self) -> Tensor:
-        """Returns the sums, [terms] float64."""
-        return self._sum.get()
+    # ranks of TP and CP share rows, and every stage reads them: one of all these counts
+    owns = groups.counts_planned if everywhere else groups.tp_rank == groups.cp_rank == 0
+    own = torch.tensor(planned if owns else [0.0] * len(planned), dtype=torch.float64)
+    return AsyncAllReduce(to_device(own, groups.device), None if everywhere else groups.stage)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +22,18 @@ from mtrain.config.schema.loss import MAIN_TERM, depth_term
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.collate import loss_terms
+from mtrain.core.batch.zigzag import slice_for_context_parallel
 from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.output_layer import DeferredLogits, Logits, Operands, softcapped
+from mtrain.core.layers.output_layer import DeferredLogits, Logits, softcapped
 from mtrain.core.loss.diagnostics import joined
 from mtrain.core.loss.objective import Objective
 from mtrain.core.loss.pair import Extras, LossPair, TermInputs, TokenInputs
 from mtrain.core.loss.sequences import PackedSequences, TokenSources
 from mtrain.core.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_rows, sum_over_chunks
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
+from mtrain.core.ranks.broadcast import broadcast_on_hosts
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.teacher import Teacher
-from mtrain.core.step.weighed_tokens import WeighedTokens, places, terms_by_distribution, weighed
 
 ScalarOf = Callable[[Mapping[str, LossPair]], Tensor]
 """Function of the pairs that returns the scalar to differentiate; linear in the numerators."""
@@ -75,163 +78,152 @@ class OutputLoss:
         """
         teacher = None if self._teacher_logits is None else self._teacher_logits(batch)
         counts = None if self._weighed is None else self._weighed.of(batch)
-        chunk = chunk_tokens(self._config.loss, _vocab_local(logits.main), _is_on_cpu(self._groups))
+        vocab_local = logits.main.layer.output_size_per_partition
+        chunk = chunk_tokens(self._config.loss, vocab_local, self._groups.device.type == "cpu")
         if counts is None or chunk is None or _is_whole_as_good(counts, batch.labels.numel(), chunk):
             pairs = self._objective.pairs(term_inputs(logits, batch, self._config, self._groups, teacher))
             return scalar_of(pairs), pairs
-        distributions = self._distributions(logits, batch, teacher, counts)
-        terms = [term for each in distributions for term in each.weights]
-        dtype = torch.promote_types(distributions[0].weight.dtype, torch.float32)
-        sums = _Sums(terms, dtype, batch.labels.device, len(self._config.data.source_names))
+        selections = _selections(logits, batch, teacher, counts)
+        weight = selections[0].student.weight
+        sums = self._no_pairs([term for each in selections for term in each.tokens.weights], batch.labels.device)
 
         def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
-            pairs = self._objective.pairs(self._term_inputs(distributions[number], rows, local))
-            sums.add(pairs)
+            pairs = self._objective.pairs(self._inputs_of_chunk(selections[number], rows, local))
+            for term, pair in pairs.items():
+                sums[term] = _added(sums[term], pair)
             return scalar_of(pairs)
 
         if not sum(counts):
             # no chunk asks for the factors of terms, but other ranks wait for this one in their collective
-            scalar_of(sums.pairs())
-        hidden, weight = [each.hidden for each in distributions], distributions[0].weight
-        return self._sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient), sums.pairs()
+            scalar_of(sums)
+        hidden = [each.student.hidden for each in selections]
+        scalar = self._sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return scalar, {term: replace(pair, numerator=pair.numerator.to(dtype)) for term, pair in sums.items()}
 
     def _sum_over_chunks(
         self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, chunk: int, expected_gradient: Tensor
     ) -> Tensor:
         return sum_over_chunks(weight, hidden, loss_of, chunk, expected_gradient)
 
-    def _distributions(
-        self, logits: Logits, batch: Microbatch, teacher: DeferredLogits | None, counts: Sequence[int]
-    ) -> list[_Distribution]:
-        terms = terms_by_distribution(batch)
-        main = _Distribution.of(
-            logits.main, batch.labels, batch.tokens, teacher, batch.extras, batch, terms[0], counts[0]
-        )
-        # extras belong to the next token: tokens further ahead have none
-        return [main] + [
-            _Distribution.of(deferred, ahead.labels, ahead.tokens, None, {}, batch, names, count)
-            for deferred, ahead, names, count in zip(logits.mtp, batch.mtp, terms[1:], counts[1:], strict=True)
-        ]
+    def _no_pairs(self, terms: Sequence[str], device: torch.device) -> dict[str, LossPair]:
+        """Returns a pair of zeros for each term, in float64: the number of float32 parts depends on the size of a
+        chunk."""
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        num_sources = len(self._config.data.source_names)
+        by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device) if num_sources else None
+        return {term: LossPair(nothing, nothing, by_source if term == MAIN_TERM else None) for term in terms}
 
-    def _term_inputs(self, of: _Distribution, rows: slice, local: Tensor) -> dict[str, TokenInputs]:
-        """Returns the input of each term's function for one chunk."""
-        student = vocab_parallel(softcapped(local, of.softcap), self._config.model, self._groups)
+    def _inputs_of_chunk(self, selection: _Selection, rows: slice, local: Tensor) -> dict[str, TermInputs]:
+        """Returns the input of each term's function for one chunk, whose logits are `local`."""
+        model, groups = self._config.model, self._groups
+        student = vocab_parallel(softcapped(local, selection.student.softcap), model, groups)
         teacher = None
-        if of.teacher is not None:
-            teacher_local = logits_of_rows(of.teacher.hidden[rows], of.teacher.weight)
-            teacher_local = softcapped(teacher_local, of.teacher_softcap)
-            teacher = vocab_parallel(teacher_local, self._config.model, self._groups)
-        context = self._groups.cp if self._groups.layout.cp > 1 else None
-        terms = loss_terms(self._config.loss)
-        # one slice for all terms: `divided_by` compares temperatures by identity
-        extras = Extras({name: each[:, rows] for name, each in of.extras.items()})
-        return {
-            term: TokenInputs(
-                logits=student,
-                labels=of.labels[:, rows],
-                weights=of.weights[term][:, rows],
-                denominator_weights=of.denominator_weights[term][:, rows],
-                tokens=of.tokens[:, rows],
-                teacher=teacher,
-                context=context,
-                aggregation=terms.get(term, self._config.loss).aggregation,
-                extras=extras,
-                sources=self._sources(of, rows) if term == MAIN_TERM else None,
-            )
-            for term in of.weights
-        }
-
-    def _sources(self, of: _Distribution, rows: slice) -> TokenSources | None:
-        return None if of.sources is None else TokenSources(of.sources[:, rows], len(self._config.data.source_names))
+        if selection.teacher is not None:
+            known = logits_of_rows(selection.teacher.hidden[rows], selection.teacher.weight)
+            teacher = vocab_parallel(softcapped(known, selection.teacher.softcap), model, groups)
+        tokens = selection.tokens.map(lambda each: each[:, rows])
+        return _inputs(tokens, student, teacher, self._config, groups, TokenInputs)
 
 
 @dataclass(frozen=True)
-class _Distribution:
-    """Tokens of one distribution that some term counts, as one row of n."""
+class _Tokens:
+    """What loss functions read of the tokens of one distribution, [batch, seq], or as one row of n, [1, n]."""
 
-    hidden: Tensor
-    """Hidden states, [n, hidden]."""
-    weight: Tensor
-    """Table of the output layer, [vocab_local, hidden]."""
     labels: Tensor
-    """Labels, [1, n], as all tensors below."""
     tokens: Tensor
-    weights: dict[str, Tensor]
-    denominator_weights: dict[str, Tensor]
-    extras: dict[str, Tensor]
-    sources: Tensor | None
-    teacher: Operands | None
-    """Hidden states of the same tokens in the teacher, and its table; None without a teacher."""
-    softcap: float | None
-    """Bound of the logits."""
-    teacher_softcap: float | None
+    weights: Mapping[str, Tensor]
+    """Term -> weights, of the terms that read this distribution."""
+    denominator_weights: Mapping[str, Tensor]
+    extras: Mapping[str, Tensor]
+    sources: Tensor | None = None
+    packed: PackedSequences | None = None
 
     @classmethod
-    def of(
-        cls,
-        deferred: DeferredLogits,
-        labels: Tensor,
-        tokens: Tensor,
-        teacher: DeferredLogits | None,
-        extras: Mapping[str, Tensor],
-        batch: Microbatch,
-        terms: Sequence[str],
-        count: int,
-    ) -> _Distribution:
-        """Selects the tokens, in [seq, batch] order."""
-        operands = deferred.operands()
-        # no index if every token counts, so that nothing is copied
-        index = None if count == labels.numel() else places(weighed(batch, terms), count)
+    def by_distribution(cls, batch: Microbatch) -> list[_Tokens]:
+        """Returns the tokens of the main logits, then those of each depth of multi-token prediction."""
+        packed = None if batch.sequence_ids is None else PackedSequences(batch.sequence_ids, batch.num_sequences)
+        # extras belong to the next token: tokens further ahead have none
+        read = [(batch.labels, batch.tokens, batch.extras, batch.sources)]
+        read += [(ahead.labels, ahead.tokens, {}, None) for ahead in batch.mtp]
+        found = []
+        for terms, (labels, tokens, extras, sources) in zip(terms_by_distribution(batch), read, strict=True):
+            weights = {term: batch.weights[term] for term in terms}
+            shares = {term: batch.denominator_weights[term] for term in terms}
+            found.append(cls(labels, tokens, weights, shares, extras, sources, packed))
+        return found
 
-        def one_row(rows: Tensor) -> Tensor:
-            flat = rows.t().reshape(-1)
-            return (flat if index is None else flat[index]).unsqueeze(0)
+    def map(self, change: Callable[[Tensor], Tensor]) -> _Tokens:
+        """Applies `change` to every tensor; the result has no sequences."""
 
-        return cls(
-            hidden=_selected(operands.hidden, index),
-            weight=operands.weight,
-            labels=one_row(labels),
-            tokens=one_row(tokens),
-            weights={term: one_row(batch.weights[term]) for term in terms},
-            denominator_weights={term: one_row(batch.denominator_weights[term]) for term in terms},
-            extras={name: one_row(extra) for name, extra in extras.items()},
-            sources=None if batch.sources is None else one_row(batch.sources),
-            teacher=None if teacher is None else _selected_operands(teacher, index),
-            softcap=deferred.softcap,
-            teacher_softcap=None if teacher is None else teacher.softcap,
+        def changed(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: change(value) for name, value in values.items()}
+
+        return _Tokens(
+            labels=change(self.labels),
+            tokens=change(self.tokens),
+            weights=changed(self.weights),
+            denominator_weights=changed(self.denominator_weights),
+            extras=changed(self.extras),
+            sources=None if self.sources is None else change(self.sources),
         )
 
 
-class _Sums:
-    """Sums of the pairs of all chunks."""
+class _Factors(NamedTuple):
+    """Factors of the logits of some tokens."""
 
-    def __init__(self, terms: Sequence[str], dtype: torch.dtype, device: torch.device, num_sources: int) -> None:
-        self._dtype = dtype
-        # float64, since the number of float32 parts depends on the size of a chunk
-        self._sums = {term: torch.zeros(2, dtype=torch.float64, device=device) for term in terms}
-        self._diagnostics: dict[str, dict[str, Tensor]] = {term: {} for term in terms}
-        self._by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device) if num_sources else None
+    hidden: Tensor
+    """[n, hidden]."""
+    weight: Tensor
+    """Table of the output layer, [vocab_local, hidden]."""
+    softcap: float | None
+    """Bound of the logits."""
 
-    def add(self, pairs: Mapping[str, LossPair]) -> None:
-        for term, pair in pairs.items():
-            self._sums[term] += torch.stack([pair.numerator.detach().double(), pair.denominator])
-            known = self._diagnostics[term]
-            for name, value in pair.diagnostics.items():
-                known[name] = joined(known[name], value) if name in known else value
-        if self._by_source is not None and MAIN_TERM in pairs:
-            found = pairs[MAIN_TERM].by_source
-            self._by_source = None if found is None else self._by_source + found
+    @classmethod
+    def of(cls, deferred: DeferredLogits, index: Tensor | None) -> _Factors:
+        """Selects positions in [seq, batch] order; None selects all, and copies nothing."""
+        hidden, weight = deferred.operands()
+        flat = hidden.flatten(0, 1)
+        return cls(flat if index is None else flat.index_select(0, index), weight, deferred.softcap)
 
-    def pairs(self) -> dict[str, LossPair]:
-        return {
-            term: LossPair(
-                numerator.to(self._dtype),
-                denominator,
-                self._by_source if term == MAIN_TERM else None,
-                self._diagnostics[term],
-            )
-            for term, (numerator, denominator) in self._sums.items()
-        }
+
+class _Selection(NamedTuple):
+    """Tokens of one distribution that some term counts, as one row of n."""
+
+    tokens: _Tokens
+    student: _Factors
+    teacher: _Factors | None
+
+
+def _selections(
+    logits: Logits, batch: Microbatch, teacher: DeferredLogits | None, counts: Sequence[int]
+) -> list[_Selection]:
+    """Returns what the main logits need, then each depth; the teacher has logits of the next token alone."""
+    deferred, teachers = (logits.main, *logits.mtp), (teacher, *[None] * len(logits.mtp))
+    found = []
+    for tokens, own, other, count in zip(_Tokens.by_distribution(batch), deferred, teachers, counts, strict=True):
+        index = None if count == tokens.labels.numel() else places(weighed(batch, [*tokens.weights]), count)
+        row = tokens.map(partial(_one_row, index))
+        found.append(_Selection(row, _Factors.of(own, index), None if other is None else _Factors.of(other, index)))
+    return found
+
+
+def _one_row(index: Tensor | None, rows: Tensor) -> Tensor:
+    """Selects from [batch, seq], in [seq, batch] order: [1, n]."""
+    flat = rows.t().reshape(-1)
+    return (flat if index is None else flat[index]).unsqueeze(0)
+
+
+def _added(one: LossPair, other: LossPair) -> LossPair:
+    """Adds a pair of further tokens, without its graph."""
+    by_source = None
+    if one.by_source is not None and other.by_source is not None:
+        by_source = one.by_source + other.by_source
+    diagnostics = dict(one.diagnostics)
+    for name, value in other.diagnostics.items():
+        diagnostics[name] = joined(diagnostics[name], value) if name in diagnostics else value
+    numerator = one.numerator + other.numerator.detach().double()
+    return LossPair(numerator, one.denominator + other.denominator, by_source, diagnostics)
 
 
 @torch.no_grad()
@@ -255,7 +247,7 @@ def label_log_probs(
     """
     hidden, weight = logits.main.operands()
     (seq, num_rows), labels = hidden.shape[:2], batch.labels.t().reshape(1, -1)
-    flat, chunk = hidden.flatten(0, 1), chunk_tokens(config.loss, len(weight), _is_on_cpu(groups))
+    flat, chunk = hidden.flatten(0, 1), chunk_tokens(config.loss, len(weight), groups.device.type == "cpu")
     divisors = None if TEMPERATURE not in batch.extras else batch.extras[TEMPERATURE].t().reshape(1, -1)
     found = []
     for rows in chunks(len(flat), chunk or len(flat)):
@@ -289,25 +281,6 @@ def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
     return tokens <= chunk and 8 * sum(counts) > 7 * len(counts) * tokens
 
 
-def _is_on_cpu(groups: Groups) -> bool:
-    return groups.device.type == "cpu"
-
-
-def _vocab_local(logits: DeferredLogits) -> int:
-    return logits.layer.output_size_per_partition
-
-
-def _selected(hidden: Tensor, index: Tensor | None) -> Tensor:
-    """Selects hidden states, [seq, batch, hidden] -> [n, hidden]."""
-    flat = hidden.flatten(0, 1)
-    return flat if index is None else flat.index_select(0, index)
-
-
-def _selected_operands(deferred: DeferredLogits, index: Tensor | None) -> Operands:
-    hidden, weight = deferred.operands()
-    return Operands(_selected(hidden, index), weight)
-
-
 def _nothing(pairs: Mapping[str, LossPair]) -> Tensor:
     return torch.zeros((), device=next(iter(pairs.values())).numerator.device)
 
@@ -338,36 +311,101 @@ def term_inputs(
     def distribution(deferred: DeferredLogits) -> VocabParallelLogits:
         return vocab_parallel(deferred.whole(), config.model, groups)
 
+    main, *further = _Tokens.by_distribution(batch)
     student, teacher = distribution(logits.main), None if teacher_logits is None else distribution(teacher_logits)
-    context = groups.cp if groups.layout.cp > 1 else None
-    packed = None if batch.sequence_ids is None else PackedSequences(batch.sequence_ids, batch.num_sequences)
-    sources = None if batch.sources is None else TokenSources(batch.sources, len(config.data.source_names))
-    terms = loss_terms(config.loss)
-    inputs = {
-        term: TermInputs(
-            student,
-            batch.labels,
-            batch.weights[term],
-            batch.denominator_weights[term],
-            batch.tokens,
-            teacher,
-            context,
-            terms.get(term, config.loss).aggregation,  # depths of multi-token prediction use that of the main term
-            packed,
-            Extras(batch.extras),
-            sources if term == MAIN_TERM else None,
-        )
-        for term in batch.weights
-    }
-    for depth, (deferred, ahead) in enumerate(zip(logits.mtp, batch.mtp, strict=True), start=1):
-        term = depth_term(depth)
-        # a separate distribution, which shares nothing with the main logits; extras belong to other tokens
-        inputs[term] = replace(
-            inputs[term],
-            logits=distribution(deferred),
-            labels=ahead.labels,
-            tokens=ahead.tokens,
-            teacher=None,
-            extras=Extras(),
-        )
+    inputs = _inputs(main, student, teacher, config, groups)
+    for deferred, tokens in zip(logits.mtp, further, strict=True):
+        inputs |= _inputs(tokens, distribution(deferred), None, config, groups)
     return inputs
+
+
+def _inputs(
+    tokens: _Tokens,
+    logits: VocabParallelLogits,
+    teacher: VocabParallelLogits | None,
+    config: Config,
+    groups: Groups,
+    kind: type[TermInputs] = TermInputs,
+) -> dict[str, TermInputs]:
+    """Returns the input of each term that reads one distribution."""
+    terms = loss_terms(config.loss)
+    extras = Extras(tokens.extras)
+    sources = None
+    if tokens.sources is not None:
+        sources = TokenSources(tokens.sources, len(config.data.source_names))
+    return {
+        term: kind(
+            logits=logits,
+            labels=tokens.labels,
+            weights=tokens.weights[term],
+            denominator_weights=tokens.denominator_weights[term],
+            tokens=tokens.tokens,
+            teacher=teacher,
+            context=groups.cp if groups.layout.cp > 1 else None,
+            aggregation=terms.get(term, config.loss).aggregation,  # depths use that of the main term
+            packed=tokens.packed,
+            extras=extras,
+            sources=sources if term == MAIN_TERM else None,
+        )
+        for term in tokens.weights
+    }
+
+
+def terms_by_distribution(batch: Microbatch) -> list[list[str]]:
+    """Returns the terms of the main logits, then those of each depth of multi-token prediction."""
+    depths = [depth_term(number) for number in range(1, len(batch.mtp) + 1)]
+    return [[term for term in batch.weights if term not in depths], *([depth] for depth in depths)]
+
+
+def weighed(batch: Microbatch, terms: Sequence[str]) -> Tensor:
+    """Says which tokens have a weight or a share of the denominator in one of the terms, [batch, seq] bool."""
+    # a token without weight can have a share: that of an empty sequence that counts (loss.empty_sequences=include)
+    counted = [each[term] != 0 for term in terms for each in (batch.weights, batch.denominator_weights)]
+    return torch.stack(counted).any(0)
+
+
+class WeighedTokens:
+    """Number of tokens that some term counts in each microbatch of a pass, known on the host without waiting."""
+
+    def __init__(self, whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups) -> None:
+        """Counts the tokens, at once.
+
+        Args:
+            whole: Full rows from the loader, on the CPU; None on ranks that receive theirs.
+            rows: The same microbatches on the device, sliced for context parallelism.
+        """
+        self._numbers = {id(batch): number for number, batch in enumerate(rows)}
+        self._counts = _counted(rows) if groups.device.type == "cpu" else _counts_of_reader(whole, rows, groups)
+
+    def of(self, batch: Microbatch) -> list[int]:
+        """Returns the number of tokens for the main logits, then for each depth; `batch` must be an object of
+        `rows`."""
+        return self._counts[self._numbers[id(batch)]]
+
+
+def _counted(batches: Sequence[Microbatch]) -> list[list[int]]:
+    # numpy: the batches are on the CPU
+    return [[int(weighed(batch, terms).numpy().sum()) for terms in terms_by_distribution(batch)] for batch in batches]
+
+
+def _counts_of_reader(
+    whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups
+) -> list[list[int]]:
+    """Returns counts from the rank that read the batches. One broadcast between the hosts of TP."""
+    counts = None
+    if whole is not None:  # all ranks of a TP group have the same context-parallel slice
+        slices = [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in whole]
+        counts = torch.tensor(_counted(slices))
+    shape = (len(rows), len(terms_by_distribution(rows[0])))
+    return broadcast_on_hosts(counts, shape, torch.int64, groups).numpy().tolist()
+
+
+def places(is_weighed: Tensor, count: int) -> Tensor:
+    """Returns the positions of the `count` weighed tokens in [seq, batch] order, increasing, [count] int64.
+
+    Args:
+        is_weighed: [batch, seq] bool.
+    """
+    # not nonzero(), whose size the host would have to wait for; a stable sort keeps equal keys in their order
+    keys = is_weighed.t().reshape(-1).to(torch.uint8)
+    return keys.argsort(descending=True, stable=True)[:count]

@@ -19,7 +19,7 @@ from mtrain.core.batch.batch import Microbatch
 from mtrain.core.ranks.broadcast import broadcast_batches, broadcast_on_hosts, slice_for_rank
 from mtrain.core.ranks.groups import Groups, open_host_group
 from mtrain.core.ranks.init import naming_lost_ranks
-from mtrain.core.step.weighed_tokens import WeighedTokens
+from mtrain.core.step.loss import WeighedTokens
 
 TIMEOUT = timedelta(minutes=10)
 

@@ -12,7 +12,7 @@ from mtrain.config.schema.loss import LossSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.collate import RowForm, collate, loss_terms
 from mtrain.core.batch.zigzag import slice_for_context_parallel
-from mtrain.core.step.weighed_tokens import places, terms_by_distribution, weighed
+from mtrain.core.step.loss import places, terms_by_distribution, weighed
 from tests.config.samples import config
 from tests.parity.batches import SEQ, three_steps
 

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 from mtrain.core.loss.vocab_parallel.chunks import sum_over_chunks
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.core.step.weighed_tokens import places
+from mtrain.core.step.loss import places
 
 
 class Sizes(NamedTuple):
