@@ -9,7 +9,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.tensor_parallel import checkpoint, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    checkpoint,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -76,6 +81,40 @@ class DividedModule(MegatronModule):
             dp_cp_group=metadata["dp_cp_group"],
         )
         return super().sharded_state_dict(prefix, sharded_offsets, metadata) | places
+
+
+def input_projection(
+    config: TransformerConfig, columns: int, rows: int, tp: dist.ProcessGroup, kind: Any = ColumnParallelLinear
+) -> Any:
+    """Builds a projection without bias whose `rows` are divided over TP, by a column-parallel class."""
+    return kind(
+        columns,
+        rows,
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+        gather_output=False,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_group=tp,
+    )
+
+
+def output_projection(
+    config: TransformerConfig, width: int, tp: dist.ProcessGroup, kind: Any = RowParallelLinear
+) -> Any:
+    """Builds the projection of heads, `width` channels that are divided over TP, to a layer's output."""
+    return kind(
+        width,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        is_expert=False,
+        tp_group=tp,
+    )
 
 
 class OwnAttention(DividedModule):

@@ -66,6 +66,32 @@ class DocumentAttention(TEDotProductAttention):
         return output.reshape(batch, seq, -1).transpose(0, 1)
 
 
+class ReplicatedTELinear(TELinear):
+    """A projection without bias, whole on every tensor-parallel rank: see `ReplicatedLinear`."""
+
+    def __init__(
+        self, config: TransformerConfig, num_columns: int, num_rows: int, tp: torch.distributed.ProcessGroup
+    ) -> None:
+        super().__init__(
+            num_columns,
+            num_rows,
+            parallel_mode="duplicated",
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            skip_weight_param_allocation=False,
+        )
+        self._tp_group = tp  # for checkpoints; it may not be given
+        # TransformerEngine 2.12 marks it as if it were cut: each copy would count in the gradient norm
+        weight: Any = self.weight
+        weight.tensor_model_parallel, weight.partition_dim = False, -1
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Projects [..., columns] -> [..., rows]."""
+        return super().forward(hidden)[0]
+
+
 class TransformerEngineLatentAttention(LatentAttention):
     """Latent attention with TransformerEngine's products and attention, and with our parameters.
 
@@ -73,22 +99,9 @@ class TransformerEngineLatentAttention(LatentAttention):
     whole heads. megatron-core's own module for it is not used: it rotates by angles of its own.
     """
 
-    def _replicated(self, num_columns: int, num_rows: int) -> nn.Module:
-        return ReplicatedTELinear(self.config, num_columns, num_rows, self.tp_group)
-
-    def _divided(self, num_columns: int, num_rows: int) -> nn.Module:
-        return TEColumnParallelLinear(num_columns, num_rows, **self._options(), gather_output=False)
-
-    def _of_keys_and_values(self, num_columns: int, num_rows: int) -> nn.Module:
-        return self._divided(num_columns, num_rows)
-
-    def _output_projection(self, num_columns: int) -> nn.Module:
-        options = self._options() | {"init_method": self.config.output_layer_init_method, "skip_bias_add": True}
-        return TERowParallelLinear(num_columns, self.config.hidden_size, **options, input_is_parallel=True)
-
-    def _norm(self, size: int) -> nn.Module:
-        # not fused into the projection after it: its epsilon may be another than that of the model's norms
-        return TENorm(self.config, size, self._epsilon)
+    replicated, norm = ReplicatedTELinear, TENorm
+    column = keys_and_values = TEColumnParallelLinear
+    row = TERowParallelLinear
 
     def _core(
         self, layer_number: int, scale: float, cp_comm_type: str | None, groups: ProcessGroupCollection
@@ -124,32 +137,6 @@ class TransformerEngineLatentAttention(LatentAttention):
 
     def attended(self, *arguments: Any) -> Tensor:
         return super().attended(*arguments, AttnMaskType.causal)
-
-
-class ReplicatedTELinear(TELinear):
-    """A projection without bias, whole on every tensor-parallel rank: see `ReplicatedLinear`."""
-
-    def __init__(
-        self, config: TransformerConfig, num_columns: int, num_rows: int, tp: torch.distributed.ProcessGroup
-    ) -> None:
-        super().__init__(
-            num_columns,
-            num_rows,
-            parallel_mode="duplicated",
-            config=config,
-            init_method=config.init_method,
-            bias=False,
-            skip_bias_add=False,
-            skip_weight_param_allocation=False,
-        )
-        self._tp_group = tp  # for checkpoints; it may not be given
-        # TransformerEngine 2.12 marks it as if it were cut: each copy would count in the gradient norm
-        weight: Any = self.weight
-        weight.tensor_model_parallel, weight.partition_dim = False, -1
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Projects [..., columns] -> [..., rows]."""
-        return super().forward(hidden)[0]
 
 
 SHARED_EXPERTS = MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)

@@ -37,9 +37,14 @@ from torch.nn import functional
 
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, applied, by_chunk, chunk_decays
-from mtrain.core.layers.attention.recurrent.core import Heads, RecurrentCore
-from mtrain.core.layers.attention.recurrent.parameters import Convolution, input_projection, output_projection
-from mtrain.core.layers.own_parameters import OwnAttention, device_of, divided_parameter
+from mtrain.core.layers.attention.recurrent.core import Convolution, Heads, RecurrentCore
+from mtrain.core.layers.own_parameters import (
+    OwnAttention,
+    device_of,
+    divided_parameter,
+    input_projection,
+    output_projection,
+)
 
 _DECAYS = 0.01, 16.0
 """Bounds between which first decays are uniform, as in transformers; parameters are their logarithms."""
@@ -130,7 +135,7 @@ class GatedDeltaNet(OwnAttention):
         width = delta_net.value_width
         rows = 2 * (delta_net.key_width + width + delta_net.num_value_heads)
         # q, k, v, gate, step, decay
-        self.in_proj = input_projection(config, rows, self.tp_group)
+        self.in_proj = input_projection(config, config.hidden_size, rows, self.tp_group)
         channels = (2 * delta_net.key_width + width) // self.tp_group.size()
         self.conv1d = Convolution(config, channels, delta_net.conv_kernel, self.tp_group)
         self.dt_bias = divided_parameter(config, torch.ones(self.heads.value_heads))

@@ -33,9 +33,14 @@ from torch.nn import functional
 
 from mtrain.config.schema.mamba import MambaSection
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, by_chunk, chunk_decays
-from mtrain.core.layers.attention.recurrent.core import Heads, RecurrentCore
-from mtrain.core.layers.attention.recurrent.parameters import Convolution, input_projection, output_projection
-from mtrain.core.layers.own_parameters import DividedModule, OwnAttention, divided_parameter
+from mtrain.core.layers.attention.recurrent.core import Convolution, Heads, RecurrentCore
+from mtrain.core.layers.own_parameters import (
+    DividedModule,
+    OwnAttention,
+    divided_parameter,
+    input_projection,
+    output_projection,
+)
 
 
 class MambaCore(RecurrentCore):
@@ -88,7 +93,8 @@ class MambaMixer(OwnAttention):
         tp, rank = self.tp_group.size(), self.tp_group.rank()
         self.heads = Heads(mamba.num_groups // tp, mamba.num_heads // tp, mamba.state_dim, mamba.head_dim)
         # C, B, inputs, gate, step
-        self.in_proj = input_projection(config, mamba.channels + mamba.width + mamba.num_heads, self.tp_group)
+        rows = mamba.channels + mamba.width + mamba.num_heads
+        self.in_proj = input_projection(config, config.hidden_size, rows, self.tp_group)
         self.conv1d = Convolution(config, mamba.channels // tp, mamba.conv_kernel, self.tp_group, mamba.conv_bias)
         # zeros until `init_weights` draws them or they are loaded
         self.dt_bias = divided_parameter(config, torch.zeros(self.heads.value_heads))

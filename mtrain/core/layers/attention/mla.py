@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -32,12 +33,56 @@ from mtrain.core.layers.attention.core_attention import RowAttention
 from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.attention.rotary import inverse_frequencies, latent_softmax_scale
 from mtrain.core.layers.norm import Norm
-from mtrain.core.layers.own_parameters import OwnAttention, device_of, replicated_parameter
+from mtrain.core.layers.own_parameters import (
+    OwnAttention,
+    device_of,
+    input_projection,
+    output_projection,
+    replicated_parameter,
+)
 from mtrain.core.layers.products import widened_linear
+
+
+class ReplicatedLinear(nn.Module):
+    """A projection without bias, whole on every tensor-parallel rank.
+
+    Under sequence parallelism a rank projects its own tokens, so the gradients are summed over TP, like those of norms.
+    Otherwise every rank computes the whole gradient, provided that its output passes through a collective which sums in
+    backward.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, num_columns: int, num_rows: int, tp: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        values = torch.empty(num_rows, num_columns, dtype=config.params_dtype, device=device_of(config))
+        self.weight = replicated_parameter(config, values)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Projects [..., columns] -> [..., rows]."""
+        return widened_linear(hidden, self.weight)
+
+
+class KeyValueProjection(ColumnParallelLinear):
+    """A projection that gives only its weight: the core multiplies by it, after the exchange over CP."""
+
+    def forward(self) -> Tensor:
+        """Returns the weight, [rows of this rank, kv_lora_rank].
+
+        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter
+        (DistributedDataParallel._make_forward_pre_hook); a weight that is only read could be that of the last step.
+        """
+        return self.weight
 
 
 class LatentAttention(OwnAttention):
     """Attention to latents; parameter names are those of megatron-core's MLASelfAttention."""
+
+    replicated: Any = ReplicatedLinear
+    norm: Any = Norm
+    column: Any = ColumnParallelLinear
+    keys_and_values: Any = KeyValueProjection
+    row: Any = RowParallelLinear
 
     def __init__(
         self,
@@ -56,59 +101,25 @@ class LatentAttention(OwnAttention):
         # yarn's factor of cos and sin; 1 without yarn
         self.magnitude = inverse_frequencies(rope, latent.qk_rope_head_dim)[1]
         self.heads_local = config.num_attention_heads // self.tp_group.size()
-        self._build_queries()
-        self._build_keys_and_values()
+        epsilon = config.layernorm_epsilon if latent.norm_epsilon is None else latent.norm_epsilon
+        hidden, heads, rank = config.hidden_size, config.num_attention_heads, latent.kv_lora_rank
+        if latent.q_lora_rank is None:
+            self.linear_q_proj = self._divided(hidden, heads * latent.query_head_dim, self.column)
+        else:
+            self.linear_q_down_proj = self.replicated(config, hidden, latent.q_lora_rank, self.tp_group)
+            self.q_layernorm = self.norm(config, latent.q_lora_rank, epsilon)
+            self.linear_q_up_proj = self._divided(latent.q_lora_rank, heads * latent.query_head_dim, self.column)
+        self.linear_kv_down_proj = self.replicated(config, hidden, rank + latent.qk_rope_head_dim, self.tp_group)
+        # not fused into the projection after it: its epsilon may be another than that of the model's norms
+        self.kv_layernorm = self.norm(config, rank, epsilon)
+        num_rows = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        self.linear_kv_up_proj = self._divided(rank, num_rows, self.keys_and_values)
         scale = latent_softmax_scale(latent, rope)
         self.core_attention = self._core(layer_number, scale, cp_comm_type, pg_collection)
-        self.linear_proj = self._output_projection(config.num_attention_heads * latent.v_head_dim)
+        self.linear_proj = output_projection(config, heads * latent.v_head_dim, self.tp_group, self.row)
 
-    def _build_queries(self) -> None:
-        num_rows = self.config.num_attention_heads * self.latent.query_head_dim
-        if self.latent.q_lora_rank is None:
-            self.linear_q_proj = self._divided(self.config.hidden_size, num_rows)
-            return
-        self.linear_q_down_proj = self._replicated(self.config.hidden_size, self.latent.q_lora_rank)
-        self.q_layernorm = self._norm(self.latent.q_lora_rank)
-        self.linear_q_up_proj = self._divided(self.latent.q_lora_rank, num_rows)
-
-    def _build_keys_and_values(self) -> None:
-        latent, rank = self.latent, self.latent.kv_lora_rank
-        self.linear_kv_down_proj = self._replicated(self.config.hidden_size, rank + latent.qk_rope_head_dim)
-        self.kv_layernorm = self._norm(rank)
-        num_rows = self.config.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-        self.linear_kv_up_proj = self._of_keys_and_values(rank, num_rows)
-
-    def _replicated(self, num_columns: int, num_rows: int) -> nn.Module:
-        return ReplicatedLinear(self.config, num_columns, num_rows)
-
-    def _divided(self, num_columns: int, num_rows: int) -> nn.Module:
-        return ColumnParallelLinear(num_columns, num_rows, **self._options(), gather_output=False)
-
-    def _of_keys_and_values(self, num_columns: int, num_rows: int) -> nn.Module:
-        return KeyValueProjection(num_columns, num_rows, **self._options(), gather_output=False)
-
-    def _output_projection(self, num_columns: int) -> nn.Module:
-        options = self._options() | {"init_method": self.config.output_layer_init_method, "skip_bias_add": True}
-        return RowParallelLinear(num_columns, self.config.hidden_size, **options, input_is_parallel=True)
-
-    def _options(self) -> dict[str, Any]:
-        """Returns the arguments of all projections that are divided over TP."""
-        return {
-            "config": self.config,
-            "init_method": self.config.init_method,
-            "bias": False,
-            "skip_bias_add": False,
-            "is_expert": False,
-            "tp_group": self.tp_group,
-        }
-
-    def _norm(self, size: int) -> nn.Module:
-        return Norm(self.config, size, self._epsilon)
-
-    @property
-    def _epsilon(self) -> float:
-        own = self.latent.norm_epsilon
-        return self.config.layernorm_epsilon if own is None else own
+    def _divided(self, num_columns: int, num_rows: int, kind: Any) -> Any:
+        return input_projection(self.config, num_columns, num_rows, self.tp_group, kind)
 
     def _core(
         self, layer_number: int, scale: float, cp_comm_type: str | None, groups: ProcessGroupCollection
@@ -194,18 +205,6 @@ class LatentAttention(OwnAttention):
         return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
 
 
-class KeyValueProjection(ColumnParallelLinear):
-    """A projection that gives only its weight: the core multiplies by it, after the exchange over CP."""
-
-    def forward(self) -> Tensor:
-        """Returns the weight, [rows of this rank, kv_lora_rank].
-
-        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter
-        (DistributedDataParallel._make_forward_pre_hook); a weight that is only read could be that of the last step.
-        """
-        return self.weight
-
-
 class LatentCore(RowAttention):
     """Attention to keys and values that are computed from latents, after their exchange over CP."""
 
@@ -258,21 +257,3 @@ class LatentCore(RowAttention):
         # a view for all heads; its gradient is their sum
         shared = rotary_key.unsqueeze(2).expand(*shape, sizes.qk_rope_head_dim)
         return torch.cat((nope, shared), dim=-1), value
-
-
-class ReplicatedLinear(nn.Module):
-    """A projection without bias, whole on every tensor-parallel rank.
-
-    Under sequence parallelism a rank projects its own tokens, so the gradients are summed over TP, like those of norms.
-    Otherwise every rank computes the whole gradient, provided that its output passes through a collective which sums in
-    backward.
-    """
-
-    def __init__(self, config: TransformerConfig, num_columns: int, num_rows: int) -> None:
-        super().__init__()
-        values = torch.empty(num_rows, num_columns, dtype=config.params_dtype, device=device_of(config))
-        self.weight = replicated_parameter(config, values)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Projects [..., columns] -> [..., rows]."""
-        return widened_linear(hidden, self.weight)

@@ -10,16 +10,19 @@ nothing. The convolution needs the last inputs of the part before, which are col
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.core.layers.attention.cache import CachedPass, Remembering
 from mtrain.core.layers.attention.key_source import Exchanged
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, applied, transition
+from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
 
 
 def causal_convolution(
@@ -57,6 +60,38 @@ def causal_convolution(
             product = torch.where(is_inside.T.unsqueeze(-1), product, 0)
         total = total + product
     return functional.silu(total.to(x.dtype)), inputs[seq:]
+
+
+class Convolution(DividedModule):
+    """Weights of a causal convolution, each channel by itself; a call returns them for the core, which convolves after
+    the exchange of context parallelism."""
+
+    divided_axes = MappingProxyType({"weight": 0, "bias": 0})
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, config: TransformerConfig, channels: int, kernel: int, tp: dist.ProcessGroup, has_bias: bool = False
+    ) -> None:
+        """
+        Args:
+            kernel: Number of tokens that a channel sees.
+            tp: Ranks that hold the other channels.
+        """
+        super().__init__(config, tp)
+        # with an axis of one input, as torch's Conv1d has it
+        self.weight = divided_parameter(config, torch.empty(channels, 1, kernel))
+        if has_bias:
+            self.bias = divided_parameter(config, torch.zeros(channels))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """Returns [channels, kernel], and [channels] or no bias.
+
+        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter, see
+        `KeyValueProjection`.
+        """
+        return self.weight.squeeze(1), self.bias
 
 
 @dataclass(frozen=True)
