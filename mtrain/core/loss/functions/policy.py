@@ -8,7 +8,8 @@ docs/training/policy-losses.md.
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from collections.abc import Callable
+from typing import Literal, TypeVar, assert_never
 
 import torch
 from torch import Tensor
@@ -18,15 +19,20 @@ from mtrain.core.loss.pair import LossPair, TermInputs, at_temperature, needs_ex
 
 RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "sequence-mean-mask"]
 _OF_SEQUENCES: tuple[RolloutCorrection, ...] = ("sequence-truncate", "sequence-mask", "sequence-mean-mask")
-_needs_rollouts = needs_extras(
-    "advantages", old_logprobs="old_logprobs", rollout_cap="rollout_logprobs", rollout_floor="rollout_logprobs"
-)
+Function = TypeVar("Function", bound=Callable[..., LossPair])
+
+
+def _policy_loss(function: Function) -> Function:
+    """Marks what all losses here read and report."""
+    needs = needs_extras(
+        "advantages", old_logprobs="old_logprobs", rollout_cap="rollout_logprobs", rollout_floor="rollout_logprobs"
+    )
+    reported = reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
+    return reported(at_temperature(needs(function)))
 
 
 @per_token_unless(rollout_correction=_OF_SEQUENCES)
-@reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
-@at_temperature
-@_needs_rollouts
+@_policy_loss
 def ppo_loss(
     inputs: TermInputs,
     clip_low: float = 0.2,
@@ -62,15 +68,12 @@ def ppo_loss(
     equation 10; truncated importance sampling Yao et al. 2025; its modes as `vllm_importance_sampling_mode` of TRL
     1.16, `rollout_is` of verl, and tis, icepop and seq-mask-tis of NeMo-RL.
     """
-    log_probs = _log_probs(inputs, temperature)
-    old = _old(log_probs, inputs, old_logprobs)
+    log_probs, old = _log_probs(inputs, temperature, old_logprobs)
     factor = _rollout_factor(old, inputs, rollout_cap, rollout_floor, rollout_correction)
-    return _clipped(log_probs - old, inputs, clip_low, clip_high, dual_clip, factor)
+    return _clipped((log_probs - old).exp(), inputs, (clip_low, clip_high), factor, dual_clip)
 
 
-@reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
-@at_temperature
-@_needs_rollouts
+@_policy_loss
 def gspo_loss(
     inputs: TermInputs,
     clip_low: float = 3e-4,
@@ -95,18 +98,15 @@ def gspo_loss(
 
     Source: Zheng et al. 2025 (GSPO), equations 5, 7 and 13.
     """
-    log_probs = _log_probs(inputs, temperature)
-    old = _old(log_probs, inputs, old_logprobs)
+    log_probs, old = _log_probs(inputs, temperature, old_logprobs)
     # no graph: each token's own log-probability carries the gradient below
     mean = _over_sequence((log_probs - old).detach(), inputs, is_mean=True)
     factor = _rollout_factor(old, inputs, rollout_cap, rollout_floor, rollout_correction)
-    return _clipped(mean + (log_probs - log_probs.detach()), inputs, clip_low, clip_high, factor=factor)
+    return _clipped((mean + (log_probs - log_probs.detach())).exp(), inputs, (clip_low, clip_high), factor)
 
 
 @per_token_unless(rollout_correction=_OF_SEQUENCES)
-@reports("clip_fraction", "approximate_kl", "ratio", maxima=("ratio_max",))
-@at_temperature
-@_needs_rollouts
+@_policy_loss
 def cispo_loss(
     inputs: TermInputs,
     clip_low: float | None = None,
@@ -127,24 +127,19 @@ def cispo_loss(
 
     Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5.
     """
-    log_probs = _log_probs(inputs, temperature)
-    old = _old(log_probs, inputs, old_logprobs)
+    log_probs, old = _log_probs(inputs, temperature, old_logprobs)
     factor = _rollout_factor(old, inputs, rollout_cap, rollout_floor, rollout_correction)
     ratio = (log_probs - old).detach().exp()
     bounded = ratio.clamp(None if clip_low is None else 1 - clip_low, 1 + clip_high)
     losses = -bounded * inputs.extras["advantages"] * log_probs * factor
-    return _reported(weigh(losses, inputs), inputs, ratio, bounded != ratio)
+    return _reported(losses, inputs, ratio, bounded != ratio)
 
 
-def _log_probs(inputs: TermInputs, temperature: float | None) -> Tensor:
-    """Returns the log-probabilities of the labels, [batch, seq], in nats; 0 where masked."""
+def _log_probs(inputs: TermInputs, temperature: float | None, has_old: bool) -> tuple[Tensor, Tensor]:
+    """Returns log pi and log pi_old of the labels, [batch, seq] in nats; log pi is 0 where masked."""
     # where: the extras of a masked token may be anything and their exp inf; the gradient 0 x inf, nan, stops here
-    return torch.where(inputs.weights != 0, -inputs.logits_at(temperature).cross_entropy(inputs.labels), 0.0)
-
-
-def _old(log_probs: Tensor, inputs: TermInputs, is_given: bool) -> Tensor:
-    """Returns log pi_old, [batch, seq]; arbitrary values where masked."""
-    return inputs.extras["old_logprobs"] if is_given else log_probs.detach()
+    log_probs = torch.where(inputs.weights != 0, -inputs.logits_at(temperature).cross_entropy(inputs.labels), 0.0)
+    return log_probs, inputs.extras["old_logprobs"] if has_old else log_probs.detach()
 
 
 def _rollout_factor(
@@ -155,25 +150,16 @@ def _rollout_factor(
         return 1.0
     log_weights = old - inputs.extras["rollout_logprobs"]
     match correction:
-        case "token-truncate":
-            return log_weights.exp().clamp(floor, cap)
-        case "token-mask":
-            weights = log_weights.exp()
-            return torch.where(_is_within(weights, floor, cap), weights, 0.0)
-        case "sequence-truncate":
-            return _over_sequence(log_weights, inputs).exp().clamp(floor, cap)
-        case "sequence-mask":
-            weights = _over_sequence(log_weights, inputs).exp()
-            return torch.where(_is_within(weights, floor, cap), weights, 0.0)
+        case "token-truncate" | "token-mask":
+            weights = judged = log_weights.exp()
+        case "sequence-truncate" | "sequence-mask":
+            weights = judged = _over_sequence(log_weights, inputs).exp()
         case "sequence-mean-mask":
-            means = _over_sequence(log_weights, inputs, is_mean=True).exp()
-            return torch.where(_is_within(means, floor, cap), log_weights.exp(), 0.0)
+            weights, judged = log_weights.exp(), _over_sequence(log_weights, inputs, is_mean=True).exp()
         case _:
             assert_never(correction)
-
-
-def _is_within(values: Tensor, floor: float | None, cap: float | None) -> Tensor:
-    return values == values.clamp(floor, cap)
+    bounded = judged.clamp(floor, cap)
+    return bounded if correction.endswith("truncate") else torch.where(judged == bounded, weights, 0.0)
 
 
 def _over_sequence(values: Tensor, inputs: TermInputs, is_mean: bool = False) -> Tensor:
@@ -186,24 +172,18 @@ def _over_sequence(values: Tensor, inputs: TermInputs, is_mean: bool = False) ->
 
 
 def _clipped(
-    log_ratio: Tensor,
-    inputs: TermInputs,
-    low: float,
-    high: float,
-    dual: float | None = None,
-    factor: Tensor | float = 1.0,
+    ratio: Tensor, inputs: TermInputs, clip: tuple[float, float], factor: Tensor | float, dual: float | None = None
 ) -> LossPair:
-    """Weighs and sums the clipped surrogate of the ratios."""
-    ratio, advantages = log_ratio.exp(), inputs.extras["advantages"]
+    """Weighs and sums the clipped surrogate of the ratios; `clip` is the distance of both bounds from 1."""
+    advantages = inputs.extras["advantages"]
     plain = ratio * advantages
-    surrogate = torch.minimum(plain, ratio.clamp(1 - low, 1 + high) * advantages)
+    surrogate = torch.minimum(plain, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantages)
     if dual is not None:
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual * advantages), surrogate)
-    pair = weigh(-surrogate * factor, inputs)
-    return _reported(pair, inputs, ratio.detach(), surrogate.detach() != plain.detach())
+    return _reported(-surrogate * factor, inputs, ratio.detach(), surrogate.detach() != plain.detach())
 
 
-def _reported(pair: LossPair, inputs: TermInputs, ratio: Tensor, is_clipped: Tensor) -> LossPair:
+def _reported(losses: Tensor, inputs: TermInputs, ratio: Tensor, is_clipped: Tensor) -> LossPair:
     # log is safe: where a ratio is 0 the divergence is reported as inf
     means = {"clip_fraction": is_clipped.float(), "approximate_kl": ratio - 1 - ratio.log(), "ratio": ratio}
-    return diagnosed(pair, inputs, means, maxima={"ratio_max": ratio})
+    return diagnosed(weigh(losses, inputs), inputs, means, maxima={"ratio_max": ratio})
