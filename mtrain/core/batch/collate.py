@@ -9,8 +9,11 @@ document. Rows are whole here, so the later cut for context parallelism needs no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -74,11 +77,7 @@ class RowForm:
         )
 
     def dtypes(self, terms: Sequence[str]) -> dict[FieldPath, torch.dtype]:
-        """Returns the dtype of every tensor of a batch; each tensor is [batch, seq], those of choices [batch, seq,
-        layers, k].
-
-        Each tensor is [batch, seq], that of routed experts [batch, seq, layers, top_k].
-        """
+        """Returns the dtype of every tensor of a batch: [batch, seq], or of choices [batch, seq, layers, k]."""
         dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
         if self.isolates_documents:
             dtypes[DOCUMENT_STARTS] = torch.int32
@@ -137,51 +136,71 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
         for depth in range(1, form.num_predictions)
     }
     by_term = {name: _aggregated(laid, term, name == MAIN_TERM, first_of_step) for name, term in form.terms.items()}
+    num_output_rows = _num_weighed(by_term.values())
     # a depth has fewer tokens, so other lengths
-    by_term |= {name: _aggregated(each, form.terms[MAIN_TERM], False, first_of_step) for name, each in further.items()}
-    is_text = _laid([[piece.is_text for piece in row] for row in laid], form.width, np.bool_)
+    for name, pieces in further.items():
+        by_term[name] = _aggregated(pieces, form.terms[MAIN_TERM], False, first_of_step)
+        num_output_rows += _num_weighed([by_term[name]])
+    is_text = _laid(laid, _IS_TEXT, form.width, np.bool_)
     ids, num_sequences = _sequence_ids(laid, form.width)
     # a token attends to the tokens of its document up to itself
     seen = (np.arange(form.width) - starts + 1)[is_text.numpy()].astype(np.int64)
+    main = itertools.chain.from_iterable(by_term[MAIN_TERM])
     return Microbatch(
-        tokens=_of_samples(laid, "tokens", form.width),
-        labels=_of_samples(laid, "labels", form.width),
+        tokens=_laid(laid, _TOKENS, form.width, np.int64),
+        labels=_laid(laid, _LABELS, form.width, np.int64),
         # positions begin again at each document, as if it stood alone in the row
         positions=torch.from_numpy(np.arange(form.width) - starts),
-        weights={
-            name: _laid([[each.weights for each in row] for row in of_rows], form.width, np.float32)
-            for name, of_rows in by_term.items()
-        },
+        weights={name: _laid(of_rows, _WEIGHTS, form.width, np.float32) for name, of_rows in by_term.items()},
         denominator_weights={
-            name: _laid([[each.denominator_weights for each in row] for row in of_rows], form.width, np.float64)
-            for name, of_rows in by_term.items()
+            name: _laid(of_rows, _SHARES, form.width, np.float64) for name, of_rows in by_term.items()
         },
         # None, not zeros: attention then need not look for documents in the row
         document_starts=torch.from_numpy(starts) if form.isolates_documents else None,
         sequence_ids=torch.from_numpy(ids) if form.is_packed else None,
         is_padding=~is_text if form.with_padding else None,
-        sources=_sources(laid, form.width) if form.with_sources else None,
+        sources=_laid(laid, _source, form.width, np.int64) if form.with_sources else None,
         mtp=tuple(_targets(each, form) for each in further.values()),
-        extras={
-            name: _laid([[piece.sample.extras[name] for piece in row] for row in laid], form.width, np.float32)
-            for name in form.extras
+        extras={name: _laid(laid, partial(_extra, name), form.width, np.float32) for name in form.extras},
+        choices={
+            name: _laid(laid, partial(_choice, name, shape), form.width, np.int32, shape, filler=-1)
+            for name, shape in form.choices.items()
         },
-        choices={name: _choice(laid, name, form) for name in form.choices},
         num_sequences=num_sequences,
         num_padding_tokens=is_text.numel() - int(is_text.sum()),
         # counted by weights, not by the mask: a sample of weight 0 counts nothing
-        num_loss_tokens=sum(int(np.count_nonzero(each.weights)) for row in by_term[MAIN_TERM] for each in row),
+        num_loss_tokens=sum(int(np.count_nonzero(each.weights)) for each in main),
         num_pairs=int(seen.sum()),
         num_window_pairs=int(seen.sum() if form.window is None else np.minimum(seen, form.window).sum()),
-        num_output_rows=_num_weighed({name: by_term[name] for name in form.terms})
-        + sum(_num_weighed({name: by_term[name]}) for name in further),
+        num_output_rows=num_output_rows,
     )
 
 
-def _num_weighed(by_term: Mapping[str, Sequence[Sequence[TokenTerms]]]) -> int:
+_TOKENS, _LABELS, _IS_TEXT = attrgetter("sample.tokens"), attrgetter("sample.labels"), attrgetter("is_text")
+_WEIGHTS, _SHARES = attrgetter("weights"), attrgetter("denominator_weights")
+
+
+def _extra(name: str, piece: _PlacedSample) -> NDArray[np.float32]:
+    return piece.sample.extras[name]
+
+
+def _choice(name: str, shape: tuple[int, int], piece: _PlacedSample) -> NDArray[np.int32]:
+    """Returns [n, layers, k]: -1 where the sample names no choice."""
+    nothing = np.broadcast_to(np.int32(-1), (piece.sample.width, *shape))
+    return piece.sample.choices.get(name, nothing)
+
+
+def _source(piece: _PlacedSample) -> NDArray[np.int64]:
+    return np.full(piece.sample.width, -1 if piece.sample.source is None else piece.sample.source)
+
+
+def _num_weighed(terms: Iterable[Sequence[Sequence[TokenTerms]]]) -> int:
     """Counts the positions that at least one of the terms counts."""
-    samples = zip(*([each for row in rows for each in row] for rows in by_term.values()))
-    return sum(int(np.any([each.weights != 0 for each in terms], axis=0).sum()) for terms in samples)
+    by_term = [itertools.chain.from_iterable(rows) for rows in terms]
+    count = 0
+    for of_sample in zip(*by_term):
+        count += int(np.any([each.weights != 0 for each in of_sample], axis=0).sum())
+    return count
 
 
 def _piece(sample: Sample, form: RowForm) -> _PlacedSample:
@@ -201,11 +220,10 @@ def _ahead(piece: _PlacedSample, depth: int) -> _PlacedSample:
 
 
 def _targets(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> MtpTargets:
-    is_text = _laid([[piece.is_text for piece in row] for row in rows], form.width, np.bool_)
     return MtpTargets(
-        tokens=_of_samples(rows, "tokens", form.width),
-        labels=_of_samples(rows, "labels", form.width),
-        is_padding=~is_text if form.with_padding else None,
+        tokens=_laid(rows, _TOKENS, form.width, np.int64),
+        labels=_laid(rows, _LABELS, form.width, np.int64),
+        is_padding=~_laid(rows, _IS_TEXT, form.width, np.bool_) if form.with_padding else None,
     )
 
 
@@ -257,44 +275,19 @@ def _sequence_ids(rows: Sequence[Sequence[_PlacedSample]], width: int) -> tuple[
     return ids, count
 
 
-def _sources(rows: Sequence[Sequence[_PlacedSample]], width: int) -> Tensor:
-    """Returns [rows, width]: the number of each position's source; 0 in padding, which counts nothing."""
-
-    def numbers(sample: Sample) -> NDArray[np.int64]:
-        return np.full(sample.width, -1 if sample.source is None else sample.source)
-
-    return _laid([[numbers(piece.sample) for piece in row] for row in rows], width, np.int64)
-
-
-def _of_samples(rows: Sequence[Sequence[_PlacedSample]], name: str, width: int) -> Tensor:
-    """Lays an int64 field of the samples into rows."""
-    return _laid([[getattr(piece.sample, name) for piece in row] for row in rows], width, np.int64)
-
-
-def _choice(rows: Sequence[Sequence[_PlacedSample]], name: str, form: RowForm) -> Tensor:
-    """Returns [rows, width, layers, k]: the choice of each position, -1 where no sample names any."""
-    shape = form.choices[name]
-
-    def of_sample(sample: Sample) -> NDArray[np.int32]:
-        nothing = np.broadcast_to(np.int32(-1), (sample.width, *shape))
-        return sample.choices.get(name, nothing)
-
-    parts = [[of_sample(piece.sample) for piece in row] for row in rows]
-    return _laid(parts, form.width, np.int32, shape, filler=-1)
-
-
 def _laid(
-    rows: Sequence[Sequence[NDArray[Any]]],
+    rows: Sequence[Sequence[Any]],
+    values_of: Callable[[Any], NDArray[Any]],
     width: int,
     dtype: type[np.generic],
     shape: tuple[int, ...] = (),
     filler: int = 0,
 ) -> Tensor:
-    """Returns [rows, width, *shape]: the parts of each row one after the other, followed by the filler."""
+    """Returns [rows, width, *shape]: the values of each row's parts one after the other, followed by the filler."""
     whole = np.full((len(rows), width, *shape), filler, dtype)
     for row, parts in zip(whole, rows):
         if parts:
-            joined = np.concatenate(parts)
+            joined = np.concatenate([values_of(part) for part in parts])
             row[: len(joined)] = joined
     return torch.from_numpy(whole)
 
