@@ -22,7 +22,7 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.schedule import evaluating
-from mtrain.core.layers.attention.cache import CachedPass, Remembering, remembering
+from mtrain.core.layers.attention.key_source import CachedPass, Remembering, remembering
 from mtrain.core.layers.build import run_chunk, unwrap
 from mtrain.core.layers.compiled import as_written
 from mtrain.core.layers.output_layer import Logits, softcapped

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mtrain.base import pulse
 from mtrain.config.schema.loss import MAIN_TERM
-from mtrain.core.loss.diagnostics import Reported, joined, shown_name
-from mtrain.core.loss.pair import LossPair
+from mtrain.core.loss.pair import LossPair, Reported, joined, shown_name
 from mtrain.core.ranks import patience
 from mtrain.core.ranks.all_reduce import AsyncAllReduce
 from mtrain.core.ranks.groups import Groups, to_device

@@ -30,7 +30,6 @@ from mtrain.config.schema.loss import (
     wrong_options,
 )
 from mtrain.config.schema.model import ModelSection
-from mtrain.core.loss.diagnostics import Reported, shown_name
 from mtrain.core.loss.functions.likelihood import next_token_loss
 from mtrain.core.loss.functions.load import (
     asks_for_teacher,
@@ -40,7 +39,7 @@ from mtrain.core.loss.functions.load import (
     reads_temperature,
     reported_by,
 )
-from mtrain.core.loss.pair import LossFunction, LossPair, TermInputs
+from mtrain.core.loss.pair import LossFunction, LossPair, Reported, TermInputs, shown_name
 from mtrain.core.loss.preference.scores import PreferenceLoss, head_term, preference_marks, score_term
 
 _EXPONENT = 0x7FF << 52

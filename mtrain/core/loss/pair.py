@@ -5,12 +5,16 @@ division happens once, in `mtrain/core/engine/finalize.py`.
 
 The contract of a loss function (docs/extending/loss.md): its pairs are added up, so its numerator has to be a sum over
 tokens of values that each depend on one token alone, or over sequences of values from `TermInputs.sum_over_sequence`.
+
+Diagnostics travel with the pair. Like a loss, a mean is two sums, (numerator, denominator) in one tensor of shape [2],
+and is divided once at the end; a maximum is a scalar. Both are combined over chunks, microbatches and ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -19,7 +23,7 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.extras import TEMPERATURE, column
-from mtrain.config.schema.loss import Aggregation
+from mtrain.config.schema.loss import MAIN_TERM, Aggregation
 from mtrain.core.loss.sequences import PackedSequences, TokenSources, sum_by_sequence, sum_by_source, sum_over_ranks
 
 if TYPE_CHECKING:
@@ -188,6 +192,27 @@ def at_temperature(function: Function) -> Function:
     return function
 
 
+@dataclass(frozen=True)
+class Reported:
+    """Names of the diagnostics that a loss function declares."""
+
+    means: tuple[str, ...] = ()
+    maxima: tuple[str, ...] = ()
+
+
+def reports(*means: str, maxima: Sequence[str] = ()) -> Callable[[Function], Function]:
+    """Marks a loss function whose pairs have these diagnostics for every microbatch.
+
+    The names appear in `StepResult.diagnostics` and in the records of a run; those of a side term as `term/name`.
+    """
+
+    def marked(function: Function) -> Function:
+        function.__dict__["reports"] = Reported(means, tuple(maxima))
+        return function
+
+    return marked
+
+
 def stacked_extra(inputs: TermInputs, name: str, width: int) -> Tensor:
     """Returns an extra of several numbers per token, [batch, seq, width] float32.
 
@@ -272,3 +297,38 @@ def _pair(kept: Tensor, inputs: TermInputs) -> LossPair:
         divisors = denominator.expand_as(divisors)
     by_source = torch.stack([sum_by_source(kept.detach(), inputs.sources), divisors])
     return LossPair(numerator, denominator, by_source)
+
+
+def diagnosed(
+    pair: LossPair, inputs: TermInputs, means: Mapping[str, Tensor], maxima: Mapping[str, Tensor] | None = None
+) -> LossPair:
+    """Returns the pair with diagnostics over the tokens whose weight is not 0, each of which counts once.
+
+    Args:
+        pair: Pair of the same tokens.
+        inputs: Microbatch whose weights say which tokens count.
+        means: Values by name, [batch, seq]; the mean over tokens is reported.
+        maxima: Values by name, [batch, seq]; the largest is reported.
+    """
+    counted = inputs.weights != 0
+    made = {name: _mean_of(torch.where(counted, values.detach(), 0.0), counted) for name, values in means.items()}
+    for name, values in (maxima or {}).items():
+        # max() of no elements raises, and a microbatch may have no tokens
+        kept = torch.where(counted, values.detach(), -math.inf).double().flatten()
+        made[name] = torch.cat([kept, kept.new_full((1,), -math.inf)]).max()
+    return replace(pair, diagnostics={**pair.diagnostics, **made})
+
+
+def _mean_of(numerators: Tensor, denominators: Tensor) -> Tensor:
+    """Returns both sums, [2] float64: a mean to which other ranks can add their sums."""
+    return torch.stack([numerators.detach().sum(dtype=torch.float64), denominators.detach().sum(dtype=torch.float64)])
+
+
+def joined(one: Tensor, other: Tensor) -> Tensor:
+    """Combines a diagnostic of two parts of a batch: adds sums, keeps the larger of two maxima."""
+    return one + other if one.ndim else torch.maximum(one, other)
+
+
+def shown_name(term: str, name: str) -> str:
+    """Returns the name of a term's diagnostic as it appears in records."""
+    return name if term == MAIN_TERM else f"{term}/{name}"

@@ -25,9 +25,8 @@ from mtrain.core.batch.collate import loss_terms
 from mtrain.core.batch.zigzag import slice_for_context_parallel
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.output_layer import DeferredLogits, Logits, softcapped
-from mtrain.core.loss.diagnostics import joined
 from mtrain.core.loss.objective import Objective
-from mtrain.core.loss.pair import Extras, LossPair, TermInputs, TokenInputs
+from mtrain.core.loss.pair import Extras, LossPair, TermInputs, TokenInputs, joined
 from mtrain.core.loss.sequences import PackedSequences, TokenSources
 from mtrain.core.loss.vocab_parallel.chunks import LossOfChunk, chunks, logits_of_rows, sum_over_chunks
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import Sample, shifted, with_label
-from mtrain.core.loss.preference.member import GroupMember, Role
+from mtrain.core.loss.preference.scores import GroupMember, Role
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.samples.too_long import Pieces, RowLimit, why_nothing
 

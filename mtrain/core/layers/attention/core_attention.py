@@ -33,9 +33,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain.core.layers.attention.cache import CachedPass, Remembering
 from mtrain.core.layers.attention.key_set import KeySet, Run, Segments, key_set, pieces_of, window_of
-from mtrain.core.layers.attention.key_source import Cached, KeySource, source_of
+from mtrain.core.layers.attention.key_source import Cached, CachedPass, KeySource, Remembering, source_of
 from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
 
 SINK_WIDTH = 8

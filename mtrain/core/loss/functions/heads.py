@@ -1,7 +1,6 @@
 """Losses of whole sequences by a head: classification and regression."""
 
-from mtrain.core.loss.diagnostics import diagnosed, reports
-from mtrain.core.loss.pair import LossPair, TermInputs, needs_extras, per_token, weigh
+from mtrain.core.loss.pair import LossPair, TermInputs, diagnosed, needs_extras, per_token, reports, weigh
 
 
 @per_token

@@ -11,8 +11,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.base.spelling import meant
 from mtrain.config.extras import columns
 from mtrain.config.schema.loss import LOSS_FUNCTIONS
-from mtrain.core.loss.diagnostics import Reported
-from mtrain.core.loss.pair import LossFunction
+from mtrain.core.loss.pair import LossFunction, Reported
 
 
 def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:

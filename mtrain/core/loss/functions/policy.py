@@ -14,8 +14,16 @@ from typing import Literal, TypeVar, assert_never
 import torch
 from torch import Tensor
 
-from mtrain.core.loss.diagnostics import diagnosed, reports
-from mtrain.core.loss.pair import LossPair, TermInputs, at_temperature, needs_extras, per_token_unless, weigh
+from mtrain.core.loss.pair import (
+    LossPair,
+    TermInputs,
+    at_temperature,
+    diagnosed,
+    needs_extras,
+    per_token_unless,
+    reports,
+    weigh,
+)
 
 RolloutCorrection = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask", "sequence-mean-mask"]
 _OF_SEQUENCES: tuple[RolloutCorrection, ...] = ("sequence-truncate", "sequence-mask", "sequence-mean-mask")

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from mtrain.base.errors import ConfigError
 from mtrain.config.schema.loss import MAIN_TERM, LossSection
-from mtrain.core.loss.diagnostics import diagnosed, joined, reports
 from mtrain.core.loss.functions.divergence import kl_loss
 from mtrain.core.loss.functions.likelihood import dft_loss
 from mtrain.core.loss.functions.load import extras_of, load_loss_function
 from mtrain.core.loss.functions.policy import cispo_loss, gspo_loss, ppo_loss
 from mtrain.core.loss.objective import Objective
-from mtrain.core.loss.pair import Extras, LossPair, TermInputs
+from mtrain.core.loss.pair import Extras, LossPair, TermInputs, diagnosed, joined, reports
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from tests.core.loss.microbatches import term_inputs
 from tests.messages import refuses

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtrain.config.schema.layout import CpComm
 from mtrain.core.batch.zigzag import zigzag_index
-from mtrain.core.layers.attention.cache import CachedPass, remembering
 from mtrain.core.layers.attention.delta_net import DeltaNetCore
+from mtrain.core.layers.attention.key_source import CachedPass, remembering
 from mtrain.core.layers.attention.mamba import MambaCore
 from mtrain.core.layers.attention.recurrent.core import Heads, RecurrentCore
 from mtrain.core.layers.transformer_config import CP_COMM_TYPES

@@ -19,8 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mtrain.core.layers.attention.cache import CachedPass, Remembering
-from mtrain.core.layers.attention.key_source import Exchanged
+from mtrain.core.layers.attention.key_source import CachedPass, Exchanged, Remembering
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, applied, transition
 from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
 
