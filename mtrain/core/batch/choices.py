@@ -6,8 +6,6 @@ stands in layers that do not choose is ignored. `Microbatch.choices` carries it,
 field; `router_marks` hands it to the layers, recomputed ones included; `RecordedChoices` records and gathers it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Sequences that a user's program hands over, with what their tokens count, and how they become samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

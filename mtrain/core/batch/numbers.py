@@ -1,7 +1,5 @@
 """Numbers that a user gives, accepted as they are or refused: lists, numpy arrays, tensors, a teacher's cache."""
 
-from __future__ import annotations
-
 import numbers
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set

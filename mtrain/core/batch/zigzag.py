@@ -4,8 +4,6 @@ A row is cut into 2*cp chunks; rank r holds chunks r and 2*cp-1-r. Everything wi
 index, after labels were shifted and weights computed on whole rows.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

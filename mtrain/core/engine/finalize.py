@@ -9,8 +9,6 @@ Numerators of other terms than the main one are multiplied by a factor before ba
 right for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

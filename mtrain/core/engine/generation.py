@@ -5,8 +5,6 @@ tokens and the next one depends on the output of the last stage. megatron-core's
 static one keeps one length for all sequences of a batch, and the dynamic one needs kernels that CPUs lack (ADR 44).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

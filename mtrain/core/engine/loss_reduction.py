@@ -1,7 +1,5 @@
 """Loss pairs on their way through a step: added over microbatches, then summed over all ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ is sent back to where the float32 main weights lie. The state stays sharded as A
 global tensors of any layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -5,8 +5,6 @@ therefore reads what each rank holds alone: its state when a step has failed, an
 pass, of which each step keeps one number per parameter before the ranks add them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """megatron-core's optimizer in explicit steps: norm, check, clip, update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

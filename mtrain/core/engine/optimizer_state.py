@@ -12,8 +12,6 @@ and set here:
 The float32 main weights are saved with the moments; half-precision weights are only a rounding of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

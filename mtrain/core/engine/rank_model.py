@@ -1,7 +1,5 @@
 """The value that every pass, save and load works on: this rank's part of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

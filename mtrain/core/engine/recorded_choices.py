@@ -1,7 +1,5 @@
 """The discrete choices that layers make in forward passes, for their replay (`Microbatch.choices`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ are recomputed, the first pass is not recorded. So validation, teachers and reco
 the sequences come as an argument, a recomputed pass sees those of its own microbatch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

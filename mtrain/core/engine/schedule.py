@@ -1,7 +1,5 @@
 """Runs microbatches through megatron-core's own schedules: no pipelining, 1F1B, interleaved."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ checkpoints use nothing else. `DataParallel` is megatron-core's DistributedDataP
 divides main weights and moments over the replicas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol

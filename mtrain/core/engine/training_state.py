@@ -4,8 +4,6 @@ Weights have replicas, which share the writing. Of a distributed optimizer each 
 parameter, and a range is a few slices, so nothing is gathered first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

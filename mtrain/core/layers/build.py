@@ -1,7 +1,5 @@
 """Builds this rank's part of the model, and runs it."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any, assert_never
 

@@ -1,7 +1,5 @@
 """Findings of certificates of `mtrain verify backend` about a run's layers on this machine."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import platform

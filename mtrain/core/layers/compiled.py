@@ -5,8 +5,6 @@ dispatch of tokens to experts, cutting rows into documents. A layer without any 
 share their graphs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

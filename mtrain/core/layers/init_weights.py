@@ -4,8 +4,6 @@ Every weight is drawn by its global name and position: each block of rows of the
 seeded by (seed, name, block). A rank draws the blocks that its shard touches and cuts its part out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

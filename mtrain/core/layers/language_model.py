@@ -4,8 +4,6 @@ megatron-core's parts in a shell of our own. Its own shell, GPTModel, is depreca
 lengths, and computes losses as means; names of parameters and checkpoints are the same here.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping

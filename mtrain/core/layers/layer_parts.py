@@ -4,8 +4,6 @@ Every part has one function, which puts its modules into a draft of the layer. `
 LAYER_PARTS, so later parts may change what earlier ones put there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

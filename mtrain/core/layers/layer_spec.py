@@ -1,7 +1,5 @@
 """Layer specs: the module of each part of megatron-core's transformer."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import NamedTuple, assert_never
 

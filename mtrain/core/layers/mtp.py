@@ -8,8 +8,6 @@ megatron-core's rolling, masking and dividing are not used. Names in checkpoints
 Source: DeepSeek-V3 report (2024), section 2.2.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any, assert_never
 

@@ -4,8 +4,6 @@ megatron-core's wrapper around the torch norms refuses sequence parallelism (tor
 `sequence_parallel` mark by which gradients of norm weights are summed over the tensor-parallel group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

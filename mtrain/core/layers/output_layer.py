@@ -4,8 +4,6 @@ The last stage passes on hidden states and the table that multiplies them. The c
 a loss needs those of the tokens that it weighs, generation those of one position.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Modules of our own in megatron-core's tree: how parameters are built and marked, and their places in a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, cast

@@ -7,8 +7,6 @@ factors into float32, so that a microbatch's gradient is never rounded. Other de
 without fusion.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Global names and slices of this rank's parameters, which do not depend on the layout, and of tensors of their
 shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeAlias

@@ -6,8 +6,6 @@ the gradient is written where the projection reads it.
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

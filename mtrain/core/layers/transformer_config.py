@@ -1,7 +1,5 @@
 """Our configuration in megatron-core's terms."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, assert_never
 

@@ -1,7 +1,5 @@
 """TransformerEngine's modules in our layers: attention on documents of a row, latent attention, and experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ Source: Switch Transformer (Fedus et al. 2021), section 2.2, and DeepSeek-V3 (20
 the top k of the unbiased scores among all experts. ST-MoE (Zoph et al. 2022), section 3, for the z-loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Final, Literal, assert_never, get_args
 

@@ -1,7 +1,5 @@
 """Sums over whole sequences, whose tokens may share a row with others and lie on several context-parallel ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

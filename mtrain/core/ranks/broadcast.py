@@ -4,8 +4,6 @@ Rows go from device to device. Values that the host needs for decisions go from 
 device would wait for all its queued work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

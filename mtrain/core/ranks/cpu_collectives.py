@@ -8,8 +8,6 @@ megatron-core gathers and scatters lists of tensors of several sizes if experts 
 (tensor_parallel/mappings.py). gloo refuses them, but its all-to-all takes any sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Deterministic runs: what libraries read before they start, and torch's own switch (`train.deterministic`)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, MutableMapping

@@ -1,7 +1,5 @@
 """Process groups: the only module that talks to megatron-core's global parallel state."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The world of ranks: the device of each, how it opens, and how ranks agree that something failed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -6,8 +6,6 @@ announces itself; all others compare themselves with it. A round ends once: ever
 together and all that wait stop with the same message, or a later round has begun.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

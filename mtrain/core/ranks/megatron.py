@@ -1,7 +1,5 @@
 """Differences between the versions of megatron-core that this program runs on."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -9,8 +9,6 @@ Every collective and every message of torch.distributed ends in `Work.wait`. On 
 stream does, and the host only when it reads a number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

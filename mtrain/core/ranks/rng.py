@@ -1,7 +1,5 @@
 """The states of every rank's random number generators, as tensors of a checkpoint. Only dropout draws from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Search for nan and inf in a state that is about to be saved or was loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Memory of the host for copies to and from a device, and the stream on which they run."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import weakref

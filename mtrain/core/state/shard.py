@@ -1,7 +1,5 @@
 """Parts of global tensors, as ranks hold, save and load them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Forward passes without a backward: the totals of some batches under the current weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 

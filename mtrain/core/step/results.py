@@ -1,7 +1,5 @@
 """Results of the methods of `Engine`, the same on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self

@@ -1,7 +1,5 @@
 """Training step: plan, pipeline schedule, one division, check, update."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -6,8 +6,6 @@ bf16 gradient is lost entirely and a float32 one is off by 2e-5, while loss and 
 neither loses anything. 1/D itself overflows below 3e-39.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Parts that all adapters share: a switch, parameter names, and their slices in a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Freezes a model and attaches adapters to the parts that the configuration names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -10,8 +10,6 @@ section 4.3 of the paper. Rows of a row-parallel projection lie on several ranks
 Sources: LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

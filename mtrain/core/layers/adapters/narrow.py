@@ -5,8 +5,6 @@ routers and sinks stay in float32. So the run computes exactly what it would wit
 values.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

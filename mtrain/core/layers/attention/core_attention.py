@@ -14,8 +14,6 @@ exactly; every kernel can compute it, with its gradient, in memory that grows on
 Source: gpt-oss-120b and gpt-oss-20b model card, arXiv 2508.10925, section 2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Sequence

@@ -20,8 +20,6 @@ models/qwen3_next/modeling_qwen3_next.py, for what Qwen3-Next makes of it; megat
 the names.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import MappingProxyType

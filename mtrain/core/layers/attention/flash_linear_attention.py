@@ -7,8 +7,6 @@ rounded to the run's precision on the way, which ours are not. `mtrain verify ba
 Source: fla-core 0.6.0, fla/ops/gated_delta_rule/chunk.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import re

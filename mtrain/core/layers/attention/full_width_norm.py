@@ -8,8 +8,6 @@ gradients stay where their heads are.
 Source: OLMo 2 report, arXiv 2501.00656, section 3.2; Zhang and Sennrich 2019 (RMSNorm), arXiv 1910.07467.
 """
 
-from __future__ import annotations
-
 from types import MappingProxyType
 from typing import Any
 

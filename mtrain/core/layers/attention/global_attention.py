@@ -3,8 +3,6 @@
 Source: transformers 5.24, models/gemma4/modeling_gemma4.py, `Gemma4TextAttention`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ on every rank; `Exchanged` exchanges sequence for heads, so that each rank sees 
 `Ring` they are passed around. During generation each rank reads whole rows, with a cache (`Cached`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from abc import ABC, abstractmethod

@@ -18,8 +18,6 @@ models/nemotron_h/modeling_nemotron_h.py, for what Nemotron-H makes of it; megat
 names.
 """
 
-from __future__ import annotations
-
 import math
 from types import MappingProxyType
 from typing import Any

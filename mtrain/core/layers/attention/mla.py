@@ -11,8 +11,6 @@ heads x (qk_nope_head_dim + qk_rope_head_dim + v_head_dim). Keys and values are 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; megatron-core's transformer/multi_latent_attention.py for the names.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ the current one is computed. Outputs are combined by the log-sum-exp of their sc
 
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; zigzag as in Llama 3 (2024), 3.3.2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, assert_never
 

@@ -8,8 +8,6 @@ Frequencies agree bit for bit in float32 with transformers 5.23 (`modeling_rope_
 needs exactly the angles it was trained with; the order of operations below is part of that.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, assert_never
 

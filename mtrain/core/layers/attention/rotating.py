@@ -4,8 +4,6 @@ megatron-core's own takes cosine and sine of all angles in every layer. On a CPU
 head one after the other: attention reads one head at a time, and rows a power of two apart would collide in the cache.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

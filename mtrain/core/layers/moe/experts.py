@@ -5,8 +5,6 @@ theirs: here, experts whose etp is not the dense layers' tp are marked as expert
 gradients are summed over all their replicas, and count in the gradient norm on every rank.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

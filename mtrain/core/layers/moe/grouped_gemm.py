@@ -1,7 +1,5 @@
 """Matrix products of a rank's experts: one after the other, or all in one grouped product."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ size the host waits (moe_utils.py::permute) although it follows from top_k, and 
 if every rank holds all experts whole. Order and numbers are the same to the bit.
 """
 
-from __future__ import annotations
-
 from functools import partial, partialmethod
 from typing import Any
 

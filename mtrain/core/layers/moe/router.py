@@ -4,8 +4,6 @@ megatron-core's own (transformer/moe/router.py) calls a function that exists onl
 (moe_utils.py::RouterGatingLinearFunction) and rounds scores to float32 even in a float64 model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, assert_never
 

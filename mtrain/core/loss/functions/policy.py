@@ -6,8 +6,6 @@ program that sampled the tokens). Which options, aggregation and side terms give
 docs/training/policy-losses.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, TypeVar, assert_never
 

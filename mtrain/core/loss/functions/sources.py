@@ -1,7 +1,5 @@
 """Identity of the source of the user's own loss functions: a start with other code is another run."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

@@ -7,8 +7,6 @@ multiplies each token by the derivative of its sequence, which gives the exact g
 (`mtrain/core/step/scoring_pass.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar

@@ -5,8 +5,6 @@ precision, and shared by the losses of a microbatch. The losses are nodes of the
 communicates. All tensors of one number per token are [seq, batch], in the order of the logits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

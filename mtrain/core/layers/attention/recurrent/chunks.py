@@ -5,8 +5,6 @@ carries one state, and is the same for every rule. Documents begin anywhere in a
 document's start has the decay 0, so nothing passes from one document to the next, whatever the chunks.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
