@@ -53,7 +53,6 @@ class PlacedMember:
     length: float
     """Sum of its token weights."""
     weight: float
-    """Weight of the whole sample."""
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,8 @@ def checked_experts(given: Any, num_tokens: int, model: ModelSection, name: str)
 def shaped_experts(given: Any, num_tokens: int, shape: tuple[int, ...], name: str) -> NDArray[Any]:
     """Checks that there are integers of each token that is read; returns these, [num_tokens - 1, layers, top_k].
 
-    Args:
-        shape: [layers, top_k].
-
     Raises:
-        ValueError: The value has another shape, or other numbers.
+        ValueError: The value has another shape than [tokens, *shape], or other numbers.
     """
     values = _integers(given, f"{name}: {ROUTED_EXPERTS}")
     if values.size == 0 and num_tokens == 1:
@@ -89,11 +86,8 @@ class ExpertFault(NamedTuple):
 
 
 def expert_fault(numbers: NDArray[Any], places: Sequence[int], model: ModelSection) -> ExpertFault | None:
-    """Says what is wrong with numbers as experts of a model; returns None where nothing is.
-
-    Args:
-        places: Columns of the experts of a token, by layer.
-    """
+    """Says what is wrong with numbers as experts of a model, whose columns by layer are `places`; None where nothing
+    is."""
     assert model.experts is not None, "only a model with experts reads them"
     layers, shape = choosing_layers(model), choice_shapes(model)[ROUTED_EXPERTS]
     for start in range(0, len(numbers), _TOKENS_AT_A_TIME):
@@ -109,11 +103,8 @@ def expert_fault(numbers: NDArray[Any], places: Sequence[int], model: ModelSecti
 def replayable(model: ModelSection, what: str) -> tuple[int, int]:
     """Returns [layers, top_k] of a model that can take experts from outside, and report its own.
 
-    Args:
-        what: What needs it, the beginning of the message.
-
     Raises:
-        ConfigError: The model has no experts, or drops tokens.
+        ConfigError: The model has no experts, or drops tokens; the message begins with `what`.
     """
     if model.experts is None:
         raise ConfigError(f"{what}, but the model has no experts (model.experts); leave them out")

@@ -39,7 +39,6 @@ class RowForm:
     """Form that all rows of a run share."""
 
     width: int
-    """Positions of a row."""
     terms: Mapping[str, TermSection]
     """Aggregation of each loss term."""
     is_packed: bool = False
@@ -51,7 +50,6 @@ class RowForm:
     num_predictions: int = 1
     """Number of tokens that a position predicts. Each further one is a term of its own, aggregated as the main one."""
     with_sources: bool = False
-    """Whether losses are reported by source."""
     window: int | None = None
     """Tokens that a windowed layer sees, including the token itself; None without such layers."""
     extras: tuple[str, ...] = ()
@@ -107,7 +105,6 @@ class Place(NamedTuple):
 
 
 Collate = Callable[[Sequence[Sequence[Sample]], RowForm, Place | None], Microbatch]
-"""Signature of `collate`."""
 
 
 @dataclass(frozen=True)
@@ -306,12 +303,8 @@ def mtp_sample(sample: Sample, document_starts: NDArray[np.int32], depth: int) -
 
 
 def moved(values: NDArray[Value], document_starts: NDArray[np.int32], depth: int) -> NDArray[Value]:
-    """Returns the values, [seq], `depth` positions further in the same document; 0 beyond the end of the document or
-    row.
-
-    Args:
-        document_starts: [seq]: index in the row of the first token of each token's document.
-    """
+    """Returns the values, [seq], `depth` positions further in the same document; 0 beyond its end. `document_starts`
+    has the index of each token's document, [seq]."""
     found = np.zeros_like(values)
     found[:-depth] = np.where(document_starts[depth:] == document_starts[:-depth], values[depth:], values.dtype.type(0))
     return found

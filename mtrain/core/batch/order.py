@@ -59,11 +59,9 @@ def _half_bits(size: int) -> int:
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Returns the image of `index` under a random permutation of range(size), one for each key. O(1) in time and
-    memory.
+    """Returns the image of `index` under a random permutation of range(size), one for each key, in O(1).
 
-    Values outside the range are permuted again until they fall into it (cycle walking), less than four times on
-    average.
+    Values outside the range are permuted again until they fall into it, less than four times on average.
     """
     half_bits = _half_bits(size)
     word = _exchange(index, half_bits, key)
@@ -169,11 +167,8 @@ class Blend:
         return periods * self.period + int(self._turns[place.source][rest])
 
     def next_epoch(self, n: int, sizes: Sequence[int]) -> int:
-        """Returns the number of the first sample, above n, whose source has used up its epoch since sample n.
-
-        Args:
-            sizes: Number of samples that each source has in an epoch.
-        """
+        """Returns the number of the first sample, above n, whose source, of `sizes` samples an epoch, has used up its
+        epoch since sample n."""
         ends = [(count // size + 1) * size for count, size in zip(self.counts(n), sizes)]
         return min(self.number_of(BlendPosition(source, end)) for source, end in enumerate(ends))
 
@@ -195,9 +190,7 @@ class BlendPhase:
     first: int
     """Number of the first sample, counted from 0 over the run."""
     sources: tuple[int, ...]
-    """Numbers of the sources that take part, each once."""
     weights: tuple[float, ...]
-    """Weight of each of these sources."""
 
 
 class BlendPhases:
@@ -205,10 +198,7 @@ class BlendPhases:
     whole."""
 
     def __init__(self, phases: Sequence[BlendPhase], num_sources: int) -> None:
-        """
-        Args:
-            phases: Phases in ascending order; the first one begins at sample 0.
-        """
+        """Takes phases in ascending order; the first one begins at sample 0."""
         self._firsts = [phase.first for phase in phases]
         self._blends = [Blend(phase.weights) for phase in phases]
         self._sources = [np.array(phase.sources) for phase in phases]
@@ -312,7 +302,6 @@ class SamplesOfEpoch(NamedTuple):
     source: int
     epoch: int
     positions: NDArray[np.int64]
-    """[n]: positions of the samples in the request."""
     indices: NDArray[np.int64]
     """[n]: numbers of the samples in the source's own order."""
 

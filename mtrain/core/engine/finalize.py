@@ -27,12 +27,9 @@ class NumeratorFactors:
     """
 
     def __init__(self, planned: Sequence[float], objective: Objective, is_fp16: bool, groups: Groups) -> None:
-        """
-        Args:
-            planned: Denominator of each term over this rank's batch.
-            objective: Terms of the objective.
-            is_fp16: Whether gradients are kept near 1 by a numerator_scale, a power of two that all stages must agree
-                on.
+        """Takes the denominator of each term over this rank's batch.
+
+        In fp16 gradients are kept near 1 by a numerator_scale, a power of two that all stages must agree on.
         """
         self._coefficients, self._router_terms = objective.coefficients, objective.router_terms
         # fp16 needs 1 / D in advance, else sums over a batch overflow; terms with other denominators need the ratios
@@ -72,7 +69,6 @@ class NumeratorFactors:
 
 
 Finalize = Callable[[ShardedModel, StepSums, Groups, bool, Callable[[], Tensor] | None], GlobalTotals]
-"""Type of `finalize_gradients`, which describes the arguments."""
 
 
 def finalize_gradients(

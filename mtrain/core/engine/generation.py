@@ -54,14 +54,10 @@ class CachedModel:
 
     @torch.no_grad()
     def next_logits(self, pieces: Sequence[PassTokens], of_prompts: bool) -> Tensor | None:
-        """Computes the logits after the last token of each piece.
+        """Computes the logits after the last token of each piece: a whole prompt (`of_prompts`) or one token.
 
         Collective over the replica: point-to-point between stages and an all-gather of the logits over TP, in addition
-        to the collectives of the layers.
-
-        Args:
-            pieces: Whole prompts, or one token each; may be empty where other replicas need this one's experts.
-            of_prompts: Whether the pieces are prompts.
+        to the collectives of the layers. There may be no pieces, where other replicas need this one's experts.
 
         Returns:
             [pieces, vocab_size] float32 on the last stage, the same on all its ranks; None on the others.
@@ -144,11 +140,9 @@ class CachedModel:
 def cached_model(
     config: Config, groups: Groups, chunks: Sequence[Any], num_sequences: int, length: int
 ) -> Iterator[CachedModel]:
-    """Yields the model without dropout and with caches, which are freed at the end.
+    """Yields the model without dropout and with caches, which are freed at the end; parameters have to be complete.
 
     Args:
-        chunks: This rank's model chunks, their parameters complete; left as they were.
-        num_sequences: Largest number of sequences at a time.
         length: Length of the longest sequence, prompt and answer.
 
     Raises:

@@ -76,7 +76,6 @@ class _Group:
         sizes = [-(-main.numel() // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS for main in mains for _ in MOMENTS]
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self.memory = blocks.block(self._starts[-1] * torch.float32.itemsize)
-        """[bytes] memory of the host."""
         self._on_host = self.memory.view(torch.float32).zero_()
         """[elements]: first and second moments of one parameter after the other."""
         self._on_device: Tensor | None = None

@@ -72,17 +72,11 @@ class PairAccumulator:
     def __init__(
         self, terms: Sequence[str], device: torch.device, router_terms: Sequence[str] = (), num_sources: int = 0
     ) -> None:
-        """
-        Args:
-            terms: Names of the terms that are computed from logits.
-            device: Device of the sums.
-            router_terms: Names of the terms that routers compute inside the layers.
-            num_sources: Number of sources by which the main term is reported; 0 where it is not.
-        """
+        """Takes the terms that are computed from logits, those that routers compute, and the number of sources by which
+        the main term is reported."""
         self.terms = (*terms, *router_terms)
         # float64: float32 holds integer counts of tokens only up to 2^24, and a step may have more.
         self.diagnostics = DiagnosticSums(device)
-        """Diagnostics that loss functions report with their pairs."""
         self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
         """[terms, 2]: numerators and denominators."""
         self.by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device)
@@ -110,8 +104,7 @@ class PairAccumulator:
     def owned(self, groups: Groups) -> Tensor:
         """Returns [terms, 2] whose sum over all ranks is that of the global batch.
 
-        Pairs of logits are the same on ranks that share them (`Groups.counts_loss`). A router's pairs belong to the
-        layers and tokens of each rank.
+        Ranks that share pairs of logits hold the same; a router's pairs belong to the layers and tokens of each rank.
         """
         # zeros and not nothing: the vector has one length on all ranks
         return self.sums if groups.counts_loss else torch.cat((torch.zeros_like(self._of_logits), self._of_routers))
@@ -190,14 +183,12 @@ class StepTotals:
     stop_requested: bool
     """Whether any rank asked to stop."""
     tokens: TokenCounts
-    """Counts of the global batch."""
     num_positions: int
     """Number of positions of the global batch, with and without text."""
     grad_norm_sq: float | None
     """Squared norm of the gradient before the division by the denominator; not finite where fp16 overflowed. None where
     there is no gradient."""
     coefficients: Mapping[str, float]
-    """Coefficients of the terms in the objective."""
     sources: tuple[Totals, ...] = ()
     """Main term by source of the blend; empty if there is only one, or if the loss function gives none by source."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
@@ -242,11 +233,8 @@ class GlobalTotals:
     def __init__(
         self, sums: StepSums, groups: Groups, stop_requested: bool = False, local_grad_norm_sq: Tensor | None = None
     ) -> None:
-        """
-        Args:
-            stop_requested: Stop request of this rank; one on any rank becomes `stop_requested` of all.
-            local_grad_norm_sq: A scalar on the device, to be summed over all ranks: this rank's part of a squared norm.
-        """
+        """Starts the collective; a stop request of any rank becomes one of all, and parts of a squared norm are added
+        up."""
         self._terms, self._num_positions = sums.pairs.terms, sums.num_positions
         self._diagnostics, self._world_size = sums.pairs.diagnostics, groups.layout.world_size
         assert len(sums.planned) == len(self._terms), "a term has no planned denominator"
@@ -298,15 +286,8 @@ class GlobalTotals:
 def sum_planned(planned: Sequence[float], groups: Groups, everywhere: bool) -> AsyncAllReduce:
     """Starts to sum every term's denominator over the global batch, as the batches promise it before the forward pass.
 
-    Costs one collective. Each row of the batch is counted by one rank that reads it; all other ranks add zeros.
-
-    Args:
-        planned: Denominator of each term over this rank's batch.
-        everywhere: Whether to sum over the world, with the same bits on all ranks; else within each pipeline stage,
-            whose ranks read the whole batch themselves.
-
-    Returns:
-        The sums, [terms] float64 on the device.
+    Costs one collective, of [terms] float64. Each row is counted by one rank that reads it; all other ranks add zeros.
+    The sum is over the world, with the same bits on all ranks, or within each stage, whose ranks read the whole batch.
     """
     # ranks of TP and CP share rows, and every stage reads them: one of all these counts
     owns = groups.counts_planned if everywhere else groups.tp_rank == groups.cp_rank == 0

@@ -184,12 +184,8 @@ class Muon:
                 piece.of(piece.main.data).mul_(decay).add_(update, alpha=-lr)
 
     def _exchange(self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
-        """Makes one all-to-all over the stage.
-
-        Args:
-            sent: Tensors by receiving rank; ranks after the last get nothing.
-            sizes: Number of elements by sending rank; ranks after the last send nothing.
-        """
+        """Makes one all-to-all over the stage of tensors by receiving rank; `sizes` counts elements by sending rank.
+        Ranks beyond the ends of both get and send nothing."""
         # torch.cat refuses an empty list
         nothing, idle = torch.empty(0, device=self._groups.device), [0] * self._num_ranks
         given = [torch.cat([nothing, *values]) for values in sent]

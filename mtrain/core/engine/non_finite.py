@@ -39,13 +39,9 @@ class _Seen(NamedTuple):
 
 @torch.no_grad()
 def largest_local_gradients(sharded: ShardedModel) -> Tensor | None:
-    """Returns the largest absolute value of each parameter's gradient, before ranks add theirs.
+    """Returns the largest absolute value of each parameter's gradient on the device, before ranks add theirs, or None.
 
-    To be called after the last backward pass. Costs one pass over the gradients; no communication, no host
-    synchronization.
-
-    Returns:
-        [parameters with gradients], on the device; None where there are none.
+    Call it after the last backward pass. Costs one pass over the gradients; the host does not wait.
     """
     gradients = [gradient for _, gradient in _gradients(sharded)]
     if not gradients:
@@ -59,9 +55,8 @@ def largest_local_gradients(sharded: ShardedModel) -> Tensor | None:
 def cause_of_non_finite(model: RankModel, local_gradients: Tensor | None) -> Cause:
     """Names the rank and its first tensor, the same on all ranks. One all-gather of short objects over the world.
 
-    Args:
-        model: Model with its parameters complete.
-        local_gradients: Result of `largest_local_gradients` in the step that failed; None where it was not computed.
+    The model's parameters are complete; `local_gradients` are those of `largest_local_gradients` in the step that
+    failed.
     """
     parts = [held.shard for held in local_state(model)]
     own = _Seen(non_finite(parts), _in_gradients(model, local_gradients))

@@ -89,10 +89,7 @@ class Skips:
     """Counts fp16 overflows in a row, to end the run before it silently skips every step."""
 
     def __init__(self, most: int) -> None:
-        """
-        Args:
-            most: Number of skips in a row that ends the run.
-        """
+        """Takes the number of skips in a row that ends the run."""
         self._most = most
         self.clear()
 
@@ -103,11 +100,7 @@ class Skips:
         self._scale = math.inf  # scale of the next gradients, where it is known
 
     def count(self, loss_scale: float) -> None:
-        """Counts one more overflow.
-
-        Args:
-            loss_scale: Scale of the next gradients. With hysteresis several overflows come before it is lowered, so it
-                may be the scale of this one.
+        """Counts one more overflow; `loss_scale` is that of the next gradients.
 
         Raises:
             NumericError: There were too many overflows in a row.
@@ -298,13 +291,9 @@ class Optimizer:
 
 
 def check_norm(grad_norm: float, clip_grad: float) -> None:
-    """Judges the applied gradient by its norm, which bounds each of its elements.
+    """Judges the applied gradient by its norm, a float64 number before clipping, which bounds each of its elements.
 
-    The norm is a float64 number, while the gradient is divided, clipped and squared (for the second moment) in float32.
-
-    Args:
-        grad_norm: Global L2 norm, before clipping.
-        clip_grad: Norm to clip to; 0: no clipping.
+    The gradient itself is divided, clipped and squared (for the second moment) in float32.
 
     Raises:
         NonFiniteError: The norm is not finite, or one of the three operations overflows or underflows.
@@ -328,10 +317,7 @@ def _clipping_factor(grad_norm: float, clip_grad: float) -> float:
 
 
 def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sums the squares of gradients: a float64 scalar on the device.
-
-    The squares are added in float64: on a CPU, float32 sums one after the other and is 8e-5 off for 4 million elements.
-    """
+    """Sums squares in float64, a scalar on the device: float32 on a CPU is 8e-5 off for 4 million elements."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cpu":

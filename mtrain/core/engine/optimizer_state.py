@@ -29,7 +29,6 @@ MAIN = "param"
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 # Names of the checkpoint format: changing one would make older checkpoints unreadable.
 MOMENTS = (_FIRST, _SECOND)
-"""Names of Adam's moments."""
 STATES = (MAIN, *MOMENTS)
 """Names of a parameter's states in the optimizer, each float32 and of the parameter's shape. Muon has the first moment
 only: there is no second one, and no count of updates."""
@@ -57,11 +56,8 @@ class OptimizerState:
                 yield flat_slice, _states(part, flat_slice.main)
 
     def momenta(self, has_momentum: Callable[[Tensor], bool]) -> Iterator[tuple[FlatSlice, Tensor]]:
-        """Gives parameters a momentum of zeros instead of Adam's state, before the first update, and yields them.
-
-        Yields:
-            Parts of these parameters that this rank updates, each with its momentum [end - start].
-        """
+        """Gives parameters a momentum of zeros instead of Adam's state, before the first update; yields the parts that
+        this rank updates, each with its momentum [end - start]."""
         for part in self._parts():
             for flat_slice in self._slices(part):
                 if has_momentum(flat_slice.parameter):
@@ -102,12 +98,8 @@ class OptimizerState:
 
     @torch.no_grad()
     def set_main_weights(self, whole: Mapping[Tensor, Tensor]) -> None:
-        """Sets float32 main weights of the optimizer and leaves the rest of its state as it is.
-
-        Args:
-            whole: Parameter -> float32 tensor of its shape; others, such as adapters on a model that is loaded, keep
-                their main weights.
-        """
+        """Sets the float32 main weights of the given parameters, from tensors of their shapes; all other state
+        stays."""
         for flat_slice in self.flat_slices():
             if flat_slice.parameter in whole:
                 flat_slice.set_main(whole[flat_slice.parameter])

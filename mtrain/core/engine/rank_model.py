@@ -22,13 +22,10 @@ class RankModel:
     """This rank's part of the model and of its optimizer."""
 
     config: Config
-    """Configuration of the run."""
     groups: Groups
-    """Process groups of this rank."""
     sharded: ShardedModel
     """Model chunks, and what they share with other data-parallel ranks."""
     optimizer: Optimizer
-    """Optimizer of these chunks."""
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
@@ -43,14 +40,11 @@ def build_rank_model(config: Config, groups: Groups, weights_follow: bool = Fals
 
 
 def build_model(config: Config, groups: Groups, weights_follow: bool = False, in_float64: bool = False) -> ShardedModel:
-    """Builds this rank's model chunks, one for each virtual stage, with layout-free initial weights.
+    """Builds this rank's model chunks, one for each virtual stage, with layout-free initial weights; see
+    `build_chunks`.
 
-    Collective over the world where `train.compile` asks for compiled layers.
-
-    Args:
-        weights_follow: Whether the caller loads weights, or draws them once it knows that there are none to load: until
-            then they are nan.
-        in_float64: See `build_chunks`, also for errors.
+    Collective over the world where `train.compile` asks for compiled layers. With `weights_follow` weights are nan
+    until the caller loads or draws them.
     """
     translated, chunks = build_chunks(config, groups, in_float64)
     for chunk in chunks:

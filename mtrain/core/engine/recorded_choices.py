@@ -50,13 +50,11 @@ class RecordedChoices:
                 module.record = None
 
     def gathered(self, num_samples: int, num_tokens: int, num_rows: int, write: Write) -> Tensor:
-        """Returns the choices of all layers and ranks, [num_samples, num_tokens, layers, k] int32 on the CPU; -1 in
-        layers that do not choose and where nothing was written.
+        """Returns the choices of all layers and ranks, [num_samples, num_tokens, layers, k] int32 on the CPU; -1 where
+        nothing was written. A pass has read `num_rows` rows, and `write` writes one pass of one layer.
 
-        One all-reduce over the world for each layer that chooses, of a table that has the numbers of this rank and 0
-        elsewhere: a table of all layers would take as much memory as all of them.
-
-        A pass has read `num_rows` rows; `write` writes one pass of one layer.
+        One all-reduce over the world for each layer that chooses: a table of all layers would take as much memory as
+        they.
         """
         k = self._shape[1]
         whole = torch.from_numpy(open_choice(num_tokens, self._shape)).repeat(num_samples, 1, 1, 1)

@@ -68,12 +68,7 @@ class RouterBalance:
     """The routers of this rank's chunks, and what they have seen."""
 
     def __init__(self, config: Config, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
-        """Gives every router its watch.
-
-        Args:
-            config: Configuration with the terms and the rate of the biases.
-            chunks: This rank's model chunks.
-        """
+        """Gives every router its watch."""
         self.terms = tuple(losses.ROUTER_TERMS[name] for name in config.loss.router.coefficients)
         self._groups = groups
         self.routers = [module for chunk in chunks for module in unwrap(chunk).modules() if isinstance(module, Router)]
@@ -98,12 +93,9 @@ class RouterBalance:
 
     @contextmanager
     def watching(self, accumulator: PairAccumulator, factors: Factors, num_sequences: int) -> Iterator[None]:
-        """Watches the routers inside the block, which is one pass of a step.
+        """Watches the routers inside the block, one pass of a step, and adds their pairs to the accumulator.
 
-        Args:
-            accumulator: Receives the pairs of the terms.
-            factors: Called for the first time in the first forward pass.
-            num_sequences: Number of sequences in the microbatch that has most.
+        `factors` is called in the first forward pass; `num_sequences` is that of the microbatch that has most.
         """
         shape = (len(self.routers), self.routers[0].section.num_experts if self.routers else 0)
         # integers: their sums are exact, whatever the order of microbatches and ranks
@@ -160,29 +152,18 @@ class RouterStats:
     def __init__(
         self, balance: RouterBalance, index: int, section: ExpertsSection, groups: Groups, is_counted: bool
     ) -> None:
-        """
-        Args:
-            index: Index of this router among them.
-            section: Section with score and number of choices.
-            is_counted: Whether its tokens count in denominators: a depth of multi-token prediction sees fewer.
-        """
+        """Watches router `index`; the tokens of a depth of multi-token prediction, which sees fewer, are not
+        counted."""
         self._balance, self._index, self._section, self._is_counted = balance, index, section, is_counted
         self._counts_sequences = groups.tp_rank == 0 and groups.cp_rank == 0
         self._sharers, self._replicas = groups.collection.tp_cp, groups.collection.dp
 
     def logits(self, logits: Tensor, sequence_ids: Tensor | None) -> Tensor:
-        """Adds this router's terms to what is differentiated.
+        """Adds this router's terms to what is differentiated; returns the logits, [seq_local, batch, experts].
 
         Costs, where a balance is asked for, one all-reduce of [sequences, experts] integers over the ranks that share
-        them, and for that on running counts another one of [experts] over data-parallel ranks.
-
-        Args:
-            logits: [seq_local, batch, experts].
-            sequence_ids: [seq_local, batch] int64: the sequence of each position in the microbatch, negative where
-                there is no text.
-
-        Returns:
-            The logits, with which the router goes on.
+        them, and for that on running counts another one of [experts] over data-parallel ranks. `sequence_ids`,
+        [seq_local, batch] int64, are negative where there is no text.
         """
         step = self._balance.step
         if step is None or not self._balance.terms or not torch.is_grad_enabled():
@@ -198,12 +179,8 @@ class RouterStats:
         return _Attached.apply(logits, (numerators * step.factors()).sum())  # type: ignore[no-untyped-call]
 
     def choice(self, chosen: Tensor, sequence_ids: Tensor | None) -> None:
-        """Counts the tokens of text that go to each expert.
-
-        Args:
-            chosen: [seq_local x batch, experts] bool.
-            sequence_ids: [seq_local, batch] int64, negative where there is no text.
-        """
+        """Counts the tokens of text that go to each expert: [seq_local x batch, experts] bool, and ids as in
+        `logits`."""
         step = self._balance.step
         if step is not None and torch.is_grad_enabled():
             assert sequence_ids is not None, "a router does not know what is padding"

@@ -24,7 +24,6 @@ LossOfLogits = Callable[[Logits, Microbatch], tuple[Tensor, Mapping[str, LossPai
 """(logits, sliced microbatch) -> (scalar to differentiate, pairs of all terms)."""
 
 Schedule = Callable[[Sequence[torch.nn.Module], Sequence[Microbatch], LossOfLogits, PairAccumulator, Config], None]
-"""Type of `run_schedule`, which describes the arguments."""
 
 
 def connect(sharded: ShardedModel, optimizer: Optimizer, train: TrainSection) -> None:
@@ -58,11 +57,8 @@ def run_schedule(
     buffers.
 
     The scalar is differentiated as it is: megatron-core divides by nothing, because its token counts stay at zero and
-    its config says per-token loss. Gradients of different ranks are summed by `finalize_gradients`.
-
-    Args:
-        batches: This rank's microbatches, sliced for context parallelism.
-        loss: Called on the last stage alone.
+    its config says per-token loss. Gradients of different ranks are summed by `finalize_gradients`. `loss` is called on
+    the last stage alone.
     """
 
     def consume(logits: Logits, batch: Microbatch) -> Tensor:

@@ -116,12 +116,7 @@ class DataParallel:
         chunks: Sequence[LanguageModel],
         in_float64: bool = False,
     ) -> None:
-        """Moves the weights of the chunks into buffers.
-
-        Args:
-            translated: Holder of megatron-core's callbacks for these chunks.
-            in_float64: Whether gradients are kept in the precision of the parameters instead of float32.
-        """
+        """Moves the weights of the chunks into buffers; `translated` holds megatron-core's callbacks for them."""
         self._config, self._groups = config, groups
         self._settings = ddp_config(config, groups.layout)
         self._settings.grad_reduce_in_fp32 = not in_float64

@@ -62,9 +62,7 @@ def build_chunks(
 ) -> tuple[TransformerConfig, list[LanguageModel]]:
     """Builds this rank's model chunks, one for each virtual stage, weights still to be drawn or loaded.
 
-    Args:
-        in_float64: Whether to compute in float64 what the configuration computes in float32. No optimizer applies
-            such gradients.
+    `in_float64` computes in float64 what the configuration computes in float32; no optimizer applies such gradients.
 
     Raises:
         ConfigError: The backend is not available, or megatron-core refuses the configuration.
@@ -80,10 +78,8 @@ def build_chunks(
 def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:
     """Returns layers that all ranks take: certificates are files, which one node may have and another not.
 
-    One all-reduce over the world where ranks of GPUs choose for themselves.
-
-    Raises:
-        ConfigError: A rank has to take TransformerEngine's layers, and another one cannot.
+    One all-reduce over the world where ranks of GPUs choose for themselves. Raises ConfigError where a rank has to take
+    TransformerEngine's layers, and another one cannot.
     """
     if (
         config.model.backend != "auto"

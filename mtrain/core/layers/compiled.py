@@ -31,7 +31,6 @@ from mtrain.core.ranks.init import on_all_ranks
 _log = logging.getLogger(__name__)
 
 BACKEND: str | Callable[..., Any] = "inductor"
-"""Backend for torch.compile."""
 
 _GRAPHS_OF_A_FUNCTION = 64
 """Most graphs per function, for kinds of layers, training and validation; torch runs further ones uncompiled."""

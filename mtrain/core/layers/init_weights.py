@@ -35,10 +35,7 @@ def sharded_tensors(
     module: MegatronModule, groups: Groups, value_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
 ) -> Iterator[ShardedTensor]:
     """Yields this rank's parameters and buffers with their global name, shape and offset, fused ones split into parts.
-
-    Args:
-        value_of: Returns a tensor of the parameter's shape, such as its gradient; None leaves the parameter out.
-    """
+    In the place of a parameter stands `value_of` it, of the same shape; None leaves it out."""
     for place in sharded_parameters([module], groups):
         values = value_of(place.data)
         if values is not None:
@@ -51,11 +48,9 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
 
     Norms (ones) and biases (zeros) stay as built. The standard deviation is model.init_std, with exceptions for
     projections back into the residual stream (see the key). Rows of the padded vocabulary are zero. One matrix of an
-    adapter is drawn with PEFT's variance and the other stays zero.
-
-    Args:
-        others_follow: Whether to draw only heads and adapters, which files of weights may lack. All else is nan until
-            it is loaded, so that forgotten values do not pass for weights.
+    adapter is drawn with PEFT's variance and the other stays zero. If `others_follow`, only heads and adapters are
+    drawn, which files of weights may lack: all else is nan until it is loaded, so that forgotten values do not pass for
+    weights.
     """
     num_threads = cores_of_rank(os.environ)
     for shard in sharded_tensors(module, groups):
@@ -129,11 +124,8 @@ def draw(
     """Fills a part of a tensor, block by block, each from its own generator: the number of threads changes no bit.
 
     A block is drawn in float32, rounded once, and cut, so the whole tensor never exists in float32. Blocks are drawn
-    whole, since a generator cannot skip: a cut along columns (RowParallelLinear) also draws the columns of other ranks.
-
-    Args:
-        name: Name that, with the seed, selects the numbers.
-        num_threads: Number of threads, each with one block in memory.
+    whole, since a generator cannot skip: a cut along columns also draws the columns of other ranks. `name` selects the
+    numbers.
     """
     first, end = offset[0], offset[0] + target.shape[0]
     columns = [slice(start, start + size) for start, size in zip(offset[1:], target.shape[1:])]

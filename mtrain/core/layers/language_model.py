@@ -132,17 +132,15 @@ class LanguageModel(LanguageModule):
         ahead: tuple[MtpTargets, ...] = (),
         choices: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor | Logits:
-        """Runs this stage.
+        """Runs this stage on tokens and positions, [batch, seq_local] int64.
 
         Args:
-            input_ids: [batch, seq_local] int64.
-            position_ids: [batch, seq_local] int64.
             document_starts: [batch, seq] int32 on the CPU, full rows; None if each row is one document.
             sequence_ids: [batch, seq_local] int64: the sequence of each position in the microbatch, negative where
                 there is no text; None where there is no router.
             ahead: Tokens and labels ahead, by depth; empty where only the next token is predicted.
-            choices: Choices that layers take in place of their own, see `Microbatch`. Depths of multi-token prediction
-                always choose: inference engines report the layers of the model alone.
+            choices: Choices that layers take in place of their own, see `Microbatch`; depths of multi-token prediction
+                always choose.
 
         Returns:
             Last stage: logits, not yet computed, of all depths in `ahead`. Other stages: hidden states.

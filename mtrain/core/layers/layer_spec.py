@@ -34,9 +34,8 @@ _STACKED_EXPERTS = "mlp.experts.experts."
 def global_name(key: str, places: tuple[int, ...]) -> str:
     """Returns the name of a parameter in the whole model, the same for every layout and both backends.
 
-    Args:
-        key: Checkpoint key: TransformerEngine's names, with layers stacked (no number) or spelled out.
-        places: Indices along the stacked axes: the layer, then the expert; empty if the key is complete.
+    A checkpoint key has TransformerEngine's names, with layers stacked (no number) or spelled out; `places` are indices
+    along the stacked axes: the layer, then the expert.
     """
     return spelled_name(canonical_name(key), places)
 
@@ -204,12 +203,7 @@ def _without_certificate(
     found: Finding, unmet: list[str], taken: Backend, is_openable: bool, library: str = "TransformerEngine"
 ) -> str:
     """Says in one line why no certificate decided, and what one could open; empty if nothing keeps the run from the
-    library.
-
-    Args:
-        unmet: What keeps the run from the library's layers.
-        is_openable: Whether a certificate would change that.
-    """
+    library's layers. `unmet` lists what does, `is_openable` says whether a certificate would change that."""
     if found.certificate:
         return (
             f"model.backend=auto takes {_LAYERS[taken]} without the certificate {found.certificate}, which is of "
@@ -222,11 +216,7 @@ def _without_certificate(
 
 
 def chosen_backend(config: Sections, device: torch.device) -> Backend:
-    """Returns the layers that `choose` takes.
-
-    Raises:
-        ConfigError: See `choose`.
-    """
+    """Returns the layers that `choose` takes."""
     return choose(config, device).backend
 
 

@@ -43,11 +43,7 @@ class Depth(MegatronModule):
         groups: ProcessGroupCollection,
         place: tuple[int, int | None],
     ) -> None:
-        """
-        Args:
-            place: Number of the layer as TransformerLayer wants it, and the chunk of this rank (None without virtual
-                stages).
-        """
+        """Takes the number of the layer as TransformerLayer wants it, with the chunk of this rank."""
         super().__init__(config=config)
         norm, projection, layer = _modules(model, backend)
         number, vp_stage = place
@@ -83,14 +79,10 @@ class Depth(MegatronModule):
         rotary_pos_emb: Tensor | None,
         padding_mask: Tensor | None,
     ) -> Tensor:
-        """Computes the hidden states of this depth, under its final norm.
+        """Computes the hidden states of this depth, under its final norm, from those of the depth before.
 
-        Args:
-            embeddings: [seq_local, batch, hidden] of the token k ahead of each position.
-            hidden_states: [seq_local, batch, hidden] of the depth before, under its final norm.
-            rotary_pos_emb: Angles of the positions in the row, not of the tokens ahead.
-            padding_mask: Sequence of each position for routers, [batch, seq_local of sequence parallelism] int64;
-                negative where no token lies so far ahead.
+        Embeddings are those of the token k ahead of each position, [seq_local, batch, hidden]; angles are those of the
+        positions in the row. `padding_mask` is for routers, negative where no token lies so far ahead.
         """
         given = (embeddings, hidden_states, attention_mask, rotary_pos_emb, padding_mask)
         if self.config.recompute_granularity == "full" and self.training:

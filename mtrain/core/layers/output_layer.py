@@ -40,11 +40,7 @@ class OutputLayer(ColumnParallelLinear):
         takes_embeddings: bool,
         softcap: float | None,
     ) -> None:
-        """
-        Args:
-            rows: Number of rows of the table, on all ranks of TP together.
-            takes_embeddings: Whether every call brings the table, so that the layer needs none of its own.
-        """
+        """Takes the rows of the table on all ranks of TP together; none is built if every call brings it."""
         super().__init__(
             config.hidden_size,
             rows,
@@ -152,6 +148,5 @@ class Logits(NamedTuple):
     """Logits of the last stage for one microbatch."""
 
     main: DeferredLogits
-    """Logits of the next token."""
     mtp: tuple[DeferredLogits, ...] = ()
     """Logits of further tokens, by depth from 1."""

@@ -50,14 +50,11 @@ def _learns(models: Iterable[MegatronModule], key: str) -> bool:
 def sharded_parameters(
     modules: Iterable[MegatronModule], groups: Groups, is_wanted: Callable[[str], bool] = lambda key: True
 ) -> list[ShardedParameter]:
-    """Returns the places of all wanted parameters, and of the buffers that belong to the model's state.
+    """Returns the places of all parameters whose keys are wanted, and of the buffers that belong to the model's state.
 
     Copies on other ranks are replicas: over TP, over stages (tied embeddings), over DP x CP; those of experts over the
-    ranks that hold the same ones. Each of these ranks has the main replica of every n-th parameter, so that all share
-    the writing.
-
-    Args:
-        is_wanted: Says by key which places are returned.
+    ranks that hold the same ones. Each of these has the main replica of every n-th parameter, so that all share the
+    writing.
     """
     # megatron-core would ask the global state
     metadata = {"dp_cp_group": groups.dp_cp}
@@ -109,11 +106,8 @@ def whole_of(place: ShardedParameter, key: str, values: Tensor) -> Iterator[Shar
 
 
 def run_of(place: ShardedParameter, key: str, values: Tensor, start: int, end: int) -> Iterator[Shard]:
-    """Yields the shards of elements [start, end) of this rank's flattened parameter, or of a tensor in its place.
-
-    Args:
-        values: Elements, [end - start]; the shards are views of it.
-    """
+    """Yields the shards of elements [start, end) of this rank's flattened parameter, or of a tensor in its place: views
+    of `values`, [end - start]."""
     for shard in shards(place, key, place.data):
         # slices_of_run counts elements in memory order, which a strided view does not have
         assert shard.data.is_contiguous(), f"{shard.key} is not a run of elements of its parameter"

@@ -138,7 +138,6 @@ class TransformerEngineLatentAttention(LatentAttention):
 
 
 SHARED_EXPERTS = MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
-"""Projections of shared experts."""
 
 
 class TransformerEngineExperts(Experts):

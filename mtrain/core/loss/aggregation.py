@@ -36,12 +36,11 @@ class TokenTerms(NamedTuple):
 
 
 def aggregate(mask: NDArray[np.float64], sample_weight: float, term: TermSection, is_first_in_step: bool) -> TokenTerms:
-    """Computes weights and shares of one whole sequence, in float64 until the weights are rounded once to float32.
+    """Computes weights and shares of one whole sequence from its mask w_t >= 0, [seq], and the weight v >= 0 of its
+    sample.
 
-    Args:
-        mask: Mask w_t >= 0, [seq]; padding is 0.
-        sample_weight: Weight v >= 0 of the sample.
-        is_first_in_step: Whether the sequence has slot 0 of the global batch (or of the validation set).
+    In float64 until the weights are rounded once to float32. `is_first_in_step` marks slot 0 of the global batch (or of
+    the validation set).
     """
     # float64: the planned and the measured D are sums of these shares and are compared with each other
     counted = sample_weight * mask.astype(np.float64)

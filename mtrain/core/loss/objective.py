@@ -73,11 +73,7 @@ class Objective:
 
     @classmethod
     def from_config(cls, section: LossSection, model: ModelSection | None = None) -> Objective:
-        """Loads every term's function.
-
-        Args:
-            model: Section of the model, in which each token further ahead is a side term; None predicts the next token
-                only.
+        """Loads every term's function; each token further ahead that the model predicts is a side term.
 
         Raises:
             ConfigError: A function cannot be loaded; a function needs a teacher and there is none, or the reverse;
@@ -118,9 +114,7 @@ class Objective:
     ) -> Objective:
         """Returns the objective with another function as the main term, weighted as `section` says.
 
-        Args:
-            loss: Function, or a name that `loss.function` accepts.
-            options: Options of the function, as in `loss.options`, if `loss` is a name; None for a function.
+        `options` belong to a loss that is given by a name of `loss.function`; None for a function.
 
         Raises:
             ConfigError: The function cannot take the place of the configured one; see `from_config`.
@@ -245,11 +239,9 @@ class Objective:
     ) -> Tensor:
         """Returns the scalar that a microbatch is differentiated from: (N_main + sum_k factor_k N_k) x numerator_scale.
 
-        Args:
-            factors: Factor of each side term: its coefficient, or the one from `side_term_factors` for a term of
-                `apart`.
-            numerator_scale: Exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain sums;
-                the caller divides by it again. A number, or a scalar on the device.
+        Factors of side terms are their coefficients, or those of `side_term_factors` for terms of `apart`. The scale is
+        an exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain sums; the caller divides
+        by it again.
         """
         # a float64 factor makes the product float64: back to the dtype of the main numerator
         parts = [
@@ -261,11 +253,8 @@ class Objective:
 
 
 def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns c_k x D_main / D_k of each side term, a float64 scalar on the device of `planned`; 0 where D_k is 0.
-
-    Args:
-        planned: Denominators over the global batch, [terms] float64, in the order of `coefficients`.
-    """
+    """Returns c_k x D_main / D_k of each side term, a float64 scalar on the device; 0 where D_k is 0. `planned` are the
+    denominators over the global batch, [terms] float64, in the order of `coefficients`."""
     # scalars stay on the device: reading D_k on the host would wait for all queued work
     terms = list(zip(coefficients.items(), planned))
     return {
@@ -276,8 +265,7 @@ def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dic
 
 
 def power_of_two_near(x: Tensor) -> Tensor:
-    """Returns 2^round(log2 x) as a float64 scalar on the same device, without a host synchronisation; 1 where `x` is
-    not a positive finite number.
+    """Returns 2^round(log2 x) as a float64 scalar on the device of x; 1 where x is not a positive finite number.
 
     Multiplying by it only changes exponents, so that dividing by it later does not round.
     """

@@ -34,9 +34,8 @@ _TINY = 1e-20
 def router_denominator(term: RouterTerm, padding: Sequence[Tensor], sequence_ids: Sequence[Tensor | None]) -> float:
     """Returns the denominator of a term: the number of sequences that hold text, or of their tokens.
 
-    Args:
-        padding: Positions without text of each microbatch, [batch, seq] bool, full rows on the CPU.
-        sequence_ids: Sequence of each position, likewise; None where it is the row.
+    `padding` has the positions without text of each microbatch, [batch, seq] bool, full rows on the CPU; `sequence_ids`
+    the sequence of each, None where it is the row.
     """
     is_text = [~each.numpy() for each in padding]
     match term:
@@ -54,12 +53,8 @@ def _num_sequences(is_text: NDArray[np.bool_], ids: Tensor | None) -> int:
 
 
 def squared_logsumexp(logits: Tensor, is_text: Tensor) -> Tensor:
-    """Computes the z-loss of each token in nats squared, [seq, batch]; loss and gradient are 0 where there is no text.
-
-    Args:
-        logits: Logits of the router, [seq, batch, experts].
-        is_text: [seq, batch] bool.
-    """
+    """Computes the z-loss of each token in nats squared, [seq, batch], from logits [seq, batch, experts]; loss and
+    gradient are 0 where there is no text."""
     kept = torch.where(is_text.unsqueeze(-1), logits, 0.0)  # where before the log: its gradient at inf is nan
     # a second where: the logits that were set to 0 would add (log of the number of experts)^2
     return torch.where(is_text, kept.logsumexp(-1), 0.0).square()
@@ -83,11 +78,7 @@ def normalised_scores(logits: Tensor, score: Literal["softmax", "sigmoid"], is_t
 
 def choices_by_sequence(scores: Tensor, top_k: int, sequence_ids: Tensor, num_sequences: int) -> Tensor:
     """Counts how often each expert is among the top k of the tokens of each sequence, [num_sequences, experts] int64.
-
-    Args:
-        scores: Scores of the router, [seq, batch, experts].
-        sequence_ids: Sequence of each token, [seq, batch] int64; negative where there is no text.
-    """
+    Scores are [seq, batch, experts], ids [seq, batch] int64, negative where there is no text."""
     # unbiased scores without groups, unlike the choice that sends the tokens (docs/explanation/objective.md)
     best = scores.detach().topk(top_k, dim=-1).indices
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
@@ -99,11 +90,7 @@ def choices_by_sequence(scores: Tensor, top_k: int, sequence_ids: Tensor, num_se
 
 def balance_losses(scores: Tensor, choices: Tensor) -> Tensor:
     """Computes the balancing loss of each token, [seq, batch]; their mean over the set of tokens is the loss.
-
-    Args:
-        scores: Normalised scores, [seq, batch, experts].
-        choices: Counts over the set of tokens to balance, [experts], or each token's own, [seq, batch, experts].
-    """
+    Normalised scores are [seq, batch, experts], choices counts over the set, [experts], or each token's own."""
     # clamp: a set without text has no choices, and 0 / 0 would be nan; all its scores are 0
     shares = choices.to(scores.dtype) / choices.sum(-1, keepdim=True).clamp(min=1)
     return (scores * shares).sum(-1) * scores.shape[-1]

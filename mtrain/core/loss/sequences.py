@@ -31,7 +31,6 @@ class TokenSources:
     ids: Tensor
     """Index of each token's source, [batch, seq] int64; -1 where it is not known."""
     num_sources: int
-    """Number of sources of the run."""
 
 
 def sum_by_source(values: Tensor, sources: TokenSources) -> Tensor:
@@ -42,10 +41,9 @@ def sum_by_source(values: Tensor, sources: TokenSources) -> Tensor:
 
 
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the sum of every rank's values, on every rank; differentiable.
+    """Returns the sum of every rank's values, on every rank; differentiable. None: there is one rank.
 
-    One all-reduce over the group, and one in backward. All ranks must call it, and go backward through it, in the same
-    order. `group` is None if there is one rank.
+    One all-reduce over the group, and one in backward, in the same order on all ranks.
     """
     if group is None:
         return values

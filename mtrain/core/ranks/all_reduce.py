@@ -18,11 +18,7 @@ class AsyncAllReduce:
     """
 
     def __init__(self, vector: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """
-        Args:
-            vector: [n], must not be used afterwards.
-            group: Group of the ranks; None means all ranks.
-        """
+        """Starts the sum of [n] vectors, which must not be used afterwards, over a group; None means all ranks."""
         size = dist.get_world_size(group)
         self._sum: Tensor | None = vector if size == 1 else None
         self._group = group
@@ -89,11 +85,8 @@ class _Swap:
     """An exchange of vectors between two ranks."""
 
     def __init__(self, vector: Tensor, distance: int, group: dist.ProcessGroup | None) -> None:
-        """
-        Args:
-            vector: [n] on the CPU.
-            distance: Power of two: the bit in which the partners' ranks in the group differ.
-        """
+        """Starts the exchange of [n] on the CPU with the rank whose number in the group differs in the bit
+        `distance`."""
         partner = dist.get_rank(group) ^ distance
         self._own, self._other = vector, torch.empty_like(vector)
         # both are posted before either is awaited: two partners that each wait for their send first could deadlock

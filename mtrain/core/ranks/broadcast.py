@@ -25,16 +25,12 @@ def broadcast_batches(
     groups: Groups,
     extras: Sequence[str] = (),
 ) -> list[Microbatch]:
-    """Returns full rows on the device of every rank of the tensor-parallel group.
+    """Returns full rows on the device of every rank of the tensor-parallel group, as tensor-parallel rank 0 has them.
 
     Costs two broadcasts over TP for all microbatches together, and one for each choice that they name. Hosts of TP
     broadcast the starts of documents, where rows have some, and before everything else two numbers, where rows are
-    packed.
-
-    Args:
-        batches: Microbatches of the step on tensor-parallel rank 0; None elsewhere.
-        count: Number of microbatches; None if rows are packed and ranks without batches do not know it.
-        extras: Names of what the loss functions read in addition to the weights.
+    packed: `count`, the number of microbatches, is then None. `extras` names what loss functions read in addition to
+    the weights.
     """
     if groups.layout.tp == 1:
         assert batches is not None

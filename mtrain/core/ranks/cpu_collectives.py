@@ -49,13 +49,8 @@ class SwappedHalves:
     """Collective that has begun, in the place of torch's `Work`."""
 
     def __init__(self, kind: Kind, sent: Tensor, received: Tensor, group: Any, end: Callable[[], object]) -> None:
-        """
-        Args:
-            sent: Contiguous tensor, not to change before `wait`.
-            received: Contiguous memory for what the other rank sends.
-            group: Group of two ranks.
-            end: Called when the message is there, for the rest of the work.
-        """
+        """Sends a contiguous tensor, not to change before `wait`, to the other rank of a group of two; `end` is called
+        when its message is in `received`."""
         other = 1 - dist.get_rank(group)
         _in_the_place_of.append(kind)
         try:

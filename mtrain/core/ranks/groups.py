@@ -130,10 +130,7 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
 def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """Opens a gloo group of the same ranks, in which their hosts exchange values without NCCL (ADR 53).
 
-    Collective over the world.
-
-    Raises:
-        MachineError: The ranks cannot reach each other.
+    Collective over the world. Raises MachineError where the ranks cannot reach each other.
     """
     ranks = dist.get_process_group_ranks(tp)
     try:

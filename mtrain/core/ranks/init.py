@@ -210,8 +210,7 @@ def _refuse_other_purposes(purpose: Purpose) -> None:
 def naming_lost_ranks(missing: Callable[[], str]) -> Iterator[None]:
     """Replaces torch's error about a rank that is gone, or does not answer in time, by one message.
 
-    Args:
-        missing: Returns the names of the missing ranks, empty if they are unknown; called after the error.
+    `missing` returns the names of the missing ranks, empty if they are unknown; it is called after the error.
 
     Raises:
         RankLostError: The connection to another rank broke inside the block, or the rank did not answer in time.
@@ -231,11 +230,7 @@ def naming_lost_ranks(missing: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_lack_of_memory() -> Iterator[None]:
-    """Replaces the error of a failed allocation by one message.
-
-    Raises:
-        MachineError: Inside the block, memory did not suffice for a tensor.
-    """
+    """Replaces the error of a failed allocation inside the block by one message, a MachineError."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -250,10 +245,9 @@ def naming_lack_of_memory() -> Iterator[None]:
 
 
 def on_first_rank(action: Callable[[], Result]) -> Result:
-    """Runs `action` on rank 0; its result, or the MtrainError it raised, reaches every rank.
+    """Runs `action` on rank 0; its result, or the MtrainError it raised, reaches every rank by one broadcast.
 
-    One broadcast of a small object. Any other exception is a defect: it ends rank 0, and the others report the lost
-    rank.
+    Any other exception is a defect: it ends rank 0, and the others report the lost rank.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -271,9 +265,8 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
 def with_the_slowest(action: Callable[[], Result]) -> Result:
     """Runs `action` on every rank; ranks that finish early wait for the others, however long that takes.
 
-    For work that one rank may do for all, such as tokenizing: a collective would give up after
-    train.process_group_timeout_s, but here ranks count themselves in the store where they met. A rank that dies
-    meanwhile ends the run through its launcher only.
+    For work that one rank may do for all, such as tokenizing, for which a collective would not wait: ranks count
+    themselves in the store where they met. A rank that dies meanwhile ends the run through its launcher only.
     """
     store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
     try:

@@ -43,10 +43,7 @@ class MeetingPlace:
     """
 
     def __init__(self, environment: RankEnvironment, timeout_s: float, environ: Mapping[str, str]) -> None:
-        """Opens the store, or connects to it.
-
-        Args:
-            timeout_s: Seconds that the others may take to come.
+        """Opens the store, or connects to it; the others may take `timeout_s` seconds to come.
 
         Raises:
             MachineError: Nothing answers there, or another program does.
@@ -117,10 +114,7 @@ class _Round:
         self._at.add(_CAME, 1)
 
     def joined(self, is_of_agent: bool) -> bool:
-        """Joins the round; returns False if the round belongs to an earlier start of this launch.
-
-        Args:
-            is_of_agent: Whether torchrun's agent keeps the store, which then outlives its ranks.
+        """Joins the round; returns False if it belongs to an earlier start of this launch, whose agent kept the store.
 
         Raises:
             MachineError: This rank and another one do not belong together.
@@ -152,12 +146,8 @@ class _Round:
             self._at.compare_set(_key(self._own.rank), self._own.brief, "")
 
     def waited(self, clock: AwakeClock, timeout_s: float, latest: Callable[[], int]) -> bool:
-        """Waits until all ranks are there; returns False where a later round has begun.
-
-        Args:
-            clock: Clock of the seconds since this rank has come.
-            timeout_s: Seconds by that clock after which it gives up.
-            latest: Returns the number of the latest round.
+        """Waits until all ranks are there, by a clock of the seconds since this rank has come; returns False where a
+        later round has begun.
 
         Raises:
             MachineError: A rank has found others that it does not belong to, or time is over.
@@ -182,11 +172,8 @@ class _Round:
         return True
 
     def refused(self, fault: MachineError, other: Member) -> MachineError:
-        """Ends the round for all that wait in it; returns the error that this rank has to raise.
-
-        Args:
-            other: Rank that this one does not belong together with, or itself.
-        """
+        """Ends the round for all that wait in it; returns the error that this rank has to raise. `other` is the rank
+        that it does not belong together with, or this one."""
         end = self._conclude(fault, other)
         # ranks that have met go on undisturbed
         return fault if end == _MET else self._as_said(end)
@@ -248,9 +235,7 @@ def _key(rank: int) -> str:
 def _opened(environment: RankEnvironment, keeps_store: bool, timeout_s: float) -> Store:
     """Returns the store, once its keeper is there.
 
-    Raises:
-        MachineError: A program listens at the address that does not speak the store's protocol.
-        RuntimeError: Any other error of torch.
+    Raises MachineError where a program listens that does not speak the store's protocol, else torch's own errors.
     """
     found: list[Store | BaseException] = []
 

@@ -47,13 +47,8 @@ class Purpose(NamedTuple):
 def purpose_of(
     work: str, config: Config, folder: Path | None = None, more: Mapping[str, str] = MappingProxyType({})
 ) -> Purpose:
-    """Returns the purpose of work that a configuration describes.
-
-    Args:
-        work: Verb of the command line, or another name.
-        folder: Folder that the work is done on; None: the run folder.
-        more: Name -> text of further values that the ranks must agree on.
-    """
+    """Returns the purpose of work that a configuration describes, on its run folder if no other is given; `more` has
+    further values that the ranks must agree on, as text."""
     # run.dir may differ, as each rank may start in its own working directory
     keys = {name: json.dumps(value) for name, value in flat_keys(config).items() if name != _FOLDER_KEY}
     return Purpose(work, Path(config.run.dir) if folder is None else folder, {**keys, **more})
@@ -149,11 +144,8 @@ class Member:
 
 
 def differences(first: Member, second: Member, elastic: bool = False) -> list[Difference]:
-    """Lists everything in which two ranks differ that should be of one world.
-
-    Args:
-        elastic: Whether the second may come from a later restart, with another number of ranks.
-    """
+    """Lists everything in which two ranks differ that should be of one world; the second may come from a later restart,
+    with another number of ranks (`elastic`)."""
     found = [] if elastic else [Difference(_WORLD_SIZE, str(first.world_size), str(second.world_size))]
     if not set(first.folders) & set(second.folders):
         found.append(Difference(_FOLDER, first.folders[0], second.folders[0]))

@@ -46,11 +46,8 @@ class Patience:
         self._is_over, self.ended = False, threading.Event()
 
     def take(self, sockets: dict[int, str], groups: Iterable[dist.ProcessGroup]) -> None:
-        """Makes groups wait by this clock instead of gloo's.
-
-        Args:
-            sockets: Descriptor -> name of the connections that the groups have opened; if empty, nothing changes.
-        """
+        """Makes groups wait by this clock instead of gloo's, if they have opened any of these sockets, by descriptor
+        and name."""
         connected = {descriptor: name for descriptor, name in sockets.items() if _is_connected(descriptor)}
         if connected:
             self._sockets |= connected

@@ -114,17 +114,11 @@ def _parts(values: Tensor, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tenso
 
 
 def pinned_memory(size_bytes: int, purpose: str) -> torch.Tensor:
-    """Returns host memory for asynchronous copies from a GPU; pageable memory, with a warning, where the driver
-    refuses.
+    """Returns host memory for asynchronous copies from a GPU, [size_bytes] uint8; pageable memory, with a warning that
+    names the purpose, where the driver refuses.
 
     torch's own pinned memory comes in powers of two: for 70 GiB of state each rank would take 128. So pageable memory
     of the exact size is allocated and pinned here, and unpinned before it is freed.
-
-    Args:
-        purpose: Purpose that a warning names, such as "snapshots".
-
-    Returns:
-        Memory as a tensor, [size_bytes] uint8.
     """
     memory = torch.empty(size_bytes, dtype=torch.uint8)
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

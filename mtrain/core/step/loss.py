@@ -51,9 +51,8 @@ class OutputLoss:
     ) -> None:
         """Prepares the pass; a teacher with a pipeline runs now.
 
-        Args:
-            whole: Microbatches from the loader; None on ranks that receive theirs.
-            rows: The same microbatches on the device, sliced for context parallelism.
+        `whole` are the microbatches from the loader, None on ranks that receive theirs; `rows` the same on the device,
+        sliced for context parallelism.
         """
         self._config, self._groups, self._objective = model.config, model.groups, objective
         self._teacher_logits = None if teacher is None else teacher.logits_of(rows)
@@ -67,13 +66,10 @@ class OutputLoss:
     def scalar(
         self, logits: Logits, batch: Microbatch, scalar_of: ScalarOf, expected_gradient: Tensor
     ) -> tuple[Tensor, dict[str, LossPair]]:
-        """Returns the scalar that a microbatch is differentiated from, and the sums of every term.
+        """Returns the scalar that a microbatch, one of `rows`, is differentiated from, and the sums of every term.
 
-        Collectives: those of the loss functions for each chunk, and those of the output layer.
-
-        Args:
-            batch: Microbatch, one of `rows`.
-            expected_gradient: Gradient that the scalar is expected to get; see `sum_over_chunks`.
+        Collectives: those of the loss functions for each chunk, and those of the output layer. `expected_gradient` is
+        described by `sum_over_chunks`.
         """
         teacher = None if self._teacher_logits is None else self._teacher_logits(batch)
         counts = None if self._weighed is None else self._weighed.of(batch)
@@ -176,7 +172,6 @@ class _Factors(NamedTuple):
     weight: Tensor
     """Table of the output layer, [vocab_local, hidden]."""
     softcap: float | None
-    """Bound of the logits."""
 
     @classmethod
     def of(cls, deferred: DeferredLogits, index: Tensor | None) -> _Factors:
@@ -236,10 +231,8 @@ def label_log_probs(
 ) -> Tensor:
     """Returns the log-probability of the label of each token, whatever its weights, and the entropy if wanted.
 
-    Two all-reduces over TP for each chunk of tokens, three with the entropy.
-
-    Args:
-        temperature: Divisor of the logits, unless the batch has an extra with that of each token.
+    Two all-reduces over TP for each chunk of tokens, three with the entropy. The temperature divides logits, unless the
+    batch has an extra with that of each token.
 
     Returns:
         Log-probabilities in nats, [1, batch, seq] float32; [2, batch, seq] with the entropies.
@@ -270,12 +263,8 @@ def score_summands(logits: Logits, batch: Microbatch, config: Config, groups: Gr
 
 
 def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
-    """Says whether whole logits cost no more: there are few tokens, and nearly all of them count.
-
-    Args:
-        counts: Number of tokens that count, by distribution.
-        tokens: Number of tokens of each distribution.
-    """
+    """Says whether whole logits cost no more: there are few tokens of each distribution, and nearly all of them
+    count."""
     # leaving out an eighth saves more than copying the selection costs
     return tokens <= chunk and 8 * sum(counts) > 7 * len(counts) * tokens
 
@@ -367,12 +356,7 @@ class WeighedTokens:
     """Number of tokens that some term counts in each microbatch of a pass, known on the host without waiting."""
 
     def __init__(self, whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups) -> None:
-        """Counts the tokens, at once.
-
-        Args:
-            whole: Full rows from the loader, on the CPU; None on ranks that receive theirs.
-            rows: The same microbatches on the device, sliced for context parallelism.
-        """
+        """Counts the tokens of `rows` at once; `whole` are described by `OutputLoss`."""
         self._numbers = {id(batch): number for number, batch in enumerate(rows)}
         self._counts = _counted(rows) if groups.device.type == "cpu" else _counts_of_reader(whole, rows, groups)
 
@@ -400,11 +384,8 @@ def _counts_of_reader(
 
 
 def places(is_weighed: Tensor, count: int) -> Tensor:
-    """Returns the positions of the `count` weighed tokens in [seq, batch] order, increasing, [count] int64.
-
-    Args:
-        is_weighed: [batch, seq] bool.
-    """
+    """Returns the positions of the `count` weighed tokens, [batch, seq] bool, in [seq, batch] order, increasing:
+    [count] int64."""
     # not nonzero(), whose size the host would have to wait for; a stable sort keeps equal keys in their order
     keys = is_weighed.t().reshape(-1).to(torch.uint8)
     return keys.argsort(descending=True, stable=True)[:count]

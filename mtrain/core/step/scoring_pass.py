@@ -37,9 +37,7 @@ class PreferenceTotals:
     """Totals of a preference loss over some global batches, the same on all ranks."""
 
     numerator: float = 0.0
-    """Sum of weight x loss."""
     denominator: float = 0.0
-    """Sum of the weights."""
     diagnostics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Diagnostics by name: a sum, and its divisor."""
 
@@ -93,13 +91,8 @@ def preference_pass(
     """Scores a global batch, forward only, and weighs its tokens for the second pass. Collective over the world.
 
     Two all-reduces: one number, and nine numbers per sequence. The host waits for the device after each. Parameters are
-    gathered first; the model runs without dropout.
-
-    Args:
-        model: Model of this rank; its parameters are gathered first, and it runs without dropout.
-        objective: Objective with a preference loss.
-        batches: Microbatches of this data-parallel rank, full rows; None on ranks that do not read data.
-        num_microbatches: Number of them; None if ranks without batches do not know it.
+    gathered first, and the model runs without dropout. Batches are the full rows of this data-parallel rank, None on
+    ranks that do not read data; `num_microbatches` is None if these do not know it.
 
     Raises:
         DataError: A sequence belongs to no group, a group is not complete, or a reference score is missing.

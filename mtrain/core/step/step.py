@@ -67,11 +67,7 @@ class TrainingStep:
         teacher: Teacher | None = None,
         functions: StepFunctions = StepFunctions(),
     ) -> None:
-        """Connects the model's hooks for gradients and routers.
-
-        Args:
-            teacher: Needed if a term of the objective compares with one.
-        """
+        """Connects the model's hooks for gradients and routers; a teacher is needed if a term compares with one."""
         self._model, self._config, self._groups = model, model.config, model.groups
         self._sharded, self._optimizer = model.sharded, model.optimizer
         self._objective, self._teacher = objective, teacher
@@ -84,16 +80,12 @@ class TrainingStep:
         connect(model.sharded, model.optimizer, model.config.train)
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
-        """Accumulates, reduces and normalises the gradients of one global batch.
+        """Accumulates, reduces and normalises the gradients of one global batch: full rows of this data-parallel rank,
+        None on ranks that do not read data (tensor-parallel rank > 0).
 
-        One collective of a short float64 vector over all ranks carries the losses and the gradient norm. A second one
-        overlaps the first forward pass if terms of several denominators (within each pipeline stage) or fp16 need
-        planned denominators. The host waits for the device once, at the end.
-
-        Args:
-            batches: Full rows of this data-parallel rank; None on ranks that do not read data (tensor-parallel rank >
-                0).
-            stop_requested: Whether this rank was asked to stop; `StepTotals.stop_requested` says whether any was.
+        One collective of a short float64 vector over all ranks carries the losses, the gradient norm and whether any
+        rank was asked to stop. A second one overlaps the first forward pass if terms of several denominators (within
+        each pipeline stage) or fp16 need planned denominators. The host waits for the device once, at the end.
 
         Raises:
             NumericError: A total cannot be right; see `reduce`.
@@ -120,11 +112,8 @@ class TrainingStep:
     ) -> None:
         """Adds the gradients and sums of some microbatches, not divided by anything. Collective over the world.
 
-        Args:
-            batches: Microbatches of this data-parallel rank, as for `forward_backward`.
-            num_microbatches: Number of microbatches, the same on all ranks; None if only ranks with batches know it.
-            objective: Objective that is differentiated, with the same terms in all passes of a step.
-            is_last: Whether no pass follows, so that the reduction of gradients may overlap the backward pass.
+        The objective has the same terms in all passes of a step. `num_microbatches` is None if only ranks with batches
+        know it. After the last pass (`is_last`) the reduction of gradients may overlap the backward pass.
 
         Raises:
             ConfigError: A second pass, although terms with other denominators need the whole batch in the first one.
@@ -227,11 +216,8 @@ class TrainingStep:
     ) -> Update | None:
         """Makes the optimizer step and updates the experts' biases, unless fp16 overflowed.
 
-        Returns None for an empty batch: weights and state stay bit-identical.
-
-        Args:
-            judge: Function of the gradient norm that is called before anything is applied, and raises to prevent it;
-                not called if fp16 overflowed.
+        Returns None for an empty batch: weights and state stay bit-identical. Before anything is applied `judge` gets
+        the gradient norm, and raises to prevent it; not if fp16 overflowed.
 
         Raises:
             NonFiniteError: The gradient is not finite; weights and state are untouched.
@@ -248,9 +234,8 @@ class TrainingStep:
         return update
 
     def try_weights(self, batches: Sequence[Microbatch] | None) -> None:
-        """Runs a forward pass to verify that the current weights can be used; changes nothing.
-
-        One all-reduce of a short vector, in addition to megatron-core's own collectives.
+        """Runs a forward pass to verify that the current weights can be used; changes nothing. One all-reduce of a
+        short vector.
 
         Raises:
             NumericError: A loss is not finite, or a denominator cannot be right.

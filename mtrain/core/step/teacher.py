@@ -17,11 +17,8 @@ class Teacher:
     """The teacher's stages on this rank."""
 
     def __init__(self, config: Config, chunks: Sequence[torch.nn.Module], groups: Groups) -> None:
-        """
-        Args:
-            config: Configuration of the run with the teacher's architecture in `model`; see `teacher_config`.
-            chunks: Frozen chunks, one for each virtual stage.
-        """
+        """Takes frozen chunks, one for each virtual stage, and the run's configuration with their architecture in
+        `model`."""
         self.config, self.chunks, self.groups = config, list(chunks), groups
         # its stages need a schedule of their own, which cannot run inside the student's forward step
         self._runs_alone = groups.layout.pp > 1
@@ -30,11 +27,8 @@ class Teacher:
         """Returns a function that gives the teacher's logits of each microbatch of a step. Collective over PP, TP and
         CP.
 
-        Without a pipeline the teacher runs when the function is called, and keeps nothing. With one it runs now, and
-        the last stage keeps the hidden states of each microbatch until they are asked for.
-
-        Args:
-            batches: All microbatches of the step, sliced for context parallelism.
+        Without a pipeline the teacher runs when the function is called, and keeps nothing. With one it runs now, on all
+        microbatches, and the last stage keeps the hidden states of each until they are asked for.
         """
         if not self._runs_alone:
             return self._run_now

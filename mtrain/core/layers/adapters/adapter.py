@@ -40,7 +40,6 @@ class Adapter(DividedModule):
     is_in_model = True
     """False while another set of adapters is in the model."""
     hook: RemovableHandle | None = None
-    """Hook by which the frozen module calls this adapter."""
 
     def __init__(self, section: AdapterSection, config: TransformerConfig, tp: dist.ProcessGroup) -> None:
         super().__init__(config, tp)

@@ -47,12 +47,8 @@ class Fusion(NamedTuple):
         return self.groups * self.sizes[part]
 
     def joined(self, parts: Sequence[Tensor | None], fill: float, like: Tensor) -> Tensor:
-        """Joins parts, [..., width] with outputs in the order of the heads, in the order of the fused module.
-
-        Args:
-            parts: None for a missing part, which becomes `fill`.
-            like: Tensor [..., any] that gives the other axes, dtype and device.
-        """
+        """Joins parts, [..., width] with outputs in the order of the heads, in the order of the fused module; a missing
+        part becomes `fill`. `like`, [..., any], gives the other axes, dtype and device."""
         if len(parts) == 1 and parts[0] is not None:
             return parts[0]
         lead = like.shape[:-1]
@@ -128,10 +124,7 @@ class LinearAdapter(Adapter):
     def forward(self, inputs: Tensor, plain: Tensor | Operands) -> Tensor | Operands:
         """Computes what is added to the frozen projection's output, or the operands of both together.
 
-        Args:
-            inputs: Input of the projection: [seq_local, batch, inputs].
-            plain: Output of the projection without a bias, [seq_local, batch, outputs] (the whole sequence for a
-                column-parallel one under sp), or the operands of an output layer's product.
+        `plain` is the output without a bias, [seq_local, batch, outputs], under sp of the whole sequence.
         """
         if isinstance(plain, Operands):
             return self._both(inputs, plain)
@@ -164,10 +157,8 @@ class LinearAdapter(Adapter):
         return Operands(torch.cat([plain.hidden, narrow], dim=-1), widened)
 
     def _between(self, inputs: Tensor, down: Tensor) -> Tensor:
-        """Returns A x, complete: [seq, batch, ranks of all parts], at the positions that B's product needs.
-
-        One collective over TP, of `rank` numbers per token and part.
-        """
+        """Returns A x, complete: [seq, batch, ranks of all parts], by one collective over TP of `rank` numbers per
+        token."""
         narrow, group = functional.linear(inputs, down), self.tp_group
         # in a replicated projection each rank has its own positions, or the incoming gradient is a sum already
         if group.size() == 1 or self._is_replicated:
@@ -212,8 +203,7 @@ class LinearAdapter(Adapter):
         """Returns the norms of the rows of W + s B A, in the order of the fused projection: [outputs], at least
         float32.
 
-        One all-reduce over TP for a row-parallel projection. The sum, a matrix of the projection's size, is formed and
-        freed.
+        One all-reduce over TP for a row-parallel projection. The sum is formed and freed.
         """
         products = [
             self._section.scale_of(name) * (_wide(self._of(name, LORA_B)) @ _wide(self._of(name, LORA_A))).T
@@ -233,13 +223,8 @@ class LinearAdapter(Adapter):
 
     @torch.no_grad()
     def reset_magnitudes(self) -> dict[Tensor, Tensor]:
-        """Sets the magnitudes to the current norms of the rows, so that the output is that of W + s B A.
-
-        One all-reduce over TP for a row-parallel projection.
-
-        Returns:
-            Each magnitude -> its norms in float32, for the optimizer's main weights.
-        """
+        """Sets the magnitudes to the current norms of the rows, so that the output is that of W + s B A; returns each
+        with its norms in float32, for the optimizer. One all-reduce over TP for a row-parallel projection."""
         if not self._section.has_magnitudes:
             return {}
         norms = dict(zip(self._parts.names, self._parts.fusion.split(self.row_norms()), strict=True))

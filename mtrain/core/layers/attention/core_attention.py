@@ -76,13 +76,10 @@ class RowAttention(DividedModule, Remembering):
         self.cached = None if reading is None else Cached(reading)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keys: KeySet) -> Tensor:
-        """Attends with this rank's queries.
+        """Attends with this rank's queries, [seq_local, batch, heads_local, key_dim].
 
-        Args:
-            query: [seq_local, batch, heads_local, key_dim].
-            key: [seq, batch, groups, key_dim], as the source brings them, for the heads that this rank attends with.
-            value: [seq, batch, groups, value_dim] likewise.
-            keys: Keys that each query sees.
+        Keys and values are those that the source brings for the heads that this rank attends with, [seq, batch, groups,
+        dim].
 
         Returns:
             [seq_local, batch, heads_local * value_dim].
@@ -197,16 +194,10 @@ class CoreAttention(RowAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: object = None,
     ) -> Tensor:
-        """Causal attention inside documents.
+        """Attends causally inside documents, whose starts are megatron-core's `attention_mask`, see `key_set`.
 
-        Args:
-            query: [seq_local, batch, heads_local, head_dim].
-            key: [seq_local, batch, groups_local, head_dim].
-            value: Values, in the shape of key.
-            attention_mask: Start of each token's document, see `key_set`.
-            attn_mask_type: Ignored; attention is always causal.
-            attention_bias: Always None.
-            packed_seq_params: Always None, because attention_mask has the documents.
+        The query is [seq_local, batch, heads_local, head_dim], key and value [seq_local, batch, groups_local,
+        head_dim].
 
         Returns:
             [seq_local, batch, heads_local * head_dim].
@@ -219,16 +210,10 @@ class CoreAttention(RowAttention):
 
 
 def with_sink_keys(query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries, keys and values of longer heads, with the sink as key 0.
+    """Returns queries, keys and values of longer heads, [length, batch, heads, dim] each, with the sink as key 0.
 
-    Args:
-        query: [q, batch, heads, dim].
-        key: [k, batch, groups, dim].
-        value: [k, batch, groups, value_dim].
-        scores: [heads], at least float32: the sink of each head divided by the scale of the scores.
-
-    Returns:
-        All three, their last axes SINK_WIDTH longer, keys and values with one more row in front.
+    `scores`, [heads] and at least float32, are each head's sink divided by the scale of the scores. Heads get
+    SINK_WIDTH dimensions more, keys and values one row more, in front.
     """
     dim = query.shape[-1]
     # the cast comes last, so that the gradient is summed over tokens in float32
@@ -275,14 +260,8 @@ def attend_segments(
 ) -> Tensor:
     """Attends causally in each piece, its last query at its last key; one kernel for the whole microbatch.
 
-    Args:
-        query: [seq_local, batch, heads, dim].
-        key: [seq, batch, groups, dim] of whole rows.
-        value: Values, in the shape of key.
-        segments: Pieces of all rows.
-        scale: Factor of the scores.
-        window: See `KeySet`.
-        kernel: Kernel with the arguments of torch.nn.attention.varlen.varlen_attn; None means that one.
+    Queries are [seq_local, batch, heads, dim], keys and values [seq, batch, groups, dim] of whole rows. `kernel` has
+    the arguments of torch.nn.attention.varlen.varlen_attn, which None means.
 
     Returns:
         [seq_local, batch, heads, dim].

@@ -56,10 +56,8 @@ def delta_rule(
     """Applies the gated delta rule to every row.
 
     Args:
-        tokens: Queries, keys, values, log decays and steps.
         document_starts: [batch, seq] index at which each token's document starts, counted from the first one given;
             negative: before that. None: no document starts after the first token.
-        chunk: Tokens of a chunk.
         state: [batch, value_heads, key_dim, value_dim] before the first token; None: 0.
 
     Returns:
@@ -146,15 +144,10 @@ class GatedDeltaNet(OwnAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: object
     ) -> tuple[Tensor, None]:
-        """Reads tokens in their order, with a new state at each document.
+        """Reads tokens in their order, [seq_local, batch, hidden], with a new state at each document, see `key_set`.
 
-        Args:
-            hidden_states: [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch, hidden].
-            attention_mask: `document_starts` of the batch, see `CoreAttention.forward`.
-            unused: Further arguments of megatron-core's protocol: angles, which a delta net has no use for, and None.
-
-        Returns:
-            Output in the shape of hidden_states; and no bias.
+        All else is megatron-core's protocol: angles, which a delta net has no use for, and None. Returns the output in
+        the shape of the input, and no bias.
         """
         heads, shared = self.heads, self.heads.value_heads // self.heads.key_heads
         projected, _ = self.in_proj(hidden_states)
@@ -170,22 +163,14 @@ class GatedDeltaNet(OwnAttention):
         return output, None
 
     def _log_decay(self, given: Tensor) -> Tensor:
-        """Returns the logarithm of each head's decay, below 0; at least float32, as a state is its product over many
-        tokens.
-
-        Args:
-            given: [seq_local, batch, value_heads].
-        """
+        """Returns the logarithm of each head's decay, below 0, [seq_local, batch, value_heads]; at least float32, as a
+        state is its product over many tokens."""
         wide = torch.promote_types(given.dtype, torch.float32)
         return -self.A_log.to(wide).exp() * functional.softplus(given.to(wide) + self.dt_bias.to(wide))
 
 
 def first_log_decays(uniform: Tensor) -> Tensor:
-    """Returns logarithms of decays with which heads begin.
-
-    Args:
-        uniform: Numbers uniform between 0 and 1, of any shape.
-    """
+    """Returns logarithms of decays with which heads begin, from numbers uniform between 0 and 1."""
     least, most = _DECAYS
     return (least + (most - least) * uniform).log()
 
@@ -204,25 +189,17 @@ class GatedNorm(nn.Module):
     """RMSNorm of each head, with one weight for all of them, multiplied by silu of a gate."""
 
     def __init__(self, config: TransformerConfig, size: int, tp: dist.ProcessGroup) -> None:
-        """
-        Args:
-            size: Number of dimensions of a head.
-            tp: Ranks that hold the other heads.
-        """
+        """Builds the norm of heads of `size` dimensions; other ranks of TP hold other heads."""
         super().__init__()
         self.epsilon, self.tp = config.layernorm_epsilon, tp
         # no mark of tensor parallelism, as all ranks have the same; ones whatever model.zero_centered_norm says
         self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device_of(config)))
 
     def forward(self, heads: Tensor, gate: Tensor) -> Tensor:
-        """Normalizes, then multiplies; one all-reduce over TP of the weight's gradient in backward.
+        """Normalizes heads, then multiplies by their gate, [seq, batch, heads_local, size] both.
 
-        Args:
-            heads: [seq, batch, heads_local, size].
-            gate: Gate of the same shape.
-
-        Returns:
-            Output of the same shape and dtype, rounded once more before the gate, as transformers does.
+        One all-reduce over TP of the weight's gradient in backward. The output is rounded once more before the gate, as
+        transformers does.
         """
         wide = torch.promote_types(heads.dtype, torch.float32)
         # each rank has a part of the gradient, with sequence parallelism and without

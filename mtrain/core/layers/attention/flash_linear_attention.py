@@ -45,12 +45,7 @@ def take_delta_rule(chunk: nn.Module) -> None:
 
 
 def outputs_of_rows(kernel: Callable[..., Any], tokens: Projected, document_starts: Tensor | None) -> Tensor:
-    """Applies the delta rule to whole rows.
-
-    Args:
-        kernel: Function `chunk_gated_delta_rule`.
-        tokens: Queries, keys, values, log decays and steps.
-        document_starts: [batch, seq] start of each token's document; None where each row is one document.
+    """Applies the delta rule to whole rows by `chunk_gated_delta_rule`; `document_starts` as in `delta_rule`.
 
     Returns:
         [seq, batch, value_heads, value_dim], in the dtype of value.
@@ -102,11 +97,8 @@ def lacking(device: torch.device) -> list[str]:
 
 @cache
 def _fault(major: int) -> str | None:
-    """Imports it and returns what is wrong with it; None where it is usable.
-
-    Args:
-        major: First number of the GPU's compute capability.
-    """
+    """Imports it and returns what is wrong with it on a GPU of this major compute capability; None where it is
+    usable."""
     if (fault := fault_of((MODULE,))) is not None:
         return fault
     version: str = importlib.import_module("triton").__version__

@@ -36,9 +36,7 @@ class FullWidthNormAttention(SelfAttention):
     """Self-attention whose queries and keys are normalized before they are cut into heads."""
 
     rotation_factor = 1.0
-    """Factor of cosine and sine."""
     rotary_size = 0
-    """Number of dimensions of a head that rotate."""
 
     def __init__(
         self,
@@ -78,11 +76,7 @@ class FullWidthNorm(DividedModule):
     divided_axes = MappingProxyType({"q_weight": 0, "k_weight": 0})
 
     def __init__(self, config: TransformerConfig, heads: tuple[int, int], tp: dist.ProcessGroup) -> None:
-        """
-        Args:
-            heads: Numbers of query heads and key heads of this rank.
-            tp: Ranks that hold the others.
-        """
+        """Builds the norms for this rank's numbers of query heads and key heads."""
         super().__init__(config, tp)
         self.tp, self.epsilon = tp, config.layernorm_epsilon
         self.is_zero_centered = config.layernorm_zero_centered_gamma
@@ -95,12 +89,7 @@ class FullWidthNorm(DividedModule):
         )
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalizes both.
-
-        Args:
-            query: [seq, batch, heads_local, head_dim]; under sequence parallelism, too, of the whole sequence.
-            key: [seq, batch, groups_local, head_dim].
-        """
+        """Normalizes queries and keys, [seq, batch, heads_local, head_dim]; under sp they are of the whole sequence."""
         # the gains are converted outside of the Function, so autograd rounds their gradients to the weights' dtype
         return _Normalised.apply(  # type: ignore[no-untyped-call]
             query, key, self._gain(self.q_weight), self._gain(self.k_weight), self.epsilon, self.tp
@@ -165,12 +154,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _means(sums: list[Tensor], inputs: tuple[Tensor, ...], tp: dist.ProcessGroup) -> Tensor:
-    """Turns sums over this rank's heads into means over those of all ranks; one all-reduce over TP.
-
-    Args:
-        sums: Tensor [seq, batch, 1, 1] for each input.
-        inputs: Tensors [seq, batch, heads_local, head_dim]; every rank of TP holds as many heads.
-    """
+    """Turns sums over this rank's heads, [seq, batch, 1, 1] for each input, into means over those of all ranks, by one
+    all-reduce over TP. Every rank holds as many heads."""
     total = torch.stack(sums)  # [2, seq, batch, 1, 1]: queries and keys share the latency of one all-reduce
     # in place and outside of autograd, which cannot differentiate it: `backward` calls it itself
     if tp.size() > 1:

@@ -38,10 +38,7 @@ class GlobalAttention(RotatingAttention):
         normalises_values: bool,
         **options: Any,
     ) -> None:
-        """
-        Args:
-            fields: Fields of the configuration that differ in these layers.
-        """
+        """Takes the fields of the configuration that differ in these layers, and megatron-core's arguments."""
         own = copy.copy(config)  # not `replace`, which would derive other fields once more
         for name, value in fields.items():
             setattr(own, name, value)

@@ -20,7 +20,6 @@ from mtrain.core.ranks.groups import to_device
 Run = tuple[int, int]
 """Positions [start, end) of a row."""
 Documents = tuple[tuple[Run, ...], ...]
-"""Documents of each row."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,8 @@ class KeySet:
 def key_set(document_starts: Tensor | None, window: int | None) -> KeySet:
     """Returns the keys that the queries of a microbatch see in layers with this window.
 
-    Args:
-        document_starts: Start of each token's document, [batch, seq] on the CPU, full rows; None where each row is one
-            document.
-        window: See `KeySet`.
+    `document_starts`, [batch, seq] on the CPU for full rows, has the start of each token's document; None: each row is
+    one.
     """
     if document_starts is None:
         return KeySet(window=window)
@@ -102,12 +99,8 @@ class Piece(NamedTuple):
 
 
 def pieces_of(runs: Sequence[Run], documents: Sequence[Run]) -> Iterator[Piece]:
-    """Yields what a rank attends to in one row; together the pieces hold its queries, in their order.
-
-    Args:
-        runs: Positions of the row whose queries the rank holds, one after the other.
-        documents: All documents of the row.
-    """
+    """Yields what a rank attends to in one row by its runs of positions; together the pieces hold its queries, in their
+    order."""
     for run_start, run_end in runs:
         for number, (document_start, document_end) in enumerate(documents):
             # where a run begins inside a document, its queries need the keys from before the run as well

@@ -160,11 +160,8 @@ class CachedPass:
     """
 
     def __init__(self, num_sequences: int, length: int, device: torch.device) -> None:
-        """
-        Args:
-            num_sequences: Largest number of sequences; a further one takes tokens that only pad a row.
-            length: Length of the longest sequence, prompt and answer.
-        """
+        """Takes the largest number of sequences (a further one takes tokens that only pad a row), and the length of the
+        longest, prompt and answer."""
         self.capacity = (num_sequences + 1, length)
         self.device = device
         self.of_prompts = True
@@ -177,13 +174,8 @@ class CachedPass:
         return self.capacity[0] - 1
 
     def read(self, sequences: Sequence[int], positions: Sequence[int], of_prompts: bool) -> None:
-        """Sets the tokens of the next pass.
-
-        Args:
-            sequences: Sequence of each token.
-            positions: Position of each token in its sequence.
-            of_prompts: Whether sequences begin here, each in one run from position 0; else each token continues one.
-        """
+        """Sets the tokens of the next pass by their sequences and positions there. Sequences begin here, each in one
+        run from position 0 (`of_prompts`), or each token continues one."""
         self.sequences = torch.tensor(sequences, dtype=torch.int64, device=self.device)
         self.positions = torch.tensor(positions, dtype=torch.int64, device=self.device)
         self.num_keys, self.of_prompts = max(positions) + 1, of_prompts
@@ -217,23 +209,16 @@ class Cached(KeySource):
     """
 
     def __init__(self, reading: CachedPass) -> None:
-        """
-        Args:
-            reading: Tokens of each pass, the same for all layers of a rank.
-        """
+        """Takes the tokens of each pass, the same for all layers of a rank."""
         self._reading = reading
         self._rows: Tensor | None = None
         """[sequences, length, ...]"""
 
     def rows(self, own: Tensor) -> Tensor:
-        """Keeps the rows of this pass's tokens, and returns the rows that its queries may see.
+        """Keeps the rows of this pass's tokens, [tokens, 1, ...], and returns the rows that its queries may see.
 
-        Args:
-            own: Rows to keep, [tokens, 1, ...].
-
-        Returns:
-            A pass over prompts: `own`. Else [keys, tokens, ...]: for each token all rows that its sequence has so far,
-            followed by others, which `attend` hides.
+        Of prompts these are the same. Else [keys, tokens, ...]: for each token all rows that its sequence has so far,
+        followed by others, which `attend` hides.
         """
         reading = self._reading
         if self._rows is None:

@@ -50,14 +50,8 @@ class MambaCore(RecurrentCore):
 
 
 def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) -> Chunks:
-    """Sums what the tokens of every chunk add to a state that is not known yet.
-
-    Args:
-        tokens: Queries C, keys B, values x, log decays and steps.
-        document_starts: [batch, seq] index at which each token's document starts, counted from the first one given;
-            negative: before that. None: no document starts after the first token.
-        chunk: Number of tokens of a chunk.
-    """
+    """Sums what the tokens of every chunk add to a state that is not known yet; the arguments are those of
+    `delta_rule`, with queries C, keys B and values x."""
     seq, _, groups, _ = tokens.key.shape
     query, key, value, log_decay, step = (by_chunk(part, groups, min(chunk, seq)) for part in tokens)
     decays, from_start = chunk_decays(log_decay, document_starts, seq)
@@ -106,15 +100,10 @@ class MambaMixer(OwnAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: object
     ) -> tuple[Tensor, None]:
-        """Reads tokens in their order, with a new state at each document.
+        """Reads tokens in their order, [seq_local, batch, hidden], with a new state at each document, see `key_set`.
 
-        Args:
-            hidden_states: [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch, hidden].
-            attention_mask: `document_starts` of the batch, see `CoreAttention.forward`.
-            unused: Further arguments of megatron-core's protocol: angles, which Mamba has no use for, and None.
-
-        Returns:
-            Output in the shape of hidden_states; and no bias.
+        All else is megatron-core's protocol: angles, which Mamba has no use for, and None. Returns the output in the
+        shape of the input, and no bias.
         """
         heads, shared = self.heads, self.heads.value_heads // self.heads.key_heads
         projected, _ = self.in_proj(hidden_states)
@@ -130,11 +119,8 @@ class MambaMixer(OwnAttention):
         return output, None
 
     def _step(self, given: Tensor) -> Tensor:
-        """Returns each head's step, at least float32, as a state decays by the sum of many.
-
-        Args:
-            given: [seq_local, batch, heads].
-        """
+        """Returns each head's step, [seq_local, batch, heads], at least float32, as a state decays by the sum of
+        many."""
         step = functional.softplus(given + self.dt_bias.to(given.dtype))
         return step.clamp(min=self.step_min) if self.step_min else step
 
@@ -151,14 +137,9 @@ class GroupNorm(DividedModule):
         self.weight = divided_parameter(config, torch.ones(heads.value_heads * heads.value_dim))
 
     def forward(self, context: Tensor, gate: Tensor) -> Tensor:
-        """Multiplies by silu of the gate, then normalizes.
+        """Multiplies by silu of the gate, then normalizes, [seq_local, batch, heads_local x size].
 
-        Args:
-            context: [seq_local, batch, heads_local x size].
-            gate: Gate of the same shape.
-
-        Returns:
-            Output of the same shape and dtype, rounded once more before the weight, as transformers does.
+        The output is rounded once more before the weight, as transformers does.
         """
         wide = torch.promote_types(context.dtype, torch.float32)
         gated = context.to(wide) * functional.silu(gate.to(wide))
@@ -168,11 +149,8 @@ class GroupNorm(DividedModule):
 
 
 def first_step_biases(uniform: Tensor) -> Tensor:
-    """Returns biases with which first steps are as transformers draws them: their logarithms are uniform.
-
-    Args:
-        uniform: Numbers uniform between 0 and 1, of any shape.
-    """
+    """Returns biases from numbers uniform between 0 and 1: the first steps have uniform logarithms, as transformers
+    draws them."""
     least, most, floor = math.log(0.001), math.log(0.1), 1e-4
     steps = (least + (most - least) * uniform).exp().clamp(min=floor)
     return steps + torch.log(-torch.expm1(-steps))  # softplus turns them into the steps again

@@ -171,8 +171,7 @@ class LatentAttention(OwnAttention):
     def _latent_and_rotary_key(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Returns [seq_local, batch, kv_lora_rank] and [seq_local, batch, rope], the same on all tensor-parallel ranks.
 
-        Costs one all-gather over TP under sequence parallelism, whose backward is a reduce-scatter; without it nothing
-        in forward, and an all-reduce in backward.
+        Costs one all-gather over TP under sp, with a reduce-scatter in backward; else one all-reduce, in backward.
         """
         sizes = [self.latent.kv_lora_rank, self.latent.qk_rope_head_dim]
         latent, rotary_key = torch.split(self.linear_kv_down_proj(hidden), sizes, dim=-1)
@@ -187,11 +186,8 @@ class LatentAttention(OwnAttention):
         return latent, self._rotated(rotary_key.unsqueeze(2), angles).squeeze(2)
 
     def _rotated(self, part: Tensor, angles: Tensor) -> Tensor:
-        """Rotates the pairs of [seq, batch, heads, rope] by the first half of the angles.
-
-        The rotated pairs are returned as (i, i + rope / 2) from either arrangement: for queries and keys alike, so
-        scores do not change.
-        """
+        """Rotates the pairs of [seq, batch, heads, rope] by the first half of the angles, and returns them as (i, i +
+        rope / 2) from either arrangement, for queries and keys alike."""
         if self.is_interleaved:
             real, imaginary = part[..., 0::2], part[..., 1::2]
         else:
@@ -221,15 +217,14 @@ class LatentCore(RowAttention):
     def forward(
         self, query: Tensor, latent: Tensor, rotary_key: Tensor, weight: Tensor, document_starts: Tensor | None
     ) -> Tensor:
-        """Attends to whole rows. One all-gather of latents over CP, and under Ulysses an exchange of queries and
-        outputs.
+        """Attends to whole rows. One all-gather of latents over CP; under Ulysses an exchange of queries and outputs,
+        too.
 
         Args:
             query: [seq_local, batch, heads_local, nope + rope].
             latent: [seq_local, batch, kv_lora_rank].
             rotary_key: [seq_local, batch, rope].
             weight: Up-projection, [heads_local * (nope + value), kv_lora_rank].
-            document_starts: See `key_set`.
 
         Returns:
             [seq_local, batch, heads_local * v_head_dim].
@@ -242,12 +237,8 @@ class LatentCore(RowAttention):
         return self.attend(query, key, value, key_set(document_starts, self.window))
 
     def _keys_and_values(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [seq, batch, heads, nope + rope] and [seq, batch, heads, value].
-
-        Args:
-            rows: Latent and rotary key [seq, batch, kv_lora_rank + rope].
-            weight: [heads, nope + value, kv_lora_rank].
-        """
+        """Returns [seq, batch, heads, nope + rope] and [seq, batch, heads, value] of rows of latent and rotary key,
+        [seq, batch, kv_lora_rank + rope], by a weight [heads, nope + value, kv_lora_rank]."""
         sizes, shape = self.latent, (*rows.shape[:2], len(weight))
         latent, rotary_key = torch.split(rows, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
         expanded = widened_linear(latent, weight.flatten(0, 1)).view(*shape, -1)

@@ -42,15 +42,8 @@ def kernel_of(query: Tensor) -> Kernel:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> AttendedPart:
-    """Attends with all queries to all keys, or causally where there are as many.
-
-    Args:
-        query: [batch, heads, queries, dim].
-        key: [batch, groups, keys, dim]; groups divide the heads.
-        value: Values, in the shape of key.
-        scale: Scale of the scores.
-        is_causal: Whether query i sees only keys 0 to i.
-    """
+    """Attends with all queries, [batch, heads, queries, dim], to all keys, [batch, groups, keys, dim], or causally
+    where there are as many. Groups divide the heads."""
     kernel, dim = kernel_of(query), query.shape[-1]
     query, key, value = _prepared(kernel, query, key, value)
     aten: Any = torch.ops.aten
@@ -74,14 +67,8 @@ def attend_backward(
     """Returns the gradients of queries, keys and values, those of keys and values summed over the heads that share
     them.
 
-    Args:
-        gradient: Gradient of the output, [batch, heads, queries, dim].
-        query: Queries given to `attend`.
-        key: Keys given to `attend`.
-        value: Values given to `attend`.
-        found: Attention to ALL keys, of which these may be a part: their share of it follows.
-        scale: Scale given to `attend`.
-        is_causal: Flag given to `attend`.
+    `found` is the attention to ALL keys, of which these may be a part: their share of it follows. All else was given to
+    `attend`.
     """
     kernel, dim, groups = kernel_of(query), query.shape[-1], key.shape[1]
     query, key, value = _prepared(kernel, query, key, value)
@@ -140,31 +127,16 @@ class Visible(NamedTuple):
 
 
 def visible(rank: int, holder: int, length: int) -> Visible:
-    """
-    Args:
-        rank: Rank of the queries.
-        holder: Rank of the keys.
-        length: Number of positions of a rank, two chunks.
-    """
+    """Returns what the queries of `rank` see of the keys of `holder`; each has two chunks, `length` positions."""
     if rank == holder:
         return Visible(0, length, is_causal=True)
     return Visible(0, length // 2, False) if holder < rank else Visible(length // 2, length, False)
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
-    """Attends causally in rows that are zigzagged over a group.
+    """Attends causally in rows that are zigzagged over a context-parallel group, [seq_local, batch, heads, dim].
 
     Costs cp - 1 hops of keys and values forward; in backward these again, and cp hops of their gradients.
-
-    Args:
-        query: [seq_local, batch, heads, dim].
-        key: [seq_local, batch, groups, dim].
-        value: Values, in the shape of key.
-        scale: Scale of the scores.
-        group: Group of context parallelism.
-
-    Returns:
-        [seq_local, batch, heads, dim].
     """
     # [batch, heads, seq_local, dim], the form of kernels
     parts = [part.permute(1, 2, 0, 3) for part in (query, key, value)]

@@ -22,16 +22,8 @@ from mtrain.core.layers.attention.key_set import window_of
 
 
 def inverse_frequencies(rope: RopeSection, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
-    """Returns the angle of each dimension pair per position, and the factor of cos and sin.
-
-    Args:
-        rope: Section `model.rope`.
-        head_dim: Number of dimensions of a head that rotate; even.
-        dtype: Dtype of the angles.
-
-    Returns:
-        [head_dim / 2] on the CPU in radians, and the attention factor (1 except for yarn).
-    """
+    """Returns the angle of each dimension pair per position, [head_dim / 2] on the CPU in radians, and the factor of
+    cos and sin, 1 except for yarn. `head_dim` counts the dimensions of a head that rotate."""
     if rope.scaling == "proportional":
         return _proportional(rope, head_dim, dtype), 1.0
     periods = rope.base ** (torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)
@@ -131,19 +123,13 @@ class Rotary(nn.Module):
     """
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
-        """
-        Args:
-            inverse_frequencies: [head_dim / 2], float32 or float64, as the angles will be.
-        """
+        """Takes [head_dim / 2] frequencies, float32 or float64, as the angles will be."""
         super().__init__()
         self.inverse_frequencies = inverse_frequencies
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Returns angles, [seq_local, batch or 1, 1, head_dim].
-
-        Args:
-            positions: Positions of the tokens that this context-parallel rank holds, [batch or 1, seq_local] int64.
-        """
+        """Returns angles, [seq_local, batch or 1, 1, head_dim], of the positions of this context-parallel rank's
+        tokens, [batch or 1, seq_local] int64."""
         # moves once, in the first forward pass
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         # [seq_local, batch or 1, head_dim / 2]
@@ -156,11 +142,7 @@ class TwoBaseRotary(Rotary):
     """The angles of both kinds of layer; each attention takes its own."""
 
     def __init__(self, inverse_frequencies: Tensor, windowed: Tensor) -> None:
-        """
-        Args:
-            inverse_frequencies: [head_dim / 2], of layers without a window.
-            windowed: [head_dim / 2], of layers with a window.
-        """
+        """Takes the frequencies of layers without and with a window, [head_dim / 2] each."""
         super().__init__(inverse_frequencies)
         self.windowed = Rotary(windowed)
         self.num_global = 2 * len(inverse_frequencies)
@@ -179,11 +161,7 @@ class TemperedRotary(Rotary):
     """
 
     def __init__(self, inverse_frequencies: Tensor, rope: RopeSection) -> None:
-        """
-        Args:
-            inverse_frequencies: [head_dim / 2].
-            rope: Section with the coefficient and the original length.
-        """
+        """Takes [head_dim / 2] frequencies, and the section with the coefficient and the original length."""
         super().__init__(inverse_frequencies)
         self._coefficient, self._length = rope.attention_temperature, rope.original_max_positions
 

@@ -24,13 +24,8 @@ class Rotations(NamedTuple):
 
 
 def rotations_of(angles: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotations:
-    """Computes cosine and sine of [seq, batch or 1, 1, 2 r] float32 radians, once for all layers of a microbatch.
-
-    Args:
-        angles: Angles, the same tensor for all layers.
-        dtype: Dtype of the heads.
-        factor: Factor of both, the same for all layers.
-    """
+    """Computes cosine and sine of [seq, batch or 1, 1, 2 r] float32 radians in the dtype of the heads, times a factor,
+    once for all layers of a microbatch, which get the same tensor of angles."""
     # stored on the tensor itself, which all layers receive: it lives as long as the microbatch
     known: Rotations | None = getattr(angles, "known_rotations", None)
     if known is None or known.cosine.dtype != dtype:
@@ -52,31 +47,21 @@ def rotated_as_rounded(heads: Tensor, rotations: Rotations) -> Tensor:
 
 
 def rotated(heads: Tensor, rotations: Rotations) -> Tensor:
-    """Rotates dimension i of the first 2 r of each head with i + r.
+    """Rotates dimension i of the first 2 r of each head with i + r; heads are [seq, batch, heads, head_dim].
 
-    Costs one new tensor and three passes forward, the same backward; keeps nothing but the arguments that all heads
+    Costs one new tensor and three passes forward, the same backward; keeps nothing but the rotations that all heads
     share. megatron-core's own (rope_utils.py, `_apply_rotary_pos_emb_bshd`) makes seven passes and five tensors.
-
-    Args:
-        heads: [seq, batch, heads, head_dim].
-        rotations: Cosine and sine of 2 r dimensions.
-
-    Returns:
-        Rotated heads, of the same shape; dimensions from 2 r on are unchanged.
     """
     return _Rotation.apply(heads, *rotations)  # type: ignore[no-untyped-call]
 
 
 def split_and_rotated(mixed: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits a projection into queries, keys and values, the first two rotated as by `rotated`.
+    """Splits the output of a projection, [seq, batch, groups, n + 2, head_dim]: of each group n queries, a key and a
+    value.
 
-    Each is written once where attention reads it, and its gradient once where the projection does: megatron-core copies
-    the queries before the rotation, and in backward joins the three gradients.
-
-    Args:
-        mixed: Output of a projection, [seq, batch, groups, n + 2, head_dim]: of each group n queries, a key and a
-            value.
-        rotations: Cosine and sine of 2 r dimensions.
+    Queries and keys are rotated as by `rotated`. Each part is written once where attention reads it, and its gradient
+    once where the projection does: megatron-core copies the queries before the rotation, and in backward joins the
+    gradients.
 
     Returns:
         [seq, batch, groups * n, head_dim] and twice [seq, batch, groups, head_dim].
@@ -177,14 +162,9 @@ class RotatingAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, *arguments: Any, rotary_pos_emb: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends like megatron-core's module.
+        """Attends like megatron-core's module, with its arguments.
 
-        Args:
-            hidden_states: [seq_local, batch, hidden].
-            arguments: Further arguments of megatron-core's module.
-            rotary_pos_emb: Angles [seq_local, batch or 1, 1, 2 r] in radians, float32, the second half equal to the
-                first.
-            options: Further named arguments of megatron-core's module.
+        Angles are [seq_local, batch or 1, 1, 2 r] in radians, float32, the second half equal to the first.
         """
         if torch.compiler.is_compiling():  # fuses by itself
             return super().forward(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options)

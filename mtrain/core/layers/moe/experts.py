@@ -68,10 +68,7 @@ class Experts(MegatronModule):
         implementation: Implementation | Literal["te"],
         name: str | None = None,
     ) -> None:
-        """
-        Args:
-            implementation: Implementation of the products; `te` for a subclass that has its own.
-        """
+        """Takes the implementation of the products; `te` for a subclass that has its own."""
         super().__init__(config)
         self.num_local_experts = num_local_experts
         self._ep, self._etp, self._edp = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
@@ -93,13 +90,8 @@ class Experts(MegatronModule):
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Computes the weighted outputs of all experts; with etp > 1, this rank's part of their sum.
 
-        Args:
-            tokens: [count, hidden_size], sorted by expert.
-            tokens_per_expert: [num_local_experts] int64.
-            weights: Weight of each token's output, [count].
-
-        Returns:
-            [count, hidden_size] in the dtype of the tokens, and no bias to be added later.
+        Tokens are [count, hidden_size], sorted by expert, with a weight each; their numbers are [num_local_experts]
+        int64. Returns outputs in the shape and dtype of the tokens, and no bias to be added later.
         """
         product = chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
         stacks = (self.linear_fc1, self.linear_fc2)
@@ -149,11 +141,7 @@ class Experts(MegatronModule):
 
     def _builder(self, linear: str, name: str, outer: tuple[tuple[int, int, int], ...]) -> Any:
         """Returns a function that cuts a parameter into shards of the global tensor [outer axes, num_experts, ...].
-
-        Args:
-            name: `weight` or `bias` of all experts, or with the number of the only one.
-            outer: Positions of the layer along the outer axes.
-        """
+        `name` is `weight` or `bias` of all experts, or with the number of the only one."""
         kind = _kind(name)
         first = self._ep.rank() * self.num_local_experts + int(name.removeprefix(kind) or 0)
         count, depth = self._ep.size() * self.num_local_experts, len(outer) + 1

@@ -39,10 +39,8 @@ def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def chosen_product(implementation: Implementation, sizes: tuple[int, ...], weight: Tensor) -> Product:
-    """Returns the product for weights like `weight`; `auto` takes the grouped one if it is available.
-
-    Args:
-        sizes: Lengths of the rows of all operands.
+    """Returns the product for weights like `weight`, with rows of these sizes; `auto` takes the grouped one if it is
+    there.
 
     Raises:
         ConfigError: The grouped product was asked for but is not available.

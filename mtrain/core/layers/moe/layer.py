@@ -64,11 +64,7 @@ class LocalDispatcher(MoETokenDispatcher):
     _counts: Tensor
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sorts tokens, [seq_local, batch, hidden], by expert.
-
-        Args:
-            routing_map: Choices, [tokens, num_experts] bool, top_k of each token's true.
-            probs: Weights, [tokens, num_experts].
+        """Sorts tokens, [seq_local, batch, hidden], by expert; choices and weights are [tokens, num_experts].
 
         Returns:
             [tokens x top_k, hidden], each expert's in the order of the tokens; and the weight of each.
@@ -109,11 +105,8 @@ def _by_expert(tokens: Tensor, chosen: Tensor, weights: Tensor, top_k: int) -> t
 
 
 def rows_by_expert(chosen: Tensor, top_k: int) -> Tensor:
-    """Returns [tokens x top_k] int64: expert x tokens + token of every choice, ascending. The host does not wait.
-
-    Args:
-        chosen: [tokens, num_experts] bool; top_k of every row are true.
-    """
+    """Returns [tokens x top_k] int64: expert x tokens + token of every choice, ascending. The host does not wait. In
+    every row of `chosen`, [tokens, num_experts] bool, top_k are true."""
     flat = chosen.T.reshape(-1)
     count = chosen.shape[0] * top_k
     # moves each choice to the position of its number; all others to one more, which is cut off
@@ -156,12 +149,8 @@ class ExpertsLayer(MoELayer):
     ) -> tuple[Tensor, None]:
         """Routes the tokens of this rank, [seq_local, batch, hidden], sends them to their experts and brings them back.
 
-        Args:
-            padding_mask: Sequence of each position, [batch, seq_local] int64; negative where there is no text. None if
-                nothing is counted. With experts to take, [batch, seq_local, marks] of `router_marks`.
-
-        Returns:
-            [seq_local, batch, hidden]; and no bias.
+        `padding_mask` has marks of each position, as `Router.forward` takes them, with the batch first. Returns no
+        bias.
         """
         assert intermediate_tensors is None
         marks = None if padding_mask is None else padding_mask.transpose(0, 1)

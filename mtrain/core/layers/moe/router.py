@@ -39,10 +39,8 @@ def choose(
 ) -> TopkRouting:
     """Chooses the top_k best experts of each token, or takes those that are given. Weights are the router's own.
 
-    Args:
-        logits: [tokens, num_experts], float32 or float64.
-        expert_bias: Bias [num_experts], added to the scores for the choice, not to the weights.
-        given: Experts to take, [tokens, top_k], different ones; negative in rows that choose. None: all rows choose.
+    The bias, [num_experts], is added to the scores for the choice, not to the weights. Given experts, [tokens, top_k],
+    are negative in rows that choose.
     """
     scores = scores_of(logits, section)
     ranking = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
@@ -61,11 +59,8 @@ def choose(
 def router_marks(sequence_ids: Tensor | None, choices: Mapping[str, Tensor]) -> Tensor | None:
     """Joins what routers get of each position, for the one argument that megatron-core hands to all layers.
 
-    As an argument of the layers it is kept and given again wherever they are recomputed.
-
-    Args:
-        sequence_ids: [batch, seq] int64: the sequence of each position; None where there is no router.
-        choices: Choices that the batch names, see `Microbatch`.
+    As an argument of the layers it is kept and given again wherever they are recomputed. `sequence_ids` are [batch,
+    seq] int64; None where there is no router.
 
     Returns:
         [batch, seq] int64, or [batch, seq, 1 + layers x top_k] int32; `Router` takes them apart.
@@ -172,13 +167,11 @@ class Router(MegatronModule):
         self.layer_number = layer_number
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Routes every position of this rank.
+        """Routes every position of this rank, [seq_local, batch, hidden_size].
 
-        Args:
-            hidden: [seq_local, batch, hidden_size].
-            padding_mask: Sequence of each position in the microbatch, [seq_local, batch] int64; negative where there is
-                no text, which is routed and not counted. None if nothing is counted. With experts to take, [seq_local,
-                batch, marks] of `router_marks`.
+        `padding_mask` has the sequence of each position in the microbatch, [seq_local, batch] int64; negative where
+        there is no text, which is routed and not counted. With experts to take, [seq_local, batch, marks] of
+        `router_marks`.
 
         Returns:
             Weights and choice, [seq_local x batch, num_experts] each.

@@ -22,15 +22,8 @@ from mtrain.core.state.host_memory import CopyStream, HostMemory, copy_from_host
 
 
 def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch.device) -> HostSide:
-    """Makes the first layers of each of a rank's transformer blocks move what they keep for backward.
-
-    Args:
-        blocks: TransformerBlocks of megatron-core, one for each virtual stage.
-        num_layers: Number of layers of each, or all if there are fewer.
-
-    Returns:
-        The host memory that they share.
-    """
+    """Makes the first layers of each of a rank's transformer blocks move what they keep for backward; returns the host
+    memory that they share. `num_layers` counts the layers of each block."""
     departures = _Departures(HostSide(device))
     for block in blocks:
         watched, inside = _Block(departures, block, num_layers), cast(Any, block)
@@ -142,11 +135,7 @@ class KeptByLayer:
     """Tensors that one forward pass of one layer keeps."""
 
     def __init__(self, side: HostSide, before: KeptByLayer | None) -> None:
-        """
-        Args:
-            side: Host memory that they go to.
-            before: Tensors of the layer that is next in backward, if any.
-        """
+        """Takes the host memory that tensors go to, and the tensors of the layer that is next in backward, if any."""
         self._side, self._before = side, before
         self._found: dict[_Moved, None] = {}
         """Memory of this layer in the order in which the forward pass kept it."""
@@ -242,11 +231,8 @@ class MovingPass:
     """A forward pass through layers whose activations move."""
 
     def __init__(self, side: HostSide, staying: Iterable[Tensor]) -> None:
-        """
-        Args:
-            side: Host memory that tensors go to.
-            staying: Tensors whose memory stays: the weights, and what others hold until backward is done.
-        """
+        """Takes the host memory that tensors go to, and tensors whose memory stays: the weights, and what others hold
+        until backward is done."""
         self._side = side
         self._staying = {each.untyped_storage()._cdata for each in staying}
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
@@ -259,11 +245,8 @@ class MovingPass:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def begin_layer(self, moves: bool) -> KeptByLayer:
-        """Starts the next layer; returns the tensors of the layer before, on their way to the host.
-
-        Args:
-            moves: Whether the layer moves; one after those that do only has to say when its backward pass begins.
-        """
+        """Starts the next layer; returns the tensors of the layer before, on their way to the host. A layer that does
+        not move only has to say when its backward pass begins."""
         before = self._layer
         before.leave()
         self._layer, self._moves = KeptByLayer(self._side, before), moves

@@ -24,8 +24,8 @@ def source_fingerprints(section: LossSection) -> dict[str, str]:
     """Returns the fingerprint of the source of each of the user's own loss functions, by the key that names it.
 
     It covers the file of the named module and of every module that it imports, directly or not: modules of the same
-    package, and all others that are not installed. It depends on the names and bytes of the modules, not on their
-    folder. The functions must have been loaded before.
+    package, and all others that are not installed; their names and bytes, not their folder. The functions were loaded
+    before.
 
     Raises:
         MachineError: The disk refuses.

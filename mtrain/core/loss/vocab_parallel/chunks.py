@@ -38,14 +38,9 @@ def sum_over_chunks(
 ) -> Tensor:
     """Returns the sum of the losses of all chunks, a float32 scalar with a graph that can be differentiated once.
 
-    Makes no collective calls except those of `loss_of_chunk`.
-
-    Args:
-        weight: Table of the output layer, [vocab_local, hidden].
-        hidden: Hidden states, [rows, hidden] each; rows may be 0.
-        loss_of_chunk: Called with increasing rows, first for all of the first hidden states.
-        expected_gradient: Gradient that the result is expected to get, float32 scalar. Gradients are computed with it,
-            so that those of fp16 do not underflow. If the actual one differs, they are multiplied by the ratio.
+    Makes no collective calls except those of `loss_of_chunk`, which is called with increasing rows, first for all of
+    the first hidden states, [rows, hidden]. Gradients are computed with the one that the result is expected to get, so
+    that those of fp16 do not underflow; if the actual one differs, they are multiplied by the ratio.
     """
     if not torch.is_grad_enabled():
         total = weight.new_zeros((), dtype=_wide(weight))

@@ -58,10 +58,8 @@ def softmax_times(
     """Computes softmax x scale - shift in the logits' dtype, rounded once, [seq, batch, vocab_local]; 0 at padding
     columns.
 
-    Args:
-        scale: Factor of each token, [seq, batch].
-        is_masked: Tokens that get exactly 0, even if their logits are inf or nan, [seq, batch] bool.
-        shift: Number that is subtracted at every real column, [seq, batch]; None: 0.
+    Scale and shift are numbers of each token, [seq, batch]. Masked tokens get exactly 0, even if their logits are inf
+    or nan.
     """
     values, factor = exponentials.values, (scale / exponentials.total).unsqueeze(-1)
     # out= of a smaller dtype: computed in full precision and rounded when stored (CPUs use a temporary)

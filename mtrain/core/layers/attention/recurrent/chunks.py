@@ -50,16 +50,12 @@ class Chunks(NamedTuple):
 
 
 def applied(chunks: Chunks, value: Tensor, state: Tensor | None, skip: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Carries states through rows and returns the outputs of their tokens.
+    """Carries states through rows and returns the outputs of their tokens, whose values are [seq, batch, value_heads,
+    value_dim], and the state after the last one.
 
     Args:
-        chunks: Chunks of the rows.
-        value: [seq, batch, value_heads, value_dim] values of the tokens.
         state: [batch, value_heads, key_dim, value_dim] before the first token; None: 0.
         skip: [value_heads] factors with which values are added to the outputs; None: they are not.
-
-    Returns:
-        Outputs in the shape and dtype of value, and the state after the last token.
     """
     output, after = scan(chunks, state)
     output = output[: len(value)]
@@ -69,11 +65,7 @@ def applied(chunks: Chunks, value: Tensor, state: Tensor | None, skip: Tensor | 
 
 
 def scan(chunks: Chunks, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Carries states through the chunks of every row.
-
-    Args:
-        chunks: Chunks of the rows.
-        state: [batch, value_heads, key_dim, value_dim] at the start; None: 0.
+    """Carries states, [batch, value_heads, key_dim, value_dim], through the chunks of every row; None: 0 at the start.
 
     Returns:
         Outputs, [chunks x chunk, batch, value_heads, value_dim], and the states at the end.
@@ -90,11 +82,8 @@ def scan(chunks: Chunks, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def transition(chunks: Chunks) -> Tensor:
-    """Returns how the states after each row follow from those before it, S -> carrying S + update.
-
-    Returns:
-        [batch, value_heads, key_dim, value_dim + key_dim]: update and carrying.
-    """
+    """Returns how the states after each row follow from those before it, S -> carrying S + update: both side by side,
+    [batch, value_heads, key_dim, value_dim + key_dim]."""
     value_dim, key_dim = chunks.values.shape[-1], chunks.writing.shape[-1]
     # a state of more columns, which no values correct: what they hold at first is carried alone
     wider = chunks._replace(values=functional.pad(chunks.values, (0, key_dim)))
@@ -131,13 +120,8 @@ class Decays(NamedTuple):
 
 
 def chunk_decays(log_decay: Tensor, document_starts: Tensor | None, seq: int) -> Decays:
-    """Computes the decays of every chunk.
-
-    Args:
-        log_decay: [batch, key_heads, shared, chunks, chunk], of `by_chunk`.
-        document_starts: [batch, seq], as in `delta_rule`.
-        seq: Number of tokens without padding.
-    """
+    """Computes the decays of every chunk from log decays of `by_chunk`, [batch, key_heads, shared, chunks, chunk], and
+    document starts as in `delta_rule`; `seq` counts tokens without padding."""
     chunk = log_decay.shape[-1]
     spans, from_start = _sums(log_decay)
     order = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril()
@@ -162,11 +146,7 @@ def by_chunk(part: Tensor, key_heads: int, chunk: int) -> Tensor:
 
 
 def _sums(log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums log decays.
-
-    Returns:
-        [..., chunk, chunk] of the tokens after j up to i, and [..., chunk] of those up to each.
-    """
+    """Sums log decays: [..., chunk, chunk] of the tokens after j up to i, and [..., chunk] of those up to each."""
     # A span is the difference of two sums. In float32 a strong decay earlier in the chunk would take the bits of the
     # weak ones after it, even where it belongs to another document. A product, since torch refuses cumsum on a GPU in
     # a deterministic run.
@@ -177,11 +157,8 @@ def _sums(log_decay: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inside_documents(document_starts: Tensor, seq: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """Says which pairs of tokens of a chunk are in one document, and which tokens continue one from before the chunk.
-
-    Returns:
-        [batch, 1, 1, chunks, chunk, chunk] and [batch, 1, 1, chunks, chunk] bool.
-    """
+    """Says which pairs of tokens of a chunk are in one document, [batch, 1, 1, chunks, chunk, chunk] bool, and which
+    tokens continue one from before the chunk, [batch, 1, 1, chunks, chunk]."""
     # padding continues the last document
     missing = -seq % chunk
     starts = torch.cat((document_starts, document_starts[:, -1:].expand(-1, missing)), dim=1)

@@ -31,13 +31,12 @@ def causal_convolution(
     state: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Convolves every channel and applies silu; what is before a token's document counts as 0.
+    """Convolves every channel of x, [seq, batch, channels], and applies silu; what is before a token's document counts
+    as 0.
 
     Args:
-        x: [seq, batch, channels].
         weight: [channels, kernel]; the last column is that of the token itself.
-        document_starts: [batch, seq] index at which each token's document starts, counted from the first one given;
-            negative: before that. None: no document starts after the first token.
+        document_starts: Starts as in `delta_rule`.
         state: [kernel - 1, batch, channels] inputs before the first token; None: 0.
         bias: [channels] added before silu; None: 0.
 
@@ -71,11 +70,7 @@ class Convolution(DividedModule):
     def __init__(
         self, config: TransformerConfig, channels: int, kernel: int, tp: dist.ProcessGroup, has_bias: bool = False
     ) -> None:
-        """
-        Args:
-            kernel: Number of tokens that a channel sees.
-            tp: Ranks that hold the other channels.
-        """
+        """Builds this rank's channels, each of which sees `kernel` tokens."""
         super().__init__(config, tp)
         # with an axis of one input, as torch's Conv1d has it
         self.weight = divided_parameter(config, torch.empty(channels, 1, kernel))
@@ -104,7 +99,6 @@ class Places:
     place: Tensor
     """[tokens] its index in the row."""
     length: int
-    """Length of the rows."""
 
     def as_rows(self, tokens: Tensor) -> Tensor:
         """[tokens, 1, ...] -> [length, rows, ...]. Zeros fill the rows in front, as what is before a sequence."""
@@ -205,13 +199,8 @@ class RecurrentCore(nn.Module, Remembering):
     """States during generation. Every context-parallel rank then reads whole rows, of sequences of its own."""
 
     def __init__(self, heads: Heads, cp: dist.ProcessGroup, cp_comm_type: str | None, chunk: int = 64) -> None:
-        """
-        Args:
-            heads: Heads of this rank of TP.
-            cp: Group of context parallelism.
-            cp_comm_type: megatron-core's name of how context-parallel ranks attend.
-            chunk: Number of tokens of a chunk of the rule.
-        """
+        """Takes the heads of this rank of TP, megatron-core's name of how context-parallel ranks attend, and the number
+        of tokens of a chunk."""
         super().__init__()
         self.heads, self.cp, self.chunk, self.exchange = heads, cp, chunk, Exchanged(cp)
         self.exchanges_heads = cp_comm_type == "a2a" and heads.key_heads % cp.size() == 0
@@ -238,17 +227,10 @@ class RecurrentCore(nn.Module, Remembering):
         bias: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Convolves, and carries states inside documents.
+        """Convolves [seq_local, batch, key_heads_local x channels] `mixed` inputs, and carries states inside documents.
 
-        Args:
-            mixed: [seq_local, batch, key_heads_local x channels] inputs of the convolution.
-            weight: [key_heads_local x channels, kernel] of the convolution.
-            log_decay: [seq_local, batch, value_heads_local], float32 or float64.
-            beta: [seq_local, batch, value_heads_local] steps.
-            document_starts: [batch, seq] start of each token's document in full rows; None where each row is one
-                document.
-            bias: [key_heads_local x channels] of the convolution; None: 0.
-            skip: [value_heads_local] factors with which values are added to the output; None: they are not.
+        Log decays and steps (beta) are [seq_local, batch, value_heads_local]; `document_starts` are those of full rows,
+        see `key_set`; weight, bias and skip are described by `CoreParameters`.
 
         Returns:
             [seq_local, batch, value_heads_local x value_dim].
@@ -323,16 +305,8 @@ class RecurrentCore(nn.Module, Remembering):
         return torch.cat([ends[part * size :][:count] for part in self._own_parts], dim=1)
 
     def _states_before(self, maps: Tensor) -> Tensor:
-        """Returns the state before each of this rank's parts from what their tokens do to states.
-
-        One all-gather over CP.
-
-        Args:
-            maps: [2 x batch, value_heads, key_dim, value_dim + key_dim], of `transition`.
-
-        Returns:
-            [2 x batch, value_heads, key_dim, value_dim].
-        """
+        """Returns the state before each of this rank's parts, [2 x batch, value_heads, key_dim, value_dim], from what
+        their tokens do to states, the result of `transition`. One all-gather over CP."""
         collected = self._collected(torch.unflatten(maps, 0, (2, -1)))
         updates, carrying = torch.split(collected, [self.heads.value_dim, self.heads.key_dim], dim=-1)
         states = [torch.zeros_like(updates[0])]
