@@ -1,7 +1,8 @@
 """Sequences that a user's program hands over, with what their tokens count, and how they become samples."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -140,24 +141,26 @@ def check_temperature(given: float, name: str) -> None:
 def _experts(datum: Datum, num_tokens: int, name: str, model: ModelSection) -> Chosen | None:
     if datum.routed_experts is None:
         return None
-    try:
+    with _refusing():
         return checked_experts(datum.routed_experts, num_tokens, model, name)
-    except ValueError as fault:
-        raise _fault(str(fault)) from None
 
 
 def _ids(given: object, name: str, vocab_size: int) -> NDArray[np.int64]:
-    try:
+    with _refusing(f" (model.vocab_size={vocab_size}); use the model's own tokenizer"):
         return token_ids(given, f"{name}: input_ids", vocab_size)
-    except ValueError as fault:
-        raise _fault(f"{fault} (model.vocab_size={vocab_size}); use the model's own tokenizer") from None
 
 
 def _numbers(given: object, name: str) -> NDArray[Any]:
-    try:
+    with _refusing():
         return real_numbers(given, name)
+
+
+@contextmanager
+def _refusing(advice: str = "") -> Iterator[None]:
+    try:
+        yield
     except ValueError as fault:
-        raise _fault(str(fault)) from None
+        raise _fault(f"{fault}{advice}") from None
 
 
 def _number(given: object, name: str) -> float:

@@ -134,7 +134,8 @@ class Optimizer:
             self.host_moments = HostMoments(self.state, groups.device)
         self._device, self._collection = groups.device, groups.collection
         self._known_scale: tuple[Tensor | None, float] = (None, 1.0)
-        self._is_fp16 = config.train.precision == "fp16"
+        self.scales_loss = config.train.precision == "fp16"
+        """Whether the loss is multiplied by a scale that falls where a gradient overflows."""
         self._skips = Skips(config.train.max_skipped_steps)
         self._clip_grad = config.optimizer.clip_grad
         self._weight_decay = config.optimizer.weight_decay
@@ -193,14 +194,9 @@ class Optimizer:
         self.sharded.zero_grad()  # backward passes add to these; `.grad` of parameters and main weights is cleared next
         self.inner.zero_grad()
 
-    @property
-    def scales_loss(self) -> bool:
-        """Says whether the loss is multiplied by a scale that falls where a gradient overflows: in fp16."""
-        return self._is_fp16
-
     def overflowed(self, grad_norm: float) -> bool:
         """Says whether a norm is that of an overflowed gradient, which `update` skips to go on with a smaller scale."""
-        return self._is_fp16 and not math.isfinite(grad_norm)
+        return self.scales_loss and not math.isfinite(grad_norm)
 
     @torch.no_grad()
     def local_grad_norm_sq(self) -> Tensor:
@@ -212,7 +208,7 @@ class Optimizer:
         """
         for part in self._optimizers():
             # points `.grad` of the main weights at the reduced buffers
-            if not self._is_fp16:
+            if not self.scales_loss:
                 part.prepare_grads()  # does nothing else without a scaler
             elif not part.is_stub_optimizer:
                 # `prepare_grads` would judge dense and expert gradients separately, and the host would wait for each
@@ -250,7 +246,7 @@ class Optimizer:
         # overlaps.
         self.inner.step_with_ready_grads()
         self.sharded.gather_in_forward()
-        if self._is_fp16:
+        if self.scales_loss:
             self._move_scales(overflowed=False)
             self._skips.clear()
         return Update(grad_norm, overflowed=False)

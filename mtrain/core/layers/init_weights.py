@@ -17,6 +17,7 @@ from torch import Tensor
 from mtrain.arch.features import present
 from mtrain.base.background import mapped
 from mtrain.base.environment import cores_of_rank
+from mtrain.base.tensor_slice import Sizes
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.layers.adapters.adapter import first_deviation, is_adapter_key
@@ -52,11 +53,8 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
     drawn, which files of weights may lack: all else is nan until it is loaded, so that forgotten values do not pass for
     weights.
     """
-    num_threads = cores_of_rank(os.environ)
     for shard in sharded_tensors(module, groups):
-        axes = shard.prepend_axis_num  # leading axes that number layers and experts
-        shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
-        name = global_name(shard.key, tuple(shard.global_offset[:axes]))
+        name, shape, offset = _whole(shard)
         transformed = _transformation(name, config.model)
         deviation = 1.0 if transformed is not None else _deviation(name, shape, config.model)
         if deviation == 0 or (len(shape) < 2 and transformed is None):
@@ -69,7 +67,7 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
         else:
             # on the host: a GPU gets one copy of the whole shard
             host = shard.data if shard.data.is_cpu else torch.empty(shard.local_shape, dtype=shard.data.dtype)
-            draw(host, f"{config.train.seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
+            draw(host, f"{config.train.seed}:{name}", shape, offset, deviation, cores_of_rank(os.environ))
             if transformed is not None:
                 # the distribution function of a normal number is uniform
                 host.copy_(transformed(torch.special.ndtr(host.float())))
@@ -83,18 +81,23 @@ def draw_weights(module: MegatronModule, config: Config, groups: Groups, others_
 @torch.no_grad()
 def draw_adapters(module: MegatronModule, model: ModelSection, groups: Groups, seed: int) -> None:
     """Sets the adapters of a frozen model to their beginning, as `draw_weights` would with `seed` as train.seed."""
-    num_threads = cores_of_rank(os.environ)
     for shard in sharded_tensors(module, groups, lambda parameter: parameter if parameter.requires_grad else None):
-        axes = shard.prepend_axis_num
-        shape, offset = shard.global_shape[axes:], shard.global_offset[axes:]
-        name = global_name(shard.key, tuple(shard.global_offset[:axes]))
+        name, shape, offset = _whole(shard)
         # lengths of DoRA and what learns whole follow the frozen model
         if len(shape) < 2 or not _may_lack(name, model):
             continue
         host = torch.zeros(shard.local_shape, dtype=shard.data.dtype)
-        if deviation := _deviation(name, shape, model):
-            draw(host, f"{seed}:{name}", tuple(shape), tuple(offset), deviation, num_threads)
+        deviation = _deviation(name, shape, model)
+        if deviation:
+            draw(host, f"{seed}:{name}", shape, offset, deviation, cores_of_rank(os.environ))
         shard.data.copy_(host)
+
+
+def _whole(shard: ShardedTensor) -> tuple[str, Sizes, Sizes]:
+    """Returns name, shape and offset in the whole parameter, without the axes that number layers and experts."""
+    axes = shard.prepend_axis_num
+    name = global_name(shard.key, tuple(shard.global_offset[:axes]))
+    return name, tuple(shard.global_shape[axes:]), tuple(shard.global_offset[axes:])
 
 
 def _may_lack(name: str, model: ModelSection) -> bool:

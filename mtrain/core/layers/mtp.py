@@ -84,31 +84,22 @@ class Depth(MegatronModule):
         Embeddings are those of the token k ahead of each position, [seq_local, batch, hidden]; angles are those of the
         positions in the row. `padding_mask` is for routers, negative where no token lies so far ahead.
         """
-        given = (embeddings, hidden_states, attention_mask, rotary_pos_emb, padding_mask)
-        if self.config.recompute_granularity == "full" and self.training:
-            output: Tensor = tensor_parallel.checkpoint(self._computed, False, *given)
-        else:
-            output = self._computed(*given)
-        return output
 
-    def _computed(
-        self,
-        embeddings: Tensor,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        rotary_pos_emb: Tensor | None,
-        padding_mask: Tensor | None,
-    ) -> Tensor:
-        is_divided = self.config.sequence_parallel
-        # as TransformerBlock does: under sp, ranks of TP hold other tokens and draw other dropout
-        with tensor_parallel.get_cuda_rng_tracker().fork() if is_divided else nullcontext():
-            hidden_states, _ = self.transformer_layer(
-                hidden_states=self._joined(embeddings, hidden_states),
-                attention_mask=attention_mask,
-                rotary_pos_emb=rotary_pos_emb,
-                padding_mask=padding_mask,
-            )
-        return self.final_layernorm(hidden_states)
+        def computed(embeddings: Tensor, hidden_states: Tensor) -> Tensor:
+            # as TransformerBlock does: under sp, ranks of TP hold other tokens and draw other dropout
+            is_divided = self.config.sequence_parallel
+            with tensor_parallel.get_cuda_rng_tracker().fork() if is_divided else nullcontext():
+                output, _ = self.transformer_layer(
+                    hidden_states=self._joined(embeddings, hidden_states),
+                    attention_mask=attention_mask,
+                    rotary_pos_emb=rotary_pos_emb,
+                    padding_mask=padding_mask,
+                )
+            return self.final_layernorm(output)
+
+        if self.config.recompute_granularity == "full" and self.training:
+            return tensor_parallel.checkpoint(computed, False, embeddings, hidden_states)
+        return computed(embeddings, hidden_states)
 
     def _joined(self, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
         """Returns [seq_local, batch, hidden]; all-gathers the projection's columns over TP, of all tokens under sp."""

@@ -1,9 +1,11 @@
 """Forward passes without a backward: the totals of some batches under the current weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from mtrain.config import Config
+from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.loss_reduction import NO_TOKENS, GlobalTotals, PairAccumulator, StepSums, TermTotals
 from mtrain.core.engine.rank_model import RankModel
@@ -67,7 +69,9 @@ def forward_totals(
     read = GlobalTotals(sums, groups).read(objective.coefficients)
     totals = read.terms
     if objective.preference is not None:
-        totals = preference.joined_to(totals)
+        # only the first pass computes the main term
+        main = replace(totals[MAIN_TERM], numerator=preference.numerator, denominator=preference.denominator)
+        totals = {**totals, MAIN_TERM: main}
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
     return ForwardTotals(totals, {**read.diagnostics, **preference.means})
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch, PlacedMember
-from mtrain.core.engine.loss_reduction import TermTotals
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.schedule import evaluating, run_forward
 from mtrain.core.layers.output_layer import Logits
@@ -48,16 +47,6 @@ class PreferenceTotals:
             before = sums.get(name, (0.0, 0.0))
             sums[name] = (before[0] + numerator, before[1] + denominator)
         return PreferenceTotals(self.numerator + other.numerator, self.denominator + other.denominator, sums)
-
-    def in_place_of(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
-        """Returns the terms of a step with the value of the loss, of which the second pass has only the gradient and
-        the denominator."""
-        return {**terms, MAIN_TERM: replace(terms[MAIN_TERM], numerator=self.numerator)}
-
-    def joined_to(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
-        """Returns the terms of an evaluation with the main term, which only the first pass computes."""
-        main = replace(terms[MAIN_TERM], numerator=self.numerator, denominator=self.denominator)
-        return {**terms, MAIN_TERM: main}
 
     @property
     def means(self) -> dict[str, float]:

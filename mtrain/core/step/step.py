@@ -195,7 +195,9 @@ class TrainingStep:
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
         if step.preference is not None:
-            terms = step.preference.in_place_of(totals.terms)
+            # the second pass has only the gradient and the denominator of the loss
+            main = replace(totals.terms[MAIN_TERM], numerator=step.preference.numerator)
+            terms = {**totals.terms, MAIN_TERM: main}
             diagnostics = {**totals.diagnostics, **step.preference.means}
             totals = replace(totals, terms=terms, sources=(), diagnostics=diagnostics)
         try:

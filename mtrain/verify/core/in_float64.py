@@ -25,7 +25,7 @@ class NeverUpdates(Optimizer):
     """Optimizer that never updates; those of megatron-core do not support float64."""
 
     def __init__(self, sharded: ShardedModel, groups: Groups) -> None:
-        self.sharded, self._device, self._is_fp16 = sharded, groups.device, False
+        self.sharded, self._device, self.scales_loss = sharded, groups.device, False
 
     def zero_grad(self) -> None:
         """Clears the gradients."""

@@ -58,8 +58,8 @@ def held(cp: int, rank: int) -> tuple[Tensor, list[tuple[int, int]]]:
     return zigzag_index(SEQ, cp, rank), places
 
 
-def segments(runs: list[tuple[int, int]], device: torch.device) -> Segments:
-    return key_set(torch.from_numpy(starts()), None).segments(runs, SEQ, device)
+def segments(runs: list[tuple[int, int]], device: torch.device, window: int | None = None) -> Segments:
+    return key_set(torch.from_numpy(starts()), window).segments(runs, SEQ, device)
 
 
 def parts(dim: int = DIM) -> dict[str, np.ndarray]:
@@ -74,9 +74,8 @@ def test_one_kernel_attends_inside_every_document(cp: int, rank: int, window: in
     inputs = parts()
     own, runs = held(cp, rank)
     query, key, value = (torch.from_numpy(inputs[name]) for name in ("query", "key", "value"))
-    found = attend_segments(
-        query[own], key, value, segments(runs, query.device), 1 / math.sqrt(DIM), window, plain_kernel
-    )
+    of_runs = segments(runs, query.device, window)
+    found = attend_segments(query[own], key, value, of_runs, 1 / math.sqrt(DIM), plain_kernel)
     exact = expected(inputs, visible(window, documents=True))[0]
     np.testing.assert_allclose(found.numpy(), exact[own.numpy()], rtol=1e-10, atol=1e-12)
 
@@ -88,7 +87,7 @@ def test_torch_agrees_on_the_shapes(cp: int) -> None:
     own, runs = held(cp, 0)
     query = torch.empty(len(own), ROWS, HEADS, 16, dtype=torch.bfloat16, device=nowhere)
     key = torch.empty(SEQ, ROWS, GROUPS, 16, dtype=torch.bfloat16, device=nowhere)
-    assert attend_segments(query, key, key, segments(runs, nowhere), 0.25, None).shape == query.shape
+    assert attend_segments(query, key, key, segments(runs, nowhere), 0.25).shape == query.shape
 
 
 def test_keys_are_gathered_only_where_documents_are_cut() -> None:
@@ -111,8 +110,8 @@ def test_the_kernel_is_taken_on_a_gpu_in_half_precision_and_is_right_there() -> 
     )
     assert is_varlen_usable(query, key, value)
     assert not is_varlen_usable(query.float(), key.float(), value.float())
-    found = attend_segments(query[own.to(device)], key, value, segments(runs, device), 1 / 4, None)
+    found = attend_segments(query[own.to(device)], key, value, segments(runs, device), 1 / 4)
     rounded = [part.cpu().double() for part in (query[own.to(device)], key, value)]
     q, k, v = rounded
-    exact = attend_segments(q, k, v, segments(runs, torch.device("cpu")), 1 / 4, None, plain_kernel)
+    exact = attend_segments(q, k, v, segments(runs, torch.device("cpu")), 1 / 4, plain_kernel)
     torch.testing.assert_close(found.cpu().double(), exact, rtol=2e-2, atol=2e-2)

@@ -17,6 +17,7 @@ Source: gpt-oss-120b and gpt-oss-20b model card, arXiv 2508.10925, section 2.
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from inspect import signature
@@ -89,18 +90,22 @@ class RowAttention(DividedModule, Remembering):
     def attend_runs(self, query: Tensor, key: Tensor, value: Tensor, keys: KeySet, runs: Sequence[Run]) -> Tensor:
         """Attends with the queries of the given runs, laid one after the other, to the keys of whole rows."""
         if keys.documents is None:  # one kernel for the whole batch
-            return self._attend_row(query, key, value, keys, runs, [(0, len(key))])
+            whole = replace(keys, documents=(((0, len(key)),),))
+            return self._attend_row(query, key, value, whole, runs)
         if self._fits_varlen(query, key, value):  # likewise
-            segments = keys.segments(runs, len(key), query.device)
-            return attend_segments(query, key, value, segments, self.scale, keys.window)
+            return attend_segments(query, key, value, keys.segments(runs, len(key), query.device), self.scale)
         # One for each document of each row. Rows differ in their documents, so no mask-free call fits two of them.
         parts = [torch.split(part, 1, dim=1) for part in (query, key, value)]
-        rows = [self._attend_row(q, k, v, keys, runs, own) for q, k, v, own in zip(*parts, keys.documents)]
+        rows = []
+        for row_query, row_key, row_value, documents in zip(*parts, keys.documents):
+            own = replace(keys, documents=(documents,))
+            rows.append(self._attend_row(row_query, row_key, row_value, own, runs))
         return torch.cat(rows, dim=1)
 
-    def _attend_row(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: KeySet, runs: Sequence[Run], documents: Sequence[Run]
-    ) -> Tensor:
+    def _attend_row(self, query: Tensor, key: Tensor, value: Tensor, keys: KeySet, runs: Sequence[Run]) -> Tensor:
+        """Attends in rows with the same documents, which `keys` has for one row."""
+        assert keys.documents is not None
+        (documents,) = keys.documents
         pieces = list(pieces_of(runs, documents))
         # split, not sliced: in backward each slice would fill a whole row with zeros and add it to the others
         queries = torch.split(query, [piece.num_queries for piece in pieces])
@@ -255,7 +260,6 @@ def attend_segments(
     value: Tensor,
     segments: Segments,
     scale: float,
-    window: int | None,
     kernel: Callable[..., Any] | None = None,
 ) -> Tensor:
     """Attends causally in each piece, its last query at its last key; one kernel for the whole microbatch.
@@ -279,7 +283,7 @@ def attend_segments(
         segments.longest_query,
         segments.longest_key,
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=(-1 if segments.window is None else segments.window - 1, 0),
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
     rows: Tensor = output.unflatten(0, (query.shape[1], query.shape[0]))

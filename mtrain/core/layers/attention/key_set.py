@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -37,7 +37,7 @@ class KeySet:
     def segments(self, runs: Sequence[Run], num_keys: int, device: torch.device) -> Segments:
         """Returns the pieces of all rows, which have several documents, in the form of kernels."""
         assert self.documents is not None
-        return _segments(self.documents, tuple(runs), num_keys, device)
+        return replace(_segments(self.documents, tuple(runs), num_keys, device), window=self.window)
 
     def mask(self, num_queries: int, num_keys: int, num_sinks: int, device: torch.device) -> Tensor | None:
         """Returns the mask of one piece, [queries, sinks + keys] bool or with leading axes, on GPUs perhaps in torch's
@@ -121,6 +121,8 @@ class Segments:
     longest_key: int
     key_index: Tensor | None
     """[keys] int64: index of each key among those of all rows; None where they are in that order already."""
+    window: int | None = None
+    """Largest number of keys that a query sees, see `KeySet`."""
 
 
 # cached: it is the same in every layer, recomputed ones included, and the host would make it again for each

@@ -155,10 +155,8 @@ class ExpertsLayer(MoELayer):
         assert intermediate_tensors is None
         marks = None if padding_mask is None else padding_mask.transpose(0, 1)
         if self.moe_layer_recompute and self.training:
-            output: Tensor = tensor_parallel.checkpoint(self._routed, False, hidden_states, marks)
-        else:
-            output = self._routed(hidden_states, marks)
-        return output, None
+            return tensor_parallel.checkpoint(self._routed, False, hidden_states, marks), None
+        return self._routed(hidden_states, marks), None
 
     def _routed(self, hidden_states: Tensor, marks: Tensor | None) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)

@@ -189,7 +189,8 @@ class Router(MegatronModule):
             self.record.append(choice.places)
         weights, chosen = choice.weights, choice.chosen
         if self.section.capacity_factor is not None:
-            weights, chosen = self._within_capacity(choice)
+            limits = self.section.top_k, self.section.capacity_factor
+            weights, chosen = apply_router_token_dropping(weights, chosen, *limits)
         if self.per_expert_scale is not None:
             weights = weights * self.per_expert_scale.to(weights.dtype)
         return weights, chosen
@@ -214,20 +215,11 @@ class Router(MegatronModule):
         # in float32: rounded to bfloat16, close scores would tie
         return functional.linear(hidden, self.weight.to(dtype), bias)
 
-    def _within_capacity(self, choice: TopkRouting) -> tuple[Tensor, Tensor]:
-        weights, chosen = apply_router_token_dropping(
-            choice.weights, choice.chosen, self.section.top_k, self.section.capacity_factor
-        )
-        return weights, chosen
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Keeps the bias of the choice in float32 in a half-precision model, which would round its steps away."""
         before = self.expert_bias
         applied = super()._apply(fn, recurse)
-        if (
-            before is not None
-            and self.expert_bias is not None
-            and self.expert_bias.dtype.itemsize < before.dtype.itemsize
-        ):
-            self.expert_bias = before.to(self.expert_bias.device)
+        after = self.expert_bias
+        if before is not None and after is not None and after.dtype.itemsize < before.dtype.itemsize:
+            self.expert_bias = before.to(after.device)
         return applied

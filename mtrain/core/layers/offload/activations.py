@@ -24,36 +24,22 @@ from mtrain.core.state.host_memory import CopyStream, HostMemory, copy_from_host
 def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch.device) -> HostSide:
     """Makes the first layers of each of a rank's transformer blocks move what they keep for backward; returns the host
     memory that they share. `num_layers` counts the layers of each block."""
-    departures = _Departures(HostSide(device))
+    side = HostSide(device)
     for block in blocks:
-        watched, inside = _Block(departures, block, num_layers), cast(Any, block)
+        watched, inside = _Block(side, block, num_layers), cast(Any, block)
         block.register_forward_pre_hook(watched.begin, with_kwargs=True)
         block.register_forward_hook(watched.end, always_call=True)
         last = [] if inside.final_layernorm is None else [inside.final_layernorm]
         for number, layer in enumerate([*inside.layers, *last]):
             layer.register_forward_pre_hook(functools.partial(watched.enter, number))
-    return departures.side
-
-
-class _Departures:
-    """State that the blocks of a rank share."""
-
-    def __init__(self, side: HostSide) -> None:
-        self.side = side
-        self._leaving: KeptByLayer | None = None
-
-    def follow(self, leaving: KeptByLayer) -> None:
-        """Notes a layer whose copies have started; frees the layer before it."""
-        if self._leaving is not None:
-            self._leaving.free()
-        self._leaving = leaving
+    return side
 
 
 class _Block:
     """A transformer block that is observed while it runs forward with gradients."""
 
-    def __init__(self, departures: _Departures, block: Any, num_layers: int) -> None:
-        self._departures, self._block = departures, block
+    def __init__(self, side: HostSide, block: Any, num_layers: int) -> None:
+        self._side, self._block = side, block
         self._num_layers = min(num_layers, len(block.layers))
         self._pass: MovingPass | None = None
         """Forward pass in progress; None outside of one, and when layers are recomputed in backward."""
@@ -69,7 +55,7 @@ class _Block:
         given = [*args, *(value for name, value in options.items() if name != "hidden_states")]
         given.append(None if self._block.pre_process else self._block.input_tensor)
         staying = [*block.parameters(), *block.buffers(), *(each for each in given if isinstance(each, Tensor))]
-        self._pass = MovingPass(self._departures.side, staying)
+        self._pass = MovingPass(self._side, staying)
         self._hooks.enter_context(self._pass.hooks())
 
     def enter(self, number: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -77,7 +63,7 @@ class _Block:
         if self._pass is None:
             return
         self._number = number
-        self._departures.follow(self._pass.begin_layer(moves=number < self._num_layers))
+        self._side.follow(self._pass.begin_layer(moves=number < self._num_layers))
         if number > self._num_layers:  # nothing that follows needs to be observed
             self._close()
 
@@ -87,7 +73,7 @@ class _Block:
             return
         left = self._pass.begin_layer(moves=False)
         if self._number < len(self._block.layers):  # after the norm, copies have the time of the loss
-            self._departures.follow(left)
+            self._side.follow(left)
         self._close()
 
     def _close(self) -> None:
@@ -101,6 +87,13 @@ class HostSide:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, CopyStream(device)
         self.host = HostMemory(is_pinned=device.type == "cuda")
+        self._leaving: KeptByLayer | None = None
+
+    def follow(self, leaving: KeptByLayer) -> None:
+        """Notes a layer whose copies have started; frees the layer before it."""
+        if self._leaving is not None:
+            self._leaving.free()
+        self._leaving = leaving
 
 
 class _Moved:
