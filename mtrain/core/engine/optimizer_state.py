@@ -204,10 +204,7 @@ def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
     """Returns the tensors of one flat slice; moments of a parameter that was never updated are created as zeros."""
     state: dict[str, Any] = part.optimizer.state[main]
     if not state:
-        if _steps_by_parameter(part):
-            # what torch's Adam creates at its first step; it takes a state that is not empty for complete
-            state["step"] = _count(0, main)
-        state.update({name: torch.zeros_like(main, requires_grad=False) for name in STATES if name != MAIN})
+        give_moments(part, main, {name: torch.zeros_like(main, requires_grad=False) for name in MOMENTS})
     return {MAIN: main} | {name: state[name] for name in STATES if name in state}
 
 

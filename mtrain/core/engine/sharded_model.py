@@ -27,7 +27,7 @@ from mtrain.config import Config
 from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
 from mtrain.core.layers.build import in_precision
 from mtrain.core.layers.language_model import LanguageModel
-from mtrain.core.layers.transformer_config import DTYPES, SMALLEST_LOSS_SCALE, half_precision
+from mtrain.core.layers.transformer_config import DTYPES, HALF_PRECISION, SMALLEST_LOSS_SCALE
 from mtrain.core.ranks.groups import Groups
 
 
@@ -276,7 +276,7 @@ def optimizer_config(
         adam_eps=section.epsilon,
         decoupled_weight_decay=True,
         clip_grad=section.clip_grad,
-        **half_precision(train.precision),
+        **HALF_PRECISION[train.precision],
         params_dtype=DTYPES[train.precision],
         initial_loss_scale=train.initial_loss_scale,
         min_loss_scale=SMALLEST_LOSS_SCALE,

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mtrain.core.layers.own_parameters import device_of, replicated_parameter
+from mtrain.core.layers.products import widened
 
 
 class Norm(nn.Module):
@@ -43,9 +44,9 @@ class Norm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalizes, scales and, for LayerNorm, shifts."""
         if self.is_zero_centered:
-            wide = torch.promote_types(hidden.dtype, torch.float32)
-            bias = None if self.bias is None else self.bias.to(wide)
-            return self._normalised(hidden.to(wide), 1.0 + self.weight.to(wide), bias).to(hidden.dtype)
+            wide = widened(hidden)
+            bias = None if self.bias is None else self.bias.to(wide.dtype)
+            return self._normalised(wide, 1.0 + self.weight.to(wide.dtype), bias).to(hidden.dtype)
         return self._normalised(hidden, self.weight, self.bias)
 
     def _normalised(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,6 +18,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mtrain.core.layers.products import widened
+
 
 class Operands(NamedTuple):
     """The factors that the output layer multiplies."""
@@ -140,8 +142,7 @@ def softcapped(logits: Tensor, cap: float | None) -> Tensor:
     """Computes c tanh(logits / c), in float32 at least; the logits themselves without a cap."""
     if cap is None:
         return logits
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return cap * torch.tanh(wide / cap)
+    return cap * torch.tanh(widened(logits) / cap)
 
 
 class Logits(NamedTuple):

@@ -16,6 +16,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 
+def widened(x: Tensor) -> Tensor:
+    """Returns numbers in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def widened_linear(inputs: Tensor, weight: Tensor) -> Tensor:
     """Multiplies [..., columns] x [rows, columns] -> [..., rows], in the precision of the inputs.
 

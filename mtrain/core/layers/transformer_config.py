@@ -18,6 +18,8 @@ from mtrain.config.schema.train import Precision, TrainSection
 from mtrain.core.layers.layer_parts import transformer_fields
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HALF_PRECISION: Mapping[Precision, dict[str, bool]] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
+"""Flags of the model's and the optimizer's config; without either, megatron-core computes in fp32."""
 
 SMALLEST_LOSS_SCALE = 1.0
 """Smallest loss scale of fp16; the numerator_scale (`mtrain/core/step/step.py`) keeps gradients near 1."""
@@ -154,7 +156,7 @@ def _execution(train: TrainSection, device: torch.device) -> dict[str, Any]:
     dtype = DTYPES[train.precision]
     on_cpu = device.type == "cpu"
     return {
-        **half_precision(train.precision),
+        **HALF_PRECISION[train.precision],
         **_in_8_bits(train),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,  # what a stage receives into; both ends must agree
@@ -175,19 +177,6 @@ def _execution(train: TrainSection, device: torch.device) -> dict[str, Any]:
 def _in_8_bits(train: TrainSection) -> dict[str, str]:
     """Returns fields for 8-bit products alone: parameters, attention and communication stay in bfloat16."""
     return {} if train.fp8 is None else {"fp8": train.fp8, "fp8_recipe": train.fp8_recipe or "tensorwise"}
-
-
-def half_precision(precision: Precision) -> dict[str, bool]:
-    """Returns flags of the model's and the optimizer's config; without either, megatron-core computes in fp32."""
-    match precision:
-        case "fp32":
-            return {}
-        case "bf16":
-            return {"bf16": True}
-        case "fp16":
-            return {"fp16": True}
-        case _:
-            assert_never(precision)
 
 
 def _recomputed(train: TrainSection) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from mtrain.config.schema.adapter import AdapterSection
 from mtrain.core.layers.adapters.adapter import LORA_A, LORA_B, MAGNITUDE, Adapter
 from mtrain.core.layers.attention.mla import ReplicatedLinear
 from mtrain.core.layers.output_layer import Operands
+from mtrain.core.layers.products import widened
 
 
 class Fusion(NamedTuple):
@@ -193,7 +194,7 @@ class LinearAdapter(Adapter):
         """Returns [outputs] of this rank in the inputs' dtype: magnitude over row norm, 1 for a part without one."""
         norms = self._parts.fusion.split(self.row_norms())
         ratios = [
-            (_wide(self._of(name, MAGNITUDE)) / norm) if name in self._parts.adapted else None
+            (widened(self._of(name, MAGNITUDE)) / norm) if name in self._parts.adapted else None
             for name, norm in zip(self._parts.names, norms, strict=True)
         ]
         return self._parts.fusion.joined(ratios, 1.0, norms[0]).to(self.config.params_dtype)
@@ -206,12 +207,12 @@ class LinearAdapter(Adapter):
         One all-reduce over TP for a row-parallel projection. The sum is formed and freed.
         """
         products = [
-            self._section.scale_of(name) * (_wide(self._of(name, LORA_B)) @ _wide(self._of(name, LORA_A))).T
+            self._section.scale_of(name) * (widened(self._of(name, LORA_B)) @ widened(self._of(name, LORA_A))).T
             if name in self._parts.adapted
             else None
             for name in self._parts.names
         ]
-        weight = _wide(self._weight())  # [outputs, inputs]
+        weight = widened(self._weight())  # [outputs, inputs]
         whole = weight.T + self._parts.fusion.joined(products, 0.0, weight.T)
         return self._over_ranks(whole.square().sum(0)).sqrt()
 
@@ -235,10 +236,6 @@ class LinearAdapter(Adapter):
 
     def _of(self, name: str, kind: str) -> nn.Parameter:
         return self.get_parameter(f"{name}_{kind}")
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class WeightAdapter(LinearAdapter):

@@ -35,6 +35,7 @@ from torch.nn import functional
 from mtrain.core.layers.attention.key_set import KeySet, Run, Segments, key_set, pieces_of, window_of
 from mtrain.core.layers.attention.key_source import Cached, CachedPass, KeySource, Remembering, source_of
 from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
+from mtrain.core.layers.products import widened
 
 SINK_WIDTH = 8
 """Number of dimensions that a sink adds, though one would do: kernels on GPUs take head sizes in steps of eight."""
@@ -130,7 +131,7 @@ class RowAttention(DividedModule, Remembering):
             return self._weighted_values(query, key, value, keys, 0)
         value_dim = value.shape[-1]
         # float32 from here on: the sum of its gradient over all tokens would lose bits in bfloat16
-        sinks = self.softmax_offset.to(torch.promote_types(self.softmax_offset.dtype, torch.float32))
+        sinks = widened(self.softmax_offset)
         # divided, because the kernel multiplies all scores by the scale, that of the sink as well
         query, key, value = with_sink_keys(query, key, value, self.source.own_heads(sinks) / self.scale)
         return self._weighted_values(query, key, value, keys, 1)[..., :value_dim]

@@ -43,6 +43,7 @@ from mtrain.core.layers.own_parameters import (
     input_projection,
     output_projection,
 )
+from mtrain.core.layers.products import widened
 
 _DECAYS = 0.01, 16.0
 """Bounds between which first decays are uniform, as in transformers; parameters are their logarithms."""
@@ -165,8 +166,8 @@ class GatedDeltaNet(OwnAttention):
     def _log_decay(self, given: Tensor) -> Tensor:
         """Returns the logarithm of each head's decay, below 0, [seq_local, batch, value_heads]; at least float32, as a
         state is its product over many tokens."""
-        wide = torch.promote_types(given.dtype, torch.float32)
-        return -self.A_log.to(wide).exp() * functional.softplus(given.to(wide) + self.dt_bias.to(wide))
+        wide = widened(given)
+        return -self.A_log.to(wide.dtype).exp() * functional.softplus(wide + self.dt_bias.to(wide.dtype))
 
 
 def first_log_decays(uniform: Tensor) -> Tensor:
@@ -201,9 +202,8 @@ class GatedNorm(nn.Module):
         One all-reduce over TP of the weight's gradient in backward. The output is rounded once more before the gate, as
         transformers does.
         """
-        wide = torch.promote_types(heads.dtype, torch.float32)
+        wide = widened(heads)
         # each rank has a part of the gradient, with sequence parallelism and without
-        weight = copy_to_tensor_model_parallel_region(self.weight.to(wide), group=self.tp)
-        given = heads.to(wide)
-        normed = given * torch.rsqrt(given.square().mean(-1, keepdim=True) + self.epsilon)
-        return (weight * normed.to(heads.dtype) * functional.silu(gate.to(wide))).to(heads.dtype)
+        weight = copy_to_tensor_model_parallel_region(self.weight.to(wide.dtype), group=self.tp)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return (weight * normed.to(heads.dtype) * functional.silu(gate.to(wide.dtype))).to(heads.dtype)

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from mtrain.core.layers.attention.rotating import grown, is_rotated
 from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
+from mtrain.core.layers.products import widened
 
 CHECKPOINT_NAMES = {
     "self_attention.qk_norm.q_": "self_attention.q_layernorm.",
@@ -96,8 +97,7 @@ class FullWidthNorm(DividedModule):
         )
 
     def _gain(self, weight: Tensor) -> Tensor:
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return 1.0 + wide if self.is_zero_centered else wide
+        return 1.0 + widened(weight) if self.is_zero_centered else widened(weight)
 
 
 class _Normalised(torch.autograd.Function):
@@ -119,14 +119,14 @@ class _Normalised(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         inputs, gains = (query, key), (query_gain, key_gain)
         # [seq, batch, 1, 1] each, over this rank's heads
-        squares = [_wide(x).square().sum((-2, -1), keepdim=True) for x in inputs]
+        squares = [widened(x).square().sum((-2, -1), keepdim=True) for x in inputs]
         inverse_roots = [torch.rsqrt(mean + epsilon) for mean in _means(squares, inputs, tp)]
         # The inputs in their own dtype, not the float32 results: those are cheap to compute again and take twice the
         # memory.
         ctx.save_for_backward(*inputs, *gains, *inverse_roots)
         ctx.tp = tp
         outputs = [
-            (_wide(x) * root * gain.view(x.shape[-2:])).to(x.dtype)
+            (widened(x) * root * gain.view(x.shape[-2:])).to(x.dtype)
             for x, gain, root in zip(inputs, gains, inverse_roots)
         ]
         return outputs[0], outputs[1]
@@ -136,8 +136,8 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         inputs, gains, inverse_roots = saved[0:2], saved[2:4], saved[4:6]
-        normalised = [_wide(x) * root for x, root in zip(inputs, inverse_roots)]
-        weighed = [_wide(d) * gain.view(d.shape[-2:]) for d, gain in zip(gradients, gains)]
+        normalised = [widened(x) * root for x, root in zip(inputs, inverse_roots)]
+        weighed = [widened(d) * gain.view(d.shape[-2:]) for d, gain in zip(gradients, gains)]
         # of this rank's heads; `_means` adds those of the other ranks
         products = [(w * n).sum((-2, -1), keepdim=True) for w, n in zip(weighed, normalised)]
         of_inputs = [
@@ -145,12 +145,8 @@ class _Normalised(torch.autograd.Function):
             for w, n, mean, root, x in zip(weighed, normalised, _means(products, inputs, ctx.tp), inverse_roots, inputs)
         ]
         # not summed over TP: each rank has the gradient of its own part of the weights
-        of_gains = [(_wide(d) * n).sum((0, 1)).flatten() for d, n in zip(gradients, normalised)]
+        of_gains = [(widened(d) * n).sum((0, 1)).flatten() for d, n in zip(gradients, normalised)]
         return *of_inputs, *of_gains, None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _means(sums: list[Tensor], inputs: tuple[Tensor, ...], tp: dist.ProcessGroup) -> Tensor:

@@ -14,6 +14,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from torch import Tensor
 
 from mtrain.core.layers.attention.rotating import RotatingAttention
+from mtrain.core.layers.products import widened
 
 
 class NormedValueAttention(RotatingAttention):
@@ -70,5 +71,5 @@ class _WithoutValues(ColumnParallelLinear):
 
 def normed(heads: Tensor, epsilon: float) -> Tensor:
     """Divides each head by the root of its mean square, in float32 at least; [..., head_dim]."""
-    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+    wide = widened(heads)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(heads.dtype)

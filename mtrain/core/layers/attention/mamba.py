@@ -39,6 +39,7 @@ from mtrain.core.layers.own_parameters import (
     input_projection,
     output_projection,
 )
+from mtrain.core.layers.products import widened
 
 
 class MambaCore(RecurrentCore):
@@ -110,10 +111,9 @@ class MambaMixer(OwnAttention):
         # [seq_local, batch, groups, rows of one]
         grouped = projected.unflatten(-1, (heads.key_heads, -1))
         mixed, gate, step = torch.split(grouped, [heads.channels, shared * heads.value_dim, shared], dim=-1)
-        wide = torch.promote_types(step.dtype, torch.float32)
-        step = self._step(step.flatten(2).to(wide))
+        step = self._step(widened(step.flatten(2)))
         weight, bias = self.conv1d()
-        log_decay = -self.A_log.to(wide).exp() * step
+        log_decay = -self.A_log.to(step.dtype).exp() * step
         context = self.attended(mixed.flatten(2), weight, log_decay, step, attention_mask, bias, self.D)
         output, _ = self.out_proj(self.out_norm(context, gate.flatten(2)))
         return output, None
@@ -141,8 +141,8 @@ class GroupNorm(DividedModule):
 
         The output is rounded once more before the weight, as transformers does.
         """
-        wide = torch.promote_types(context.dtype, torch.float32)
-        gated = context.to(wide) * functional.silu(gate.to(wide))
+        wide = widened(context)
+        gated = wide * functional.silu(gate.to(wide.dtype))
         groups = torch.unflatten(gated, -1, (self.groups, -1))
         normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.epsilon)
         return self.weight * normed.flatten(2).to(context.dtype)

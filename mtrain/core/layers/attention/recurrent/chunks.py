@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mtrain.core.layers.products import widened
+
 
 class Projected(NamedTuple):
     """What tokens give to a rule, in any dtypes; it computes in float32 at least."""
@@ -138,7 +140,7 @@ def by_chunk(part: Tensor, key_heads: int, chunk: int) -> Tensor:
 
     The row is padded to whole chunks by tokens that leave states as they are: their keys, steps and log decays are 0.
     """
-    part = part.to(torch.promote_types(part.dtype, torch.float32))
+    part = widened(part)
     missing = -len(part) % chunk
     part = functional.pad(part, (0, 0) * (part.dim() - 1) + (0, missing))
     part = torch.unflatten(torch.unflatten(part, 0, (-1, chunk)), 3, (key_heads, -1))

@@ -22,6 +22,7 @@ from torch.nn import functional
 from mtrain.core.layers.attention.key_source import CachedPass, Exchanged, Remembering
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, applied, transition
 from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
+from mtrain.core.layers.products import widened
 
 
 def causal_convolution(
@@ -47,7 +48,7 @@ def causal_convolution(
     before = x.new_zeros(kernel - 1, *x.shape[1:]) if state is None else state
     inputs = torch.cat((before, x))
     # summed in float32, as kernels for half precision do
-    taps = weight.to(torch.promote_types(weight.dtype, torch.float32)).unbind(1)
+    taps = widened(weight).unbind(1)
     total = x * taps[-1] if bias is None else torch.addcmul(bias.to(taps[-1].dtype), x, taps[-1])
     places = torch.arange(seq, device=x.device)
     for back in range(1, kernel):
@@ -130,20 +131,15 @@ class Memory:
         length = int(counts.max())
         return Places(sequences, row, length - counts[row] + reading.positions, length)
 
-    def window(self, places: Places) -> Tensor | None:
-        """Returns the inputs before the tokens, [kernel - 1, rows, channels]; None: sequences begin here."""
-        if self._reading.of_prompts or self._window is None:
-            return None
-        return self._window[:, places.sequences]
-
-    def state(self, places: Places) -> Tensor | None:
-        """Returns the states before the tokens, [rows, value_heads, key_dim, value_dim]; None: sequences begin here."""
-        if self._reading.of_prompts or self._state is None:
-            return None
-        return self._state[places.sequences]
+    def before(self, places: Places) -> tuple[Tensor | None, Tensor | None]:
+        """Returns what is before the tokens: inputs, [kernel - 1, rows, channels], and states, [rows, value_heads,
+        key_dim, value_dim]; None: sequences begin here."""
+        if self._reading.of_prompts or self._window is None or self._state is None:
+            return None, None
+        return self._window[:, places.sequences], self._state[places.sequences]
 
     def keep(self, places: Places, window: Tensor, state: Tensor) -> None:
-        """Keeps what is after the tokens, in the shapes of `window` and `state`."""
+        """Keeps what is after the tokens, in the shapes of `before`."""
         count = self._reading.capacity[0]
         if self._window is None or self._state is None:
             self._window = window.new_zeros(len(window), count, *window.shape[2:])
@@ -328,9 +324,10 @@ class RecurrentCore(nn.Module, Remembering):
         """Continues the sequences of a pass, whose tokens are [tokens, 1, ...]."""
         places = memory.places()
         rows = Inputs._make(places.as_rows(each) for each in inputs)
-        convolved, window = causal_convolution(rows.mixed, held.weight, None, memory.window(places), held.bias)
+        window, state = memory.before(places)
+        convolved, window = causal_convolution(rows.mixed, held.weight, None, window, held.bias)
         tokens = self._tokens(convolved, rows)
-        output, state = applied(self.chunks(tokens, None), tokens.value, memory.state(places), held.skip)
+        output, state = applied(self.chunks(tokens, None), tokens.value, state, held.skip)
         memory.keep(places, window, state)
         return places.as_tokens(output)
 
