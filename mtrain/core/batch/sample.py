@@ -120,11 +120,8 @@ def shifted(
 ) -> Sample:
     """Builds a sample from running text: position t holds ids[t] and predicts ids[t + 1].
 
-    Args:
-        ids: [n] token ids, at least one.
-        label_mask: [n - 1]: weight of predicting each of ids[1:].
-        document_starts: [n - 1]: index of the first token of each token's document; None for one document.
-        extras: Values of each predicted token, [n - 1], or one number for the whole sample, by name.
+    `label_mask` has the weight of predicting each of ids[1:], `document_starts` the first token of each one's document,
+    None for one document; extras are values of each predicted token, or one number for the whole sample.
     """
     width = max(1, len(ids) - 1)
     return Sample(

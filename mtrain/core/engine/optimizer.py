@@ -200,11 +200,12 @@ class Optimizer:
 
     @torch.no_grad()
     def local_grad_norm_sq(self) -> Tensor:
-        """Returns what this rank adds to the squared global L2 norm of the reduced gradients.
+        """Returns what this rank adds to the squared global L2 norm of the reduced gradients, a float64 scalar on the
+        device.
 
-        The result is a float64 scalar on the device, to be summed over the world. No communication, no host
-        synchronization. The gradients may still be scaled in place: the optimizer holds views of the same float32
-        memory. It is not finite if a gradient is not: float64 holds the squares of all float32 values.
+        No communication, no host synchronization. The gradients may still be scaled in place, as the optimizer holds
+        views of the same memory. It is not finite if a gradient is not: float64 holds the squares of all float32
+        values.
         """
         for part in self._optimizers():
             # points `.grad` of the main weights at the reduced buffers
@@ -219,8 +220,7 @@ class Optimizer:
     def update(self, lr: float, grad_norm: float) -> Update:
         """Makes one step on the gradients whose norm was taken; in fp16 none if they overflowed.
 
-        The clipping factor is clip_grad / (norm + 1e-6), as in torch and Megatron-LM. One host synchronization if the
-        loss scale has moved.
+        One host synchronization if the loss scale has moved.
 
         Raises:
             NonFiniteError: The gradient norm is not finite, or overflows or underflows in float32; weights and state

@@ -74,8 +74,7 @@ class OptimizerState:
     def fuse(self) -> None:
         """Makes torch's AdamW update a whole group in one pass over memory, on CPUs and GPUs; before the first update.
 
-        Its state is that of the unfused form, which megatron-core asks for; the last bit of some weights differs, as
-        products are rounded in another order.
+        The last bit of some weights differs from the unfused form, as products are rounded in another order.
         """
         for part in self._parts():
             if _steps_by_parameter(part):  # the others are fused already

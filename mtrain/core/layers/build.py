@@ -47,8 +47,7 @@ def unwrap(chunk: torch.nn.Module) -> LanguageModel:
 
 
 def build_with(backend: Backend, config: Config, groups: Groups) -> torch.nn.Module:
-    """Builds this rank's only chunk of layers that the caller chose, although a run may not take them: no DDP, weights
-    still to be set.
+    """Builds this rank's only chunk of layers that the caller chose, weights still to be set, without DDP.
 
     Raises:
         ConfigError: megatron-core refuses the configuration.

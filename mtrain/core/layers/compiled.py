@@ -40,8 +40,7 @@ def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) 
     """Makes the layers of a rank's chunks compile in their first forward pass, as `train.compile` says.
 
     All ranks compile or none, as compiled sums round differently and ranks of TP hold copies that have to stay the same
-    bits. If a rank has no working compiler, a note says so and nothing is compiled. A part that turns out not to be
-    compilable runs uncompiled, with one note. Collective over the world.
+    bits; a note says why not, and which part runs uncompiled. Collective over the world.
     """
     match config.train.compile:
         case "none":

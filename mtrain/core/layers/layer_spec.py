@@ -85,8 +85,8 @@ def absent(device: torch.device) -> list[str]:
 def unbuildable(config: Sections) -> list[str]:
     """Lists what keeps a run from TransformerEngine's layers, whatever the machine and a certificate say.
 
-    TransformerEngine fuses norms into the projections after them, whose inputs an adapter has to read. Under context
-    parallelism it cuts every document; ours are rows that are cut.
+    It fuses norms into the projections after them, whose inputs an adapter has to read, and cuts every document for
+    context parallelism, where we cut rows.
     """
     documents = "documents in rows (data.isolate_documents, data.packing) need torch layers"
     is_in_8_bits = config.train.fp8 is not None and config.model.experts is not None
@@ -121,9 +121,8 @@ def uncertified(config: Sections) -> list[str]:
 def choose(config: Sections, device: torch.device) -> Choice:
     """Resolves `model.backend` on this rank.
 
-    `auto` means te if it can be built and a certificate of these layers on this machine says that it is right and
-    faster, or if it needs no certificate. Delta nets, which te lacks, use flash-linear-attention if a certificate says
-    the same of it.
+    `auto` means te if it can be built and needs no certificate, or if one says that it is right and faster here. Delta
+    nets, which te lacks, use flash-linear-attention if a certificate says the same of it.
 
     Raises:
         ConfigError: `te`, or what its layers alone can do, was asked for where they cannot run.

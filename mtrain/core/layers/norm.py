@@ -62,8 +62,7 @@ class Norm(nn.Module):
 class RmsNormOnCpu(torch.autograd.Function):
     """Maps (hidden [..., size], weight [size], epsilon) to [..., size], in float32 or float64.
 
-    Torch has no single kernel for it on CPUs: autograd of the formula makes twice the passes and keeps the normalized
-    tokens.
+    Autograd of the formula, for want of a kernel, makes twice the passes and keeps the normalized tokens.
     """
 
     @staticmethod

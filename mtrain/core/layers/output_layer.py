@@ -67,8 +67,8 @@ class OutputLayer(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None] | Operands:
         """Computes logits like megatron-core, or returns `Operands`.
 
-        For operands: under sequence parallelism one all-gather of the hidden states over TP, and in backward one
-        reduce-scatter; otherwise one all-reduce in backward.
+        The latter costs, under sp, one all-gather over TP and in backward one reduce-scatter; else one all-reduce in
+        backward.
         """
         # in this call, since hooks that wait for parameters are on it
         if not as_operands:
@@ -85,10 +85,9 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class ScoreHead(MegatronModule):
-    """Head of a model that scores sequences: hidden size -> labels, called like `OutputLayer`.
+    """Head of a model that scores sequences: hidden size -> labels, called like `OutputLayer`; transformers' `score`.
 
-    transformers calls it `score`: one matrix without a bias, after the final norm. Every rank of TP has the whole
-    matrix and computes the same numbers, so no gradient has to be summed over TP.
+    Every rank of TP has the whole matrix and computes the same numbers, so no gradient has to be summed over TP.
     """
 
     softcap = None

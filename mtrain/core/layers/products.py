@@ -24,8 +24,8 @@ def widened(x: Tensor) -> Tensor:
 def widened_linear(inputs: Tensor, weight: Tensor) -> Tensor:
     """Multiplies [..., columns] x [rows, columns] -> [..., rows], in the precision of the inputs.
 
-    A weight in lower precision has to be frozen. It is converted for the product and again in backward, which keeps the
-    weight as it is and nothing of the inputs; where both have one precision this is torch's own product.
+    A frozen weight in lower precision is converted for the product and again in backward, which keeps nothing of the
+    inputs.
     """
     if inputs.dtype == weight.dtype:
         return functional.linear(inputs, weight)
@@ -63,11 +63,7 @@ def install() -> None:
 
 @torch.no_grad()
 def add_product(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None:
-    """Adds the gradient of a weight to its total.
-
-    Args:
-        total: Sum [out, in] float32; changed in place.
-    """
+    """Adds the gradient of a weight to its total, [out, in] float32, in place."""
     if inputs.dtype == torch.float32:
         total.addmm_(output_gradients.t(), inputs)
     elif inputs.device.type == "cuda":

@@ -80,11 +80,8 @@ def compute_in_float64(translated: TransformerConfig) -> None:
 
 
 def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Returns the fields of `model.megatron`, without those about transfers that `layout` does not make.
-
-    A run's own layout makes them all (config/known_issues.py); a reference of one process, a teacher or a generator has
-    another layout.
-    """
+    """Returns the fields of `model.megatron`, without those about transfers that `layout` does not make: a reference of
+    one process, a teacher or a generator has another layout than the run."""
     overlaps = layout.vpp > 1 and given.get("overlap_p2p_comm") is not False
     unfit = {
         "overlap_p2p_comm": layout.vpp == 1,

@@ -51,11 +51,8 @@ def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks whose backward is the same sum.
-
-    Each rank differentiates its own part N_r of the numerator N = sum of N_r. The summand x_s of rank s reaches all of
-    them through the sum S, so dN / dx_s is the sum over r of dN_r / dS.
-    """
+    """Sum over ranks whose backward is the same sum: each rank differentiates its own part N_r of the numerator, and
+    the summand x_s of rank s reaches all of them through the sum S, so dN / dx_s is the sum over r of dN_r / dS."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -27,11 +27,8 @@ def in_the_place_of() -> Kind | None:
 
 
 def install() -> None:
-    """Replaces the collectives that megatron-core calls by these; on every rank, for CPUs only.
-
-    A user's program keeps torch's own collectives of equal sizes, and so do gradient buffers, whose calls torch
-    collects.
-    """
+    """Replaces the collectives that megatron-core calls by these; on every rank, for CPUs only. A user's program keeps
+    torch's own of equal sizes, and so do gradient buffers, whose calls torch collects."""
     _install_unequal_sizes()
     import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.mappings as mappings

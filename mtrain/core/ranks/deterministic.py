@@ -26,11 +26,9 @@ _SIGN = "does not have a deterministic implementation"
 
 @contextlib.contextmanager
 def deterministic(is_wanted: bool) -> Iterator[None]:
-    """Makes what a block computes repeat to the bit on the same device, versions and layout; nothing if not
-    `is_wanted`.
+    """Makes what a block computes repeat to the bit on the same device, versions and layout, if that is wanted.
 
-    Enter it before CUDA starts. The environment keeps the variables, since libraries have read them; torch's switch is
-    restored at the end.
+    Enter it before CUDA starts. The environment keeps the variables, since libraries have read them.
 
     Raises:
         ConfigError: The block used an operation of torch that cannot be deterministic.

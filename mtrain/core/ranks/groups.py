@@ -150,9 +150,9 @@ def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGr
 def connecting_on_first_use() -> Iterator[None]:
     """Lets NCCL connect groups that are opened inside the block in their first collective, not now.
 
-    megatron-core opens some twenty groups, most of which a layout never uses or which have one rank. If the world is
-    bound to a GPU, torch connects each of them at once: on an H100 every communicator took 0.4 GiB of the GPU, and 0.4
-    s to close. It also splits the world's communicator for ranks outside of a new group, even of a gloo group.
+    megatron-core opens some twenty groups, most of which a layout never uses. If the world is bound to a GPU, torch
+    connects each at once: on an H100 every communicator took 0.4 GiB of the GPU, and 0.4 s to close. It also splits the
+    world's communicator for ranks outside of a new group, even of a gloo group.
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is open"

@@ -75,11 +75,7 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
 
 
 def gpu_index(local_rank: int, num_gpus: int, environ: Mapping[str, str]) -> int:
-    """Returns the index of this rank's GPU among those that torch sees.
-
-    Raises:
-        MachineError: There are fewer GPUs than ranks.
-    """
+    """Returns the index of this rank's GPU among those that torch sees; raises MachineError where there are too few."""
     # with srun --gpus-per-task each rank sees only its own, as number 0
     if num_gpus == 1 and environ.get("SLURM_GPUS_PER_TASK"):
         return 0

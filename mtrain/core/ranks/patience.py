@@ -54,11 +54,7 @@ class Patience:
             set_timeouts(groups, _NEVER)
 
     def wait(self, plain: Callable[..., Any], work: Any, *arguments: Any, **options: Any) -> Any:
-        """Waits for a collective or a message by `plain`, the method of torch.
-
-        Raises:
-            RuntimeError: The wait took longer than the limit, or the connection broke.
-        """
+        """Waits for a collective or a message by `plain`, the method of torch; raises RuntimeError after the limit."""
         try:
             with self.counted():
                 # a message would keep the timeout that its group was opened with

@@ -34,11 +34,8 @@ class HostBlocks:
 
 
 class HostMemory:
-    """Pieces of one size that are used again and again; pinned if a GPU copies.
-
-    Pieces have one size because needs change from step to step with the tokens that experts get. The memory grows when
-    there are too few pieces, and never shrinks.
-    """
+    """Pieces of one size that are used again and again, as needs change from step to step with the tokens that experts
+    get; pinned if a GPU copies. The memory grows when there are too few, and never shrinks."""
 
     def __init__(self, is_pinned: bool) -> None:
         """Creates an empty pool; no memory is taken yet."""

@@ -114,10 +114,7 @@ def sequence_scores(
 ) -> SlotScores:
     """Returns the score of every sequence of a global batch under the current weights; the same on all ranks.
 
-    The arguments are those of `preference_pass`; `choices` names those that layers take from the batches.
-
-    Raises:
-        DataError: A sequence belongs to no group.
+    The arguments are those of `preference_pass`. Raises DataError where a sequence belongs to no group.
     """
     model.sharded.gather_parameters()
     config, groups = model.config, model.groups

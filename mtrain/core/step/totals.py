@@ -22,11 +22,7 @@ LARGEST = 2.0**126
 
 
 def check_denominator(term: str, denominator: float) -> None:
-    """Refuses a denominator with which gradients lose digits; 0 is accepted, as nothing is divided by it.
-
-    Raises:
-        NumericError: The denominator is out of range.
-    """
+    """Raises NumericError for a denominator with which gradients lose digits; nothing is divided by 0, which passes."""
     # not (a <= D <= b): comparisons with nan are false, so nan and negative values are refused as well
     if denominator != 0 and not SMALLEST_DENOMINATOR <= denominator <= LARGEST:
         raise NumericError(
@@ -37,11 +33,8 @@ def check_denominator(term: str, denominator: float) -> None:
 
 
 def check_factors(coefficients: Mapping[str, float], denominators: Mapping[str, float]) -> None:
-    """Refuses side terms whose factor in the backward pass, c x D_main / D_k, is out of the range of float32.
-
-    Raises:
-        NumericError: A factor is out of range.
-    """
+    """Raises NumericError for a side term whose factor in backward, c x D_main / D_k, is out of the range of
+    float32."""
     main = denominators[MAIN_TERM]
     for term, coefficient in coefficients.items():
         # in float64 after the step's collective: all ranks hold the same bits and refuse together

@@ -61,12 +61,10 @@ class Adapter(DividedModule):
         may_be_padded: bool = False,
         is_halved: bool = False,
     ) -> None:
-        """Adds a parameter of zeros.
+        """Adds a parameter of zeros, with an axis that is divided over TP, or the same values on all its ranks.
 
-        Args:
-            divided_axis: Axis that is divided over TP; None means the same values on all its ranks.
-            may_be_padded: Whether it has a row for each token, with the padding that TP needs.
-            is_halved: Whether a rank of TP has a share of each half of the divided axis, as of gate and up.
+        It may have a row for each token, with the padding that TP needs; or a rank may have a share of each half of the
+        divided axis (`is_halved`), as of gate and up.
         """
         if divided_axis is None:
             parameter = replicated_parameter(self.config, torch.zeros(shape))
@@ -139,8 +137,8 @@ def is_adapter_key(key: str) -> bool:
 def first_deviation(name: str, columns: int) -> float:
     """Returns the standard deviation of the first numbers of an adapter's parameter, 0 for one that begins at zero.
 
-    A is drawn with PEFT's variance and B begins at zero, so that a model begins as its frozen part; for a table it is
-    the other way round. `columns` are those of the whole matrix.
+    A is drawn with PEFT's variance, by the columns of the whole matrix, and B begins at zero, so that a model begins as
+    its frozen part; for a table it is the other way round.
     """
     own = name.rpartition(".")[2]
     # that of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own

@@ -103,8 +103,7 @@ class FullWidthNorm(DividedModule):
 class _Normalised(torch.autograd.Function):
     """Maps x_i -> g_i x_i / sqrt(mean x^2 + epsilon), the mean over all ranks; in float32 at least, rounded once.
 
-    It saves the inputs and one number per token. With n = x / sqrt(...) and the gradient d of the output, that of the
-    input is (g d - n mean(g d n)) / sqrt(...), with the mean over all ranks again.
+    With n = x / sqrt(...) and the gradient d of the output, that of the input is (g d - n mean(g d n)) / sqrt(...).
     """
 
     @staticmethod

@@ -67,8 +67,8 @@ class KeyValueProjection(ColumnParallelLinear):
     def forward(self) -> Tensor:
         """Returns the weight, [rows of this rank, kv_lora_rank].
 
-        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter
-        (DistributedDataParallel._make_forward_pre_hook); a weight that is only read could be that of the last step.
+        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter; a weight
+        that is only read could be that of the last step.
         """
         return self.weight
 

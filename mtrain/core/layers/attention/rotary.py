@@ -92,12 +92,9 @@ def _dimension_of(rotations: float, rope: RopeSection, head_dim: int) -> float:
 
 
 def latent_softmax_scale(latent: LatentAttentionSection, rope: RopeSection) -> float:
-    """Returns the factor of the scores of multi-head latent attention.
-
-    It is 1 / sqrt(query_head_dim), under yarn with mscale_all_dim times the square of that magnitude, because only the
-    rotary part of a head has the attention factor on its cos and sin.
-    Source: DeepSeek-V3's released model.
-    """
+    """Returns the factor of the scores of latent attention, 1 / sqrt(query_head_dim): under yarn with mscale_all_dim
+    times the square of that magnitude, as only the rotary part of a head has the factor. Source: DeepSeek-V3's released
+    model."""
     magnitude = 1.0 if rope.mscale_all_dim is None else _yarn_magnitude(rope.factor, rope.mscale_all_dim)
     return magnitude**2 / math.sqrt(latent.query_head_dim)
 

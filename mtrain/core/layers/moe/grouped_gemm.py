@@ -71,9 +71,8 @@ _TRIALS = ((3, 0, 5, 0), (0, 0, 0, 0))
 def has_grouped(device: str, dtype: torch.dtype) -> bool:
     """Says whether torch has a grouped product on this kind of device that gives the numbers of the sequential one.
 
-    It tries tiny ones, forward and backward. Numbers are integers, so that any order of adding gives the same; memory
-    is full of NaN, so that an element that a kernel leaves untouched, such as the gradient of an expert without tokens,
-    is noticed.
+    It tries tiny ones of integers, which add up exactly in any order, forward and backward, in memory full of NaN, so
+    that an element that a kernel leaves untouched is noticed.
     """
     try:
         with _memory_of_nan():

@@ -87,8 +87,6 @@ def best_places(ranking: Tensor, section: ExpertsSection) -> Tensor:
     """Returns the indices of the top_k highest: [tokens, num_experts] -> [tokens, top_k] int64.
 
     With groups, a token chooses among its group_top_k best ones; a group counts by the sum of its num_scored highest.
-    By default that is top_k / group_top_k (megatron-core); in DeepSeek-V3 it is always 2 (transformers 5,
-    modeling_deepseek_v3.py).
     """
     if section.num_groups is not None and section.group_top_k is not None:
         grouped = ranking.view(len(ranking), section.num_groups, -1)

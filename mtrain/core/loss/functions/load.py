@@ -15,10 +15,7 @@ from mtrain.core.loss.pair import LossFunction, Reported
 
 
 def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
-    """Imports a loss function and binds its options, which makes it a function of `TermInputs` alone.
-
-    Args:
-        name: Key of `LOSS_FUNCTIONS`, or `package.module:name`.
+    """Imports a loss function, a key of `LOSS_FUNCTIONS` or `package.module:name`, and binds its options.
 
     Raises:
         ConfigError: The function cannot be imported or called, or its signature does not accept the options.

@@ -36,10 +36,7 @@ class Tempered:
 
 def local_sums(weighting: Tempered, other: Tempered) -> Tensor:
     """Returns this rank's part of [sum of exp(a), sum of exp(a) (a - b), sum of exp(b)] for scores a and b, [3, seq,
-    batch].
-
-    A token of the vocabulary whose exp(a) is 0 adds nothing to the second sum, whatever b is.
-    """
+    batch]. A token of the vocabulary whose exp(a) is 0 adds nothing to the second sum, whatever b is."""
     sums = torch.empty(3, *weighting.maximum.shape, dtype=weighting.maximum.dtype, device=weighting.local.device)
     for rows in row_slices(weighting.local):
         first, second = weighting.scores(rows), other.scores(rows)
@@ -54,11 +51,8 @@ def local_sums(weighting: Tempered, other: Tempered) -> Tensor:
 
 
 def divergence_of_sums(sums: Tensor) -> Tensor:
-    """Computes the sum of p (log p - log q) from the sums of `local_sums` over all ranks; p is the weighting
-    distribution.
-
-    In float64, because for similar distributions the three parts almost cancel.
-    """
+    """Computes the sum of p (log p - log q) from the sums of `local_sums` over all ranks, p being the weighting
+    distribution: in float64, because for similar distributions the three parts almost cancel."""
     weights, gaps, others = sums.double().unbind()
     return gaps / weights - weights.log() + others.log()
 

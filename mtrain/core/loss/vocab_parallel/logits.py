@@ -69,11 +69,8 @@ class VocabParallelLogits:
         return compute_dtype(self.local)
 
     def divided_by(self, temperature: float | Tensor) -> VocabParallelLogits:
-        """Returns the logits at a temperature, with a graph to these ones; the same object for the same temperature.
-
-        Args:
-            temperature: Divisor above 0: one number, or one per token, [batch, seq], where 0 (in padding) counts as 1.
-        """
+        """Returns the logits at a temperature, with a graph to these ones; the same object for the same temperature:
+        one number above 0, or one per token, [batch, seq], where 0 (in padding) counts as 1."""
         if isinstance(temperature, float | int) and temperature == 1:
             return self
         for known, divided in self._divided:  # tensors by identity, as the host would wait for their values
@@ -165,16 +162,11 @@ class VocabParallelLogits:
         return self._divergence(teacher, temperature, is_reverse=True)
 
     def top_k_divergence(self, ids: Tensor, known: Tensor, rest: Tensor) -> Tensor:
-        """Returns KL(target || self) at each token, for a target that knows the probability of a few tokens and of the
-        rest.
+        """Returns KL(target || self) at each token, for a target that knows the probability of k tokens, [batch, seq,
+        k], and of the rest, [batch, seq]; if that is 0 all other tokens take no part.
 
         Two all-reduces (the maximum; the sum of exponentials stacked with two more sums), one if another method has
-        computed the exponentials.
-
-        Args:
-            ids: Tokens with a known probability, [batch, seq, k] int64, each once.
-            known: Probabilities of these tokens, [batch, seq, k].
-            rest: Probability of all other tokens together, [batch, seq]; if it is 0 they take no part.
+        computed the exponentials. Each of the ids occurs once.
         """
         column, is_local = self._located(ids.transpose(0, 1).contiguous())
         dtype = self._values().dtype
