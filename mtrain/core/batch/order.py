@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,16 +173,6 @@ class Blend:
         return min(self.number_of(BlendPosition(source, end)) for source, end in enumerate(ends))
 
 
-class Dealer(Protocol):
-    """Assignment of samples to sources."""
-
-    def locate(self, n: int) -> BlendPosition:
-        """Finds the source of sample n, counted from 0."""
-
-    def locate_all(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Locates many samples: returns [n] sources and [n] numbers, `locate` of each of the [n] numbers."""
-
-
 @dataclass(frozen=True)
 class BlendPhase:
     """A blend that holds from some sample on."""
@@ -264,10 +254,20 @@ class SamplePosition:
     """Number of the sample in the source's own order, below the source's size."""
 
 
+class SamplesOfEpoch(NamedTuple):
+    """Places of those samples of a request that come from one epoch of one source."""
+
+    source: int
+    epoch: int
+    positions: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    """[n]: numbers of the samples in the source's own order."""
+
+
 class SampleOrder:
     """The endless sequence of training samples over weighted sources."""
 
-    def __init__(self, seed: int, dealer: Dealer, sizes: Sequence[int]) -> None:
+    def __init__(self, seed: int, dealer: Blend | BlendPhases, sizes: Sequence[int]) -> None:
         self._seed, self._dealer = seed, dealer
         self.sizes = tuple(sizes)
         """Number of samples that each source has in an epoch."""
@@ -282,7 +282,7 @@ class SampleOrder:
         key = key_of(self._seed, source, epoch)
         return SamplePosition(source, epoch, permuted(turn, self.sizes[source], key))
 
-    def locate_all(self, numbers: NDArray[np.int64]) -> Iterator["SamplesOfEpoch"]:
+    def locate_all(self, numbers: NDArray[np.int64]) -> Iterator[SamplesOfEpoch]:
         """Yields the places of many samples, one item for each source and epoch; a hundred times as fast as one by
         one."""
         sources, counts = self._dealer.locate_all(numbers)
@@ -294,16 +294,6 @@ class SampleOrder:
                 key = key_of(self._seed, source, epoch)
                 indices = all_permuted(turns[own], self.sizes[source], key)
                 yield SamplesOfEpoch(source, epoch, positions[own], indices)
-
-
-class SamplesOfEpoch(NamedTuple):
-    """Places of those samples of a request that come from one epoch of one source."""
-
-    source: int
-    epoch: int
-    positions: NDArray[np.int64]
-    indices: NDArray[np.int64]
-    """[n]: numbers of the samples in the source's own order."""
 
 
 def slots(microbatch: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> range:

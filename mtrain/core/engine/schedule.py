@@ -122,18 +122,6 @@ def _run(
     config: Config,
     forward_only: bool,
 ) -> None:
-    get_forward_backward_func()(
-        forward_step_func=_forward_step(consume),
-        data_iterator=[iter(batches) for _ in chunks],  # each virtual stage goes through all microbatches on its own
-        model=list(chunks),
-        num_microbatches=len(batches),
-        seq_length=config.row_width,
-        micro_batch_size=config.train.micro_batch_size,
-        forward_only=forward_only,
-    )
-
-
-def _forward_step(consume: Callable[[Logits, Microbatch], Tensor]) -> Callable[..., Any]:
     def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor | Logits, Any]:
         # the stages share rows and order, so every stage takes the same microbatch; positions and documents are in it
         batch = next(iterator)
@@ -144,4 +132,12 @@ def _forward_step(consume: Callable[[Logits, Microbatch], Tensor]) -> Callable[.
 
         return run_chunk(chunk, batch), loss_of_output  # megatron-core calls the second on the last stage alone
 
-    return forward_step
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in chunks],  # each virtual stage goes through all microbatches on its own
+        model=list(chunks),
+        num_microbatches=len(batches),
+        seq_length=config.row_width,
+        micro_batch_size=config.train.micro_batch_size,
+        forward_only=forward_only,
+    )

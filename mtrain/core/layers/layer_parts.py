@@ -1,7 +1,7 @@
 """The modules of each part of a layer: the half of `mtrain/arch/features` that needs megatron-core.
 
-Every part has one function, which puts its modules into a draft of the layer. `layer_spec` calls them in the order of
-LAYER_PARTS, so later parts may change what earlier ones put there.
+Every part puts its modules into a draft of the layer, in the order of LAYER_PARTS, so later ones may change what earlier
+ones put there.
 """
 
 import math
@@ -71,29 +71,6 @@ class LayerDraft:
         )
 
 
-def _nothing(draft: LayerDraft, model: ModelSection) -> None:
-    """Adds nothing, for a part that other modules build."""
-
-
-def _attention_norm(draft: LayerDraft, model: ModelSection) -> None:
-    draft.input_norm = Norm
-    draft.checkpoint_names |= _ATTENTION_NORM_NAMES
-
-
-def _feed_forward_norm(draft: LayerDraft, model: ModelSection) -> None:
-    draft.feed_forward_norm = Norm
-    draft.checkpoint_names |= _FEED_FORWARD_NORM_NAMES
-
-
-def _output_norms(draft: LayerDraft, model: ModelSection) -> None:
-    draft.module = OutputNormLayer
-    draft.checkpoint_names |= OUTPUT_NORM_NAMES
-
-
-def _layer_scalar(draft: LayerDraft, model: ModelSection) -> None:
-    draft.module = ScaledLayer
-
-
 def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
     draft.attention = ModuleSpec(
         module=RotatingAttention,
@@ -128,7 +105,6 @@ def _global_attention(draft: LayerDraft, model: ModelSection) -> None:
             k_layernorm=norm,
         ),
     )
-    draft.checkpoint_names.pop("input_layernorm.", None)  # TransformerEngine has no such layer to fuse it into
 
 
 def _value_norm(draft: LayerDraft, model: ModelSection) -> None:
@@ -146,7 +122,6 @@ def _full_width_qk_norm(draft: LayerDraft, model: ModelSection) -> None:
     assert draft.attention is not None
     # the class and not q_layernorm: megatron-core would call that head by head
     draft.attention.module = FullWidthNormAttention
-    draft.checkpoint_names |= full_width_norm.CHECKPOINT_NAMES
 
 
 def _attention_temperature(draft: LayerDraft, model: ModelSection) -> None:
@@ -156,9 +131,6 @@ def _attention_temperature(draft: LayerDraft, model: ModelSection) -> None:
 
 def _latent_attention(draft: LayerDraft, model: ModelSection) -> None:
     draft.attention = latent_attention_spec(model, LatentAttention)
-    # TransformerEngine has nothing to fuse the input norm into, as two projections read it
-    draft.checkpoint_names.pop("input_layernorm.", None)
-    draft.checkpoint_names |= LATENT_NORM_NAMES
 
 
 def latent_attention_spec(model: ModelSection, module: type[LatentAttention]) -> ModuleSpec:
@@ -174,12 +146,10 @@ def _latent_fields(model: ModelSection) -> dict[str, Any]:
 
 def _delta_net(draft: LayerDraft, model: ModelSection) -> None:
     draft.attention = ModuleSpec(module=GatedDeltaNet, params={"delta_net": model.delta_net})
-    draft.checkpoint_names.pop("input_layernorm.", None)  # TransformerEngine has no such layer to fuse it into
 
 
 def _mamba(draft: LayerDraft, model: ModelSection) -> None:
     draft.attention = ModuleSpec(module=MambaMixer, params={"mamba": model.mamba})
-    draft.checkpoint_names.pop("input_layernorm.", None)  # fused into no other layer, as with delta nets
 
 
 def _hybrid_fields(model: ModelSection) -> dict[str, Any]:
@@ -195,21 +165,21 @@ def _dense(draft: LayerDraft, model: ModelSection) -> None:
 def _experts(draft: LayerDraft, model: ModelSection) -> None:
     assert model.experts is not None
     draft.feed_forward = experts_spec(model.experts)
-    draft.checkpoint_names.pop("pre_mlp_layernorm.", None)  # read by the router and the experts: not fused either
-
-
-def _no_fields(model: ModelSection) -> dict[str, Any]:
-    return {}
 
 
 class Modules(NamedTuple):
     """Modules that megatron-core builds for one part of a layer."""
 
-    put_into: Callable[[LayerDraft, ModelSection], None] = _nothing
-    fields: Callable[[ModelSection], dict[str, Any]] = _no_fields
+    put_into: Callable[[LayerDraft, ModelSection], None] | None = None
+    fields: Callable[[ModelSection], dict[str, Any]] | None = None
     """Fields of TransformerConfig for a model in which some layer has the part."""
     first_values: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
     """End of a parameter's name -> function that turns numbers uniform between 0 and 1 into its initial values."""
+    draft: Mapping[str, Any] = MappingProxyType({})
+    """Values of fields of the draft."""
+    checkpoint_names: Mapping[str, str] = MappingProxyType({})
+    own_name: str = ""
+    """Name of a norm that TransformerEngine has no single projection to fuse it into."""
 
 
 _ATTENTION_NORM_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -230,27 +200,31 @@ and Megatron-Bridge's, where they belong to the projection before them."""
 MODULES: Mapping[type[LayerPart], Modules] = {
     features.AttentionResidual: Modules(),  # TransformerLayer itself adds it
     features.FeedForwardResidual: Modules(),
-    features.AttentionNorm: Modules(_attention_norm),
-    features.FeedForwardNorm: Modules(_feed_forward_norm),
-    features.OutputNorms: Modules(_output_norms),
-    features.LayerScalar: Modules(_layer_scalar),
+    features.AttentionNorm: Modules(draft={"input_norm": Norm}, checkpoint_names=_ATTENTION_NORM_NAMES),
+    features.FeedForwardNorm: Modules(draft={"feed_forward_norm": Norm}, checkpoint_names=_FEED_FORWARD_NORM_NAMES),
+    features.OutputNorms: Modules(draft={"module": OutputNormLayer}, checkpoint_names=OUTPUT_NORM_NAMES),
+    features.LayerScalar: Modules(draft={"module": ScaledLayer}),
     features.GroupedQueryAttention: Modules(
         _grouped_query_attention, lambda model: {"softmax_scale": softmax_scale(model)}
     ),
-    features.GlobalAttention: Modules(_global_attention, _hybrid_fields),
+    features.GlobalAttention: Modules(_global_attention, _hybrid_fields, own_name="input_layernorm."),
     features.QkNorm: Modules(_qk_norm, lambda model: {"qk_layernorm": True}),
-    features.FullWidthQkNorm: Modules(_full_width_qk_norm),
+    features.FullWidthQkNorm: Modules(_full_width_qk_norm, checkpoint_names=full_width_norm.CHECKPOINT_NAMES),
     # one more part of the projection, which `RotatingAttention` multiplies the output by
     features.AttentionGate: Modules(fields=lambda model: {"attention_output_gate": True}),
     features.AttentionTemperature: Modules(_attention_temperature),
     features.ValueNorm: Modules(_value_norm),
     # core attention builds them if this asks for them
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
-    features.MultiHeadLatentAttention: Modules(_latent_attention, _latent_fields),
-    features.GatedDeltaNet: Modules(_delta_net, _hybrid_fields, {".A_log": first_log_decays}),
-    features.Mamba: Modules(_mamba, first_values={".dt_bias": first_step_biases}),
+    features.MultiHeadLatentAttention: Modules(
+        _latent_attention, _latent_fields, checkpoint_names=LATENT_NORM_NAMES, own_name="input_layernorm."
+    ),
+    features.GatedDeltaNet: Modules(
+        _delta_net, _hybrid_fields, {".A_log": first_log_decays}, own_name="input_layernorm."
+    ),
+    features.Mamba: Modules(_mamba, first_values={".dt_bias": first_step_biases}, own_name="input_layernorm."),
     features.DenseFeedForward: Modules(_dense),
-    features.ExpertFeedForward: Modules(_experts, experts_fields),
+    features.ExpertFeedForward: Modules(_experts, experts_fields, own_name="pre_mlp_layernorm."),
     features.BranchNorms: Modules(),  # the layer of experts builds them
 }
 """Modules of each of LAYER_PARTS; a test keeps the two in step."""
@@ -260,8 +234,15 @@ def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
     """Builds the spec of layer `layer`, counted from 0: our modules on torch and megatron-core's parallel linears."""
     draft = LayerDraft()
     for part in LAYER_PARTS:
-        if part.is_in(model, layer):
-            MODULES[type(part)].put_into(draft, model)
+        modules = MODULES[type(part)]
+        if not part.is_in(model, layer):
+            continue
+        for name, value in modules.draft.items():
+            setattr(draft, name, value)
+        if modules.put_into is not None:
+            modules.put_into(draft, model)
+        draft.checkpoint_names |= modules.checkpoint_names
+        draft.checkpoint_names.pop(modules.own_name, None)
     return draft.spec()
 
 
@@ -269,7 +250,8 @@ def transformer_fields(model: ModelSection) -> dict[str, Any]:
     """Returns the fields of TransformerConfig that the parts of the model's layers ask for."""
     fields = {} if model.layer_pattern is None else _hybrid_fields(model)
     for part in features.present(model):
-        fields |= MODULES[type(part)].fields(model)
+        of_part = MODULES[type(part)].fields
+        fields |= {} if of_part is None else of_part(model)
     return fields
 
 

@@ -149,14 +149,14 @@ def differences(first: Member, second: Member, elastic: bool = False) -> list[Di
     found = [] if elastic else [Difference(_WORLD_SIZE, str(first.world_size), str(second.world_size))]
     if not set(first.folders) & set(second.folders):
         found.append(Difference(_FOLDER, first.folders[0], second.folders[0]))
-    found += [Difference(name, first.launch.get(name), second.launch.get(name)) for name in _LAUNCHERS]
-    if _JOB in first.launch and _JOB in second.launch:
-        found += [Difference(name, first.launch.get(name), second.launch.get(name)) for name in (_JOB, _JOB_RESTART)]
-        if _STEP in first.launch and _STEP in second.launch:
-            found.append(Difference(_STEP, first.launch[_STEP], second.launch[_STEP]))
+    names = list(_LAUNCHERS)
+    shared = first.launch.keys() & second.launch.keys()
+    if _JOB in shared:
+        names += (_JOB, _JOB_RESTART, _STEP) if _STEP in shared else (_JOB, _JOB_RESTART)
     # agents of several nodes count separately, and only restarts after failures of their own ranks
     if not elastic and first.group == second.group:
-        found.append(Difference(_RESTART, first.launch.get(_RESTART), second.launch.get(_RESTART)))
+        names.append(_RESTART)
+    found += [Difference(name, first.launch.get(name), second.launch.get(name)) for name in names]
     names = [*first.agreed, *(name for name in second.agreed if name not in first.agreed)]
     found += [Difference(name, first.agreed.get(name), second.agreed.get(name)) for name in names]
     return [each for each in found if each.first != each.second]

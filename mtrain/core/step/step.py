@@ -127,7 +127,10 @@ class TrainingStep:
             is_fp16 = self._optimizer.scales_loss
             step.factors = self._functions.factors([*planned.values()], objective, is_fp16, self._groups)
         elif objective.apart:
-            raise _denominators_too_late(objective)
+            raise ConfigError(
+                f"the loss terms {', '.join(sorted(objective.apart))} have denominators of their own, whose ratio to "
+                "the main one must be known before the first backward pass; give the whole global batch in one call"
+            )
         step.sums.pairs.diagnostics.expect(objective.reported)
         factors, terms = step.factors, tuple(objective.functions)
         # tensor-parallel rank 0 sends whole rows; each context-parallel rank then slices out its own part
@@ -243,10 +246,3 @@ class TrainingStep:
             NumericError: A loss is not finite, or a denominator cannot be right.
         """
         forward_totals(self._model, self._objective, [batches], self._teacher)
-
-
-def _denominators_too_late(objective: Objective) -> ConfigError:
-    return ConfigError(
-        f"the loss terms {', '.join(sorted(objective.apart))} have denominators of their own, whose ratio to "
-        "the main one must be known before the first backward pass; give the whole global batch in one call"
-    )
