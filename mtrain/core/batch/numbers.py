@@ -85,11 +85,7 @@ def real_numbers(given: Any, name: str) -> NDArray[Any]:
 
 
 def listed(given: Any, name: str) -> Any:
-    """Returns the numbers of an array or a tensor as lists, or as one number.
-
-    Raises:
-        ValueError: torch cannot read the tensor.
-    """
+    """Returns the numbers of an array or a tensor as lists, or as one number; ValueError if torch cannot read them."""
     try:
         return given.tolist()
     except RuntimeError:
@@ -132,12 +128,9 @@ class TopKFault(NamedTuple):
 def top_k_fault(
     numbers: NDArray[np.float32], names: Sequence[str], is_counted: NDArray[np.bool_], vocab_size: int
 ) -> TopKFault | None:
-    """Says what is wrong with extras of the names above; returns None if nothing is, or if there are none.
+    """Says what is wrong with extras of the names above, [tokens, columns] finite numbers; None if nothing is.
 
-    Args:
-        numbers: [tokens, columns] finite numbers.
-        names: Names of the columns, as `mtrain.config.extras.columns` gives them.
-        is_counted: [tokens]: whether some loss uses the token. Other tokens may have any token ids.
+    Names of the columns are those of `mtrain.config.extras.columns`. Tokens that no loss counts may have any token ids.
     """
     ids, logprobs = ([place for place, each in enumerate(names) if each.startswith(f"{key}[")] for key in _KEYS)
     if not ids and not logprobs:

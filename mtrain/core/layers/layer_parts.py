@@ -1,7 +1,7 @@
 """The modules of each part of a layer: the half of `mtrain/arch/features` that needs megatron-core.
 
-Every part puts its modules into a draft of the layer, in the order of LAYER_PARTS, so later ones may change what earlier
-ones put there.
+Every part puts its modules into a draft of the layer. Parts come in the order of LAYER_PARTS, so later ones may change
+what earlier ones put there.
 """
 
 import math

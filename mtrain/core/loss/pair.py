@@ -106,11 +106,8 @@ class TermInputs:
         return torch.arange(batch, device=self.labels.device).unsqueeze(1).expand(batch, seq)
 
     def logits_at(self, temperature: float | None) -> VocabParallelLogits:
-        """Returns the logits divided by the sampler's temperature, for functions marked with `at_temperature`.
-
-        Args:
-            temperature: Temperature of all tokens. None: that of each sample (`Datum.temperature`), or 1.
-        """
+        """Returns the logits divided by the sampler's temperature, for functions marked with `at_temperature`; None is
+        that of each sample (`Datum.temperature`), or 1."""
         if temperature is None:
             return self.logits.divided_by(self.extras[TEMPERATURE]) if TEMPERATURE in self.extras else self.logits
         return self.logits.divided_by(temperature)
@@ -214,13 +211,7 @@ def reports(*means: str, maxima: Sequence[str] = ()) -> Callable[[Function], Fun
 
 
 def stacked_extra(inputs: TermInputs, name: str, width: int) -> Tensor:
-    """Returns an extra of several numbers per token, [batch, seq, width] float32.
-
-    Args:
-        inputs: The microbatch.
-        name: Name of the extra, as in `Datum.extras`.
-        width: How many of its numbers per token are used, from the first on.
-    """
+    """Returns an extra of several numbers per token, [batch, seq, width] float32: the first `width` of them."""
     return torch.stack([inputs.extras[column(name, number)] for number in range(width)], dim=-1)
 
 
@@ -251,11 +242,7 @@ def weigh(token_losses: Tensor, inputs: TermInputs) -> LossPair:
 
     A token of weight 0 adds exactly 0, and its loss gets gradient 0, even if the loss is inf or nan. (The backward of
     the operations before, such as the square of inf, can still turn this 0 into nan: mask their inputs.) The numerator
-    keeps its graph when all tokens are masked.
-
-    Args:
-        token_losses: One loss per token, [batch, seq], float32 or wider.
-        inputs: The microbatch whose weights and shares count.
+    keeps its graph when all tokens are masked. Losses are [batch, seq], float32 or wider.
     """
     # a selection by index would make the host wait for the number of selected tokens
     return _pair(torch.where(inputs.weights != 0, token_losses * inputs.weights, 0.0), inputs)
@@ -266,12 +253,8 @@ def weigh_sequences(sequence_losses: Tensor, inputs: TermInputs) -> LossPair:
 
     A sequence counts by its shares of the denominator, each of which belongs to one token of one rank, so it counts
     once under any layout: by its sample weight in means over sequences, by its number of loss tokens in token-mean, and
-    not at all if it has no loss token (unless loss.empty_sequences=include).
-
-    Args:
-        sequence_losses: One loss per sequence, [sequences], the same on all ranks that hold parts of the sequences;
-            made with `TermInputs.sum_over_sequence`.
-        inputs: The microbatch whose shares count.
+    not at all if it has no loss token (unless loss.empty_sequences=include). Losses, [sequences], are made with
+    `TermInputs.sum_over_sequence`, so that all ranks that hold parts of a sequence have the same.
 
     Raises:
         ConfigError: The aggregation divides by one number for the whole batch, of which no sequence has a share.
@@ -305,8 +288,6 @@ def diagnosed(
     """Returns the pair with diagnostics over the tokens whose weight is not 0, each of which counts once.
 
     Args:
-        pair: Pair of the same tokens.
-        inputs: Microbatch whose weights say which tokens count.
         means: Values by name, [batch, seq]; the mean over tokens is reported.
         maxima: Values by name, [batch, seq]; the largest is reported.
     """

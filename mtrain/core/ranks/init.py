@@ -52,8 +52,7 @@ _places: dict[tuple[str, int], MeetingPlace] = {}
 def choose_device(wanted: Device, local_rank: int) -> torch.device:
     """Returns the device of `train.device`; `auto` means this rank's GPU if there is one, else the CPU.
 
-    Raises:
-        MachineError: A GPU was asked for and there is none, or there are fewer GPUs than ranks.
+    Raises MachineError where a GPU was asked for and there is none, or there are fewer GPUs than ranks.
     """
     match wanted:
         case "auto":

@@ -12,7 +12,6 @@ def next_token_loss(inputs: TermInputs, label_smoothing: float = 0.0) -> LossPai
     Two all-reduces over the tensor-parallel group (none where another term of the microbatch made them).
 
     Args:
-        inputs: One microbatch. All weights may be 0; the numerator is then exactly 0 and so is its gradient.
         label_smoothing: Share of the target that is spread evenly over all real tokens of the vocabulary, padding left
             out; 0 <= label_smoothing < 1.
     """

@@ -132,12 +132,8 @@ class ScoredSequences:
         return Pairs(self._at(chosen[whole]), self._at(rejected[whole]))
 
     def value_of_pairs(self, losses: Tensor, pairs: Pairs, rewards: tuple[Tensor, Tensor]) -> PreferenceValue:
-        """Returns the weighted mean of the pairs' losses as sums, with the usual diagnostics.
-
-        Args:
-            losses: Loss of each pair, [pairs] float64.
-            rewards: Rewards of the chosen and of the rejected answers, [pairs] each, for the diagnostics.
-        """
+        """Returns the weighted mean of the losses, [pairs] float64, as sums; rewards of chosen and rejected answers
+        make the usual diagnostics."""
         weights = pairs.weights
         chosen, rejected = (each.detach() for each in rewards)
         seen = {
@@ -199,7 +195,6 @@ def preference_loss(
     """Marks a function (ScoredSequences, **options) -> PreferenceValue as a loss of whole sequences.
 
     Args:
-        needs_reference: Whether the loss compares with a reference model.
         couples_groups: Whether the loss of a group depends on the others of its batch; a step is then one call of
             `Engine.forward_backward`.
         scores_by_head: Whether a score is the number that a head (`model.num_labels`: 1) computes from the sequence.
