@@ -157,7 +157,7 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
         sequence_ids=torch.from_numpy(ids) if form.is_packed else None,
         is_padding=~is_text if form.with_padding else None,
         sources=_laid(laid, _source, form.width, np.int64) if form.with_sources else None,
-        mtp=tuple(_targets(each, form) for each in further.values()),
+        mtp=tuple(_targets(pieces, form) for pieces in further.values()),
         extras={name: _laid(laid, partial(_extra, name), form.width, np.float32) for name in form.extras},
         choices={
             name: _laid(laid, partial(_choice, name, shape), form.width, np.int32, shape, filler=-1)
@@ -166,7 +166,7 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
         num_sequences=num_sequences,
         num_padding_tokens=is_text.numel() - int(is_text.sum()),
         # counted by weights, not by the mask: a sample of weight 0 counts nothing
-        num_loss_tokens=sum(int(np.count_nonzero(each.weights)) for each in main),
+        num_loss_tokens=sum(int(np.count_nonzero(sample.weights)) for sample in main),
         num_pairs=int(seen.sum()),
         num_window_pairs=int(seen.sum() if form.window is None else np.minimum(seen, form.window).sum()),
         num_output_rows=num_output_rows,
@@ -195,8 +195,8 @@ def _num_weighed(terms: Iterable[Sequence[Sequence[TokenTerms]]]) -> int:
     """Counts the positions that at least one of the terms counts."""
     by_term = [itertools.chain.from_iterable(rows) for rows in terms]
     count = 0
-    for of_sample in zip(*by_term):
-        count += int(np.any([each.weights != 0 for each in of_sample], axis=0).sum())
+    for terms_of_sample in zip(*by_term):
+        count += int(np.any([term.weights != 0 for term in terms_of_sample], axis=0).sum())
     return count
 
 

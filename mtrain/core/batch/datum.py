@@ -267,7 +267,7 @@ def _checked_extra(
             f"per token ({num_tokens}), one per predicted token ({num_tokens - 1}), or one for the whole sequence"
         )
     if not np.isfinite(values).all():
-        place = tuple(int(each) for each in np.argwhere(~np.isfinite(values))[0])
+        place = tuple(int(index) for index in np.argwhere(~np.isfinite(values))[0])
         where = f" at place {', '.join(map(str, place))}" if place else ""
         raise NumericError(
             f"{name} has an extra {extra!r} that is {values[place]}{where}; every number of it must be "

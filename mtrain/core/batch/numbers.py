@@ -76,7 +76,7 @@ def real_numbers(given: Any, name: str) -> NDArray[Any]:
     objects = np.asarray(given, dtype=object)
     for place in np.ndindex(objects.shape):
         if not isinstance(objects[place], numbers.Real | np.bool_):
-            at = "".join(f"[{each}]" for each in place)
+            at = "".join(f"[{index}]" for index in place)
             raise ValueError(f"{name}{at} is {_shown(objects[place])}, but must be a number")
     try:
         return objects.astype(np.float64)

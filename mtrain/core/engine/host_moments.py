@@ -32,7 +32,7 @@ class HostMoments:
         self._groups: list[_Group] = []
         blocks = HostBlocks(device.type == "cuda", "the optimizer's moments")
         for part, mains in state.mains_by_part():
-            groups = [_Group(part, each, device, blocks) for each in _grouped(mains)]
+            groups = [_Group(part, group, device, blocks) for group in _grouped(mains)]
             if not groups:  # a rank may hold nothing that this optimizer updates
                 continue
             self._groups += groups
@@ -72,7 +72,9 @@ class _Group:
         self._mains, self._device = mains, device
         self._states = [part.optimizer.state[main] for main in mains]
         self._param_groups, held = part.optimizer.param_groups, set(map(id, mains))
-        self._parameters = [[each for each in group["params"] if id(each) in held] for group in self._param_groups]
+        self._parameters = [
+            [parameter for parameter in group["params"] if id(parameter) in held] for group in self._param_groups
+        ]
         sizes = [-(-main.numel() // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS for main in mains for _ in MOMENTS]
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self.memory = blocks.block(self._starts[-1] * torch.float32.itemsize)

@@ -44,24 +44,24 @@ class DiagnosticSums:
         A sum cannot find a maximum, so each rank has a number of its own in it.
         """
         parts = [torch.zeros(0, dtype=torch.float64, device=self._device)]
-        for each in self._found.values():
-            if each.ndim:
-                parts.append(each if groups.counts_loss else torch.zeros_like(each))
+        for sums in self._found.values():
+            if sums.ndim:
+                parts.append(sums if groups.counts_loss else torch.zeros_like(sums))
                 continue
-            own = each.new_zeros(groups.layout.world_size)
-            own[groups.rank] = each if groups.counts_loss else -math.inf
+            own = sums.new_zeros(groups.layout.world_size)
+            own[groups.rank] = sums if groups.counts_loss else -math.inf
             parts.append(own)
         return torch.cat(parts)
 
     def read(self, summed: Sequence[float], world_size: int) -> dict[str, float]:
         """Reads values by name from the vector's sum; leaves out those that no token counted for."""
         result: dict[str, float] = {}
-        for name, each in self._found.items():
-            count = 2 if each.ndim else world_size
+        for name, sums in self._found.items():
+            count = 2 if sums.ndim else world_size
             own, summed = summed[:count], summed[count:]
-            if each.ndim and own[1] != 0:
+            if sums.ndim and own[1] != 0:
                 result[name] = own[0] / own[1]
-            elif not each.ndim and max(own) > -math.inf:
+            elif not sums.ndim and max(own) > -math.inf:
                 result[name] = max(own)
         return result
 
@@ -272,7 +272,7 @@ class GlobalTotals:
         of_terms = zip(parts["pairs"][::2], parts["pairs"][1::2], parts["planned"], strict=True)
         sources, half = parts["sources"], len(parts["sources"]) // 2
         return StepTotals(
-            terms={term: TermTotals(*each) for term, each in zip(self._terms, of_terms, strict=True)},
+            terms={term: TermTotals(*sums) for term, sums in zip(self._terms, of_terms, strict=True)},
             stop_requested=parts["stop_requested"][0] > 0,
             tokens=TokenCounts(*map(int, parts["tokens"])),  # exact: float64 holds whole numbers to 2^53
             num_positions=self._num_positions,

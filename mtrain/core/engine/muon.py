@@ -127,14 +127,14 @@ class Muon:
             self._exchange(sent, [0] * self._num_ranks)
             return None
         name = names[self._rank]
-        slices = [[each for each in held.get(name, ()) if each.is_sent] for held in self._slices]
-        received = self._exchange(sent, [_num_elements(each) for each in slices])
+        slices = [[piece for piece in held.get(name, ()) if piece.is_sent] for held in self._slices]
+        received = self._exchange(sent, [_num_elements(pieces) for pieces in slices])
         # filled completely: each element has exactly one sender, which `_rounds` asserts
         whole = torch.empty(self._shapes[name], device=self._groups.device)
         # the sender has laid its slices one after the other in the order that it announced
         for held, values in zip(slices, received, strict=True):
-            for each, part in zip(held, _split(values, held), strict=True):
-                each.at.of(whole).copy_(part.view(each.at.shape))
+            for piece, part in zip(held, _split(values, held), strict=True):
+                piece.at.of(whole).copy_(part.view(piece.at.shape))
         return whole
 
     def _directions(self, name: str) -> list[Tensor]:
@@ -172,7 +172,7 @@ class Muon:
         if whole is not None:
             name = names[self._rank]
             # To replicas as well, unlike on the way there: all of them apply the update to their own main weights.
-            sent = [[each.at.of(whole).reshape(-1) for each in held.get(name, ())] for held in self._slices]
+            sent = [[piece.at.of(whole).reshape(-1) for piece in held.get(name, ())] for held in self._slices]
         return self._exchange(sent, [_num_elements(self._slices[self._rank].get(name, ())) for name in names])
 
     def _apply(self, names: Sequence[str], updates: Sequence[Tensor], lr: float) -> None:
@@ -198,11 +198,11 @@ class Muon:
 
 
 def _num_elements(slices: Sequence[MatrixSlice]) -> int:
-    return sum(each.at.num_elements for each in slices)
+    return sum(piece.at.num_elements for piece in slices)
 
 
 def _split(values: Tensor, slices: Sequence[MatrixSlice]) -> Sequence[Tensor]:
-    return torch.split(values, [each.at.num_elements for each in slices])
+    return torch.split(values, [piece.at.num_elements for piece in slices])
 
 
 def orthogonalized(matrix: Tensor, num_steps: int) -> Tensor:
@@ -250,7 +250,7 @@ def is_matrix(place: ShardedParameter) -> bool:
 def _rounds(shapes: Mapping[str, Sizes], everyone: Sequence[_Slices]) -> Iterator[list[str]]:
     """Yields the tensors of a stage by round and owner, the same on all ranks; those of a round have similar sizes."""
     for name, shape in shapes.items():
-        sent = _num_elements([each for slices in everyone for each in slices.get(name, ()) if each.is_sent])
+        sent = _num_elements([piece for slices in everyone for piece in slices.get(name, ()) if piece.is_sent])
         assert sent == math.prod(shape), f"{sent} of the {math.prod(shape)} elements of {name} have a rank to speak"
     # By size, so that owners of a round work about equally long; by name where sizes agree, for one order on all ranks.
     names = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))

@@ -63,10 +63,10 @@ def cause_of_non_finite(model: RankModel, local_gradients: Tensor | None) -> Cau
     everyone: list[_Seen] = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     # weights first: a nan in one makes every later gradient nan, also on ranks whose own state is fine
-    state = described([each.state for each in everyone])
+    state = described([rank.state for rank in everyone])
     if state is not None:
         return Cause(state, is_state=True)
-    gradient = described([each.gradient for each in everyone])
+    gradient = described([rank.gradient for rank in everyone])
     return Cause("" if gradient is None else f"the gradient of {gradient}, before ranks add theirs up", is_state=False)
 
 

@@ -279,8 +279,8 @@ class Optimizer:
         if factor == 1.0:
             return
         # one norm for dense parameters and experts: separately, each would clip by its own share
-        parameters = [each for optimizer in self._optimizers() for each in optimizer.get_parameters()]
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        parameters = [parameter for optimizer in self._optimizers() for parameter in optimizer.get_parameters()]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:  # a rank may hold no part of any parameter
             # in place: without apex, megatron-core's own function copies each gradient and copies it back
             torch._foreach_mul_(gradients, factor)

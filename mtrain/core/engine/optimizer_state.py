@@ -50,7 +50,7 @@ class OptimizerState:
         Moments may lie on the host (train.offload_optimizer); then the host waits for the last update.
         """
         for part in self._parts():
-            if any(each.is_cuda != main.is_cuda for main, each in _first_moments(part)):
+            if any(moment.is_cuda != main.is_cuda for main, moment in _first_moments(part)):
                 torch.cuda.current_stream().synchronize()  # on which the update ends with the copies to the host
             for flat_slice in self._slices(part):
                 yield flat_slice, _states(part, flat_slice.main)

@@ -34,7 +34,7 @@ class RecordedChoices:
         every = [module for chunk in model.chunks for module in unwrap(chunk).decoder.modules()]
         found = [module for module in every if isinstance(module, _MODULES[name])]
         # numbered from 1 over all stages
-        self._modules = {each.layer_number - 1: each for each in found if each.layer_number is not None}
+        self._modules = {module.layer_number - 1: module for module in found if module.layer_number is not None}
         self._passes: dict[int, list[Tensor]] = {}
 
     @contextmanager

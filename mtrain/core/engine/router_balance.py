@@ -116,8 +116,8 @@ class RouterBalance:
         """Divides by one layer's tokens: every router of the model's own layers counts its tokens; numerators are
         summed over layers, those of multi-token prediction included."""
         return {
-            term: replace(each, denominator=each.denominator / self._num_layers) if term in self.terms else each
-            for term, each in terms.items()
+            term: replace(totals, denominator=totals.denominator / self._num_layers) if term in self.terms else totals
+            for term, totals in terms.items()
         }
 
     @torch.no_grad()
@@ -171,8 +171,8 @@ class RouterStats:
         assert sequence_ids is not None, "a router does not know what is padding"
         # The loss mask is not used: a prompt loads its experts as well.
         weighted = self._weighted(logits, sequence_ids, step)
-        numerators = torch.stack([(each.losses * each.weights.to(logits.dtype)).sum() for each in weighted])
-        shares = torch.stack([each.denominator_weights.sum() * self._is_counted for each in weighted])
+        numerators = torch.stack([(term.losses * term.weights.to(logits.dtype)).sum() for term in weighted])
+        shares = torch.stack([term.denominator_weights.sum() * self._is_counted for term in weighted])
         step.accumulator.add_router(numerators, shares)
         # The sum enters backward here and not with the loss: most stages have no loss, and hidden states carry none
         # along.

@@ -199,8 +199,10 @@ class DataParallel:
             chunk.scale_gradients(factor)
 
     def local_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for parameter in (each for chunk in self._chunks for each in chunk.parameters() if each.requires_grad):
-            yield parameter, parameter.main_grad
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                if parameter.requires_grad:
+                    yield parameter, parameter.main_grad
 
     def whole_gradients(self) -> dict[Tensor, Tensor]:
         if self.is_divided:  # else every rank has the whole sum already

@@ -45,14 +45,14 @@ def finding(config: Sections, device: torch.device, candidate: str) -> Finding:
     """Looks a candidate up in the certificates of this user."""
     asked = layers_of(config)
     try:
-        known = [each for each in certificates(certificate_folder()) if each.layers == asked]
+        known = [certificate for certificate in certificates(certificate_folder()) if certificate.layers == asked]
     except MachineError:  # without a home folder there are none
         known = []
     here = machine_of(device) if known else {}
-    for each in known:
-        if each.machine == here and candidate in each.candidates:
-            return Finding(each.candidates[candidate], each.name, "")
-    others = [(_differences(each, here), each.name) for each in known if each.machine != here]
+    for certificate in known:
+        if certificate.machine == here and candidate in certificate.candidates:
+            return Finding(certificate.candidates[candidate], certificate.name, "")
+    others = [(_differences(other, here), other.name) for other in known if other.machine != here]
     if not others:
         return Finding(None, "", "")
     differences, name = min(others, key=lambda other: (len(other[0]), other[1]))

@@ -158,7 +158,7 @@ class LanguageModel(LanguageModule):
             return hidden_states
         ahead = ahead if self.mtp_process and self.looks_ahead else ()
         # before the output layer: with overlap_param_gather the embedding waits for a table that both share
-        embedded = [self._embed(each.tokens) for each in ahead]
+        embedded = [self._embed(targets.tokens) for targets in ahead]
         main, further = self._logits(hidden_states), []
         for number, each in enumerate(ahead):
             own = self._own_part(of_text(sequence_ids, each.is_padding))

@@ -115,7 +115,7 @@ def uncertified(config: Sections) -> list[str]:
     }
     unmet = [reason for reason, holds in reasons.items() if holds]
     keys = (feature.needs_certificate(config.model) for feature in FEATURES)
-    return [*unmet, *(f"{each} needs the torch backend without a certificate" for each in keys if each is not None)]
+    return [*unmet, *(f"{key} needs the torch backend without a certificate" for key in keys if key is not None)]
 
 
 def choose(config: Sections, device: torch.device) -> Choice:

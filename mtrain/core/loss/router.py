@@ -37,13 +37,13 @@ def router_denominator(term: RouterTerm, padding: Sequence[Tensor], sequence_ids
     `padding` has the positions without text of each microbatch, [batch, seq] bool, full rows on the CPU; `sequence_ids`
     the sequence of each, None where it is the row.
     """
-    is_text = [~each.numpy() for each in padding]
+    is_text = [~microbatch.numpy() for microbatch in padding]
     match term:
         case "router_sequence_balance":
             # a sequence of padding alone has no loss
             return float(sum(_num_sequences(text, ids) for text, ids in zip(is_text, sequence_ids, strict=True)))
         case "router_z" | "router_microbatch_balance" | "router_global_balance":
-            return float(sum(each.sum() for each in is_text))
+            return float(sum(text.sum() for text in is_text))
         case _:
             assert_never(term)
 

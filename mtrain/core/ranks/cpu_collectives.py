@@ -118,15 +118,15 @@ def _install_unequal_sizes() -> None:
 
 def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather(tensors: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        sizes = [len(each) for each in tensors]
+        sizes = [len(part) for part in tensors]
         if len(set(sizes)) <= 1:
             return original(tensors, tensor, group, async_op)
         assert not async_op
         whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])  # [rows of all ranks, ...]
         own = [len(tensor)] * len(sizes)
         dist.all_to_all_single(whole, torch.cat([tensor] * len(sizes)), sizes, own, group=group)
-        for each, part in zip(tensors, torch.split(whole, sizes), strict=True):
-            each.copy_(part)
+        for output, part in zip(tensors, torch.split(whole, sizes), strict=True):
+            output.copy_(part)
         return None
 
     return all_gather
@@ -140,7 +140,7 @@ def _scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        sizes = [len(each) for each in tensors]
+        sizes = [len(part) for part in tensors]
         if len(set(sizes)) <= 1:
             return original(output, tensors, op, group, async_op)
         assert op == dist.ReduceOp.SUM, "only sums"

@@ -189,7 +189,7 @@ def _refuse_other_purposes(purpose: Purpose) -> None:
     own = Member.of(RankEnvironment(rank, size, 0, 1, "", 0), purpose, {})
     digests: list[Any] = [None] * size
     dist.all_gather_object(digests, (own.digest, own.folders))
-    if len({digest for digest, _ in digests}) == 1 and all(set(digests[0][1]) & set(each) for _, each in digests):
+    if len({digest for digest, _ in digests}) == 1 and all(set(digests[0][1]) & set(folders) for _, folders in digests):
         return
     texts: list[Any] = [None] * size
     dist.all_gather_object(texts, own.text)

@@ -180,10 +180,10 @@ class _Round:
 
     def _conclude(self, fault: MachineError, other: Member) -> str:
         """Ends the round with a fault, unless it has ended already; returns how it ended."""
-        pair = sorted((self._own, other), key=lambda each: each.rank)
+        pair = sorted((self._own, other), key=lambda member: member.rank)
         # of two ranks of one launch one prints the message; two launches have a log each
         speakers = pair[:1] if pair[0].shares_launch(pair[1]) else pair
-        said = json.dumps({"text": str(fault), "speakers": [each.brief for each in speakers]})
+        said = json.dumps({"text": str(fault), "speakers": [speaker.brief for speaker in speakers]})
         return self._at.compare_set(_END, "", said).decode()
 
     def holder_of_port(self) -> str:
@@ -207,8 +207,8 @@ class _Round:
 
     def _as_said(self, end: str) -> MachineError:
         content = json.loads(end)
-        fault, speakers = MachineError(content["text"]), [Member.parsed(each) for each in content["speakers"]]
-        speaks = any(self._own.brief == each.brief for each in speakers)
+        fault, speakers = MachineError(content["text"]), [Member.parsed(text) for text in content["speakers"]]
+        speaks = any(self._own.brief == speaker.brief for speaker in speakers)
         fault.is_shown_elsewhere = not speaks and any(map(self._own.shares_launch, speakers))
         self._left()
         return fault

@@ -159,19 +159,20 @@ def differences(first: Member, second: Member, elastic: bool = False) -> list[Di
     found += [Difference(name, first.launch.get(name), second.launch.get(name)) for name in names]
     names = [*first.agreed, *(name for name in second.agreed if name not in first.agreed)]
     found += [Difference(name, first.agreed.get(name), second.agreed.get(name)) for name in names]
-    return [each for each in found if each.first != each.second]
+    return [difference for difference in found if difference.first != difference.second]
 
 
 def explained(one: Member, other: Member) -> str:
     """Says what is wrong with two ranks that differ, or are the same rank, and what to change."""
-    first, second = sorted((one, other), key=lambda each: each.rank)
+    first, second = sorted((one, other), key=lambda member: member.rank)
     found = differences(first, second)
     if not found:
         return f"two processes are rank {first.rank}: {first.process} and {second.process}; {_advice([_RANK])}"
+    names = [difference.name for difference in found]
     shown = ", ".join(map(str, found[:_MOST_SHOWN]))
     more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
     who = f"{first} and {second}"
-    return f"{who} are not of one launch: they differ in {shown}{more}; {_advice([each.name for each in found])}"
+    return f"{who} are not of one launch: they differ in {shown}{more}; {_advice(names)}"
 
 
 _RANK = "rank"

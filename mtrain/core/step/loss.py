@@ -80,7 +80,8 @@ class OutputLoss:
             return scalar_of(pairs), pairs
         selections = _selections(logits, batch, teacher, counts)
         weight = selections[0].student.weight
-        sums = self._no_pairs([term for each in selections for term in each.tokens.weights], batch.labels.device)
+        terms = [term for selection in selections for term in selection.tokens.weights]
+        sums = self._no_pairs(terms, batch.labels.device)
 
         def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
             pairs = self._objective.pairs(self._inputs_of_chunk(selections[number], rows, local))
@@ -91,7 +92,7 @@ class OutputLoss:
         if not sum(counts):
             # no chunk asks for the factors of terms, but other ranks wait for this one in their collective
             scalar_of(sums)
-        hidden = [each.student.hidden for each in selections]
+        hidden = [selection.student.hidden for selection in selections]
         scalar = self._sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return scalar, {term: replace(pair, numerator=pair.numerator.to(dtype)) for term, pair in sums.items()}
@@ -348,7 +349,7 @@ def terms_by_distribution(batch: Microbatch) -> list[list[str]]:
 def weighed(batch: Microbatch, terms: Sequence[str]) -> Tensor:
     """Says which tokens have a weight or a share of the denominator in one of the terms, [batch, seq] bool."""
     # a token without weight can have a share: that of an empty sequence that counts (loss.empty_sequences=include)
-    counted = [each[term] != 0 for term in terms for each in (batch.weights, batch.denominator_weights)]
+    counted = [shares[term] != 0 for term in terms for shares in (batch.weights, batch.denominator_weights)]
     return torch.stack(counted).any(0)
 
 

@@ -120,7 +120,7 @@ def sequence_scores(
     config, groups = model.config, model.groups
     own = [] if batches is None else list(batches)
     # ranks that receive their rows know neither how many sequences there are nor which they hold
-    highest = max((each.slot + 1 for batch in own for each in _present(batch)), default=0)
+    highest = max((member.slot + 1 for batch in own for member in _present(batch)), default=0)
     size = to_device(torch.tensor(highest), groups.device)
     dist.all_reduce(size, op=dist.ReduceOp.MAX)
     table = to_device(_known(own if groups.counts_planned else [], int(size)), groups.device)
@@ -148,7 +148,7 @@ def sequence_scores(
 
 
 def _present(batch: Microbatch) -> list[PlacedMember]:
-    return [each for each in batch.members if each is not None]
+    return [member for member in batch.members if member is not None]
 
 
 def _sums(log_probs: Tensor, batch: Microbatch) -> Tensor:
@@ -217,7 +217,7 @@ def _check_references(found: SlotScores) -> None:
 def _weighed(batch: Microbatch, of_slot: Mapping[int, tuple[float, float]]) -> Microbatch:
     """Returns the batch with weights that give its main term the gradient and the denominator of the loss."""
     nothing = (0.0, 0.0)
-    known = [nothing if each is None else of_slot[each.slot] for each in batch.members]
+    known = [nothing if member is None else of_slot[member.slot] for member in batch.members]
     derivatives, shares = torch.tensor(known, dtype=torch.float64).unbind(1)
     ids = batch.sequence_ids
     if ids is None:

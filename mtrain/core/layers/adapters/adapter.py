@@ -152,7 +152,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 def adapters_of(modules: Iterable[nn.Module]) -> Iterator[Adapter]:
     """Yields all adapters inside some modules."""
-    return (each for module in modules for each in module.modules() if isinstance(each, Adapter))
+    return (child for module in modules for child in module.modules() if isinstance(child, Adapter))
 
 
 @contextlib.contextmanager

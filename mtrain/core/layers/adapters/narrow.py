@@ -38,7 +38,7 @@ def built_narrow(translated: TransformerConfig) -> Iterator[None]:
 def widen_all_but_matrices(model: nn.Module, dtype: torch.dtype, learned: Iterable[nn.Module] = ()) -> None:
     """Converts everything except matrices to the dtype of the run, and what learns whole; each product converts its
     matrix. The stage was built inside of `built_narrow`, without adapters."""
-    whole = {inner for each in learned for inner in each.modules()}
+    whole = {inner for module in learned for inner in module.modules()}
     for module in model.modules():
         is_matrix = False
         match module:

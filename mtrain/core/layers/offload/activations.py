@@ -54,7 +54,7 @@ class _Block:
         # held by the caller; the schedule holds what a stage receives, for its gradient
         given = [*args, *(value for name, value in options.items() if name != "hidden_states")]
         given.append(None if self._block.pre_process else self._block.input_tensor)
-        staying = [*block.parameters(), *block.buffers(), *(each for each in given if isinstance(each, Tensor))]
+        staying = [*block.parameters(), *block.buffers(), *(value for value in given if isinstance(value, Tensor))]
         self._pass = MovingPass(self._side, staying)
         self._hooks.enter_context(self._pass.hooks())
 
@@ -147,31 +147,31 @@ class KeptByLayer:
     def leave(self) -> None:
         """Starts the copies to the host; nothing is added any more."""
         found, self._found = self._found, {}
-        self._known = [weakref.ref(each) for each in found]
+        self._known = [weakref.ref(moved) for moved in found]
         with self._side.stream.copying():
-            for each in found:
-                each.copy_to_host()
+            for moved in found:
+                moved.copy_to_host()
         self._gone = self._side.stream.moment()
 
     def free(self) -> None:
         """Releases the device's memory, unless backward has come first; its next user waits for the copies."""
         self._side.stream.wait(self._gone)
         if not self._is_wanted:
-            for each in self._living():
-                each.on_device = None
+            for moved in self._living():
+                moved.on_device = None
 
     def want(self) -> None:
         """Starts the copies from the host."""
         if self._is_wanted:
             return
         self._is_wanted = True
-        gone = [each for each in self._living() if each.on_device is None]
+        gone = [moved for moved in self._living() if moved.on_device is None]
         # memory of the computing stream: what it held before is no longer used when the copies begin
-        for each in gone:
-            each.allocate()
+        for moved in gone:
+            moved.allocate()
         with self._side.stream.copying():
-            for each in gone:
-                each.copy_from_host()
+            for moved in gone:
+                moved.copy_from_host()
         self._back = self._side.stream.moment()
 
     def need(self) -> None:
@@ -185,7 +185,7 @@ class KeptByLayer:
             self._before.want()
 
     def _living(self) -> list[_Moved]:
-        return [moved for each in self._known if (moved := each()) is not None]
+        return [moved for reference in self._known if (moved := reference()) is not None]
 
 
 class _OfMoved(NamedTuple):
@@ -227,7 +227,7 @@ class MovingPass:
         """Takes the host memory that tensors go to, and tensors whose memory stays: the weights, and what others hold
         until backward is done."""
         self._side = side
-        self._staying = {each.untyped_storage()._cdata for each in staying}
+        self._staying = {tensor.untyped_storage()._cdata for tensor in staying}
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
         """Memory by the address of its storage, which no other storage can have as long as it is referred to."""
         self._layer = KeptByLayer(side, None)

@@ -135,7 +135,7 @@ class ScoredSequences:
         """Returns the weighted mean of the losses, [pairs] float64, as sums; rewards of chosen and rejected answers
         make the usual diagnostics."""
         weights = pairs.weights
-        chosen, rejected = (each.detach() for each in rewards)
+        chosen, rejected = (reward.detach() for reward in rewards)
         seen = {
             "reward_margin": chosen - rejected,
             "reward_accuracy": (chosen > rejected).double(),
@@ -154,7 +154,7 @@ class ScoredSequences:
         # a missing reference is nan; a loss that needs it was refused before
         reference = self.reference[index].nan_to_num(nan=0.0)
         margins = torch.zeros_like(self.weights) if self.margins is None else self.margins
-        of_index = (each[index] for each in (self.lengths, self.weights, margins))
+        of_index = (values[index] for values in (self.lengths, self.weights, margins))
         return Answers(index, self.scores[index], reference, *of_index)
 
     def _by_group(self, role: Role) -> Tensor:

@@ -99,9 +99,9 @@ class _SumOverChunks(torch.autograd.Function):
         # exactly 1 if the gradient is the expected one; the comparison would make the host wait for a GPU
         factor = gradient / ctx.expected_gradient
         if factor.is_cuda or factor != 1:
-            for each in (of_weight, *of_hidden):
-                if each is not None:
-                    each.mul_(factor)
+            for part in (of_weight, *of_hidden):
+                if part is not None:
+                    part.mul_(factor)
         return of_weight, None, None, None, *of_hidden
 
 

@@ -287,12 +287,12 @@ class _TokenLosses:
 def _find_maxima(of: Sequence[VocabParallelLogits]) -> None:
     """Sets each token's largest real logit over the group; 0 where all are -inf. One all-reduce for all unknown
     maxima."""
-    unknown = [each for each in of if each._maximum is None]
+    unknown = [logits for logits in of if logits._maximum is None]
     if not unknown:
         return
     # [unknown, seq, batch]
-    stacked = torch.stack([local_maximum(each.local, each._num_real) for each in unknown])
+    stacked = torch.stack([local_maximum(logits.local, logits._num_real) for logits in unknown])
     all_reduce(stacked, dist.ReduceOp.MAX, unknown[0].group)
     # 0: -inf - (-inf) would be nan in every score of the token
-    for each, maximum in zip(unknown, torch.where(stacked == float("-inf"), 0.0, stacked)):
-        each._maximum = maximum
+    for logits, maximum in zip(unknown, torch.where(stacked == float("-inf"), 0.0, stacked)):
+        logits._maximum = maximum

@@ -185,7 +185,7 @@ class CoreParameters(NamedTuple):
 
     def of_part(self, part: int, count: int) -> CoreParameters:
         """Returns the parameters of one of `count` equal parts of the heads."""
-        return CoreParameters._make(None if each is None else each.chunk(count)[part] for each in self)
+        return CoreParameters._make(None if values is None else values.chunk(count)[part] for values in self)
 
 
 class RecurrentCore(nn.Module, Remembering):
@@ -277,7 +277,7 @@ class RecurrentCore(nn.Module, Remembering):
     def _with_states_of_parts(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
         """Computes this rank's two parts of every row from the states before them: two all-gathers over CP, of inputs
         of the convolution and of maps of states; in backward a reduce-scatter for each."""
-        parts = Inputs._make(_parts_as_rows(each) for each in inputs)
+        parts = Inputs._make(_parts_as_rows(values) for values in inputs)
         length = len(parts.mixed)
         starts = document_starts
         if starts is not None:
@@ -323,7 +323,7 @@ class RecurrentCore(nn.Module, Remembering):
     def _generated(self, memory: Memory, inputs: Inputs, held: CoreParameters) -> Tensor:
         """Continues the sequences of a pass, whose tokens are [tokens, 1, ...]."""
         places = memory.places()
-        rows = Inputs._make(places.as_rows(each) for each in inputs)
+        rows = Inputs._make(places.as_rows(values) for values in inputs)
         window, state = memory.before(places)
         convolved, window = causal_convolution(rows.mixed, held.weight, None, window, held.bias)
         tokens = self._tokens(convolved, rows)
