@@ -62,40 +62,40 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: b
 
 
 def attend_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, found: AttendedPart, scale: float, is_causal: bool
+    gradient: Tensor, given: tuple[Tensor, Tensor, Tensor], found: AttendedPart, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of queries, keys and values, those of keys and values summed over the heads that share
     them.
 
-    `found` is the attention to ALL keys, of which these may be a part: their share of it follows. All else was given to
-    `attend`.
+    `given` are these three. `found` is the attention to ALL keys, of which these may be a part: their share of it
+    follows. All else was given to `attend`.
     """
-    kernel, dim, groups = kernel_of(query), query.shape[-1], key.shape[1]
-    query, key, value = _prepared(kernel, query, key, value)
+    kernel, dim, groups = kernel_of(given[0]), given[0].shape[-1], given[1].shape[1]
+    query, key, value = _prepared(kernel, *given)
     gradient, output = (_padded(kernel, part) for part in (gradient, found.output))
     aten: Any = torch.ops.aten
     exponents = found.exponents.contiguous()
-    given: tuple[Any, ...] = (gradient, query, key, value)
+    parts: tuple[Any, ...] = (gradient, query, key, value)
     match kernel:
         case "cpu":
             function = aten._scaled_dot_product_flash_attention_for_cpu_backward
-            parts = function(*given, output, exponents, 0.0, is_causal, scale=scale)
+            gradients = function(*parts, output, exponents, 0.0, is_causal, scale=scale)
         case "flash":
             function = aten._scaled_dot_product_flash_attention_backward
             lengths = (None, None, query.shape[2], key.shape[2])  # no ends of sequences with different lengths
             states = torch.empty(2, dtype=torch.int64, device=query.device).view(torch.uint64)  # states of dropout
-            given = (*given, output, exponents, *lengths, 0.0, is_causal, states, torch.empty_like(states[:0]))
-            parts = function(*given, scale=scale)
+            parts = (*parts, output, exponents, *lengths, 0.0, is_causal, states, torch.empty_like(states[:0]))
+            gradients = function(*parts, scale=scale)
         case "efficient":
             function = aten._scaled_dot_product_efficient_attention_backward
             exponents = functional.pad(exponents, (0, -exponents.shape[-1] % 32), value=float("inf"))
             state = torch.empty((), dtype=torch.int64, device=query.device)
             wanted = [True, True, True, False]
-            given = (*given, None, output, exponents, state, state, 0.0, wanted, is_causal)
-            parts = function(*given, scale=scale)
+            parts = (*parts, None, output, exponents, state, state, 0.0, wanted, is_causal)
+            gradients = function(*parts, scale=scale)
         case _:
             assert_never(kernel)
-    of_query, of_key, of_value = (part[..., :dim] for part in parts[:3])
+    of_query, of_key, of_value = (part[..., :dim] for part in gradients[:3])
     return of_query, _summed(of_key, groups), _summed(of_value, groups)
 
 
@@ -173,15 +173,8 @@ class _RingAttention(torch.autograd.Function):
         for holder, held in _hops(torch.stack((key, value)), ctx.group):
             start, end, is_causal = visible(rank, holder, length)
             found = AttendedPart(output[:, :, start:], exponents[:, :, start:])
-            of_part = attend_backward(
-                gradient[:, :, start:],
-                query[:, :, start:],
-                held[0][:, :, :end],
-                held[1][:, :, :end],
-                found,
-                ctx.scale,
-                is_causal,
-            )
+            given = query[:, :, start:], held[0][:, :, :end], held[1][:, :, :end]
+            of_part = attend_backward(gradient[:, :, start:], given, found, ctx.scale, is_causal)
             of_query[:, :, start:] += of_part[0]
             if arriving is not None:
                 of_held = arriving.wait()

@@ -24,7 +24,7 @@ def test_a_cpu_gives_outputs_logarithms_and_gradients(is_causal: bool, keys: int
     gradients = torch.autograd.grad(exact, [query, key, value], gradient)
     with torch.no_grad():
         found = attend(query, key, value, 0.3, is_causal)
-        parts = attend_backward(gradient, query, key, value, found, 0.3, is_causal)
+        parts = attend_backward(gradient, (query, key, value), found, 0.3, is_causal)
     torch.testing.assert_close(found.output, exact.detach())
     torch.testing.assert_close(found.exponents, scores.detach().logsumexp(-1))
     for part, whole in zip(parts, gradients, strict=True):
@@ -42,6 +42,6 @@ def test_kernels_of_gpus_take_these_arguments(dtype: torch.dtype, kernel: str, d
     assert found.output.shape == query.shape
     assert found.exponents.shape == query.shape[:3]
     assert found.exponents.dtype == torch.float32
-    parts = attend_backward(torch.empty_like(query), query, key, value, found, 0.3, is_causal=False)
+    parts = attend_backward(torch.empty_like(query), (query, key, value), found, 0.3, is_causal=False)
     for part, given in zip(parts, (query, key, value), strict=True):
         assert (part.shape, part.dtype, part.device) == (given.shape, given.dtype, given.device)
