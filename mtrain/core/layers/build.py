@@ -18,7 +18,7 @@ from mtrain.core.layers import products
 from mtrain.core.layers.adapters.attach import attach, learned_modules
 from mtrain.core.layers.adapters.narrow import built_narrow, widen_all_but_matrices
 from mtrain.core.layers.attention.flash_linear_attention import take_delta_rule
-from mtrain.core.layers.language_model import LanguageModel, of_text
+from mtrain.core.layers.language_model import LanguageModel
 from mtrain.core.layers.layer_parts import Backend
 from mtrain.core.layers.layer_spec import chosen_backend, only_by_transformer_engine
 from mtrain.core.layers.output_layer import Logits
@@ -128,13 +128,4 @@ def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
     """Runs `LanguageModel.forward` on a microbatch sliced for CP; outputs stay in the precision of the run."""
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
     options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
-    given = (batch.tokens, batch.positions, batch.document_starts, _sequence_ids(batch), batch.mtp, batch.choices)
-    return chunk(*given, **options)
-
-
-def _sequence_ids(batch: Microbatch) -> Tensor | None:
-    """Returns [batch, seq_local] int64: the sequence of each position, -1 where there is no text; None if unused."""
-    if batch.is_padding is None:
-        return None
-    rows = torch.arange(len(batch.tokens), device=batch.tokens.device).unsqueeze(1).expand_as(batch.tokens)
-    return of_text(rows if batch.sequence_ids is None else batch.sequence_ids, batch.is_padding)
+    return chunk(batch, **options)

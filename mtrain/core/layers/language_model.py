@@ -6,8 +6,7 @@ lengths, and computes losses as means; names of parameters and checkpoints are t
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, assert_never
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from mtrain.arch import padded_vocab_size
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
-from mtrain.core.batch.batch import MtpTargets
+from mtrain.core.batch.batch import Microbatch
 from mtrain.core.layers.attention.full_width_norm import FullWidthNormAttention
 from mtrain.core.layers.attention.rotary import (
     Rotary,
@@ -123,46 +122,35 @@ class LanguageModel(LanguageModule):
         (hidden_states,) = input_tensor
         self.decoder.set_input_tensor(hidden_states)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        document_starts: Tensor | None,
-        sequence_ids: Tensor | None,
-        ahead: tuple[MtpTargets, ...] = (),
-        choices: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> Tensor | Logits:
-        """Runs this stage on tokens and positions, [batch, seq_local] int64.
-
-        Args:
-            document_starts: [batch, seq] int32 on the CPU, full rows; None if each row is one document.
-            sequence_ids: [batch, seq_local] int64: the sequence of each position in the microbatch, negative where
-                there is no text; None where there is no router.
-            ahead: Tokens and labels ahead, by depth; empty where only the next token is predicted.
-            choices: Choices that layers take in place of their own, see `Microbatch`; depths of multi-token prediction
-                always choose.
+    def forward(self, batch: Microbatch) -> Tensor | Logits:
+        """Runs this stage on a microbatch that is sliced for context parallelism.
 
         Returns:
-            Last stage: logits, not yet computed, of all depths in `ahead`. Other stages: hidden states.
+            Last stage: logits, not yet computed, of the next token and of all depths of multi-token prediction that the
+            batch has targets of. Other stages: hidden states.
         """
+        documents, sequence_ids = batch.document_starts, _sequences_of_text(batch)
         # without documents all rows have the same positions
-        angles = self.rotary(position_ids[:1] if document_starts is None else position_ids)
+        angles = self.rotary(batch.positions[:1] if documents is None else batch.positions)
         # by name, so that a hook tells the input from tensors that others hold (offload/activations.py)
         hidden_states = self.decoder(
-            hidden_states=self._embed(input_ids) if self.pre_process else None,
-            attention_mask=document_starts,
+            hidden_states=self._embed(batch.tokens) if self.pre_process else None,
+            attention_mask=documents,
             rotary_pos_emb=angles,
-            padding_mask=self._own_part(router_marks(sequence_ids, choices if self.replays else {})),
+            padding_mask=self._own_part(router_marks(sequence_ids, batch.choices if self.replays else {})),
         )
         if not self.post_process:
             return hidden_states
-        ahead = ahead if self.mtp_process and self.looks_ahead else ()
+        ahead = batch.mtp if self.mtp_process and self.looks_ahead else ()
         # before the output layer: with overlap_param_gather the embedding waits for a table that both share
         embedded = [self._embed(targets.tokens) for targets in ahead]
         main, further = self._logits(hidden_states), []
-        for number, each in enumerate(ahead):
-            own = self._own_part(of_text(sequence_ids, each.is_padding))
-            hidden_states = self.mtp.layers[number](embedded[number], hidden_states, document_starts, angles, own)
+        for depth, tokens, targets in zip(self.mtp.layers if ahead else (), embedded, ahead):
+            # depths always choose their experts: inference engines report the layers of the model alone
+            marks = sequence_ids
+            if sequence_ids is not None and targets.is_padding is not None:
+                marks = torch.where(targets.is_padding, -1, sequence_ids)
+            hidden_states = depth(tokens, hidden_states, documents, angles, self._own_part(marks))
             further.append(self._logits(hidden_states))
         return Logits(main, tuple(further))
 
@@ -205,11 +193,12 @@ class LanguageModel(LanguageModule):
         return places
 
 
-def of_text(sequence_ids: Tensor | None, is_padding: Tensor | None) -> Tensor | None:
-    """Sets the sequence of positions without text to -1; None without routers."""
-    if sequence_ids is None or is_padding is None:
+def _sequences_of_text(batch: Microbatch) -> Tensor | None:
+    """Returns [batch, seq_local] int64: the sequence of each position, -1 without text; None without routers."""
+    if batch.is_padding is None:
         return None
-    return torch.where(is_padding, -1, sequence_ids)
+    rows = torch.arange(len(batch.tokens), device=batch.tokens.device).unsqueeze(1).expand_as(batch.tokens)
+    return torch.where(batch.is_padding, -1, rows if batch.sequence_ids is None else batch.sequence_ids)
 
 
 def _rotary(model: ModelSection, dtype: torch.dtype) -> Rotary:

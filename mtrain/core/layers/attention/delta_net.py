@@ -159,7 +159,7 @@ class GatedDeltaNet(OwnAttention):
         weight, _ = self.conv1d()
         log_decay = self._log_decay(decay.flatten(2))
         context = self.attended(mixed.flatten(2), weight, log_decay, step.flatten(2).sigmoid(), attention_mask)
-        by_head = context.unflatten(-1, (heads.value_heads, heads.value_dim))
+        by_head = torch.unflatten(context, -1, (heads.value_heads, heads.value_dim))
         output, _ = self.out_proj(self.out_norm(by_head, gate.reshape(by_head.shape)).flatten(2))
         return output, None
 
