@@ -139,15 +139,12 @@ class Optimizer:
         self._skips = Skips(config.train.max_skipped_steps)
         self._clip_grad = config.optimizer.clip_grad
         self._weight_decay = config.optimizer.weight_decay
-        self._muon = self._muon_of(config, groups)
-
-    def _muon_of(self, config: Config, groups: Groups) -> Muon | None:
-        """Returns the optimizer of the matrices; None where AdamW updates everything."""
+        self._muon: Muon | None = None
         match config.optimizer:
             case AdamWSection():
-                return None
+                pass
             case MuonSection():
-                return self.muon(config.optimizer, config.model, self.state, self.sharded, groups)
+                self._muon = self.muon(config.optimizer, config.model, self.state, sharded, groups)
             case _:
                 assert_never(config.optimizer)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mtrain.arch.activations import chunk_tokens
 from mtrain.config import Config
 from mtrain.config.extras import TEMPERATURE
-from mtrain.config.schema.loss import MAIN_TERM, depth_term
+from mtrain.config.schema.loss import MAIN_TERM, LossSection, depth_term
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.collate import loss_terms
@@ -78,7 +78,8 @@ class OutputLoss:
         if counts is None or chunk is None or _is_whole_as_good(counts, batch.labels.numel(), chunk):
             pairs = self._objective.pairs(term_inputs(logits, batch, self._config, self._groups, teacher))
             return scalar_of(pairs), pairs
-        selections = _selections(logits, batch, teacher, counts)
+        distributions = _Tokens.by_distribution(batch, len(self._config.data.source_names))
+        selections = _selections(distributions, logits, batch, teacher, counts)
         weight = selections[0].student.weight
         terms = [term for selection in selections for term in selection.tokens.weights]
         sums = self._no_pairs(terms, batch.labels.device)
@@ -119,7 +120,7 @@ class OutputLoss:
             known = logits_of_rows(selection.teacher.hidden[rows], selection.teacher.weight)
             teacher = vocab_parallel(softcapped(known, selection.teacher.softcap), model, groups)
         tokens = selection.tokens.map(lambda each: each[:, rows])
-        return _inputs(tokens, student, teacher, self._config, groups, TokenInputs)
+        return _inputs(tokens, student, teacher, self._config.loss, groups, TokenInputs)
 
 
 @dataclass(frozen=True)
@@ -132,15 +133,16 @@ class _Tokens:
     """Term -> weights, of the terms that read this distribution."""
     denominator_weights: Mapping[str, Tensor]
     extras: Mapping[str, Tensor]
-    sources: Tensor | None = None
+    sources: TokenSources | None = None
     packed: PackedSequences | None = None
 
     @classmethod
-    def by_distribution(cls, batch: Microbatch) -> list[_Tokens]:
+    def by_distribution(cls, batch: Microbatch, num_sources: int) -> list[_Tokens]:
         """Returns the tokens of the main logits, then those of each depth of multi-token prediction."""
         packed = None if batch.sequence_ids is None else PackedSequences(batch.sequence_ids, batch.num_sequences)
+        of_blend = None if batch.sources is None else TokenSources(batch.sources, num_sources)
         # extras belong to the next token: tokens further ahead have none
-        read = [(batch.labels, batch.tokens, batch.extras, batch.sources)]
+        read = [(batch.labels, batch.tokens, batch.extras, of_blend)]
         read += [(ahead.labels, ahead.tokens, {}, None) for ahead in batch.mtp]
         found = []
         for terms, (labels, tokens, extras, sources) in zip(terms_by_distribution(batch), read, strict=True):
@@ -161,7 +163,7 @@ class _Tokens:
             weights=changed(self.weights),
             denominator_weights=changed(self.denominator_weights),
             extras=changed(self.extras),
-            sources=None if self.sources is None else change(self.sources),
+            sources=None if self.sources is None else replace(self.sources, ids=change(self.sources.ids)),
         )
 
 
@@ -191,12 +193,16 @@ class _Selection(NamedTuple):
 
 
 def _selections(
-    logits: Logits, batch: Microbatch, teacher: DeferredLogits | None, counts: Sequence[int]
+    distributions: Sequence[_Tokens],
+    logits: Logits,
+    batch: Microbatch,
+    teacher: DeferredLogits | None,
+    counts: Sequence[int],
 ) -> list[_Selection]:
     """Returns what the main logits need, then each depth; the teacher has logits of the next token alone."""
     deferred, teachers = (logits.main, *logits.mtp), (teacher, *[None] * len(logits.mtp))
     found = []
-    for tokens, own, other, count in zip(_Tokens.by_distribution(batch), deferred, teachers, counts, strict=True):
+    for tokens, own, other, count in zip(distributions, deferred, teachers, counts, strict=True):
         index = None if count == tokens.labels.numel() else places(weighed(batch, [*tokens.weights]), count)
         row = tokens.map(partial(_one_row, index))
         found.append(_Selection(row, _Factors.of(own, index), None if other is None else _Factors.of(other, index)))
@@ -300,11 +306,11 @@ def term_inputs(
     def distribution(deferred: DeferredLogits) -> VocabParallelLogits:
         return vocab_parallel(deferred.whole(), config.model, groups)
 
-    main, *further = _Tokens.by_distribution(batch)
+    main, *further = _Tokens.by_distribution(batch, len(config.data.source_names))
     student, teacher = distribution(logits.main), None if teacher_logits is None else distribution(teacher_logits)
-    inputs = _inputs(main, student, teacher, config, groups)
+    inputs = _inputs(main, student, teacher, config.loss, groups)
     for deferred, tokens in zip(logits.mtp, further, strict=True):
-        inputs |= _inputs(tokens, distribution(deferred), None, config, groups)
+        inputs |= _inputs(tokens, distribution(deferred), None, config.loss, groups)
     return inputs
 
 
@@ -312,16 +318,12 @@ def _inputs(
     tokens: _Tokens,
     logits: VocabParallelLogits,
     teacher: VocabParallelLogits | None,
-    config: Config,
+    section: LossSection,
     groups: Groups,
     kind: type[TermInputs] = TermInputs,
 ) -> dict[str, TermInputs]:
     """Returns the input of each term that reads one distribution."""
-    terms = loss_terms(config.loss)
-    extras = Extras(tokens.extras)
-    sources = None
-    if tokens.sources is not None:
-        sources = TokenSources(tokens.sources, len(config.data.source_names))
+    terms, extras = loss_terms(section), Extras(tokens.extras)
     return {
         term: kind(
             logits=logits,
@@ -331,10 +333,10 @@ def _inputs(
             tokens=tokens.tokens,
             teacher=teacher,
             context=groups.cp if groups.layout.cp > 1 else None,
-            aggregation=terms.get(term, config.loss).aggregation,  # depths use that of the main term
+            aggregation=terms.get(term, section).aggregation,  # depths use that of the main term
             packed=tokens.packed,
             extras=extras,
-            sources=sources if term == MAIN_TERM else None,
+            sources=tokens.sources if term == MAIN_TERM else None,
         )
         for term in tokens.weights
     }
