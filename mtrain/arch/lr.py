@@ -1,12 +1,9 @@
 """The learning rate, a pure function of the step."""
 
 import math
-from collections.abc import Callable
 from typing import assert_never
 
 from mtrain.config.schema.train import OptimizerSection
-
-LearningRate = Callable[[int, OptimizerSection, int], float]
 
 
 def learning_rate(step: int, optimizer: OptimizerSection, num_steps: int) -> float:

@@ -34,17 +34,10 @@ def _list_injections(context: typer.Context, wanted: bool) -> None:
     """Prints the faults of the verb, and exits."""
     if not wanted:
         return
-    if context.info_name == backend.__name__:
-        from mtrain.verify.backend.planted import PLANTED  # loads torch
+    from mtrain.verify.planted.inject import BACKEND_FAULTS, FAULTS, PREEMPT_FAULTS, RESUME_FAULTS
 
-        print(*(fault.name for fault in PLANTED), sep="\n")
-        raise typer.Exit
-    from mtrain.verify.planted.inject import NAMES
-    from mtrain.verify.preempt.start import PREEMPT_FAULTS
-    from mtrain.verify.resume.inject import RESUME_NAMES
-
-    of_verbs = {resume.__name__: RESUME_NAMES, preempt.__name__: tuple(fault.name for fault in PREEMPT_FAULTS)}
-    print(*of_verbs.get(context.info_name or "", NAMES), sep="\n")
+    of_verbs = {"backend": BACKEND_FAULTS, "preempt": PREEMPT_FAULTS, "resume": RESUME_FAULTS}
+    print(*(fault.name for fault in of_verbs.get(context.info_name or "", FAULTS)), sep="\n")
     raise typer.Exit
 
 

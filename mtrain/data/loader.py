@@ -22,7 +22,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import data_phases
 from mtrain.core.batch.batch import Microbatch, PlacedMember
-from mtrain.core.batch.collate import Collate, Place, RowForm, collate
+from mtrain.core.batch.collate import Place, RowForm, collate
 from mtrain.core.batch.order import SamplePosition, slots
 from mtrain.core.batch.sample import Sample
 from mtrain.data.ledger import NotedSlots, StartEntry, StepEntry
@@ -153,16 +153,14 @@ class TrainingSlots:
 class StepLoader:
     """Batches of one data-parallel rank: a pure function of the configuration, the files and the step."""
 
-    def __init__(
-        self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate, extras: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, config: Config, dp_rank: int, dp_size: int, extras: Sequence[str] = ()) -> None:
         """Opens and checks everything that the configuration names.
 
         Raises:
             ConfigError: The global batch does not divide over the ranks.
             DataError: A file is missing, damaged, too small, or does not fit the model.
         """
-        self._rows = RowsOfRank(config, dp_rank, dp_size, collate, extras)
+        self._rows = RowsOfRank(config, dp_rank, dp_size, extras)
         self.dp_size = dp_size
         self._config = config
         self._data = OpenedData(config)
@@ -267,12 +265,10 @@ class StepLoader:
 class RowsOfRank:
     """Assigns the samples of a global batch to the rows of this rank."""
 
-    def __init__(
-        self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate, extras: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, config: Config, dp_rank: int, dp_size: int, extras: Sequence[str] = ()) -> None:
         """`extras` are values that loss functions read in addition to the weights; every sample needs them."""
         self.global_batch_size, self._micro_batch_size = config.sequences_per_step, config.train.micro_batch_size
-        self._dp_rank, self._dp_size, self._collate = dp_rank, dp_size, collate
+        self._dp_rank, self._dp_size = dp_rank, dp_size
         self._form, self._shape = RowForm.of(config, extras), StepShape.of(config, dp_size)
         if not self._form.is_packed and self.global_batch_size % (dp_size * self._micro_batch_size):
             raise ConfigError(
@@ -310,7 +306,7 @@ class RowsOfRank:
         # slot 0 lies on one data-parallel rank only, so the constant denominators have one owner
         places = [Place(number, row.index(0)) for number, row in enumerate(rows) if has_first and 0 in row]
         present = [[sample for sample in row if sample is not None] for row in found]
-        batch = self._collate(present, self._form, places[0] if places else None)
+        batch = collate(present, self._form, places[0] if places else None)
         return replace(batch, members=tuple(_members(rows, found)))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtrain.arch.lr import LearningRate, learning_rate
 from mtrain.base.errors import DataError
 from mtrain.base.imports import faulty_gpu_packages
 from mtrain.checkpoint.state.teacher import loaded_teacher, teacher_config, teacher_fingerprint
@@ -58,8 +57,6 @@ class Run(BuiltStep):
     """Number of text tokens that these updates have read."""
     changes: tuple[ChangeInfo, ...] = ()
     """Keys that the run has changed so far, with consent; those of `start_step` were changed by this start."""
-    learning_rate: LearningRate = learning_rate
-    """Function that returns the learning rate of a step."""
     history: BadStepHistory = NO_BAD_STEPS
     """Bad steps before `start_step`."""
     inputs: Mapping[str, str] = field(default_factory=dict)

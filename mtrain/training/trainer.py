@@ -15,6 +15,7 @@ from signal import SIGINT
 import torch
 
 from mtrain.arch.layout import Layout
+from mtrain.arch.lr import learning_rate
 from mtrain.base import pulse
 from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
 from mtrain.base.errors import NumericError, SpoiledStateError, StopRequestedError
@@ -346,7 +347,7 @@ class _Loop:
         """Makes one step and records it."""
         run = self.run
         began, waited_before_s = time.perf_counter(), patience.waited_s()
-        lr = run.learning_rate(self.guard.updates_before(step), run.model.config.optimizer, self._last)
+        lr = learning_rate(self.guard.updates_before(step), run.model.config.optimizer, self._last)
         with self.profiler.step(step):
             made = self._trial.make(own, lr, step, lambda: self.signal.received is not None)
         if made.is_applied:

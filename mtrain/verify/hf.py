@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.state.start_weights import load_hf_weights
 from mtrain.config import Config
 from mtrain.config.schema.loss import MAIN_TERM, LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AdamWSection
-from mtrain.core.engine.rank_model import RankModel, build_model
+from mtrain.core.engine.rank_model import build_rank_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
+from mtrain.data.loader import StepLoader
 from mtrain.hf.io.source import FolderTensors, source_for
 from mtrain.hf.io.training import StepInput, TrainingRows, open_trainable, transformers_steps
 from mtrain.hf.tokenizer.tokenizer import added_by
@@ -41,8 +43,7 @@ from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import Sizes, denominator_tolerance
 from mtrain.verify.core.worker import own_objective, step_values
 from mtrain.verify.parity import Progress, Request, device_for, refuse_without_reference
-from mtrain.verify.planted.collaborators import SOUND, Collaborators
-from mtrain.verify.planted.faults import PLANTS
+from mtrain.verify.planted.faults import planted
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.aggregation import divisor, token_weights
 from mtrain.verify.reference.schedule import published_rate
@@ -274,21 +275,15 @@ def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | Non
         DataError: The weights or the training data cannot be read.
         NumericError: A number cannot be trusted.
     """
-    return _run(groups, config, num_steps, SOUND if fault is None else PLANTS[fault])
-
-
-def _run(groups: Groups, config: Config, num_steps: int, made_of: Collaborators) -> list[StepValues]:
-    config = made_of.config(config)
     assert config.model.hf is not None, "the command line names it"
-    loader = opened_loader(groups, lambda: made_of.loader(config, groups.dp_rank, groups.layout.dp, made_of.collate))
-    sharded = build_model(config, groups, weights_follow=True)
-    made_of.change_model(sharded.chunks)
-    model = RankModel(config, groups, sharded, made_of.optimizer(config, sharded, groups))
+    loader = opened_loader(groups, lambda: StepLoader(config, groups.dp_rank, groups.layout.dp))
+    model = build_rank_model(config, groups, weights_follow=True)
     load_hf_weights(Path(config.model.hf), model)
-    training = TrainingStep(model, own_objective(config), None, made_of.step(groups))
+    training = TrainingStep(model, own_objective(config))
     values = []
-    for number in range(num_steps):
-        totals = training.forward_backward(None if loader is None else loader.batches(number))
-        update = training.update(totals, made_of.rate(number, config.optimizer, config.train.num_steps))
-        values.append(step_values(number, totals, 0.0 if update is None else update.grad_norm))
+    with planted(fault):
+        for number in range(num_steps):
+            totals = training.forward_backward(None if loader is None else loader.batches(number))
+            update = training.update(totals, learning_rate(number, config.optimizer, config.train.num_steps))
+            values.append(step_values(number, totals, 0.0 if update is None else update.grad_norm))
     return values

@@ -31,7 +31,7 @@ from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import needs_float64, tolerances
 from mtrain.verify.core.weights import Arrays, forward_order
 from mtrain.verify.core.worker import Job, Outcome, own_objective, pieces_of, run_layout
-from mtrain.verify.planted.inject import FAULTS, chosen
+from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.policy import EXTRAS
 
 PRELOADED = ("mtrain.verify.core.worker", "mtrain.verify.core.exact", "mtrain.verify.planted.faults")
@@ -71,7 +71,7 @@ def verify_parity(
     refuse_without_reference(config, EXTRAS)
     device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks, batch_size)
-    plan = replace(_plan(shrunk, config.model, request, progress), choices=config.data.choices)
+    plan = replace(_plan(shrunk, config.model, request.num_steps), choices=config.data.choices)
     pool = pool or Pool(device, PRELOADED, is_deterministic=config.train.deterministic)
     check = _Check(trials, plan, request.fault, pool)
     layouts = check.run(progress)
@@ -152,14 +152,9 @@ def _shrunk(config: Config, trials: Sequence[Trial], batch_size: int) -> Shrunk:
     return with_loss_tokens(lambda length: shrink(config, trials, length, batch_size), config)
 
 
-def _plan(shrunk: Shrunk, model: ModelSection, request: Request, progress: Progress) -> SamplePlan:
-    """Plans steps on the user's data, if available, then on as many hard batches as a planted fault needs."""
-    if shrunk.reads_files:
-        return SamplePlan(request.num_steps, NUM_HARD_KINDS, model.vocab_size)
-    needed = next((each.shown_by for each in FAULTS if each.name == request.fault), 1)
-    if request.num_steps < needed:
-        progress(f"--steps {request.num_steps} is raised to {needed}: before, {request.fault} changes nothing here")
-    return SamplePlan(0, max(request.num_steps, needed))
+def _plan(shrunk: Shrunk, model: ModelSection, num_steps: int) -> SamplePlan:
+    """Plans steps on the user's data, if available, then on hard batches."""
+    return SamplePlan(num_steps, NUM_HARD_KINDS, model.vocab_size) if shrunk.reads_files else SamplePlan(0, num_steps)
 
 
 class _Check:

@@ -11,8 +11,7 @@ import torch
 
 from mtrain.cli.verify import on_several_ranks
 from mtrain.config.schema.train import Device
-from mtrain.verify.planted.inject import NAMES
-from mtrain.verify.resume.inject import RESUME_NAMES
+from mtrain.verify.planted.inject import BACKEND_FAULTS, FAULTS, PREEMPT_FAULTS, RESUME_FAULTS, Fault
 from tests.cli.command_line import call, command, options
 from tests.config.samples import config
 from tests.fault_table import Notice
@@ -124,9 +123,18 @@ def test_the_three_checks_take_the_same_options() -> None:
     assert {names["--max-ranks"] for names in takes.values()} == {8}
 
 
-@pytest.mark.parametrize(("verb", "names"), [("parity", NAMES), ("resume", RESUME_NAMES), ("hf", NAMES)])
-def test_each_check_lists_its_own_faults(verb: str, names: tuple[str, ...]) -> None:
-    assert call("verify", verb, "--list-injections") == (0, "".join(f"{name}\n" for name in names))
+@pytest.mark.parametrize(
+    ("verb", "faults"),
+    [
+        ("parity", FAULTS),
+        ("resume", RESUME_FAULTS),
+        ("hf", FAULTS),
+        ("preempt", PREEMPT_FAULTS),
+        ("backend", BACKEND_FAULTS),
+    ],
+)
+def test_each_check_lists_its_own_faults(verb: str, faults: tuple[Fault, ...]) -> None:
+    assert call("verify", verb, "--list-injections") == (0, "".join(f"{fault.name}\n" for fault in faults))
 
 
 OLD_NAMES = {

@@ -3,7 +3,7 @@
 Dialogues from Python's standard library in ChatML, the same initial weights and learning rates; on one side a row for
 each dialogue on one rank, on the other several in a row, which is cut over four context-parallel ranks. Both are the
 same run, so the curves should be one. With `--hybrid` three of four layers are gated delta nets, and two more packed
-runs have a fault of `mtrain verify` planted. Writes a picture and, next to it, its data as JSON.
+runs have a fault of tests/verify planted. Writes a picture and, next to it, its data as JSON.
 """
 
 import json
@@ -35,7 +35,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
 from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
 from mtrain.verify.core.ranks import Pool
-from mtrain.verify.planted.faults import PLANTS
+from tests.verify.planted.faults import PLANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 2048
@@ -158,7 +158,9 @@ def train_on_rank(groups: Groups, config: Config, fault: str | None) -> Series:
     loader = StepLoader(config, groups.dp_rank, groups.layout.dp)
     sharded = build_model(config, groups)
     if fault is not None:
-        PLANTS[fault].change_model(sharded.chunks)
+        change = PLANTS[fault].change_model
+        assert change is not None, "both faults are of the model"
+        change(sharded.chunks)
     model = RankModel(config, groups, sharded, Optimizer(config, sharded, groups))
     step = TrainingStep(model, Objective.from_config(config.loss, config.model))
     found: Series = {"loss": [], "grad_norm": []}

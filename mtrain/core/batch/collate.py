@@ -104,9 +104,6 @@ class Place(NamedTuple):
     """Number of the sample in its row, counted from 0."""
 
 
-Collate = Callable[[Sequence[Sequence[Sample]], RowForm, Place | None], Microbatch]
-
-
 @dataclass(frozen=True)
 class _PlacedSample:
     """One sample as it lies in a row; arrays are [width]."""

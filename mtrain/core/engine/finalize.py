@@ -68,9 +68,6 @@ class NumeratorFactors:
             self._totals.get()
 
 
-Finalize = Callable[[ShardedModel, StepSums, Groups, bool, Callable[[], Tensor] | None], GlobalTotals]
-
-
 def finalize_gradients(
     sharded: ShardedModel,
     sums: StepSums,

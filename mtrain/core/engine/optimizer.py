@@ -121,8 +121,6 @@ class Skips:
 class Optimizer:
     """AdamW on this rank's shard, with Muon where asked for; parameters are gathered after each update."""
 
-    muon = Muon
-    """Class of the optimizer of matrices, where AdamW does not update them."""
     host_moments: HostMoments | None = None
     """Moments on the host between updates; None where they stay on the device."""
 
@@ -144,7 +142,7 @@ class Optimizer:
             case AdamWSection():
                 pass
             case MuonSection():
-                self._muon = self.muon(config.optimizer, config.model, self.state, sharded, groups)
+                self._muon = Muon(config.optimizer, config.model, self.state, sharded, groups)
             case _:
                 assert_never(config.optimizer)
 

@@ -23,8 +23,6 @@ from mtrain.core.loss.pair import LossPair
 LossOfLogits = Callable[[Logits, Microbatch], tuple[Tensor, Mapping[str, LossPair]]]
 """(logits, sliced microbatch) -> (scalar to differentiate, pairs of all terms)."""
 
-Schedule = Callable[[Sequence[torch.nn.Module], Sequence[Microbatch], LossOfLogits, PairAccumulator, Config], None]
-
 
 def connect(sharded: ShardedModel, optimizer: Optimizer, train: TrainSection) -> None:
     """Sets in megatron-core's schedules how to scale the loss and when to reduce gradients and gather parameters."""

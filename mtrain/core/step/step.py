@@ -11,37 +11,23 @@ from torch import Tensor
 from mtrain.base.errors import BadStepError, ConfigError
 from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.engine.finalize import Finalize, NumeratorFactors, finalize_gradients
+from mtrain.core.engine.finalize import NumeratorFactors, finalize_gradients
 from mtrain.core.engine.loss_reduction import PairAccumulator, StepSums, StepTotals, TermTotals
 from mtrain.core.engine.non_finite import largest_local_gradients
 from mtrain.core.engine.optimizer import Update
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.router_balance import RouterBalance
-from mtrain.core.engine.schedule import Schedule, connect, deferred_grad_sync, run_schedule
+from mtrain.core.engine.schedule import connect, deferred_grad_sync, run_schedule
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.objective import Objective
 from mtrain.core.loss.pair import LossPair
 from mtrain.core.loss.preference.scores import preference_marks
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
-from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.forward import forward_totals, num_microbatches
 from mtrain.core.step.loss import OutputLoss
 from mtrain.core.step.scoring_pass import PreferenceTotals, preference_pass
 from mtrain.core.step.teacher import Teacher
 from mtrain.core.step.totals import check_factors, check_totals, planned_denominators, token_counts
-
-
-@dataclass(frozen=True)
-class StepFunctions:
-    """Functions and classes that do the work of a step, in this order; `mtrain verify` plants a fault by replacing
-    one."""
-
-    factors: type[NumeratorFactors] = NumeratorFactors
-    slice_rows: Callable[[Sequence[Microbatch], Groups], list[Microbatch]] = slice_for_rank
-    output_loss: type[OutputLoss] = OutputLoss
-    routers: type[RouterBalance] = RouterBalance
-    run_schedule: Schedule = run_schedule
-    finalize: Finalize = finalize_gradients
 
 
 @dataclass
@@ -60,19 +46,13 @@ class OpenStep:
 class TrainingStep:
     """Runs the steps of a model; the state of a step in progress is in an `OpenStep`."""
 
-    def __init__(
-        self,
-        model: RankModel,
-        objective: Objective,
-        teacher: Teacher | None = None,
-        functions: StepFunctions = StepFunctions(),
-    ) -> None:
+    def __init__(self, model: RankModel, objective: Objective, teacher: Teacher | None = None) -> None:
         """Connects the model's hooks for gradients and routers; a teacher is needed if a term compares with one."""
         self._model, self._config, self._groups = model, model.config, model.groups
         self._sharded, self._optimizer = model.sharded, model.optimizer
         self._objective, self._teacher = objective, teacher
-        self._num_microbatches, self._functions = num_microbatches(model.config, model.groups), functions
-        self.routers = functions.routers(model.config, model.groups, model.chunks)
+        self._num_microbatches = num_microbatches(model.config, model.groups)
+        self.routers = RouterBalance(model.config, model.groups, model.chunks)
         self.local_gradients: Tensor | None = None
         """Largest gradient of each parameter on this rank alone, in the last step; None if reductions overlap the
         backward pass, where it never exists."""
@@ -125,7 +105,7 @@ class TrainingStep:
         if step.factors is None:
             # starts its collective now; waits for it after the first forward pass (fp16 on CPUs: at once)
             is_fp16 = self._optimizer.scales_loss
-            step.factors = self._functions.factors([*planned.values()], objective, is_fp16, self._groups)
+            step.factors = NumeratorFactors([*planned.values()], objective, is_fp16, self._groups)
         elif objective.apart:
             raise ConfigError(
                 f"the loss terms {', '.join(sorted(objective.apart))} have denominators of their own, whose ratio to "
@@ -136,8 +116,8 @@ class TrainingStep:
         # tensor-parallel rank 0 sends whole rows; each context-parallel rank then slices out its own part
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups, objective.extras)
         step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
-        rows = self._functions.slice_rows(shared, self._groups)
-        output_loss = self._functions.output_loss(batches, rows, self._model, objective, self._teacher)
+        rows = slice_for_rank(shared, self._groups)
+        output_loss = OutputLoss(batches, rows, self._model, objective, self._teacher)
         # megatron-core multiplies the objective by it before backward
         loss_scale = self._optimizer.scale_loss(torch.ones((), device=self._groups.device)).reshape(())
 
@@ -154,7 +134,7 @@ class TrainingStep:
             self.routers.watching(step.sums.pairs, router_factors, max(batch.num_sequences for batch in rows)),
             nullcontext() if is_last else deferred_grad_sync(self._sharded),
         ):
-            self._functions.run_schedule(self._sharded.chunks, rows, loss, step.sums.pairs, self._config)
+            run_schedule(self._sharded.chunks, rows, loss, step.sums.pairs, self._config)
         # a rank that asked for no factor finishes the collective here, before the next one
         factors.wait()
         if self._optimizer.scales_loss:
@@ -194,7 +174,7 @@ class TrainingStep:
             for chunk in self._sharded.chunks:
                 self._sharded.start_grad_sync(chunk)  # `deferred_grad_sync` has held it back
         norm_sq = self._optimizer.local_grad_norm_sq
-        reduced = self._functions.finalize(self._sharded, step.sums, self._groups, stop_requested, norm_sq)
+        reduced = finalize_gradients(self._sharded, step.sums, self._groups, stop_requested, norm_sq)
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
         if step.preference is not None:

@@ -18,7 +18,7 @@ from mtrain.config.schema.sections import Sections
 from mtrain.core.layers.attention import flash_linear_attention
 from mtrain.core.layers.attention.core_attention import CoreAttention
 from mtrain.core.layers.attention.key_set import key_set
-from mtrain.core.layers.build import build_with
+from mtrain.core.layers.build import build_with, unwrap
 from mtrain.core.layers.compiled import compile_layers, try_compiler
 from mtrain.core.layers.layer_spec import absent, unbuildable
 from mtrain.core.layers.norm import Norm
@@ -209,6 +209,13 @@ def _without_apex(place: Place) -> str | None:
     return without_apex(place.config, place.groups.device)
 
 
+def _without_gradient(place: Place) -> nn.Module:
+    chunk = torch_layers(place)
+    for layer in unwrap(chunk).decoder.layers:
+        layer.self_attention.linear_proj.weight.requires_grad_(False)
+    return chunk
+
+
 CANDIDATES = (
     Candidate("te", "TransformerEngine", _transformer_engine, _without_transformer_engine),
     Candidate("te-experts", "TransformerEngine, experts as well", _with_its_experts, _without_its_experts),
@@ -217,5 +224,7 @@ CANDIDATES = (
     Candidate("fla", "our layers with flash-linear-attention's delta rule", _by_delta_rule, _without_delta_rule),
     Candidate("apex", "our layers with apex's norms", _by_apex, _without_apex),
 )
+MISSING_GRADIENT = Candidate("missing-gradient", "a gradient is missing", _without_gradient)
+"""Fault for `--inject`."""
 NO_CANDIDATES = {"mamba-ssm": "the scan of model.mamba is ours alone, in torch"}
 """Packages that no layer uses, with the reason."""

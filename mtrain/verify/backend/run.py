@@ -18,16 +18,16 @@ from mtrain.base.errors import ConfigError, MachineError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.core.layers.certified import layers_of, machine_of
-from mtrain.verify.backend.candidates import CANDIDATES, NO_CANDIDATES, Candidate
+from mtrain.verify.backend.candidates import CANDIDATES, MISSING_GRADIENT, NO_CANDIDATES, Candidate
 from mtrain.verify.backend.cases import NUM_ROWS, Case, cases_of, few_layers, length_of
 from mtrain.verify.backend.errors import MEASURES, TensorError, tolerances
-from mtrain.verify.backend.planted import PLANTED
 from mtrain.verify.backend.worker import BackendJob, CaseResult, compare
 from mtrain.verify.core.ranks import Pool, environment_of, failure
 from mtrain.verify.core.result import BackendReport, Deviation, LayoutResult, badness, summary
 from mtrain.verify.parity import Progress, device_for
+from mtrain.verify.planted.inject import BACKEND_FAULTS, chosen
 
-PRELOADED = ("mtrain.verify.backend.worker", "mtrain.verify.backend.planted")
+PRELOADED = ("mtrain.verify.backend.worker",)
 TIMEOUT_S = 600
 _REPEATS = {"cuda": 10, "cpu": 3}
 _CPU_TOKENS = 512
@@ -78,15 +78,14 @@ def verify_backend(
             f"{num_devices}; add layout.cp=1 to certify the layers of runs without it"
         )
     if request.fault is not None:
-        candidates = [_planted(request.fault)]
+        chosen(request.fault, config, (), BACKEND_FAULTS)
+        candidates = [MISSING_GRADIENT]
     few = few_layers(config, length_of(config.layout.cp, config.row_width))
     shape = _timed_shape(config.train.micro_batch_size, config.row_width, config.layout.cp, device)
     check = _Comparisons(few, cases_of(config), shape, pool or Pool(device, PRELOADED, TIMEOUT_S), progress)
     found = {candidate: check.of(candidate) for candidate in candidates}
     compared = {candidate: each for candidate, each in found.items() if isinstance(each, Comparison)}
     absent = {candidate.name: each for candidate, each in found.items() if isinstance(each, str)}
-    if request.fault in absent:
-        raise ConfigError(f"--inject {request.fault} would change nothing, as {absent[request.fault]}; choose another")
     if not compared:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         raise MachineError(f"there is nothing to compare with our layers on this machine ({reasons})")
@@ -117,13 +116,6 @@ def known_certificate(config: Sections, folder: Path) -> str:
     device, _ = device_for(config.train, max_ranks=1)
     asked, here = layers_of(config), machine_of(torch.device(device))
     return next((each.name for each in certificates(folder) if (each.layers, each.machine) == (asked, here)), "")
-
-
-def _planted(name: str) -> Candidate:
-    for each in PLANTED:
-        if each.name == name:
-            return each
-    raise ConfigError(f"--inject {name} is not a known fault; choose from {', '.join(each.name for each in PLANTED)}")
 
 
 def _timed_shape(rows: int, length: int, cp: int, device: str) -> tuple[int, int]:

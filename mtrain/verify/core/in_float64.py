@@ -11,14 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from mtrain.config import Config
 from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers.build import unwrap
 from mtrain.core.ranks.groups import Groups
-from mtrain.verify.planted.collaborators import configured
 
-without_gathers = configured("train", lambda train: {"overlap_param_gather": False})
-"""Returns a configuration without parameter gathers in the forward pass."""
+
+def without_gathers(config: Config) -> Config:
+    """Returns a configuration without parameter gathers in the forward pass."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"overlap_param_gather": False})})
 
 
 class NeverUpdates(Optimizer):

@@ -17,15 +17,15 @@ from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.choices import choice_shapes
-from mtrain.core.batch.datum import Datum
+from mtrain.core.batch.datum import Datum, sample_of
 from mtrain.core.batch.order import key_of
 from mtrain.core.batch.sample import Sample, TokenizedSample, shifted
 from mtrain.core.loss.functions.load import extras_of, load_loss_function, reads_temperature
 from mtrain.data.encoding.checks import token_extras
 from mtrain.data.encoding.forms import tokens_sample
 from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
+from mtrain.data.samples.sft import sample_of_record
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk
-from mtrain.verify.planted.collaborators import SOUND, Collaborators
 from mtrain.verify.reference.policy import EXTRAS
 from mtrain.verify.reference.text import Text
 
@@ -98,19 +98,16 @@ class Places:
 class Batches:
     """Microbatches of one data-parallel rank."""
 
-    def __init__(
-        self, config: Config, plan: SamplePlan, dp_rank: int, dp_size: int, made_of: Collaborators = SOUND
-    ) -> None:
+    def __init__(self, config: Config, plan: SamplePlan, dp_rank: int, dp_size: int) -> None:
         """Opens the user's data, if the plan uses them.
 
         Raises:
             DataError: A file is damaged, too small, or does not fit the model.
         """
-        self._config, self._plan, self._made_of = config, plan, made_of
+        self._config, self._plan = config, plan
         extras = (*drawn_extras(config.loss), *plan.choices)
-        self._rows = RowsOfRank(config, dp_rank, dp_size, made_of.collate, extras)
-        ranks = (dp_rank, dp_size)
-        self._loader = own_loader(config, plan.own_vocab_size, *ranks, made_of) if plan.own_steps else None
+        self._rows = RowsOfRank(config, dp_rank, dp_size, extras)
+        self._loader = own_loader(config, plan.own_vocab_size, dp_rank, dp_size) if plan.own_steps else None
 
     def places(self, step: int) -> Places:
         """Returns the positions of a step's samples, equal on all ranks."""
@@ -131,19 +128,17 @@ class Batches:
 
     def _hard_samples(self, step: int) -> list[Sample]:
         plan = self._plan
-        return HardBatch(self._config, step - plan.own_steps, plan.choices).samples(self._made_of)
+        return HardBatch(self._config, step - plan.own_steps, plan.choices).samples()
 
 
-def own_loader(
-    config: Config, own_vocab_size: int, dp_rank: int, dp_size: int, made_of: Collaborators = SOUND
-) -> StepLoader:
+def own_loader(config: Config, own_vocab_size: int, dp_rank: int, dp_size: int) -> StepLoader:
     """Opens the user's data with the user's vocabulary.
 
     Raises:
         DataError: A file is damaged, too small, or does not fit the model.
     """
     model = config.model.model_copy(update={"vocab_size": own_vocab_size})
-    return made_of.loader(config.model_copy(update={"model": model}), dp_rank, dp_size, made_of.collate)
+    return StepLoader(config.model_copy(update={"model": model}), dp_rank, dp_size)
 
 
 def _record(text: Text, model: ModelSection) -> TokenizedSample:
@@ -238,13 +233,13 @@ class HardBatch:
         """Returns the kind, one of NUM_HARD_KINDS."""
         return self.number % NUM_HARD_KINDS
 
-    def samples(self, made_of: Collaborators = SOUND) -> list[Sample]:
+    def samples(self) -> list[Sample]:
         """Returns the batch by slot, made by the trainer's own code.
 
         A text is passed as a user's `Datum` or as a record of a file; one with several documents, which neither can
         hold, is shifted like a corpus.
         """
-        return [self._sample(text, slot, made_of) for slot, text in enumerate(self.texts())]
+        return [self._sample(text, slot) for slot, text in enumerate(self.texts())]
 
     def texts(self) -> list[Text]:
         """Returns the texts by slot."""
@@ -253,11 +248,11 @@ class HardBatch:
         batch, length = config.train.global_batch_size, config.data.seq_length
         return [self._text(rng, _mask(rng, self.kind, slot, batch, length), slot) for slot in range(batch)]
 
-    def _sample(self, text: Text, slot: int, made_of: Collaborators) -> Sample:
+    def _sample(self, text: Text, slot: int) -> Sample:
         if text.edges:
             return _of_documents(text)
         if slot % 2 and text.counts[1:].any():  # a record without anything to learn is refused
-            return made_of.of_record(_record(text, self.config.model), 0, len(text.ids), _columns(text))
+            return sample_of_record(_record(text, self.config.model), 0, len(text.ids), _columns(text))
         # in turn one number per token and one per predicted token
         first = slot // 2 % 2
         extras = {name: each[first:].tolist() for name, each in text.extras.items()}
@@ -270,7 +265,7 @@ class HardBatch:
             temperature=temperature,
             routed_experts=text.routed_experts,
         )
-        return made_of.of_datum(datum, f"sample {slot}", self.config, tuple(text.extras))
+        return sample_of(datum, f"sample {slot}", self.config, tuple(text.extras))
 
     def _text(self, rng: np.random.Generator, mask: NDArray[np.float64], slot: int) -> Text:
         config, length = self.config, self.config.data.seq_length

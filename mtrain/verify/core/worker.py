@@ -6,12 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import ConfigError, NumericError
 from mtrain.checkpoint.state.gather import gradient_shards, parameter_shards
 from mtrain.config import Config
 from mtrain.config.extras import TEMPERATURE, as_configured
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.loss_reduction import StepTotals, TermTotals
+from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.rank_model import RankModel, build_model
 from mtrain.core.layers.build import build_frozen_model
 from mtrain.core.loss.objective import Objective
@@ -25,8 +27,7 @@ from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.samples import Batches, SamplePlan, drawn_extras
 from mtrain.verify.core.tolerances import needs_float64
 from mtrain.verify.core.weights import Whole, drawn, gathered, set_weights
-from mtrain.verify.planted.collaborators import SOUND, Collaborators
-from mtrain.verify.planted.faults import PLANTS
+from mtrain.verify.planted.faults import planted
 from mtrain.verify.reference.policy import EXTRAS
 from mtrain.verify.reference.schedule import telling_steps
 
@@ -96,13 +97,10 @@ class _WatchedStep(TrainingStep):
             self.said = str(error)
 
 
-def run_layout(groups: Groups, job: Job, made_of: Collaborators = SOUND) -> Outcome:
-    """Trains a few steps from weights that do not depend on the layout. Collective.
-
-    `made_of` replaces parts of the run, unless the job names a fault.
-    """
-    with small_blocks():
-        return _Runner(groups, job, made_of if job.fault is None else PLANTS[job.fault]).run()
+def run_layout(groups: Groups, job: Job) -> Outcome:
+    """Trains a few steps from weights that do not depend on the layout. Collective."""
+    with small_blocks(), planted(job.fault):
+        return _Runner(groups, job).run()
 
 
 def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objective:
@@ -125,13 +123,13 @@ def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objecti
 class _Runner:
     """Trains one model on this rank."""
 
-    def __init__(self, groups: Groups, job: Job, made_of: Collaborators) -> None:
-        config = made_of.config(job.config)
-        self._groups, self._job, self._config, self._rate = groups, job, config, made_of.rate
+    def __init__(self, groups: Groups, job: Job) -> None:
+        config = job.config
+        self._groups, self._job, self._config = groups, job, config
         self._seen: list[list[Microbatch]] = []
         # if modules are watched, every rank has to know the positions of the samples
         reads = groups.tp_rank == 0 or job.watched_step is not None
-        self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp, made_of) if reads else None
+        self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp) if reads else None
         objective = replace(
             own_objective(config, EXTRAS),
             choices=job.plan.choices,
@@ -143,12 +141,11 @@ class _Runner:
             own = without_gathers(config) if in_float64 else config
             sharded = build_model(own, groups, weights_follow=True, in_float64=in_float64)
             shrink_chunks(sharded.chunks)
-            made_of.change_model(sharded.chunks)
             set_weights(sharded.chunks, groups, lambda name, shape: drawn(name, shape, config))
-            optimizer = NeverUpdates(sharded, groups) if in_float64 else made_of.optimizer(own, sharded, groups)
+            optimizer = NeverUpdates(sharded, groups) if in_float64 else Optimizer(own, sharded, groups)
             model, teacher = RankModel(own, groups, sharded, optimizer), small_teacher(own, groups, in_float64)
             self._models.append(model)
-            self._steps.append(_WatchedStep(model, objective, teacher, made_of.step(groups)))
+            self._steps.append(_WatchedStep(model, objective, teacher))
         self._sharded, self._training = self._models[0].sharded, self._steps[0]
 
     def run(self) -> Outcome:
@@ -166,8 +163,8 @@ class _Runner:
             pieces = watch.pieces
             if outcome.weights is None and self._groups.rank == 0:
                 break
-        shown = telling_steps(self._config.optimizer, self._config.train.num_steps)
-        rates = {number: self._rate(number, self._config.optimizer, self._config.train.num_steps) for number in shown}
+        schedule = self._config.optimizer, self._config.train.num_steps
+        rates = {number: learning_rate(number, *schedule) for number in telling_steps(*schedule)}
         return Outcome(initial, steps, pieces, self._seen, rates)
 
     def _step(self, number: int) -> StepOutcome:

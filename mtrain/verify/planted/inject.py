@@ -1,30 +1,36 @@
 """Known faults, each planted in one place on the ranks of a layout to show that the check finds it.
 
-Each occurred in a real trainer. The reference never has one. Only `--inject NAME` plants one.
+Each occurred in a real trainer. The reference never has one. Only `--inject NAME` plants one. Faults that are not here
+are tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from mtrain.arch import padded_vocab_size
 from mtrain.base.errors import ConfigError
 from mtrain.base.spelling import meant
 from mtrain.config import Config
-from mtrain.config.schema.model import RECURRENT
-from mtrain.verify.planted.fault import Fault, side_terms_differ
-from mtrain.verify.planted.shared_inject import SHARED_FAULTS
-
-_RECURRENT = " or ".join(f"model.{key}" for key in RECURRENT)
 
 
-LAYOUT_FAULTS = (
+@dataclass(frozen=True)
+class Fault:
+    """Known fault and the conditions under which it shows."""
+
+    name: str
+    text: str
+    """What the faulty trainer does."""
+    axis: str | None = None
+    """Axis that the layout must use; None: one process with one microbatch shows the fault."""
+    condition: Callable[[Config], bool] = lambda config: True
+    """Says whether the fault can show under a configuration."""
+    condition_text: str = ""
+
+
+FAULTS = (
     Fault("microbatch-means", "averages the means of the microbatches", "microbatches"),
-    Fault("dp-means", "averages the token means of the data-parallel ranks", "dp"),
-    Fault("cp-counts-again", "adds up the denominator once for each context-parallel rank", "cp"),
     Fault("tp-counts-again", "adds up the denominator once for each tensor-parallel rank", "tp"),
-    Fault("dp-size-in-denominator", "multiplies the loss by dp_size where gradients are summed, not averaged", "dp"),
-    Fault("cp-scaled-loss", "multiplies the loss by cp, as a two-part loss of Megatron-Core is", "cp"),
     Fault("sp-norms-not-reduced", "does not sum the norms' gradients over the sequence-parallel ranks", "sp"),
     Fault(
         "tied-gradient-missed",
@@ -33,15 +39,7 @@ LAYOUT_FAULTS = (
         lambda config: config.model.tied_embeddings,
         "model.tied_embeddings=true",
     ),
-    Fault("dropped-microbatch", "loses the last of several microbatches", "microbatches"),
-    Fault("labels-shifted-after-slicing", "shifts labels after the rows are cut over context parallelism", "cp"),
     Fault("positions-not-zigzag", "numbers positions as if each rank held one piece of the row", "cp"),
-    Fault("keys-in-rank-order", "takes keys in the order of the ranks for keys in the order of the row", "cp"),
-    Fault(
-        "hops-left-out",
-        "attends to the keys of a rank's own chunks alone, as a ring without hops does",
-        "ring",
-    ),
     Fault(
         "document-boundary-crossed",
         "lets attention see the documents packed before",
@@ -49,185 +47,56 @@ LAYOUT_FAULTS = (
         lambda config: config.data.isolate_documents,
         "data.isolate_documents=true or data.packing",
     ),
-    Fault(
-        "clip-before-normalisation",
-        "clips the sum of gradients before it is divided",
-        None,
-        lambda config: config.optimizer.clip_grad > 0,
-        "optimizer.clip_grad > 0",
-    ),
-    Fault("clamped-denominator", "takes clamp(min=1) of each microbatch's denominator", "microbatches", shown_by=3),
-    Fault("epsilon-in-denominator", "adds 1e-8 to each microbatch's denominator", None),
-    Fault(
-        "int32-weights",
-        "counts loss tokens in int32, as Megatron-Core does, so that weights lose their fraction",
-        None,
-        shown_by=2,
-    ),
-    Fault("dp-rank-not-reduced", "leaves one data-parallel rank's gradients out of the sum", "dp"),
-    Fault("dropout-left-on", "trains with a hidden dropout of 0.1 that the configuration does not have", None),
-    Fault(
-        "vocabulary-padding-in-softmax",
-        "gives the padding of the vocabulary probability",
-        None,
-        lambda config: padded_vocab_size(config.model, 1) > config.model.vocab_size,
-        "a model.vocab_size that is not a multiple of model.vocab_multiple",
-    ),
-    Fault(
-        "local-side-term-denominators",
-        "scales side terms by the denominators of one data-parallel rank",
-        "dp",
-        side_terms_differ,
-        "a side term with another aggregation than the main term",
-    ),
-    Fault(
-        "norms-decayed",
-        "applies weight decay to norms and biases",
-        None,
-        lambda config: config.optimizer.weight_decay > 0 and not config.optimizer.decay_norms_and_biases,
-        "optimizer.weight_decay > 0 and optimizer.decay_norms_and_biases=false",
-    ),
-    Fault(
-        "norms-counted-per-tp-rank", "counts replicated gradients once for each tensor-parallel rank in the norm", "tp"
-    ),
-    Fault(
-        "full-width-norm-by-tp-rank",
-        "norms queries and keys by the mean square of the heads that one tensor-parallel rank holds",
-        "tp",
-        lambda config: config.model.qk_norm and config.model.qk_norm_width == "full",
-        "model.qk_norm_width=full",
-    ),
-    Fault(
-        "state-across-documents",
-        "lets delta nets and Mamba-2 carry states over the documents of a row, and their convolution see those before",
-        None,
-        lambda config: bool(config.model.recurrent) and config.data.isolate_documents,
-        f"{_RECURRENT}, and data.isolate_documents=true or data.packing",
-    ),
-    Fault(
-        "state-dropped-at-parts",
-        "begins the part of a row that a context-parallel rank holds with an empty state",
-        "cp",
-        lambda config: bool(config.model.recurrent),
-        _RECURRENT,
-    ),
-    Fault(
-        "decay-in-half-precision",
-        "rounds the decays of delta nets and Mamba-2 to bfloat16",
-        None,
-        lambda config: bool(config.model.recurrent),
-        _RECURRENT,
-    ),
-    Fault(
-        "router-losses-shared-out",
-        "divides losses of routers by tp x cp, as Megatron-Core does",
-        "cp",
-        lambda config: bool(config.loss.router.coefficients),
-        "a coefficient of loss.router above 0",
-    ),
-    Fault(
-        "expert-loads-per-rank",
-        "moves the biases of the choice by the load that one rank sees",
-        "dp",
-        lambda config: config.model.experts is not None and config.model.experts.bias_update_rate > 0,
-        "model.experts.bias_update_rate > 0",
-        shown_by=2,
-    ),
-    Fault(
-        "experts-left-out-of-norm", "takes the experts of one expert-parallel rank alone into the gradient norm", "ep"
-    ),
-    Fault(
-        "depths-divided-by-main",
-        "divides the losses of further tokens by the loss tokens of the main term, as Megatron-Core does",
-        None,
-        lambda config: config.model.num_predictions > 1,
-        "model.mtp_depths > 0",
-    ),
-    Fault(
-        "matrices-by-tp-rank",
-        "orthogonalizes the part of a matrix that a tensor-parallel rank holds by itself",
-        "tp",
-        lambda config: config.optimizer.kind == "muon",
-        "optimizer.kind=muon",
-    ),
-    Fault(
-        "matrices-fused",
-        "orthogonalizes queries, keys and values, or gate and up, as one matrix",
-        None,
-        lambda config: config.optimizer.kind == "muon",
-        "optimizer.kind=muon",
-    ),
 )
-"""Faults in the order of loss, layout, data, engine."""
+"""Faults of `verify parity` and `verify hf`, one an axis."""
+RESUME_FAULTS = (Fault("moments-not-restored", "begins with moments of 0"),)
+PREEMPT_FAULTS = (Fault("record-lost", "loses the last record that was written before the stop"),)
+BACKEND_FAULTS = (Fault("missing-gradient", "gives the projection of the attention's output no gradient"),)
 
-
-ADAPTER_FAULTS = (
-    Fault(
-        "adapter-gradient-times-tp",
-        "sums the gradient of a replicated A's output tp times over the tensor-parallel ranks",
-        "tp",
-        lambda config: config.adapter is not None,
-        "adapter",
+TESTS = {
+    "planted/test_inject.py::test_every_fault_is_found_and_named": (
+        "dp-means cp-counts-again dp-size-in-denominator cp-scaled-loss dropped-microbatch "
+        "labels-shifted-after-slicing keys-in-rank-order hops-left-out clip-before-normalisation clamped-denominator "
+        "epsilon-in-denominator "
+        "int32-weights dp-rank-not-reduced dropout-left-on vocabulary-padding-in-softmax local-side-term-denominators "
+        "norms-decayed norms-counted-per-tp-rank full-width-norm-by-tp-rank state-across-documents "
+        "state-dropped-at-parts decay-in-half-precision router-losses-shared-out expert-loads-per-rank "
+        "experts-left-out-of-norm depths-divided-by-main matrices-by-tp-rank matrices-fused"
     ),
-    Fault(
-        "adapter-gradient-not-reduced",
-        "does not sum gradients of an adapter's replicated matrices over the sequence-parallel ranks",
-        "sp",
-        lambda config: config.adapter is not None,
-        "adapter",
+    "planted/test_shared_faults.py::test_what_every_layout_shares_is_found": (
+        "last-token-masked masked-tokens-counted token-weights-squared sample-weights-ignored padding-counted "
+        "labels-shifted-twice extras-not-shifted datum-weights-shifted datum-extras-shifted record-weights-shifted "
+        "record-extras-shifted sample-read-twice positions-not-restarted row-counted-as-sequence "
+        "label-of-the-next-sample router-balance-by-row tokens-ahead-across-documents sequence-mean-plus-one "
+        "square-root-left-out norm-length-off empty-sequences-confused side-terms-divided-by-main "
+        "smoothing-with-padding chunk-gradient-dropped window-off-by-one rope-base-off rotary-of-whole-heads "
+        "queries-of-one-temperature softmax-scale-off norm-epsilon-off router-losses-times-top-k "
+        "expert-scaling-ignored bias-correction-missing decay-not-times-rate rate-one-step-late warmup-off-by-one"
     ),
-    Fault(
-        "adapter-scale-dropped",
-        "leaves alpha / rank out",
-        None,
-        lambda config: (
-            config.adapter is not None and any(config.adapter.scale_of(each) != 1 for each in config.adapter.parts)
-        ),
-        "adapter with alpha / rank (rslora: alpha / sqrt(rank)) other than 1",
+    "parity/test_adapters.py::test_every_fault_of_adapters_is_found": (
+        "adapter-gradient-times-tp adapter-gradient-not-reduced adapter-scale-dropped magnitude-by-tp-rank "
+        "frozen-weights-decayed saved-module-times-tp"
     ),
-    Fault(
-        "magnitude-by-tp-rank",
-        "takes the norms of rows over the columns that one tensor-parallel rank holds",
-        "tp",
-        lambda config: (
-            config.adapter is not None
-            and config.adapter.has_magnitudes
-            and bool(config.adapter.parts & {"proj", "fc2"})
-        ),
-        "adapter.kind=dora with proj or fc2 among its targets",
+    "resume/test_run.py::test_every_fault_of_resuming_is_found_and_named": (
+        "run-step-off-by-one samples-restarted learning-rate-restarted adam-step-off-by-one adam-step-shared "
+        "main-weights-rounded stale-shard loss-scale-restarted random-states-not-restored records-kept"
     ),
-    Fault(
-        "frozen-weights-decayed",
-        "lets weight decay shrink the frozen model",
-        None,
-        lambda config: config.adapter is not None,
-        "adapter",
-    ),
-    Fault(
-        "saved-module-times-tp",
-        "adds up the gradients of what learns whole tp times over the tensor-parallel ranks",
-        "tp",
-        lambda config: config.adapter is not None and bool(config.adapter.modules_to_save),
-        "adapter.modules_to_save",
-    ),
-)
-
-FAULTS = (*LAYOUT_FAULTS, *ADAPTER_FAULTS, *SHARED_FAULTS)
-
-NAMES = tuple(fault.name for fault in FAULTS)
+    "preempt/test_run.py::test_what_a_stop_may_spoil_is_found": "record-repeated rate-changed",
+    "backend/test_run.py::test_wrong_layers_fail": "document-boundary dropped-window bf16-sums",
+}
+"""Tests below tests/verify, with the faults that they plant."""
 
 
 def chosen(name: str, config: Config, axes: Iterable[str], faults: Sequence[Fault] = FAULTS) -> Fault:
     """Returns the fault of this name.
 
     Raises:
-        ConfigError: The fault is unknown, or cannot show with these axes of layouts and this shrunk configuration.
+        ConfigError: The fault is unknown or a test, or cannot show with these axes of layouts and this shrunk
+            configuration.
     """
     fault = next((each for each in faults if each.name == name), None)
     if fault is None:
-        near = meant(name, [each.name for each in faults])
-        hint = f"did you mean {near}?" if near else "see --list-injections"
-        raise ConfigError(f"--inject {name}: there is no such fault; {hint}")
+        raise _not_here(name, [each.name for each in faults])
     if fault.axis is not None and fault.axis not in axes:
         raise ConfigError(
             f"--inject {name} cannot show: it needs a layout that uses {fault.axis}; set it in the configuration or "
@@ -236,3 +105,14 @@ def chosen(name: str, config: Config, axes: Iterable[str], faults: Sequence[Faul
     if not fault.condition(config):
         raise ConfigError(f"--inject {name} cannot show: it needs {fault.condition_text}; set it")
     return fault
+
+
+def _not_here(name: str, names: Sequence[str]) -> ConfigError:
+    for test, planted in TESTS.items():
+        if name in planted.split():
+            return ConfigError(
+                f"--inject {name}: this fault is a test now, tests/verify/{test}; choose one of {', '.join(names)}"
+            )
+    near = meant(name, names)
+    hint = f"did you mean {near}?" if near else "see --list-injections"
+    return ConfigError(f"--inject {name}: there is no such fault; {hint}")

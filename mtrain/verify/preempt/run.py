@@ -37,15 +37,13 @@ from mtrain.verify.core.shrink import (
     small_schedule,
 )
 from mtrain.verify.parity import Progress, Request, device_for
-from mtrain.verify.planted.inject import chosen
+from mtrain.verify.planted.inject import PREEMPT_FAULTS, chosen
 from mtrain.verify.preempt.start import (
-    PREEMPT_FAULTS,
     Program,
     Stop,
     StopFailedError,
     launcher,
     new_process,
-    plant,
     run_to_end,
     run_until_stopped,
 )
@@ -201,7 +199,8 @@ class Drill:
                 failed, lost = stop, failure(fault)
                 yield _Done(stop, 0.0, 0, lost)
                 continue
-            plant(self._fault, stop, run_dir, config)
+            if self._fault is not None and stop.phase is Phase.FORWARD_BACKWARD:
+                _lose_record(run_dir / "metrics.jsonl")
             yield _Done(stop, seconds, _newest(run_dir))
         if failed is None:
             try:
@@ -249,6 +248,11 @@ class Drill:
         path = self._folder / f"{run}.yaml"
         path.write_text(config_yaml(config))
         return path
+
+
+def _lose_record(metrics: Path) -> None:
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:-1]))
 
 
 def _newest(run_dir: Path) -> int:

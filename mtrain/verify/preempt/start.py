@@ -18,10 +18,7 @@ import psutil
 from mtrain.base.errors import UnfinishedError
 from mtrain.base.fault_points import REACHED, VARIABLE, InjectedFault
 from mtrain.base.heartbeat import Phase
-from mtrain.config.load import config_yaml
-from mtrain.hf.configuration import load_config
 from mtrain.runs.folder import RunFolder
-from mtrain.verify.planted.fault import Fault
 
 SIGNAL = signal.SIGUSR1
 _POLL_S = 0.02
@@ -144,41 +141,3 @@ def _require(is_so: bool, text: str, log: Path) -> None:
         failed = StopFailedError(text if said is None else f"{text}; its log ends with: {said}")
         failed.add_note("\n".join(tail))
         raise failed
-
-
-PREEMPT_FAULTS = (
-    Fault("record-lost", "loses the last record that was written before the stop", None),
-    Fault("record-repeated", "writes the last record before the stop a second time", None),
-    Fault("rate-changed", "goes on with another learning rate than the run had", None),
-)
-
-
-def plant(name: str | None, stop: Stop, run_dir: Path, config: Path) -> None:
-    """Does to a stopped run what a faulty trainer would have done; `config` is the file of the next start."""
-    if name is not None and stop.phase is Phase.FORWARD_BACKWARD:
-        _PLANTS[name](run_dir / "metrics.jsonl", config)
-
-
-def _lose_record(metrics: Path, config: Path) -> None:
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(lines[:-1]))
-
-
-def _repeat_record(metrics: Path, config: Path) -> None:
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join([*lines, lines[-1]]))
-
-
-def _change_rate(metrics: Path, config: Path) -> None:
-    before = load_config([config], [])
-    optimizer = before.optimizer.model_copy(update={"lr": 1.5 * before.optimizer.lr})
-    allowed = before.checkpoint.model_copy(update={"allow_changed": (*before.checkpoint.allow_changed, "optimizer.lr")})
-    config.write_text(config_yaml(before.model_copy(update={"optimizer": optimizer, "checkpoint": allowed})))
-
-
-_PLANTS: dict[str, Callable[[Path, Path], None]] = {
-    "record-lost": _lose_record,
-    "record-repeated": _repeat_record,
-    "rate-changed": _change_rate,
-}
-"""Faults by name; each gets metrics.jsonl and the configuration file."""

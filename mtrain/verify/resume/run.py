@@ -35,7 +35,7 @@ from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import tolerances
 from mtrain.verify.core.weights import forward_order
 from mtrain.verify.parity import Progress, Request, device_for, refuse_without_reference
-from mtrain.verify.planted.inject import chosen
+from mtrain.verify.planted.inject import RESUME_FAULTS, chosen
 from mtrain.verify.resume.compare import (
     exact_deviations,
     other_layout,
@@ -45,11 +45,12 @@ from mtrain.verify.resume.compare import (
     weights_before_each_step,
     worst_in_order,
 )
-from mtrain.verify.resume.inject import CRASH, RESUME_FAULTS
 from mtrain.verify.resume.worker import SegmentResult, Start, run_start
 
 PRELOADED = ("mtrain.verify.resume.worker", "mtrain.verify.core.exact")
 EMPTY: Mapping[str, Any] = MappingProxyType({})
+CRASH = "crash"
+"""Axis of the case that resumes after a killed rank."""
 _ONE_PROCESS = Trial(micro_batch_size=None)
 
 
@@ -85,7 +86,7 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
     plan = planned(config, request, max_ranks)
     notes = replay_notes(config.data, progress)
     if request.fault is not None:
-        chosen(request.fault, plan.base.config, {CRASH}, RESUME_FAULTS)
+        chosen(request.fault, plan.base.config, (), RESUME_FAULTS)
     pool = pool or Pool(device, PRELOADED, is_deterministic=config.train.deterministic)
     with tempfile.TemporaryDirectory(prefix="mtrain-resume-") as folder:
         check = ResumeCheck(plan, request.at, Path(folder), pool)

@@ -26,7 +26,7 @@ from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.loss_reduction import StepTotals
 from mtrain.core.engine.optimizer import Update
-from mtrain.core.engine.optimizer_state import STATES
+from mtrain.core.engine.optimizer_state import MAIN, STATES
 from mtrain.core.engine.training_state import WEIGHTS, Held, local_state
 from mtrain.core.layers.adapters.adapter import is_adapter_key
 from mtrain.core.ranks import rng
@@ -39,7 +39,6 @@ from mtrain.training.trainer import train_on
 from mtrain.verify.core.samples import Places
 from mtrain.verify.core.weights import TABLES, Whole, gathered
 from mtrain.verify.core.worker import small_teacher
-from mtrain.verify.resume.faults import PLANTS, SOUND, put_back
 
 SAMPLE = 4096
 """Elements of a tensor that are kept to measure a deviation; of the others only the digest is kept."""
@@ -114,22 +113,31 @@ class SegmentResult:
 
 def run_start(groups: Groups, start: Start) -> SegmentResult:
     """Trains from the run folder until the end, a stop or a crash. Collective."""
-    seen, plant = SegmentResult(), SOUND if start.fault is None else PLANTS[start.fault]
+    seen = SegmentResult()
 
     def build(config: Config, groups: Groups, folder: RunFolder) -> Run:
-        before = rng.random_states(groups)
-        run = plant.goes_on(build_run(config, groups, folder, small_teacher), before)
+        run = build_run(config, groups, folder, small_teacher)
+        if start.fault is not None:
+            PLANTS[start.fault](run)
         watched = WatchedStep(run, start, seen)
         watched.begin(folder)
         return replace(run, training=watched)
 
-    metrics = RunFolder(Path(start.config.run.dir)).metrics
-    records = metrics.read_text() if plant.keeps_records and groups.rank == 0 else None
     with contextlib.redirect_stdout(io.StringIO()):
         train_on(groups, start.config, StopSignal(), build)
-    if records is not None:
-        put_back(metrics, records, seen.start_step)
     return seen
+
+
+@torch.no_grad()
+def _forget_moments(run: Run) -> None:
+    for _, states in run.model.optimizer.state.flat_slice_states():
+        for name, values in states.items():
+            if name != MAIN:
+                values.zero_()
+
+
+PLANTS: dict[str, Callable[[Run], None]] = {"moments-not-restored": _forget_moments}
+"""Faults by name; each spoils the resumed run."""
 
 
 class WatchedStep(TrainingStep):

@@ -17,7 +17,13 @@ from mtrain.config import Config
 from mtrain.core.layers.certified import layers_of
 from mtrain.hf.configuration import load_config
 from mtrain.verify.backend import worker
-from mtrain.verify.backend.candidates import NO_CANDIDATES, Candidate, without_apex, without_flash_attention
+from mtrain.verify.backend.candidates import (
+    MISSING_GRADIENT,
+    NO_CANDIDATES,
+    Candidate,
+    without_apex,
+    without_flash_attention,
+)
 from mtrain.verify.backend.cases import cases_of, few_layers, length_of, rows_like, starts_of
 from mtrain.verify.backend.errors import FACTORS, compared, errors_of, floor
 from mtrain.verify.backend.run import BackendRequest, Certified, verify_backend
@@ -26,6 +32,7 @@ from tests.config.samples import config, content
 from tests.messages import refuses
 from tests.paths import ROOT
 from tests.pool import Pool
+from tests.verify.backend.planted import PLANTED
 from tests.verify.backend.stand_ins import ABSENT, APEX, CAPTURED, CRASHING, DELTA_RULES, FLASH_ATTENTION, STAND_IN
 
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 32, "every": 2, "shared_ffn_hidden_size": 16}
@@ -148,18 +155,19 @@ def test_what_flash_attention_cannot_do_is_said(changes: dict[str, Any], reason:
     ],
 )
 def test_wrong_layers_fail(pool: Pool, fault: str, changes: dict[str, Any], kind: str) -> None:
-    outcome = check(pool, changes, fault=fault)
+    is_shipped = fault == MISSING_GRADIENT.name
+    outcome = check(pool, changes, fault=fault) if is_shipped else check(pool, changes, PLANTED[fault])
     assert not outcome.report.passed
-    assert outcome.report.injected == fault
+    assert outcome.report.injected == (fault if is_shipped else None)
     failed = {each.kind for layout in outcome.report.layouts for each in layout.deviations if not each.passed}
     assert kind in failed
     assert not outcome.certificate.candidates[fault].passed
 
 
-def test_faults_that_are_unknown_or_change_nothing_are_refused(pool: Pool) -> None:
-    with refuses(ConfigError, "--inject dropped-window", "window"):
+def test_faults_that_are_unknown_or_a_test_are_refused(pool: Pool) -> None:
+    with refuses(ConfigError, "--inject dropped-window", "tests/verify/backend/test_run.py", "missing-gradient"):
         check(pool, {}, fault="dropped-window")
-    with refuses(ConfigError, "--inject", "missing-gradient"):
+    with refuses(ConfigError, "--inject no-such-fault"):
         check(pool, {}, fault="no-such-fault")
 
 
@@ -300,4 +308,4 @@ def test_the_verb_writes_report_and_certificate(tmp_path: Path, monkeypatch: pyt
     assert "with the planted fault missing-gradient" in done.output
     assert not any((tmp_path / "certificates").iterdir()), "a planted fault certifies nothing"
     listed = CliRunner().invoke(app, ["verify", "backend", "--list-injections"])
-    assert listed.output.split() == ["missing-gradient", "document-boundary", "dropped-window", "bf16-sums"]
+    assert listed.output.split() == ["missing-gradient"]

@@ -18,7 +18,7 @@ from mtrain.hf.configuration import load_config
 from mtrain.verify.core.result import HfReport
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.texts import texts_of
-from mtrain.verify.hf import comparable, verify_hf
+from mtrain.verify.hf import comparable, run_from_hf, verify_hf
 from mtrain.verify.parity import Request
 from tests.hf.folders import save
 from tests.messages import refuses
@@ -94,18 +94,32 @@ def test_a_token_that_pads_elsewhere_learns_as_text_and_that_is_said(pool: Pool,
     assert any(3 in text.ids[:-1] for step in texts for text in step), "the token does not occur"
 
 
+class _OtherScale:
+    """Pool whose ranks attend with another scale."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self.device = pool, pool.device
+
+    def run(self, function: object, layout: Layout, *arguments: Any) -> list[Any]:
+        """Runs a function like the pool of the suite."""
+        assert function is run_from_hf
+        return self._pool.run(waiting_ranks.run_with_another_scale, layout, *arguments)
+
+
 @pytest.mark.parametrize(
     ("fault", "axis", "reported"),
     [
-        ("softmax-scale-off", "every layout", "one process too: not a fault of a layout"),
-        ("cp-scaled-loss", "cp", "cp alone breaks the run"),
+        (None, "every layout", "one process too: not a fault of a layout"),
+        ("positions-not-zigzag", "cp", "cp alone breaks the run"),
     ],
+    ids=["softmax-scale-off", "positions-not-zigzag"],
 )
 def test_one_process_is_run_where_layouts_fail(
-    pool: Pool, tmp_path: Path, fault: str, axis: str, reported: str
+    pool: Pool, tmp_path: Path, fault: str | None, axis: str, reported: str
 ) -> None:
     save("qwen3", tmp_path / "hf")
-    report = verify_hf(configured(tmp_path), Request("cp2", 1, 4, fault, "test"), print, pool)
+    ranks: Any = _OtherScale(pool) if fault is None else pool
+    report = verify_hf(configured(tmp_path), Request("cp2", 1, 4, fault, "test"), print, ranks)
     assert [layout.num_ranks for layout in report.layouts] == [1, 2]
     assert [layout.passed for layout in report.layouts] == [axis == "cp", False]
     assert report.diagnosis is not None
@@ -124,9 +138,9 @@ def test_the_command_writes_its_report_and_tells_the_verdict(tmp_path: Path) -> 
     page = (tmp_path / "run" / "hf" / "hf.html").read_text()
     assert "All 1 layouts are the run of transformers" in page
     assert "gradient norm" in page
-    wrong = CliRunner().invoke(app, [*arguments, "--inject", "vocabulary-padding-in-softmax"])
+    wrong = CliRunner().invoke(app, [*arguments, "--layouts", "cp2", "--inject", "positions-not-zigzag"])
     assert wrong.exit_code == 1, wrong.output
-    assert "FAIL: 1 of 1 layouts are not the run of transformers" in wrong.output
+    assert "FAIL: 1 of 2 layouts are not the run of transformers" in wrong.output
     assert json.loads((tmp_path / "run" / "hf" / "hf.json").read_text())["diagnosis"]["step"] == 1
 
 

@@ -1,4 +1,4 @@
-"""Ranks of which one opens its data late; for `test_run.py`."""
+"""Ranks of which one opens its data late, and ranks with a fault; for `test_run.py`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 from unittest import mock
 
 from mtrain.config import Config
+from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from mtrain.verify import hf
-from mtrain.verify.planted.collaborators import Collaborators
+from mtrain.verify.core.result import StepValues
+from tests.verify.planted.shared_faults import SHARED_PLANTS
 
 
 class _Built(Exception):  # noqa: N818
@@ -32,9 +34,23 @@ def num_open(groups: Groups, config: Config, folder: str) -> int:
     def stop(*_: object, **__: object) -> None:
         raise _Built
 
-    with mock.patch.object(hf, "SOUND", Collaborators(loader=Late)), mock.patch.object(hf, "build_model", stop):
+    with mock.patch.object(hf, "StepLoader", Late), mock.patch.object(hf, "build_rank_model", stop):
         try:
             hf.run_from_hf(groups, config, 1, None)
         except _Built:
             return len(list(Path(folder).iterdir()))
     raise AssertionError("no model was built")
+
+
+def run_with_another_scale(groups: Groups, *arguments: Any) -> list[StepValues]:
+    """Runs steps of attention with a wrong scale."""
+    sound = hf.build_rank_model
+
+    def built(*given: Any, **options: Any) -> RankModel:
+        model, change = sound(*given, **options), SHARED_PLANTS["softmax-scale-off"].change_model
+        assert change is not None
+        change(model.chunks)
+        return model
+
+    with mock.patch.object(hf, "build_rank_model", built):
+        return hf.run_from_hf(groups, *arguments)

@@ -8,7 +8,9 @@ from mtrain.config import Config
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import ParityReport
 from mtrain.verify.parity import Request, verify_parity
+from mtrain.verify.planted.inject import FAULTS
 from tests.config.samples import config
+from tests.verify.planted.ranks import FaultyPool
 
 NUM_SAMPLES = 8
 """Half the samples of users' checks: each kind of mask is among them, and half-sized microbatches are as many."""
@@ -66,11 +68,15 @@ def check(
     num_steps: int = 3,
     batch_size: int = NUM_SAMPLES,
 ) -> ParityReport:
-    """Checks some layouts after one process with one microbatch, and returns the report."""
+    """Checks some layouts after one process with one microbatch, and returns the report.
+
+    `fault` is one that `--inject` plants, or one of tests/verify/planted.
+    """
     reported: list[str] = []
-    report = verify_parity(
-        user, Request(layouts, num_steps, 8, fault, "mtrain verify parity"), reported.append, pool, batch_size
-    )
-    of_layouts = [line for line in reported if not line.startswith("--steps ")]  # a note ahead of all layouts
-    assert sorted(line.split(":")[0] for line in of_layouts) == sorted(layout.name for layout in report.layouts)
+    shipped = fault if fault in {each.name for each in FAULTS} else None
+    ranks: Any = pool if fault == shipped else FaultyPool(pool, str(fault))
+    request = Request(layouts, num_steps, 8, shipped, "mtrain verify parity")
+    report = verify_parity(user, request, reported.append, ranks, batch_size)
+    assert report.injected == shipped
+    assert sorted(line.split(":")[0] for line in reported) == sorted(layout.name for layout in report.layouts)
     return report

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 
-from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import ParityReport
-from mtrain.verify.planted.faults import ADAPTER_PLANTS
-from mtrain.verify.planted.inject import ADAPTER_FAULTS, chosen
-from tests.messages import refuses
 from tests.verify.parity.checks import check, expert_config, rich_config
+from tests.verify.planted.faults import ADAPTER_PLANTS
 
 LORA = {"rank": 8, "alpha": 16.0}
 DORA = {"kind": "dora", "rank": 8, "targets": ["q_proj", "v_proj", "proj", "up_proj", "fc2"]}
@@ -288,15 +285,13 @@ EXPECTED: dict[str, tuple[dict[str, Any], str, str, str]] = {
 """Fault -> adapter, layouts, the axis and the kind of quantity that reveal it."""
 
 
-@pytest.mark.parametrize("fault", ADAPTER_FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_of_adapters_is_found(pool: Pool, fault: Any) -> None:
-    adapter, layouts, axis, kind = EXPECTED[fault.name]
-    report = check(pool, adapted(adapter), layouts, fault.name, num_steps=1)
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_every_fault_of_adapters_is_found(pool: Pool, fault: str) -> None:
+    adapter, layouts, axis, kind = EXPECTED[fault]
+    report = check(pool, adapted(adapter), layouts, fault, num_steps=1)
     assert all(layout.error is None for layout in report.layouts)
     assert report.diagnosis is not None
     assert (report.diagnosis.axis, report.diagnosis.kind) == (axis, kind)
     assert report.layouts[0].passed == (axis != "every layout")
-    assert ("_adapter." not in str(report.diagnosis.name)) or fault.name != "saved-module-times-tp"
+    assert ("_adapter." not in str(report.diagnosis.name)) or fault != "saved-module-times-tp"
     assert EXPECTED.keys() == ADAPTER_PLANTS.keys()
-    with refuses(ConfigError):
-        chosen(fault.name, rich_config(), ["tp", "sp"])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,10 +18,10 @@ from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals
 from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.ranks.groups import Groups
+from mtrain.core.step import step
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.verify.core.result import LayoutResult
 from mtrain.verify.core.worker import Job, Outcome, run_layout
-from mtrain.verify.planted.collaborators import Collaborators, step_of
 from tests.config.samples import config
 from tests.parity.families import GEMMA4_EXPERTS, HYBRID, MAMBA, NEMOTRON
 from tests.pool import Pool
@@ -113,7 +114,8 @@ def short_layout(groups: Groups, job: Job, place: str, share: float) -> Outcome:
                 gradient.mul_(1 - share)
         return totals
 
-    return run_layout(groups, job, Collaborators(step=step_of(finalize=short)))
+    with patch.object(step, "finalize_gradients", short):
+        return run_layout(groups, job)
 
 
 class _ShortPool:

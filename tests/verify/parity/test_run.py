@@ -346,7 +346,7 @@ def mtrain(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_the_names_of_the_faults_are_listed_one_a_line() -> None:
     done = mtrain("--list-injections")
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) >= 18
+    assert len(done.stdout.splitlines()) == 6
     assert "microbatch-means" in done.stdout.splitlines()
 
 
@@ -360,14 +360,14 @@ def test_a_wrong_configuration_ends_with_2(tmp_path: Path) -> None:
 def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
     path = write(tmp_path / "config.yaml", content(run__dir=str(tmp_path / "run")))
     command = [sys.executable, "-m", "mtrain", "verify", "parity", path]
-    done = completed([*command, "--layouts", "mbs4", "--steps", 2, "--inject", "dropped-microbatch"])
+    done = completed([*command, "--layouts", "mbs4", "--steps", 2, "--inject", "microbatch-means"])
     assert (done.returncode, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
     assert "tp1-pp1-cp1-dp1-mbs16: pass" in done.stdout
     row = next(line for line in lines if line.startswith("tp1-pp1-cp1-dp1-mbs4 "))
     assert row.split()[-1] == "FAIL"
     where = next(number for number, line in enumerate(lines) if line.startswith("mtrain verify parity: microbatches"))
-    assert lines[where + 1].startswith("first deviation: denominator of term main")
+    assert lines[where + 1].startswith("first deviation: gradient of output_layer.weight")
     assert lines[-1].startswith("FAIL: 1 of 2 layouts are not the run of one process with the planted fault")
     report = ParityReport.from_json((tmp_path / "run" / "parity" / "parity.json").read_text())
     assert not report.passed

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import torch
 
-from mtrain.arch.layout import Layout
 from mtrain.core.engine import optimizer
 from mtrain.core.layers.attention import delta_net
 from mtrain.core.layers.attention.mamba import MambaMixer
@@ -19,10 +15,7 @@ from mtrain.core.layers.moe import router
 from mtrain.core.loss.vocab_parallel import logits
 from mtrain.core.loss.vocab_parallel.cross_entropy import row_slices
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.core.ranks.groups import Groups
-from mtrain.verify.core.worker import Job, Outcome, run_layout
-from mtrain.verify.planted.collaborators import SOUND, Collaborators, configured
-from mtrain.verify.planted.faults import PLANTS
+from tests.verify.planted.plants import Plant, configured, replacing
 
 _carried, _inside, _places = chunks._carried, chunks._inside_documents, router.best_places
 
@@ -63,7 +56,7 @@ def _without_clamp(modules: Any) -> None:
                 each.config.activation_func_clamp_value = None
 
 
-def _of(section: str, key: str, change: Callable[[Any], Any]) -> Collaborators:
+def _of(section: str, key: str, change: Callable[[Any], Any]) -> Plant:
     """Changes a value of the ranks' configuration, by a dotted key."""
 
     def changed(given: Any) -> dict[str, Any]:
@@ -71,18 +64,7 @@ def _of(section: str, key: str, change: Callable[[Any], Any]) -> Collaborators:
         value = getattr(given, first)
         return {first: value.model_copy(update={rest: change(getattr(value, rest))}) if rest else change(value)}
 
-    return Collaborators(config=configured(section, changed))
-
-
-class Plant(NamedTuple):
-    """One fault: a collaborator of the run, or what replaces a function of a module."""
-
-    made_of: Collaborators = SOUND
-    patched: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
-def _patched(*given: Any) -> Plant:
-    return Plant(patched=lambda: patch.object(*given))
+    return Plant(config=configured(section, changed))
 
 
 def _tenth_more(value: float) -> float:
@@ -90,54 +72,29 @@ def _tenth_more(value: float) -> float:
 
 
 FAULTS: dict[str, Plant] = {
-    "state forgotten at a chunk": _patched(chunks, "_carried", _forgetting),
-    "state leaked at a chunk": _patched(chunks, "_inside_documents", _leaking),
-    "any step of mamba": _patched(MambaMixer, "_step", _any_step),
-    "temperatures ignored": _patched(VocabParallelLogits, "divided_by", _untempered),
-    "negative scores as 0": _patched(router, "best_places", lambda ranking, *own: _places(ranking.clamp(min=0), *own)),
-    "second block of logits": _patched(logits, "row_slices", _second_is_first),
-    "first block of the norm": _patched(optimizer, "_sum_by_blocks", _first_block),
-    "length of keys": _patched(delta_net, "EPSILON", 2e-6),
-    "no clamp": Plant(Collaborators(change_model=_without_clamp)),
-    "softcap": Plant(_of("model", "logit_softcap", _tenth_more)),
-    "norm epsilon": Plant(_of("model", "norm_epsilon", _tenth_more)),
-    "latent epsilon": Plant(_of("model", "mla.norm_epsilon", _tenth_more)),
-    "lower band": Plant(_of("model", "rope.low_freq_factor", _tenth_more)),
-    "upper band": Plant(_of("model", "rope.high_freq_factor", _tenth_more)),
-    "fast band": Plant(_of("model", "rope.beta_fast", lambda value: value / 4)),
-    "slow band": Plant(_of("model", "rope.beta_slow", lambda value: 4 * value)),
-    "base": Plant(_of("model", "rope.base", _tenth_more)),
-    "local base": Plant(_of("model", "rope.local_base", _tenth_more)),
-    "optimizer epsilon": Plant(_of("optimizer", "epsilon", _tenth_more)),
-    "decay": Plant(_of("optimizer", "weight_decay", _tenth_more)),
-    "first moment": Plant(_of("optimizer", "beta1", lambda value: 0.99 * value)),
-    "router z": Plant(_of("loss", "router.z_coefficient", _tenth_more)),
-    "router balance": Plant(_of("loss", "router.sequence_balance_coefficient", _tenth_more)),
-    "rollout cap": Plant(_of("loss", "options", lambda options: {"rollout_cap": 1.1 * options["rollout_cap"]})),
-    "dual clip": Plant(_of("loss", "options", lambda options: {"dual_clip": 1.1 * options["dual_clip"]})),
+    "state forgotten at a chunk": replacing(chunks, "_carried", _forgetting),
+    "state leaked at a chunk": replacing(chunks, "_inside_documents", _leaking),
+    "any step of mamba": replacing(MambaMixer, "_step", _any_step),
+    "temperatures ignored": replacing(VocabParallelLogits, "divided_by", _untempered),
+    "negative scores as 0": replacing(router, "best_places", lambda ranking, *own: _places(ranking.clamp(min=0), *own)),
+    "second block of logits": replacing(logits, "row_slices", _second_is_first),
+    "first block of the norm": replacing(optimizer, "_sum_by_blocks", _first_block),
+    "length of keys": replacing(delta_net, "EPSILON", 2e-6),
+    "no clamp": Plant(change_model=_without_clamp),
+    "softcap": _of("model", "logit_softcap", _tenth_more),
+    "norm epsilon": _of("model", "norm_epsilon", _tenth_more),
+    "latent epsilon": _of("model", "mla.norm_epsilon", _tenth_more),
+    "lower band": _of("model", "rope.low_freq_factor", _tenth_more),
+    "upper band": _of("model", "rope.high_freq_factor", _tenth_more),
+    "fast band": _of("model", "rope.beta_fast", lambda value: value / 4),
+    "slow band": _of("model", "rope.beta_slow", lambda value: 4 * value),
+    "base": _of("model", "rope.base", _tenth_more),
+    "local base": _of("model", "rope.local_base", _tenth_more),
+    "optimizer epsilon": _of("optimizer", "epsilon", _tenth_more),
+    "decay": _of("optimizer", "weight_decay", _tenth_more),
+    "first moment": _of("optimizer", "beta1", lambda value: 0.99 * value),
+    "router z": _of("loss", "router.z_coefficient", _tenth_more),
+    "router balance": _of("loss", "router.sequence_balance_coefficient", _tenth_more),
+    "rollout cap": _of("loss", "options", lambda options: {"rollout_cap": 1.1 * options["rollout_cap"]}),
+    "dual clip": _of("loss", "options", lambda options: {"dual_clip": 1.1 * options["dual_clip"]}),
 }
-
-
-@dataclass(frozen=True)
-class Planted:
-    """Function of ranks that runs a layout with a fault."""
-
-    name: str
-    __name__ = "run_layout"
-
-    def __call__(self, groups: Groups, job: Job) -> Outcome:
-        plant = FAULTS[self.name]
-        with ExitStack() as stack:
-            stack.enter_context(plant.patched())
-            stack.enter_context(patch.dict(PLANTS, {self.name: plant.made_of}))
-            return run_layout(groups, replace(job, fault=self.name))
-
-
-class FaultyPool:
-    """Pool whose ranks run layouts with a fault."""
-
-    def __init__(self, pool: Any, name: str) -> None:
-        self._pool, self._name, self.device = pool, name, pool.device
-
-    def run(self, function: Any, layout: Layout, *arguments: Any) -> Any:
-        return self._pool.run(Planted(self._name) if function is run_layout else function, layout, *arguments)

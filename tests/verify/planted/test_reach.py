@@ -9,7 +9,8 @@ import pytest
 from mtrain.config import Config
 from mtrain.verify.core.ranks import Pool
 from tests.verify.parity.checks import NUM_SAMPLES, check, expert_config, rich_config
-from tests.verify.planted.reach_ranks import FAULTS, FaultyPool
+from tests.verify.planted.ranks import FaultyPool
+from tests.verify.planted.reach_ranks import FAULTS
 
 DELTA_NET: dict[str, Any] = {
     "model__delta_net": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8},

@@ -8,18 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import KINDS
 from mtrain.verify.core.shrink import BATCH_SIZE
 from mtrain.verify.core.weights import EMBEDDING, OUTPUT
-from mtrain.verify.planted.inject import chosen
-from mtrain.verify.planted.shared_faults import SHARED_PLANTS
-from mtrain.verify.planted.shared_inject import SHARED_FAULTS
-from tests.messages import refuses
 from tests.verify.parity.checks import NUM_SAMPLES, check, expert_config, rich_config
+from tests.verify.planted.shared_faults import SHARED_PLANTS
 
 FINAL_NORM = "decoder.final_layernorm.weight"
 FIRST_NORM = "layer 0 input_layernorm"
@@ -93,6 +89,8 @@ CASES = {
 }
 
 
+FROM_THE_SECOND = ("token-weights-squared", "sample-weights-ignored", "rate-one-step-late", "warmup-off-by-one")
+"""Faults that the first step does not show: its weights are no fractions, its rate is that of the one before."""
 BY_NIGHT = (
     "token-weights-squared",
     "datum-weights-shifted",
@@ -121,7 +119,8 @@ def test_what_every_layout_shares_is_found(pool: Pool, name: str, corpus: dict[s
     case = CASES[name]
     user = rich_config(**corpus) if name == "sample-read-twice" else case.config()
     # one process with one microbatch; rows of test_inject.py show what other layouts report of shared faults
-    report = check(pool, user, f"mbs{BATCH_SIZE}", name, num_steps=1, batch_size=BATCH_SIZE)
+    num_steps = 2 if name in FROM_THE_SECOND else 1
+    report = check(pool, user, f"mbs{BATCH_SIZE}", name, num_steps=num_steps, batch_size=BATCH_SIZE)
     assert len(report.layouts) == 1
     assert not any(layout.passed for layout in report.layouts)
     assert all(layout.error is None for layout in report.layouts)
@@ -141,29 +140,6 @@ def test_faults_of_documents_show_between_packed_samples(pool: Pool, name: str) 
 
 
 def test_every_shared_fault_has_a_plant_and_a_case() -> None:
-    assert [fault.name for fault in SHARED_FAULTS] == list(SHARED_PLANTS) == list(CASES)
-    assert all(fault.axis is None for fault in SHARED_FAULTS)
+    assert SHARED_PLANTS.keys() == CASES.keys()
     by_day = {CASES[name][:3] for name in CASES if name not in BY_NIGHT}
     assert {CASES[name][:3] for name in BY_NIGHT} <= by_day
-
-
-@pytest.mark.parametrize(
-    ("name", "fact"),
-    [
-        ("square-root-left-out", "aggregation=seq-mean-token-sqrt"),
-        ("norm-length-off", "norm_length"),
-        ("window-off-by-one", "model.sliding_window"),
-        ("sample-read-twice", "data"),
-        ("tokens-ahead-across-documents", "model.mtp_depths"),
-        ("smoothing-with-padding", "label_smoothing"),
-        ("router-losses-times-top-k", "sequence_balance_coefficient"),
-        ("expert-scaling-ignored", "scaling_factor"),
-        ("warmup-off-by-one", "optimizer.warmup_steps"),
-        ("row-counted-as-sequence", "data.packing"),
-        ("label-of-the-next-sample", "data.packing"),
-        ("router-balance-by-row", "data.packing"),
-    ],
-)
-def test_a_shared_fault_that_cannot_show_is_refused(name: str, fact: str) -> None:
-    with refuses(ConfigError, fact):
-        chosen(name, rich_config(optimizer__schedule="constant"), [])

@@ -1,21 +1,18 @@
 """Every planted fault has an existing target: a renamed one is reported here, without training."""
 
-import dataclasses
 import importlib
 import inspect
 
 import pytest
 
 from mtrain.config.schema.train import AdamWSection
-from mtrain.core.step.step import StepFunctions
-from mtrain.verify.planted.collaborators import SOUND, with_values
-from mtrain.verify.planted.faults import PLANTS
-from mtrain.verify.planted.shared_inject import POLICY_LOSSES
-from mtrain.verify.reference import policy
-from mtrain.verify.resume import faults as resume
-from tests.verify.parity.checks import rich_config
+from mtrain.core.step import step
+from mtrain.verify.planted import faults
+from tests.verify.planted.plants import with_values
+from tests.verify.planted.ranks import PLANTS
+from tests.verify.resume import faults as resume
 
-FILES = ("planted.faults", "planted.shared_faults", "resume.faults")
+FILES = ("tests.verify.planted.faults", "tests.verify.planted.shared_faults", "tests.verify.resume.faults")
 
 
 def without_target(kind: type) -> list[str]:
@@ -37,7 +34,7 @@ def names(function: object) -> list[str]:
 
 
 def collaborators(file: str) -> list[type]:
-    module = importlib.import_module(f"mtrain.verify.{file}")
+    module = importlib.import_module(file)
     return [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
 
 
@@ -62,29 +59,21 @@ def test_a_target_that_is_gone_is_seen() -> None:
         with_values(AdamWSection(lr=1.0), {"gone": 1})
 
 
-def test_every_fault_is_one_other_collaborator() -> None:
-    """Each fault replaces one collaborator of the run, or of the step where that is the step."""
+def test_every_fault_replaces_one_thing_that_exists() -> None:
     for name, plant in PLANTS.items():
-        changed = [
-            field.name
-            for field in dataclasses.fields(plant)
-            if getattr(plant, field.name) != getattr(SOUND, field.name)
-        ]
-        assert len(changed) == 1, name
+        changes = (plant.config, plant.change_model, plant.target)
+        assert sum(each is not None for each in changes) == 1, name
+        with plant.planted():  # fails where the function is gone
+            pass
+
+
+def test_a_shipped_fault_replaces_a_function_while_it_is_planted() -> None:
+    for name, (function, faulty) in faults.PLANTS.items():
+        sound = getattr(step, function)
+        with faults.planted(name):
+            assert getattr(step, function) is faulty
+        assert getattr(step, function) is sound
+
+
+def test_every_fault_of_resuming_is_another_run() -> None:
     assert all(plant != resume.SOUND for plant in resume.PLANTS.values())
-
-
-def test_a_step_is_made_of_its_parts() -> None:
-    assert {field.name for field in dataclasses.fields(StepFunctions)} == {
-        "factors",
-        "slice_rows",
-        "output_loss",
-        "routers",
-        "run_schedule",
-        "finalize",
-    }
-    assert SOUND.config(config := rich_config()) is config
-
-
-def test_faults_of_extras_are_for_the_losses_that_the_reference_defines() -> None:
-    assert set(POLICY_LOSSES) == {"kl", *policy.POLICY_LOSSES}

@@ -15,19 +15,19 @@ from mtrain.base.errors import ConfigError
 from mtrain.base.fault_points import REACHED, VARIABLE, InjectedFault
 from mtrain.base.heartbeat import Phase
 from mtrain.config import Config
+from mtrain.config.load import config_yaml
 from mtrain.hf.configuration import load_config
 from mtrain.report.metrics.jsonl import JsonlSink
 from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.result import PreemptReport
 from mtrain.verify.parity import Request
+from mtrain.verify.planted.inject import PREEMPT_FAULTS, TESTS
 from mtrain.verify.preempt.run import verify_preempt
 from mtrain.verify.preempt.start import (
-    PREEMPT_FAULTS,
     Process,
     Program,
     Stop,
     StopFailedError,
-    plant,
     run_to_end,
     run_until_stopped,
 )
@@ -133,13 +133,48 @@ class StandIn:
         self._child.wait()
 
 
+def repeat_record(metrics: Path, config: Path) -> None:
+    """Writes the last record before the stop a second time."""
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines, lines[-1]]))
+
+
+def change_rate(metrics: Path, config: Path) -> None:
+    """Goes on with another learning rate than the run had."""
+    before = load_config([config], [])
+    optimizer = before.optimizer.model_copy(update={"lr": 1.5 * before.optimizer.lr})
+    allowed = before.checkpoint.model_copy(update={"allow_changed": (*before.checkpoint.allow_changed, "optimizer.lr")})
+    config.write_text(config_yaml(before.model_copy(update={"optimizer": optimizer, "checkpoint": allowed})))
+
+
+PLANTS = {"record-repeated": repeat_record, "rate-changed": change_rate}
+
+
+class Spoiling:
+    """Program that does to a run stopped in a step, before its next start, what a faulty trainer would have done."""
+
+    def __init__(self, fault: str, program: Program) -> None:
+        self._spoil, self._program, self._was_in_a_step = PLANTS[fault], program, False
+
+    def __call__(self, command: Sequence[str], log: Path, more: Mapping[str, str]) -> Process:
+        config = Path(command[-1])
+        if self._was_in_a_step:
+            self._spoil(Path(load_config([config], []).run.dir) / "metrics.jsonl", config)
+        fault = InjectedFault.parsed(more[VARIABLE]) if VARIABLE in more else None
+        self._was_in_a_step = fault is not None and fault.phase == Phase.FORWARD_BACKWARD
+        return self._program(command, log, more)
+
+
 PROGRAMS = [StandIn, pytest.param(warm, marks=pytest.mark.nightly)]  # `warm` starts the real one
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("fault", FOUND)
 def test_what_a_stop_may_spoil_is_found(config: Config, fault: str, program: Program) -> None:
-    report = drill(config, max_ranks=1, fault=fault, program=program)
+    if fault in PLANTS:
+        report = drill(config, max_ranks=1, program=Spoiling(fault, program))
+    else:
+        report = drill(config, max_ranks=1, fault=fault, program=program)
     failed = [layout for layout in report.layouts if not layout.passed]
     assert failed
     found = failed[0].first_failure()
@@ -151,24 +186,17 @@ def test_a_stand_in_passes_where_nothing_is_planted(config: Config) -> None:
     assert drill(config, max_ranks=1, program=StandIn).passed
 
 
-def test_faults_are_planted_after_one_stop(config: Config, tmp_path: Path) -> None:
-    path, run_dir = tmp_path / "run.yaml", tmp_path / "run"
-    run_dir.mkdir()
-    metrics = run_dir / "metrics.jsonl"
-    metrics.write_text("1\n2\n")
-    stop = Stop(Phase.FORWARD_BACKWARD, 1)
-    plant("record-repeated", Stop(Phase.SAVE, 1), run_dir, path)
-    assert metrics.read_text() == "1\n2\n"
-    plant("record-repeated", stop, run_dir, path)
-    assert metrics.read_text() == "1\n2\n2\n"
-    plant("rate-changed", stop, run_dir, path)
+def test_a_changed_rate_is_one_that_the_run_goes_on_with(config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    change_rate(tmp_path / "metrics.jsonl", path)
     changed = load_config([path], [])
     assert changed.optimizer.lr == 1.5 * config.optimizer.lr
     assert "optimizer.lr" in changed.checkpoint.allow_changed, "or the next start would refuse it"
 
 
 def test_every_fault_has_a_test() -> None:
-    assert [fault.name for fault in PREEMPT_FAULTS] == list(FOUND)
+    assert [fault.name for fault in PREEMPT_FAULTS] + list(PLANTS) == list(FOUND)
+    assert TESTS["preempt/test_run.py::test_what_a_stop_may_spoil_is_found"].split() == list(PLANTS)
 
 
 class Ended:

@@ -8,7 +8,7 @@ import torch
 from mtrain.config import Config
 from mtrain.core.engine.rank_model import build_model
 from mtrain.core.ranks.groups import Groups
-from mtrain.verify.resume.faults import PLANTS
+from tests.verify.resume.faults import PLANTS
 
 
 def is_drawn_again(groups: Groups, config: Config) -> bool:

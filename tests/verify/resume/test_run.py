@@ -17,17 +17,18 @@ from mtrain.config import Config
 from mtrain.config.schema.data import IndexedSection
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.verify.core.bisect import diagnosed
+from mtrain.verify.core.layouts import Prepared
 from mtrain.verify.core.result import LayoutResult, ResumeReport
+from mtrain.verify.planted.inject import RESUME_FAULTS, TESTS
 from mtrain.verify.report.print import write_report
 from mtrain.verify.report.text import RESUME, TITLES
-from mtrain.verify.resume.faults import PLANTS
-from mtrain.verify.resume.inject import CRASH, RESUME_FAULTS, RESUME_NAMES
-from mtrain.verify.resume.run import ResumeCheck, ResumeRequest, planned, verify_resume
+from mtrain.verify.resume.run import CRASH, ResumeCheck, ResumePlan, ResumeRequest, planned, verify_resume
 from tests.config.samples import config, content
 from tests.elements import assert_is_accessible, assert_is_self_contained, read_html
 from tests.messages import refuses
 from tests.pool import Pool
 from tests.verify.kept import KeptPool
+from tests.verify.resume.faults import PLANTS, FaultyPool
 from tests.verify.resume.planted_ranks import is_drawn_again
 from tests.warm import completed
 
@@ -85,20 +86,41 @@ def gone_on(
     return check, results
 
 
+SHIPPED = [fault.name for fault in RESUME_FAULTS]
+
+
+class Faulty:
+    """Straight and stopped run, to be resumed with faults."""
+
+    def __init__(self, plan: ResumePlan, at: int, folder: Path, pool: KeptPool) -> None:
+        self._pool, self.plan = FaultyPool(pool), plan
+        self._check = ResumeCheck(plan, at, folder, self._pool)  # type: ignore[arg-type]
+        self._check.prepare()
+
+    def resumed(self, fault: str, on: Prepared | None = None) -> LayoutResult:
+        """Resumes where the fault shows, or on another layout."""
+        check, shipped = self._check, fault if fault in SHIPPED else None
+        self._pool.fault = None if shipped else fault
+        try:
+            if on is not None:
+                return check.elsewhere(on, shipped)
+            return check.crashed(shipped) if EXPECTED[fault][0] == CRASH else check.alike(shipped)
+        finally:
+            self._pool.fault = None
+
+
 @pytest.fixture(scope="module")
-def check(kept: KeptPool, tmp_path_factory: pytest.TempPathFactory) -> ResumeCheck:
-    """Makes a straight run and a stopped one, to be resumed with faults."""
+def faulty(kept: KeptPool, tmp_path_factory: pytest.TempPathFactory) -> Faulty:
+    """Makes a straight run and a stopped one."""
     user = lively_config(layout__tp=1, layout__sp=False)
     plan = planned(user, ResumeRequest("mbs1", 5, 2, None, "", 3), 2)
-    ready = ResumeCheck(plan, 3, tmp_path_factory.mktemp("resume"), kept)
-    ready.prepare()
-    return ready
+    return Faulty(plan, 3, tmp_path_factory.mktemp("resume"), kept)
 
 
-@pytest.mark.parametrize("name", RESUME_NAMES)
-def test_every_fault_of_resuming_is_found_and_named(check: ResumeCheck, name: str) -> None:
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_fault_of_resuming_is_found_and_named(faulty: Faulty, name: str) -> None:
     axis, step, kind, quantity = EXPECTED[name]
-    result = check.crashed(name) if axis == CRASH else check.alike(name)
+    result = faulty.resumed(name)
     assert result.error is None
     assert not result.passed
     found = diagnosed([result], lambda result, step: None, RESUME)
@@ -108,8 +130,9 @@ def test_every_fault_of_resuming_is_found_and_named(check: ResumeCheck, name: st
 
 
 def test_every_fault_has_a_plant_and_a_test() -> None:
-    assert set(RESUME_NAMES) == PLANTS.keys() == EXPECTED.keys()
-    assert [fault.axis for fault in RESUME_FAULTS if fault.axis] == [CRASH]
+    assert {*PLANTS, *SHIPPED} == EXPECTED.keys()
+    named = TESTS["resume/test_run.py::test_every_fault_of_resuming_is_found_and_named"]
+    assert set(named.split()) == PLANTS.keys()
 
 
 COMPARED = set(TITLES) - {"layer_output", "input_gradient", "rounding"}
@@ -182,19 +205,20 @@ def test_a_curriculum_goes_on_over_a_border_after_the_stop(kept: KeptPool, tmp_p
     plan = planned(user, ResumeRequest("mbs4", 4, 1, None, "", 2), 1)
     assert isinstance(plan.base.config.data, IndexedSection)
     assert [blend.from_step for blend in plan.base.config.data.curriculum] == [3], "stopped after 2 of 4 steps"
-    check = ResumeCheck(plan, 2, tmp_path, kept)
+    pool: Any = FaultyPool(kept)
+    check = ResumeCheck(plan, 2, tmp_path, pool)
     check.prepare()
     result = check.alike(None)
     assert result.passed, (result.error, result.first_failure())
-    assert not check.alike("samples-restarted").passed
+    pool.fault = "samples-restarted"
+    assert not check.alike(None).passed
 
 
 def test_other_layouts_are_held_to_the_files_and_to_exact_steps(kept: KeptPool, tmp_path: Path) -> None:
     plan = planned(config(), ResumeRequest("dp2", 3, 2, None, "", 2), 2)
-    check = ResumeCheck(plan, 2, tmp_path, kept)
-    check.prepare()
+    faulty = Faulty(plan, 2, tmp_path, kept)
     for name, kind in (("moments-not-restored", "exp_avg"), ("stale-shard", "weights"), ("adam-step-shared", "update")):
-        result = check.elsewhere(plan.others[0], name)
+        result = faulty.resumed(name, on=plan.others[0])
         first = result.first_failure()
         assert result.error is None
         assert first is not None
@@ -211,8 +235,8 @@ def test_a_stop_that_leaves_nothing_to_do_is_refused(at: int) -> None:
         verify_resume(config(), ResumeRequest(None, 6, 2, None, "", at), print)
 
 
-def test_a_fault_that_cannot_show_is_refused() -> None:
-    with refuses(ConfigError, "--inject", "train.precision=fp16"):
+def test_a_fault_that_is_a_test_is_refused() -> None:
+    with refuses(ConfigError, "--inject loss-scale-restarted", "tests/verify/resume/test_run.py"):
         verify_resume(config(), ResumeRequest(None, 6, 2, "loss-scale-restarted", "", 3), print)
 
 
@@ -230,4 +254,4 @@ def test_the_command_writes_a_report_and_its_exit_code_is_the_verdict(tmp_path: 
     assert saved.injected == "moments-not-restored"
     listed = completed([*command[:5], "--list-injections"])
     assert listed.returncode == 0, listed.stderr
-    assert tuple(listed.stdout.split()) == RESUME_NAMES
+    assert listed.stdout.split() == SHIPPED

@@ -1,4 +1,6 @@
-"""Implementation of `shared_inject`, each fault as a collaborator of the run.
+"""Faults that every layout shares, including one process with one microbatch.
+
+Comparing layouts cannot find them; the reference does, because it shares no code with the trainer.
 
 Faults sit in code that all layouts run: data, loss definition, a module, the optimizer. A wrong number is set in the
 ranks' configuration, which the reference does not see.
@@ -24,7 +26,7 @@ from mtrain.config import Config
 from mtrain.config.schema.loss import TermSection, depth_term
 from mtrain.config.schema.train import OptimizerSection
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.batch.collate import Collate, Place, RowForm, collate
+from mtrain.core.batch.collate import Place, RowForm, collate
 from mtrain.core.batch.datum import Datum, sample_of
 from mtrain.core.batch.order import SampleOrder, SamplePosition
 from mtrain.core.batch.sample import Sample, TokenizedSample
@@ -41,21 +43,31 @@ from mtrain.core.step.loss import OutputLoss
 from mtrain.data.loader import StepLoader
 from mtrain.data.samples.sft import sample_of_record
 from mtrain.data.sources import Blended
-from mtrain.verify.planted.collaborators import Collaborators, become, configured, modules, step_of, with_values
+from tests.verify.planted.plants import (
+    Plant,
+    become,
+    collating,
+    configured,
+    in_samples,
+    in_step,
+    in_worker,
+    modules,
+    with_values,
+)
 
 _Rows = Sequence[Sequence[Sample]]
 
 
-def _collated(change: Callable[[_Rows], _Rows]) -> Collaborators:
+def _collated(change: Callable[[_Rows], _Rows]) -> Plant:
     """Changes the samples of microbatches."""
 
     def faulty(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
         return collate(change(rows), form, first_of_step)
 
-    return Collaborators(collate=faulty)
+    return collating(faulty)
 
 
-def _samples(change: Callable[[Sample], Sample]) -> Collaborators:
+def _samples(change: Callable[[Sample], Sample]) -> Plant:
     return _collated(lambda rows: [[change(sample) for sample in row] for row in rows])
 
 
@@ -74,22 +86,22 @@ def _extras_not_shifted(sample: Sample) -> Sample:
     return replace(sample, extras={name: np.roll(each, 1) for name, each in sample.extras.items()})
 
 
-def _datum(change: Callable[[Datum], Datum]) -> Collaborators:
+def _datum(change: Callable[[Datum], Datum]) -> Plant:
     """Changes a user's data before they become samples."""
 
     def faulty(datum: Datum, *others: Any) -> Sample:
         return sample_of(change(datum), *others)
 
-    return Collaborators(of_datum=faulty)
+    return in_samples("sample_of", faulty)
 
 
-def _record(change: Callable[[TokenizedSample], TokenizedSample]) -> Collaborators:
+def _record(change: Callable[[TokenizedSample], TokenizedSample]) -> Plant:
     """Changes records of a file before they become samples."""
 
     def faulty(found: TokenizedSample, *others: Any) -> Sample:
         return sample_of_record(change(found), *others)
 
-    return Collaborators(of_record=faulty)
+    return in_samples("sample_of_record", faulty)
 
 
 def _datum_weights(datum: Datum) -> Datum:
@@ -155,14 +167,14 @@ def _labels_of_next(row: Sequence[Sample]) -> Sequence[Sample]:
     return changed
 
 
-def _batches(change: Callable[[Microbatch], dict[str, Any]]) -> Collaborators:
+def _batches(change: Callable[[Microbatch], dict[str, Any]]) -> Plant:
     """Changes fields of every microbatch."""
 
     def faulty(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
         batch = collate(rows, form, first_of_step)
         return replace(batch, **change(batch))
 
-    return Collaborators(collate=faulty)
+    return collating(faulty)
 
 
 def _positions_of_rows(batch: Microbatch) -> dict[str, Any]:
@@ -170,7 +182,7 @@ def _positions_of_rows(batch: Microbatch) -> dict[str, Any]:
     return {"positions": torch.arange(positions.shape[1]).expand_as(positions).contiguous()}
 
 
-def _reweighed(aggregation: str, factor: Callable[[float], float]) -> Collate:
+def _reweighed(aggregation: str, factor: Callable[[float], float]) -> Callable[..., Microbatch]:
     """Multiplies the weights of a sample's tokens by a factor of the sum of its mask."""
 
     def faulty(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
@@ -186,14 +198,14 @@ def _reweighed(aggregation: str, factor: Callable[[float], float]) -> Collate:
     return faulty
 
 
-def _terms(change: Callable[[TermSection], dict[str, Any]]) -> Collaborators:
+def _terms(change: Callable[[TermSection], dict[str, Any]]) -> Plant:
     """Changes main and side terms in the configuration."""
 
     def changed(loss: Any) -> dict[str, Any]:
         sides = {name: with_values(side, change(side)) for name, side in loss.side_terms.items()}
         return {**change(loss), "side_terms": sides}
 
-    return Collaborators(config=configured("loss", changed))
+    return Plant(config=configured("loss", changed))
 
 
 _OTHER = {"include": "exclude", "exclude": "include"}
@@ -214,8 +226,8 @@ class _EverySecond(SampleOrder):
 
 
 class _ReadsTwice(StepLoader):
-    def __init__(self, config: Config, dp_rank: int, dp_size: int, collate: Collate = collate) -> None:
-        super().__init__(config, dp_rank, dp_size, collate)
+    def __init__(self, config: Config, dp_rank: int, dp_size: int) -> None:
+        super().__init__(config, dp_rank, dp_size)
         assert isinstance(self._stream, Blended), "a condition of the fault"
         become(self._stream.order, _EverySecond)
 
@@ -326,51 +338,49 @@ def _longer_warmup(update: int, section: OptimizerSection, num_steps: int) -> fl
     return learning_rate(update, longer, num_steps)
 
 
-def _model(change: Callable[[Any], dict[str, Any]]) -> Collaborators:
-    return Collaborators(config=configured("model", change))
+def _model(change: Callable[[Any], dict[str, Any]]) -> Plant:
+    return Plant(config=configured("model", change))
 
 
-SHARED_PLANTS: dict[str, Collaborators] = {
+SHARED_PLANTS: dict[str, Plant] = {
     "last-token-masked": _samples(_without_last_tokens),
     "masked-tokens-counted": _samples(lambda sample: replace(sample, mask=np.ones(len(sample.mask)))),
     "token-weights-squared": _samples(lambda sample: replace(sample, mask=sample.mask**2)),
     "sample-weights-ignored": _samples(lambda sample: replace(sample, weight=1.0)),
-    "padding-counted": Collaborators(collate=_padding_counted),
+    "padding-counted": collating(_padding_counted),
     "labels-shifted-twice": _batches(lambda batch: {"labels": batch.labels.roll(-1, dims=1)}),
     "extras-not-shifted": _samples(_extras_not_shifted),
     "datum-weights-shifted": _datum(_datum_weights),
     "datum-extras-shifted": _datum(_datum_extras),
     "record-weights-shifted": _record(_record_weights),
     "record-extras-shifted": _record(_record_extras),
-    "sample-read-twice": Collaborators(loader=_ReadsTwice),
+    "sample-read-twice": in_samples("StepLoader", _ReadsTwice),
     "positions-not-restarted": _batches(_positions_of_rows),
-    "row-counted-as-sequence": Collaborators(collate=_rows_as_sequences),
+    "row-counted-as-sequence": collating(_rows_as_sequences),
     "label-of-the-next-sample": _collated(lambda rows: [_labels_of_next(row) for row in rows]),
-    "router-balance-by-row": Collaborators(step=step_of(slice_rows=_balance_of_rows)),
-    "tokens-ahead-across-documents": Collaborators(collate=_looks_over_edges),
-    "sequence-mean-plus-one": Collaborators(
-        collate=_reweighed("seq-mean-token-mean", lambda total: total / (total + 1))
-    ),
-    "square-root-left-out": Collaborators(
-        collate=_reweighed("seq-mean-token-sqrt", lambda total: 1 / math.sqrt(total) if total > 0 else 1.0)
+    "router-balance-by-row": in_step("slice_for_rank", _balance_of_rows),
+    "tokens-ahead-across-documents": collating(_looks_over_edges),
+    "sequence-mean-plus-one": collating(_reweighed("seq-mean-token-mean", lambda total: total / (total + 1))),
+    "square-root-left-out": collating(
+        _reweighed("seq-mean-token-sqrt", lambda total: 1 / math.sqrt(total) if total > 0 else 1.0)
     ),
     "norm-length-off": _terms(lambda term: {"norm_length": term.norm_length and term.norm_length + 1}),
     "empty-sequences-confused": _terms(lambda term: {"empty_sequences": _OTHER[term.empty_sequences]}),
-    "side-terms-divided-by-main": Collaborators(step=step_of(factors=_SideTermsByMain)),
-    "smoothing-with-padding": Collaborators(config=_smoothed_over_padding),
-    "chunk-gradient-dropped": Collaborators(step=step_of(output_loss=_ChunksDropped)),
+    "side-terms-divided-by-main": in_step("NumeratorFactors", _SideTermsByMain),
+    "smoothing-with-padding": Plant(config=_smoothed_over_padding),
+    "chunk-gradient-dropped": in_step("OutputLoss", _ChunksDropped),
     "window-off-by-one": _model(lambda model: {"sliding_window": model.sliding_window + 1}),
     "rope-base-off": _model(lambda model: {"rope": with_values(model.rope, {"base": 1.1 * model.rope.base})}),
     "rotary-of-whole-heads": _model(lambda model: {"rope": with_values(model.rope, {"partial": 1.0})}),
     "queries-of-one-temperature": _model(
         lambda model: {"rope": with_values(model.rope, {"attention_temperature": 0.0})}
     ),
-    "softmax-scale-off": Collaborators(change_model=_softmax_scale),
+    "softmax-scale-off": Plant(change_model=_softmax_scale),
     "norm-epsilon-off": _model(lambda model: {"norm_epsilon": 10 * model.norm_epsilon}),
-    "router-losses-times-top-k": Collaborators(step=step_of(routers=_BalanceTimesTopK)),
+    "router-losses-times-top-k": in_step("RouterBalance", _BalanceTimesTopK),
     "expert-scaling-ignored": _model(lambda model: {"experts": with_values(model.experts, {"scaling_factor": 1.0})}),
-    "bias-correction-missing": Collaborators(optimizer=_NoBiasCorrection),
-    "decay-not-times-rate": Collaborators(optimizer=_DecayWithoutRate),
-    "rate-one-step-late": Collaborators(rate=_one_step_late),
-    "warmup-off-by-one": Collaborators(rate=_longer_warmup),
+    "bias-correction-missing": in_worker("Optimizer", _NoBiasCorrection),
+    "decay-not-times-rate": in_worker("Optimizer", _DecayWithoutRate),
+    "rate-one-step-late": in_worker("learning_rate", _one_step_late),
+    "warmup-off-by-one": in_worker("learning_rate", _longer_warmup),
 }

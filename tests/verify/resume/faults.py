@@ -1,4 +1,4 @@
-"""Faults of `mtrain.verify.resume.inject`, which change the resumed run before it trains."""
+"""Known faults of resuming, which change the resumed run before it trains; ranks find them here by their name."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from mtrain.arch.layout import Layout
 from mtrain.arch.lr import learning_rate
+from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
-from mtrain.core.engine.optimizer_state import MAIN
 from mtrain.core.layers.build import build_frozen_model, unwrap
 from mtrain.core.layers.init_weights import draw_weights
 from mtrain.core.ranks import rng
+from mtrain.core.ranks.groups import Groups
 from mtrain.core.state.loss_scaler import LossScaler
 from mtrain.data.loader import StepLoader
 from mtrain.data.prefetch import Prefetch
+from mtrain.runs.folder import RunFolder
+from mtrain.training import trainer
 from mtrain.training.build import Run
+from mtrain.verify.resume import worker
+from mtrain.verify.resume.worker import SegmentResult, Start, run_start
 
 RandomStates = Mapping[str, Tensor]
 
@@ -52,13 +59,6 @@ def _spoiled(change: Callable[[Any, int], None]) -> ResumePlant:
         return run
 
     return ResumePlant(goes_on)
-
-
-def _no_moments(optimizer: Any, adam_step: int) -> None:
-    for _, states in optimizer.state.flat_slice_states():
-        for name, values in states.items():
-            if name != MAIN:
-                values.zero_()
 
 
 def _rounded(optimizer: Any, adam_step: int) -> None:
@@ -97,7 +97,8 @@ def _first_samples(run: Run, before: RandomStates) -> Run:
 
 
 def _restarted_rate(run: Run, before: RandomStates) -> Run:
-    return replace(run, learning_rate=lambda step, *others: learning_rate(step - run.start_step, *others))
+    patch.object(trainer, "learning_rate", lambda step, *others: learning_rate(step - run.start_step, *others)).start()
+    return run
 
 
 def _initial_scale(run: Run, before: RandomStates) -> Run:
@@ -121,7 +122,6 @@ PLANTS: dict[str, ResumePlant] = {
     "run-step-off-by-one": ResumePlant(lambda run, before: replace(run, start_step=run.start_step + 1)),
     "samples-restarted": ResumePlant(_first_samples),
     "learning-rate-restarted": ResumePlant(_restarted_rate),
-    "moments-not-restored": _spoiled(_no_moments),
     "adam-step-off-by-one": _spoiled(lambda optimizer, count: optimizer.state.set_adam_step(count + 1)),
     "adam-step-shared": _spoiled(_shared_step),
     "main-weights-rounded": _spoiled(_rounded),
@@ -130,3 +130,47 @@ PLANTS: dict[str, ResumePlant] = {
     "random-states-not-restored": ResumePlant(_random_states_of_before),
     "records-kept": ResumePlant(keeps_records=True),
 }
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Function of ranks that starts a run with a fault."""
+
+    name: str
+    __name__ = "run_start"
+
+    def __call__(self, groups: Groups, start: Start) -> SegmentResult:
+        plant = PLANTS[self.name]
+        sound = worker.build_run
+
+        def build(config: Config, groups: Groups, *others: Any) -> Run:
+            before = rng.random_states(groups)
+            return plant.goes_on(sound(config, groups, *others), before)
+
+        metrics = RunFolder(Path(start.config.run.dir)).metrics
+        keeps = plant.keeps_records and groups.rank == 0 and metrics.exists()
+        records = metrics.read_text() if keeps else None
+        try:
+            with patch.object(worker, "build_run", build):
+                seen = run_start(groups, start)
+        finally:
+            patch.stopall()
+        if records is not None:
+            put_back(metrics, records, seen.start_step)
+        return seen
+
+
+class FaultyPool:
+    """Pool whose ranks start runs with the fault of this moment."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool, self.device = pool, pool.device
+        self.fault: str | None = None
+        """Name of the fault; None: runs are sound."""
+
+    def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, **options: Any) -> list[Any]:
+        """Runs a function like the pool of the suite."""
+        faulty = self.fault is not None and function is run_start
+        own = Planted(str(self.fault)) if faulty else function
+        found: list[Any] = self._pool.run(own, layout, *arguments, **options)
+        return found

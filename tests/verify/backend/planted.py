@@ -1,4 +1,4 @@
-"""Wrong candidates: our own layers with a known fault that the check must find."""
+"""Wrong candidates: our own layers with a known fault that the check must find; ranks find their functions here."""
 
 from __future__ import annotations
 
@@ -10,14 +10,6 @@ from torch import Tensor, nn
 
 from mtrain.core.layers.build import unwrap
 from mtrain.verify.backend.candidates import Candidate, Place, torch_layers
-
-
-def _without_gradient(place: Place) -> nn.Module:
-    """The projection of the attention's output gets no gradient."""
-    chunk = torch_layers(place)
-    for layer in unwrap(chunk).decoder.layers:
-        layer.self_attention.linear_proj.weight.requires_grad_(False)
-    return chunk
 
 
 def _late_documents(place: Place) -> nn.Module:
@@ -70,18 +62,12 @@ class _NarrowSum(torch.autograd.Function):
         return gradient @ weight, total.to(weight.dtype)
 
 
-def _has_no_documents(place: Place) -> str | None:
-    return None if place.config.data.isolate_documents else "there are no documents in the rows"
-
-
-def _has_no_window(place: Place) -> str | None:
-    return None if place.config.model.sliding_window is not None else "no layer has a window"
-
-
-PLANTED = (
-    Candidate("missing-gradient", "a gradient is missing", _without_gradient),
-    Candidate("document-boundary", "a document begins one token late", _late_documents, _has_no_documents),
-    Candidate("dropped-window", "the window is left out", _without_window, _has_no_window),
-    Candidate("bf16-sums", "a weight gradient is added up in bfloat16", _bf16_sums),
-)
-"""Faults for `--inject`."""
+PLANTED = {
+    each.name: each
+    for each in (
+        Candidate("document-boundary", "a document begins one token late", _late_documents),
+        Candidate("dropped-window", "the window is left out", _without_window),
+        Candidate("bf16-sums", "a weight gradient is added up in bfloat16", _bf16_sums),
+    )
+}
+"""Faults by name."""
