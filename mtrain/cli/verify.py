@@ -20,6 +20,7 @@ from mtrain.cli.messages import one_message, one_verdict
 if TYPE_CHECKING:
     from mtrain.config import Config
     from mtrain.verify.core.result import Report
+    from mtrain.verify.parity import Request
 
 verify_app = typer.Typer(cls=Verbs, help="Checks the promise on your own configuration.", no_args_is_help=True)
 
@@ -62,15 +63,11 @@ class VerifyOptions:
         ),
     ] = False
 
-    def request(self) -> dict[str, Any]:
-        """Returns the arguments of `Request`; `ResumeRequest` has one more."""
-        return {
-            "layouts": self.layouts,
-            "num_steps": self.steps,
-            "max_ranks": self.max_ranks,
-            "fault": self.inject,
-            "command": " ".join(["mtrain", *sys.argv[1:]]),
-        }
+    def request(self, at: int = 0) -> "Request":
+        """Returns the arguments of a check; `at` is the update after which `verify resume` stops."""
+        from mtrain.verify.parity import Request  # loads torch
+
+        return Request(self.layouts, self.steps, self.max_ranks, self.inject, _command(), at)
 
 
 @verify_app.command()
@@ -79,9 +76,9 @@ def parity(arguments: ConfigArguments, options: VerifyOptions) -> None:
     """Runs a small copy of the model under many layouts against one process in float64; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
-        from mtrain.verify.parity import Request, verify_parity  # loads torch
+        from mtrain.verify.parity import verify_parity  # loads torch
 
-        return verify_parity(config, Request(**options.request()), _show)
+        return verify_parity(config, options.request(), _show)
 
     _verify("parity", arguments, options, run)
 
@@ -96,9 +93,9 @@ def resume(
     """Stops a small copy of the run and resumes it, after a crash and on other layouts too; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
-        from mtrain.verify.resume.run import ResumeRequest, verify_resume  # loads torch
+        from mtrain.verify.resume.run import verify_resume  # loads torch
 
-        return verify_resume(config, ResumeRequest(**options.request(), at=at), _show)
+        return verify_resume(config, options.request(at), _show)
 
     _verify("resume", arguments, options, run)
 
@@ -109,10 +106,9 @@ def preempt(arguments: ConfigArguments, options: VerifyOptions) -> None:
     """Starts a small copy of the run for real and stops it by signals in every phase; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
-        from mtrain.verify.parity import Request  # loads torch
-        from mtrain.verify.preempt.run import verify_preempt
+        from mtrain.verify.preempt.run import verify_preempt  # loads torch
 
-        return verify_preempt(config, Request(**options.request()), _show)
+        return verify_preempt(config, options.request(), _show)
 
     _verify("preempt", arguments, options, run)
 
@@ -130,17 +126,18 @@ def hf(
 
     def run(config: "Config") -> "Report":
         from mtrain.verify.hf import verify_hf  # loads torch
-        from mtrain.verify.parity import Request
 
-        return verify_hf(config, Request(**options.request()), _show)
+        return verify_hf(config, options.request(), _show)
 
     start = (f"model.hf={json.dumps(str(folder))}", "checkpoint.initialize_from=null")
     _verify("hf", arguments, options, run, start)
 
 
 @verify_app.command()
+@_with_options("output", "inject", "list_injections")
 def backend(
     arguments: ConfigArguments,
+    options: VerifyOptions,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda instead of train.device.")] = None,
     certificates: Annotated[
         Path | None,
@@ -148,41 +145,28 @@ def backend(
             help="Folder of the certificate; by default MTRAIN_CERTIFICATES, or certificates in the user's cache."
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the report as JSON and HTML; by default backend below run.dir.")
-    ] = None,
-    inject: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Compare layers with a known fault, to see it found.")
-    ] = None,
     unless_certified: Annotated[
         bool,
         typer.Option("--unless-certified", help="End at once if these layers have a certificate for this machine."),
-    ] = False,
-    list_injections: Annotated[
-        bool,
-        typer.Option(
-            "--list-injections", is_eager=True, callback=_list_injections, help="List the names for --inject."
-        ),
     ] = False,
 ) -> None:
     """Compares layers of TransformerEngine and torch.compile with ours and certifies them; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
         from mtrain.base.certificate import certificate_folder
-        from mtrain.verify.backend.run import BackendRequest, known_certificate, verify_backend  # loads torch
+        from mtrain.verify.backend.run import known_certificate, verify_backend  # loads torch
 
         folder = certificate_folder() if certificates is None else certificates
         if unless_certified and (name := known_certificate(config, folder)):
             _show(f"certificate: {folder / name} is of these layers on this machine")
             raise typer.Exit
-        request = BackendRequest(inject, " ".join(["mtrain", *sys.argv[1:]]))
-        outcome = verify_backend(config, request, _show)
-        if inject is None and outcome.certificate.candidates:
+        outcome = verify_backend(config, options.request(), _show)
+        if options.inject is None and outcome.certificate.candidates:
             _show(f"certificate: {outcome.certificate.save(folder)}")
         return outcome.report
 
     start = () if device is None else (f"train.device={device}",)
-    _verify("backend", arguments, VerifyOptions(output=output), run, start)
+    _verify("backend", arguments, options, run, start)
 
 
 @verify_app.command()
@@ -218,9 +202,8 @@ def rollout(
         from mtrain.verify.rollout.page import lines_of, write_rollout_report  # loads torch
         from mtrain.verify.rollout.run import RolloutRequest, verify_rollout
 
-        command = " ".join(["mtrain", *sys.argv[1:]])
         given = (model, rollouts, overrides or [], None if dtype is None else dtype.value, weights or [], first)
-        report = verify_rollout(RolloutRequest(*given, max_ranks=max_ranks, command=command), _show)
+        report = verify_rollout(RolloutRequest(*given, max_ranks=max_ranks, command=_command()), _show)
         write_rollout_report(report, folder)
         for line in lines_of(report, folder):
             _show(line)
@@ -266,6 +249,10 @@ def on_several_ranks(config: "Config", max_ranks: int) -> "Config":
     _show("note: ranks compute on CPUs, since one GPU has one rank; train.device=cuda checks that one")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return config.model_copy(update={"train": config.train.model_copy(update={"device": "cpu"})})
+
+
+def _command() -> str:
+    return " ".join(["mtrain", *sys.argv[1:]])
 
 
 def _show(line: str) -> None:

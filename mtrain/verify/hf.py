@@ -7,10 +7,9 @@ samples and initial weights, in float32.
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from mtrain.training.build import opened_loader
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.compare import relative
 from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials, prepared
-from mtrain.verify.core.ranks import Pool, environment_of, failure
+from mtrain.verify.core.ranks import Pool, attempted
 from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, summary
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.shrink import in_float32, refuse_incomparable, replay_notes
@@ -84,9 +83,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     reference, note = _reference(exact, inputs, progress)
     layouts = tuple(_Runs(inputs, reference.steps, tolerances, request, pool).all(trials, exact, progress))
     return HfReport(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=request.command,
-        environment=environment_of(device),
+        **request.origin(device),
         config=exact.model_dump(mode="json"),
         changes=(*changes, *note),
         data="the first batches of the run's own data" if exact.data.kind != "mock" else "random tokens",
@@ -95,7 +92,6 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
         tensors=(),
         reference=reference,
         layouts=layouts,
-        injected=request.fault,
         diagnosis=diagnosed(layouts, lambda result, step: None, HfReport.text),
     )
 
@@ -236,24 +232,13 @@ class _Runs:
         return [self._layout(alone, progress), *results]
 
     def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
-        began, request = time.monotonic(), self._request
-        steps: tuple[StepValues, ...] = ()
-        failed: dict[str, Any] = {}
-        try:
-            found = self._pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)
-            steps = tuple(found[0])
-        except Exception as error:  # of any kind: the report says so, and what the other layouts gave
-            failed = failure(error)
-        result = LayoutResult(
-            trial.name,
-            trial.axes,
-            trial.layout.world_size,
-            time.monotonic() - began,
-            steps,
-            tuple(self._expected),
-            deviations=tuple(self._deviations(steps)),
-            **failed,
-        )
+        def find() -> dict[str, Any]:
+            request = self._request
+            found = self._pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)[0]
+            return {"steps": tuple(found), "deviations": tuple(self._deviations(found))}
+
+        result = attempted(trial.name, trial.axes, trial.layout.world_size, find)
+        result = replace(result, expected=tuple(self._expected))
         progress(summary(result))
         return result
 

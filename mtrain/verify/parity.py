@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from mtrain.verify.core.compare import Expected, compared
 from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps, text_places
 from mtrain.verify.core.inputs import expected_fields
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
-from mtrain.verify.core.ranks import Pool, environment_of, failure
-from mtrain.verify.core.result import LayoutResult, ParityReport, summary
+from mtrain.verify.core.ranks import Pool, all_results, attempted, environment_of
+from mtrain.verify.core.result import LayoutResult, ParityReport
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
@@ -49,6 +49,17 @@ class Request:
     max_ranks: int
     fault: str | None
     command: str
+    at: int = 0
+    """Updates before the stop of `verify resume`."""
+
+    def origin(self, device: str) -> dict[str, Any]:
+        """Returns the fields of a report that say where it comes from."""
+        return {
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": self.command,
+            "environment": environment_of(device),
+            "injected": self.fault,
+        }
 
 
 def verify_parity(
@@ -76,9 +87,7 @@ def verify_parity(
     check = _Check(trials, plan, request.fault, pool)
     layouts = check.run(progress)
     return ParityReport(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=request.command,
-        environment=environment_of(device),
+        **request.origin(device),
         config=check.config.model_dump(mode="json"),
         changes=(*shrunk.changes, *check.changes),
         data=check.plan.describe(),
@@ -87,7 +96,6 @@ def verify_parity(
         tensors=check.tensors,
         reference=check.reference,
         layouts=tuple(layouts),
-        injected=request.fault,
         precision="float64" if needs_float64(config.model) else "float32",
         diagnosis=with_advice(
             diagnosed(layouts, check.first_module, ParityReport.text), own_functions(check.config.loss)
@@ -170,7 +178,6 @@ class _Check:
         texts = texts_of(self.config, self.plan)
         self._steps = texts.steps
         self._weights: dict[str, list[Arrays]] = {}
-        self._lock = threading.Lock()
         self.changes: tuple[str, ...] = ()
         """Changes of the configuration by the reference, as lines."""
         self.reference, self.tensors = self._reference()
@@ -178,12 +185,8 @@ class _Check:
         self._expected = Expected(self.tolerances, self.tensors, fields, texts.order_faults)
 
     def run(self, progress: Progress) -> list[LayoutResult]:
-        """Runs all layouts; two at a time on CPUs, because ranks often wait for each other."""
-        threads = ThreadPoolExecutor(max_workers=2 if self._pool.device == "cpu" else 1)
-        try:
-            return list(threads.map(lambda trial: self._layout(trial, progress), self._trials))
-        finally:
-            threads.shutdown(cancel_futures=True)  # an interrupted check starts no further layout
+        """Runs all layouts."""
+        return all_results([partial(self._layout, trial) for trial in self._trials], self._pool.device, progress)
 
     def _reference(self) -> tuple[LayoutResult, tuple[str, ...]]:
         began = time.monotonic()
@@ -207,25 +210,17 @@ class _Check:
             replace(each, config=each.config.model_copy(update={"optimizer": optimizer})) for each in self._trials
         ]
 
-    def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
-        began = time.monotonic()
-        try:
+    def _layout(self, trial: Prepared) -> LayoutResult:
+        def find() -> dict[str, Any]:
             everyone = self._pool.run(run_layout, trial.layout, Job(trial.config, self.plan, self._fault))
             weights = _before_each_step(everyone[0])
             exact = self._pool.run(exact_steps, self._base.layout, ExactJob(self.config, self._steps), weights)[0]
-            seconds = time.monotonic() - began
-            result = compared(trial, everyone, exact, self._expected, seconds)
-        except Exception as error:  # of any kind: the report says so, and what the other layouts gave
-            seconds = time.monotonic() - began
-            result = LayoutResult(trial.name, trial.axes, trial.layout.world_size, seconds, **failure(error))
-            return self._done(result, progress)
-        if not result.passed:
             self._weights[trial.name] = weights
-        return self._done(result, progress)
+            return compared(trial, everyone, exact, self._expected)
 
-    def _done(self, result: LayoutResult, progress: Progress) -> LayoutResult:
-        with self._lock:
-            progress(summary(result))
+        result = attempted(trial.name, trial.axes, trial.layout.world_size, find)
+        if result.passed:
+            del self._weights[trial.name]
         return result
 
     def first_module(self, result: LayoutResult, step: int) -> str | None:

@@ -12,7 +12,7 @@ from mtrain.config import Config
 from mtrain.verify.hf import verify_hf
 from mtrain.verify.parity import Progress, Request
 from mtrain.verify.preempt.run import verify_preempt
-from mtrain.verify.resume.run import ResumeRequest, verify_resume
+from mtrain.verify.resume.run import verify_resume
 from tests.config.samples import config
 
 
@@ -39,7 +39,7 @@ def _hf(user: Config, progress: Progress) -> None:
 
 def _resume(user: Config, progress: Progress) -> None:
     ranks: Any = _NoRanks()
-    verify_resume(user, ResumeRequest("dp1", 3, 1, None, "", 2), progress, ranks)
+    verify_resume(user, Request("dp1", 3, 1, None, "", 2), progress, ranks)
 
 
 def _preempt(user: Config, progress: Progress) -> None:

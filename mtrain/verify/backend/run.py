@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +20,9 @@ from mtrain.verify.backend.candidates import CANDIDATES, MISSING_GRADIENT, NO_CA
 from mtrain.verify.backend.cases import NUM_ROWS, Case, cases_of, few_layers, length_of
 from mtrain.verify.backend.errors import MEASURES, TensorError, tolerances
 from mtrain.verify.backend.worker import BackendJob, CaseResult, compare
-from mtrain.verify.core.ranks import Pool, environment_of, failure
+from mtrain.verify.core.ranks import Pool, attempted
 from mtrain.verify.core.result import BackendReport, Deviation, LayoutResult, badness, summary
-from mtrain.verify.parity import Progress, device_for
+from mtrain.verify.parity import Progress, Request, device_for
 from mtrain.verify.planted.inject import BACKEND_FAULTS, chosen
 
 PRELOADED = ("mtrain.verify.backend.worker",)
@@ -32,15 +30,6 @@ TIMEOUT_S = 600
 _REPEATS = {"cuda": 10, "cpu": 3}
 _CPU_TOKENS = 512
 """Largest number of timed tokens on a CPU."""
-
-
-@dataclass(frozen=True)
-class BackendRequest:
-    """Arguments of the command line."""
-
-    fault: str | None
-    """Fault to plant; None compares the candidates."""
-    command: str
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ class Certified:
 
 def verify_backend(
     config: Config,
-    request: BackendRequest,
+    request: Request,
     progress: Progress,
     pool: Pool | None = None,
     candidates: Sequence[Candidate] = CANDIDATES,
@@ -89,12 +78,10 @@ def verify_backend(
     if not compared:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         raise MachineError(f"there is nothing to compare with our layers on this machine ({reasons})")
-    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    machine = machine_of(torch.device(device))
+    machine, origin = machine_of(torch.device(device)), request.origin(device)
+    origin["environment"] |= machine
     report = BackendReport(
-        created=created,
-        command=request.command,
-        environment={**environment_of(device), **machine},
+        **origin,
         config=few.model_dump(mode="json"),
         changes=(),
         data=f"random hidden states, {NUM_ROWS} rows of {few.data.seq_length} tokens",
@@ -103,12 +90,11 @@ def verify_backend(
         tensors=tuple(dict.fromkeys(each.name for result in check.results for each in result.deviations)),
         reference=LayoutResult("float64", {}, 1, 0.0),
         layouts=tuple(check.results),
-        injected=request.fault,
         times=tuple(check.times),
         left_out={**absent, **NO_CANDIDATES},
     )
     candidates_found = {candidate.name: each for candidate, each in compared.items()}
-    return Certified(report, Certificate(created, machine, layers_of(config), candidates_found))
+    return Certified(report, Certificate(report.created, machine, layers_of(config), candidates_found))
 
 
 def known_certificate(config: Sections, folder: Path) -> str:
@@ -145,17 +131,20 @@ class _Comparisons:
     def of(self, candidate: Candidate) -> Comparison | str:
         """Compares one candidate; returns the reason if it cannot be built here."""
         job = BackendJob(self.config, candidate, self.cases, self.timed_shape, _REPEATS[self.pool.device])
-        began = time.monotonic()
-        try:
-            ranks = self.pool.run(compare, self._layout, job)
-        except Exception as error:  # of any kind: the report says so, and what the other candidates gave
-            failed, seconds = failure(error), time.monotonic() - began
-            self._add(LayoutResult(candidate.name, {}, self._layout.world_size, seconds, **failed))
-            return Comparison(False, 0.0, 0.0, error=failed["error"])
+        ranks: list[Any] = []
+
+        def find() -> dict[str, Any]:
+            ranks.extend(self.pool.run(compare, self._layout, job))
+            return {}
+
+        whole = attempted(candidate.name, {}, self._layout.world_size, find)
+        if whole.error is not None:
+            self._add(whole)
+            return Comparison(False, 0.0, 0.0, error=whole.error)
         if isinstance(ranks[0], str):
             self.progress(f"{candidate.name}: left out ({ranks[0]})")
             return ranks[0]
-        seconds = (time.monotonic() - began) / len(self.cases)
+        seconds = whole.seconds / len(self.cases)
         results = [_of_all_ranks([rank[number] for rank in ranks]) for number in range(len(self.cases))]
         for case, result in zip(self.cases, results, strict=True):
             name, deviations = f"{candidate.name}: {case.name}", tuple(_deviations(result.errors))

@@ -14,7 +14,7 @@ from mtrain.config import Config
 from mtrain.verify.core.exact import Exact
 from mtrain.verify.core.inputs import Fields, rate_deviations, sample_deviations
 from mtrain.verify.core.layouts import Prepared
-from mtrain.verify.core.result import Deviation, LayoutResult, StepValues, Tolerance
+from mtrain.verify.core.result import Deviation, StepValues, Tolerance
 from mtrain.verify.core.tolerances import rounding_limit, update_tolerance
 from mtrain.verify.core.weights import TABLES, Arrays, Whole
 from mtrain.verify.core.worker import Outcome, StepOutcome, disagreement
@@ -38,9 +38,9 @@ class Expected:
 
 
 def compared(
-    trial: Prepared, everyone: Sequence[Outcome], exact: Sequence[Exact], expected: Expected, seconds: float
-) -> LayoutResult:
-    """Returns the result of one layout from the outcomes of its ranks; exact values are at its own weights."""
+    trial: Prepared, everyone: Sequence[Outcome], exact: Sequence[Exact], expected: Expected
+) -> dict[str, Any]:
+    """Returns fields of the result of a layout from the outcomes of its ranks; exact values are at its own weights."""
     first, config = everyone[0], trial.config
     guards = [f"step {step.values.step}: {step.guard}" for step in first.steps if step.guard is not None]
     guards += expected.order_faults
@@ -48,16 +48,12 @@ def compared(
     inputs = [*_inputs(everyone, expected), *rate_deviations(first.rates, config)]
     if split := disagreement(everyone):
         guards.append(split)
-    return LayoutResult(
-        name=trial.name,
-        axes=trial.axes,
-        num_ranks=trial.layout.world_size,
-        seconds=seconds,
-        steps=tuple(step.values for step in first.steps),
-        expected=tuple(each.values for each in exact),
-        deviations=(*inputs, *comparison.of(first, exact)),
-        guards=tuple(guards),
-    )
+    return {
+        "steps": tuple(step.values for step in first.steps),
+        "expected": tuple(each.values for each in exact),
+        "deviations": (*inputs, *comparison.of(first, exact)),
+        "guards": tuple(guards),
+    }
 
 
 def _inputs(everyone: Sequence[Outcome], expected: Expected) -> Iterator[Deviation]:

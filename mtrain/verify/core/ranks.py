@@ -14,9 +14,11 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -32,6 +34,7 @@ from mtrain.base.environment import program_versions
 from mtrain.base.errors import MtrainError, UnfinishedError, reason_of
 from mtrain.base.log import show_lines
 from mtrain.base.signals import interrupts_blocked, was_interrupted
+from mtrain.verify.core.result import LayoutResult, summary
 
 TIMEOUT_S = 120
 _LOOK_S = 1.0
@@ -67,6 +70,35 @@ def failure(error: Exception) -> dict[str, Any]:
     if was_interrupted():
         raise KeyboardInterrupt from None
     return {"error": reason_of(error), "trace": trace_of(error), "exit_code": code_of(error)}
+
+
+def attempted(name: str, axes: dict[str, str], num_ranks: int, find: Callable[[], Mapping[str, Any]]) -> LayoutResult:
+    """Returns the result with the fields that `find` computes, or with the error that ended it."""
+    began = time.monotonic()
+    try:
+        fields = find()
+    except Exception as error:  # of any kind: the report says so, and what the others gave
+        fields = failure(error)
+    return LayoutResult(name, axes, num_ranks, time.monotonic() - began, **fields)
+
+
+def all_results(
+    cases: Sequence[Callable[[], LayoutResult]], device: str, progress: Callable[[str], None]
+) -> list[LayoutResult]:
+    """Runs all cases, two at a time on CPUs, because ranks often wait for each other; reports each when it ends."""
+    lock = threading.Lock()
+
+    def run(case: Callable[[], LayoutResult]) -> LayoutResult:
+        result = case()
+        with lock:
+            progress(summary(result))
+        return result
+
+    threads = ThreadPoolExecutor(max_workers=2 if device == "cpu" else 1)
+    try:
+        return list(threads.map(run, cases))
+    finally:
+        threads.shutdown(cancel_futures=True)  # an interrupted check starts no further case
 
 
 def code_of(error: BaseException) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
+
+from pydantic import TypeAdapter, ValidationError
 
 from mtrain.base.errors import DataError
 from mtrain.verify.report.text import BACKEND, HF, PARITY, PREEMPT, RESUME, TENSOR_KINDS, TITLES, ReportText
@@ -228,12 +229,15 @@ class Report:
         verb = cls.text.verb
         try:
             content = json.loads(text)
-            found = content["format"]
-            if found != FORMAT:
+            if (found := content["format"]) != FORMAT:
                 raise DataError(f"the {verb} report has format {found}, but this version reads {FORMAT}; run it again")
-            return cls(**{**content, **_members(content)})
+            return TypeAdapter(cls).validate_python(content)  # reads "inf" and "nan" as numbers
         except (ValueError, KeyError, TypeError) as fault:
-            raise DataError(f"the text is not a {verb} report ({fault}); run `mtrain verify {verb}` again") from fault
+            why = str(fault)
+            if isinstance(fault, ValidationError):
+                first = fault.errors()[0]
+                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise DataError(f"the text is not a {verb} report ({why}); run `mtrain verify {verb}` again") from fault
 
 
 @dataclass(frozen=True)
@@ -287,9 +291,6 @@ class BackendReport(Report):
     """Why each of these candidates was not compared."""
 
 
-_TEXTS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-
-
 def encoded(value: Any) -> Any:
     """Replaces non-finite numbers in nested values by the texts "inf", "-inf" and "nan"."""
     match value:
@@ -301,52 +302,6 @@ def encoded(value: Any) -> Any:
             return [encoded(item) for item in value]
         case _:
             return value
-
-
-def _number(value: Any) -> float:
-    return _TEXTS[value] if isinstance(value, str) else float(value)
-
-
-def _members(content: dict[str, Any]) -> dict[str, Any]:
-    diagnosis = content["diagnosis"]
-    return {
-        "changes": tuple(content["changes"]),
-        **({"times": tuple(content["times"])} if "times" in content else {}),
-        "tensors": tuple(content["tensors"]),
-        "tolerances": tuple(Tolerance(**each) for each in content["tolerances"]),
-        "reference": _layout(content["reference"]),
-        "layouts": tuple(_layout(each) for each in content["layouts"]),
-        "diagnosis": None if diagnosis is None else _diagnosis(diagnosis),
-    }
-
-
-def _diagnosis(content: dict[str, Any]) -> Diagnosis:
-    numbers = {key: None if content[key] is None else _number(content[key]) for key in ("value", "tolerance")}
-    return Diagnosis(**{**content, **numbers, "lines": tuple(content["lines"])})
-
-
-def _layout(content: dict[str, Any]) -> LayoutResult:
-    parts = {
-        "steps": tuple(_step(each) for each in content["steps"]),
-        "expected": tuple(_step(each) for each in content["expected"]),
-        "deviations": tuple(_deviations(content["deviations"])),
-        "guards": tuple(content["guards"]),
-    }
-    return LayoutResult(**{**content, **parts})
-
-
-def _deviations(content: list[dict[str, Any]]) -> Iterator[Deviation]:
-    for each in content:
-        yield Deviation(**{**each, "value": _number(each["value"]), "tolerance": _number(each["tolerance"])})
-
-
-def _step(content: dict[str, Any]) -> StepValues:
-    numbers = {key: _number(content[key]) for key in ("objective", "grad_norm")}
-    by_term = {
-        key: {term: _number(value) for term, value in content[key].items()}
-        for key in ("means", "numerators", "denominators")
-    }
-    return StepValues(**{**content, **numbers, **by_term})
 
 
 def badness(deviation: Deviation) -> tuple[float, float]:

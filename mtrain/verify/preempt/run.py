@@ -6,7 +6,6 @@ Then records and files of the last checkpoint must equal those of an uninterrupt
 
 from __future__ import annotations
 
-import datetime
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mtrain.base.environment import program_versions
 from mtrain.base.errors import ConfigError
 from mtrain.base.heartbeat import Phase
 from mtrain.config import Config
@@ -82,9 +80,7 @@ def verify_preempt(
         results = drill.run(progress)
     samples = "the run's own data" if shrunk.reads_files else "random tokens"
     return PreemptReport(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=request.command,
-        environment={key: str(value) for key, value in program_versions().items()} | {"device": device},
+        **request.origin(device),
         config=base.config.model_dump(mode="json"),
         changes=(*shrunk.changes, *notes),
         data=f"{request.num_steps} steps of {samples}",
@@ -93,7 +89,6 @@ def verify_preempt(
         tensors=(),
         reference=drill.reference,
         layouts=tuple(results),
-        injected=request.fault,
     )
 
 

@@ -5,18 +5,16 @@ Every start runs the real trainer in new processes, which load the previous star
 
 from __future__ import annotations
 
-import datetime
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from mtrain.base.errors import ConfigError, NumericError
 from mtrain.config import Config
@@ -27,8 +25,8 @@ from mtrain.report.metrics.record import StepRecord
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.exact import ExactJob, exact_steps
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
-from mtrain.verify.core.ranks import Pool, RankFailedError, environment_of, failure
-from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, Tolerance, summary
+from mtrain.verify.core.ranks import Pool, RankFailedError, all_results, attempted
+from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, StepValues, Tolerance
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32, replay_notes, small, small_schedule
 from mtrain.verify.core.texts import texts_of
@@ -54,15 +52,7 @@ CRASH = "crash"
 _ONE_PROCESS = Trial(micro_batch_size=None)
 
 
-@dataclass(frozen=True)
-class ResumeRequest(Request):
-    """Arguments of the command line."""
-
-    at: int
-    """Updates before the stop."""
-
-
-def verify_resume(config: Config, request: ResumeRequest, progress: Progress, pool: Pool | None = None) -> ResumeReport:
+def verify_resume(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> ResumeReport:
     """Runs the check.
 
     Args:
@@ -93,9 +83,7 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
         check.prepare()
         results = check.run(progress, request.fault)
     return ResumeReport(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=request.command,
-        environment=environment_of(device),
+        **request.origin(device),
         config=plan.base.config.model_dump(mode="json"),
         changes=(*plan.shrunk.changes, *plan.notes, *notes),
         data=_data(plan, request),
@@ -104,7 +92,6 @@ def verify_resume(config: Config, request: ResumeRequest, progress: Progress, po
         tensors=check.tensors,
         reference=check.reference,
         layouts=tuple(results),
-        injected=request.fault,
         diagnosis=diagnosed(results, lambda result, step: None, ResumeReport.text),
     )
 
@@ -126,7 +113,7 @@ class ResumePlan:
     notes: tuple[str, ...]
 
 
-def planned(config: Config, request: ResumeRequest, max_ranks: int) -> ResumePlan:
+def planned(config: Config, request: Request, max_ranks: int) -> ResumePlan:
     """Returns the layouts and the small configurations.
 
     Raises:
@@ -182,7 +169,7 @@ def _schedule(optimizer: AnyOptimizer, num_steps: int) -> dict[str, Any]:
     return small_schedule(optimizer, warmup, min(max(2, num_steps // 3), num_steps - warmup))
 
 
-def _curriculum(data: AnyData, request: ResumeRequest) -> dict[str, Any]:
+def _curriculum(data: AnyData, request: Request) -> dict[str, Any]:
     """Starts the last blend one step after the stop, so that the resumed run changes blends, and the others one step
     apart before it."""
     if isinstance(data, MockSection) or not data.curriculum or not has_files(data):
@@ -193,16 +180,13 @@ def _curriculum(data: AnyData, request: ResumeRequest) -> dict[str, Any]:
     return {"curriculum": [blend.model_dump() for blend in blends]}
 
 
-def _data(plan: ResumePlan, request: ResumeRequest) -> str:
+def _data(plan: ResumePlan, request: Request) -> str:
     samples = "the run's own data" if plan.shrunk.reads_files else "random tokens"
     return f"{request.num_steps} steps of {samples}, stopped after {request.at}"
 
 
-class _Finding(NamedTuple):
-    """Outcome of a case."""
-
-    records: list[StepRecord]
-    deviations: list[Deviation]
+_Finding = tuple[list[StepRecord], list[Deviation]]
+"""Records of a case, and its deviations."""
 
 
 class ResumeCheck:
@@ -211,7 +195,6 @@ class ResumeCheck:
     def __init__(self, plan: ResumePlan, at: int, folder: Path, pool: Pool) -> None:
         """Starts nothing; `folder` must be empty, and the run stops after `at` updates."""
         self._plan, self._at, self._folder, self._pool = plan, at, folder, pool
-        self._lock = threading.Lock()
         self._saved: dict[str, list[SegmentResult]] = {}
 
     def prepare(self) -> None:
@@ -220,26 +203,17 @@ class ResumeCheck:
         stops = {"stopped": plan.base}
         if plan.others and plan.comparable.config != plan.base.config:
             stops["comparable"] = plan.comparable
-        with ThreadPoolExecutor(self._at_once) as threads:
+        with ThreadPoolExecutor(2 if self._pool.device == "cpu" else 1) as threads:
             straight = threads.submit(self._straight)
             saved = {folder: threads.submit(self._stopped, trial, folder) for folder, trial in stops.items()}
             self._everyone = straight.result()
             self._saved = {folder: stop.result() for folder, stop in saved.items()}
 
     def run(self, progress: Progress, fault: str | None) -> list[LayoutResult]:
-        """Runs all cases, two at a time on CPUs."""
+        """Runs all cases."""
         others = (partial(self.elsewhere, trial) for trial in self._plan.others)
-        threads = ThreadPoolExecutor(self._at_once)
-        try:
-            return list(
-                threads.map(lambda case: self._reported(case(fault), progress), (self.alike, self.crashed, *others))
-            )
-        finally:
-            threads.shutdown(cancel_futures=True)  # an interrupted check starts no further case
-
-    @property
-    def _at_once(self) -> int:
-        return 2 if self._pool.device == "cpu" else 1
+        cases = [partial(case, fault) for case in (self.alike, self.crashed, *others)]
+        return all_results(cases, self._pool.device, progress)
 
     def _start(
         self, trial: Prepared, folder: str, saving: Mapping[str, Any] = EMPTY, **how: Any
@@ -290,7 +264,7 @@ class ResumeCheck:
 
     def _resumed_alike(self, source: str, fault: str | None) -> _Finding:
         everyone, records = self._resumed(self._plan.base, source, fault=fault)
-        return _Finding(records, same_layout(everyone, self._everyone, records, self._expected))
+        return records, same_layout(everyone, self._everyone, records, self._expected)
 
     def _resumed_elsewhere(self, trial: Prepared, fault: str | None) -> _Finding:
         source = list(self._saved)[-1]
@@ -301,7 +275,7 @@ class ResumeCheck:
         exact = self._pool.run(exact_steps, one.layout, job, weights_before_each_step(first))[0]
         steps = exact_deviations(trial.config, self._plan.tolerances, self.tensors, first, records, exact)
         found = other_layout(everyone, self._saved[source], self._everyone, records, self._expected, steps)
-        return _Finding(records, found)
+        return records, found
 
     def _resumed(self, trial: Prepared, source: str, **how: Any) -> tuple[list[SegmentResult], list[StepRecord]]:
         """Resumes in a copy of a run folder; returns results by rank, and all records."""
@@ -314,28 +288,16 @@ class ResumeCheck:
         return Path(tempfile.mkdtemp(dir=self._folder)).name
 
     def _judged(self, name: str, trial: Prepared, axes: dict[str, str], find: Callable[[], _Finding]) -> LayoutResult:
-        began, finding = time.monotonic(), _Finding([], [])
-        failed: dict[str, Any] = {}
-        try:
-            finding = find()
-        except Exception as error:  # of any kind: the report says so, and what the other cases gave
-            failed = failure(error)
-        seconds, at = time.monotonic() - began, self._at
-        return LayoutResult(
-            name,
-            axes,
-            trial.layout.world_size,
-            seconds,
-            steps=tuple(step_values(record) for record in finding.records if record.step > at),
-            expected=tuple(step_values(record) for record in self._expected if record.step > at),
-            deviations=tuple(worst_in_order(finding.deviations, self.tensors)),
-            **failed,
-        )
+        def fields() -> dict[str, Any]:
+            records, deviations = find()
+            return {"steps": self._after(records), "deviations": tuple(worst_in_order(deviations, self.tensors))}
 
-    def _reported(self, result: LayoutResult, progress: Progress) -> LayoutResult:
-        with self._lock:
-            progress(summary(result))
-        return result
+        result = attempted(name, axes, trial.layout.world_size, fields)
+        return replace(result, expected=self._after(self._expected))
+
+    def _after(self, records: Sequence[StepRecord]) -> tuple[StepValues, ...]:
+        """Returns the values of the steps after the stop."""
+        return tuple(step_values(record) for record in records if record.step > self._at)
 
 
 def _changed_axes(base: Prepared, trial: Prepared) -> dict[str, str]:

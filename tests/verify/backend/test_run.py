@@ -26,8 +26,9 @@ from mtrain.verify.backend.candidates import (
 )
 from mtrain.verify.backend.cases import cases_of, few_layers, length_of, rows_like, starts_of
 from mtrain.verify.backend.errors import FACTORS, compared, errors_of, floor
-from mtrain.verify.backend.run import BackendRequest, Certified, verify_backend
+from mtrain.verify.backend.run import Certified, verify_backend
 from mtrain.verify.core.result import BackendReport
+from mtrain.verify.parity import Request
 from tests.config.samples import config, content
 from tests.messages import refuses
 from tests.paths import ROOT
@@ -52,7 +53,7 @@ WINDOWS = {"model__sliding_window": 9, "model__global_attention_every": 2}
 
 
 def check(pool: Pool, changes: dict[str, Any], *candidates: Any, fault: str | None = None) -> Certified:
-    request = BackendRequest(fault, "mtrain verify backend")
+    request = Request(None, 1, 1, fault, "mtrain verify backend")
     return verify_backend(config(**changes), request, lambda line: None, pool, candidates)
 
 

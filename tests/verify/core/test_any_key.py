@@ -21,7 +21,7 @@ from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
 from mtrain.verify.core.shrink import reads_files, shrink
 from mtrain.verify.parity import Request
 from mtrain.verify.preempt.run import small_run
-from mtrain.verify.resume.run import ResumeRequest, planned
+from mtrain.verify.resume.run import planned
 from tests.config.samples import content
 from tests.recipes import NAMES, shipped
 from tests.verify.core.user_data import write_data_of
@@ -160,7 +160,7 @@ def small_copies(user: Config) -> int:
         small = shrink(user, trials).config
         for trial in trials:
             assert_legal(prepared(trial, small).config, trial)
-    plan = planned(user, ResumeRequest(None, 6, 8, None, "mtrain verify resume", 3), 8)
+    plan = planned(user, Request(None, 6, 8, None, "mtrain verify resume", 3), 8)
     resumed = (plan.base, plan.comparable, plan.one, *plan.others)
     for each in resumed:
         assert_legal(each.config, None)

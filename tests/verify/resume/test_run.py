@@ -19,10 +19,11 @@ from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.layouts import Prepared
 from mtrain.verify.core.result import LayoutResult, ResumeReport
+from mtrain.verify.parity import Request
 from mtrain.verify.planted.inject import RESUME_FAULTS, TESTS
 from mtrain.verify.report.print import write_report
 from mtrain.verify.report.text import RESUME, TITLES
-from mtrain.verify.resume.run import CRASH, ResumeCheck, ResumePlan, ResumeRequest, planned, verify_resume
+from mtrain.verify.resume.run import CRASH, ResumeCheck, ResumePlan, planned, verify_resume
 from tests.config.samples import config, content
 from tests.elements import assert_is_accessible, assert_is_self_contained, read_html
 from tests.messages import refuses
@@ -67,7 +68,7 @@ def lively_config(**changes: Any) -> Config:
 def resumed(pool: Pool, user: Config, layouts: str | None, max_ranks: int) -> ResumeReport:
     """Returns the report on three steps of a run stopped after two."""
     reported: list[str] = []
-    request = ResumeRequest(layouts, 3, max_ranks, None, "mtrain verify resume", 2)
+    request = Request(layouts, 3, max_ranks, None, "mtrain verify resume", 2)
     report = verify_resume(user, request, reported.append, pool)
     assert sorted(line.split(":")[0] for line in reported) == sorted(case.name for case in report.layouts)
     return report
@@ -77,7 +78,7 @@ def gone_on(
     pool: Pool, folder: Path, user: Config, layouts: str, max_ranks: int
 ) -> tuple[ResumeCheck, list[LayoutResult]]:
     """Resumes on the layout that saved and on others, for one step; any other save's files reveal a crash."""
-    plan = planned(user, ResumeRequest(layouts, 3, max_ranks, None, "", 2), max_ranks)
+    plan = planned(user, Request(layouts, 3, max_ranks, None, "", 2), max_ranks)
     check = ResumeCheck(plan, 2, folder, pool)
     check.prepare()
     results = [check.alike(None), *(check.elsewhere(trial, None) for trial in plan.others)]
@@ -113,7 +114,7 @@ class Faulty:
 def faulty(kept: KeptPool, tmp_path_factory: pytest.TempPathFactory) -> Faulty:
     """Makes a straight run and a stopped one."""
     user = lively_config(layout__tp=1, layout__sp=False)
-    plan = planned(user, ResumeRequest("mbs1", 5, 2, None, "", 3), 2)
+    plan = planned(user, Request("mbs1", 5, 2, None, "", 3), 2)
     return Faulty(plan, 3, tmp_path_factory.mktemp("resume"), kept)
 
 
@@ -202,7 +203,7 @@ def test_a_curriculum_goes_on_over_a_border_after_the_stop(kept: KeptPool, tmp_p
     curriculum = [{"from_step": 700, "sources": sources["late"]}]
     data = {"kind": "indexed", "seq_length": 64, "train": sources["first"], "curriculum": curriculum}
     user = config(data=data, model__vocab_size=64, model__num_layers=1, train__num_steps=1000)
-    plan = planned(user, ResumeRequest("mbs4", 4, 1, None, "", 2), 1)
+    plan = planned(user, Request("mbs4", 4, 1, None, "", 2), 1)
     assert isinstance(plan.base.config.data, IndexedSection)
     assert [blend.from_step for blend in plan.base.config.data.curriculum] == [3], "stopped after 2 of 4 steps"
     pool: Any = FaultyPool(kept)
@@ -215,7 +216,7 @@ def test_a_curriculum_goes_on_over_a_border_after_the_stop(kept: KeptPool, tmp_p
 
 
 def test_other_layouts_are_held_to_the_files_and_to_exact_steps(kept: KeptPool, tmp_path: Path) -> None:
-    plan = planned(config(), ResumeRequest("dp2", 3, 2, None, "", 2), 2)
+    plan = planned(config(), Request("dp2", 3, 2, None, "", 2), 2)
     faulty = Faulty(plan, 2, tmp_path, kept)
     for name, kind in (("moments-not-restored", "exp_avg"), ("stale-shard", "weights"), ("adam-step-shared", "update")):
         result = faulty.resumed(name, on=plan.others[0])
@@ -232,12 +233,12 @@ def test_a_stale_shard_has_its_initial_weights(pool: Pool) -> None:
 @pytest.mark.parametrize("at", [0, 6])
 def test_a_stop_that_leaves_nothing_to_do_is_refused(at: int) -> None:
     with refuses(ConfigError, f"--at {at}", "--steps 6"):
-        verify_resume(config(), ResumeRequest(None, 6, 2, None, "", at), print)
+        verify_resume(config(), Request(None, 6, 2, None, "", at), print)
 
 
 def test_a_fault_that_is_a_test_is_refused() -> None:
     with refuses(ConfigError, "--inject loss-scale-restarted", "tests/verify/resume/test_run.py"):
-        verify_resume(config(), ResumeRequest(None, 6, 2, "loss-scale-restarted", "", 3), print)
+        verify_resume(config(), Request(None, 6, 2, "loss-scale-restarted", "", 3), print)
 
 
 def test_the_command_writes_a_report_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
