@@ -199,7 +199,7 @@ def rollout(
     with one_message(), one_verdict(rollout.__name__) as place:
         place.folder = folder
         require_ground()
-        from mtrain.verify.rollout.page import lines_of, write_rollout_report  # loads torch
+        from mtrain.verify.rollout.report import lines_of, write_rollout_report  # loads torch
         from mtrain.verify.rollout.run import RolloutRequest, verify_rollout
 
         given = (model, rollouts, overrides or [], None if dtype is None else dtype.value, weights or [], first)

@@ -17,28 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtrain.verify.core.tolerances import amplified
 from mtrain.verify.reference.model.modules import AS_DEFINED, ExpertChanges
-from mtrain.verify.rollout.cause import (
-    ROUTER,
-    ROUTES,
-    Cause,
-    cut_prompt,
-    label_shift,
-    moved,
-    other_begin,
-    other_order,
-    padding,
-    partial_sums,
-    precision,
-    sampler,
-    stale,
-    template,
-)
-from mtrain.verify.rollout.exact import Pass, Reference, log_probs, replayed
+from mtrain.verify.rollout.exact import Pass, Passes, Reference, Spread, log_probs, replayed
 from mtrain.verify.rollout.fits import SEVERAL, SINGLES, fitted, fitted_padding
 from mtrain.verify.rollout.records import Rollout
-from mtrain.verify.rollout.settings import DrawnTokens, Settings
+from mtrain.verify.rollout.settings import Cause, DrawnTokens, Settings
 
 _IMPROVEMENT = 4.0
 """Smallest factor by which a cause must reduce the deviation: rounding as large as the deviation explains nothing."""
@@ -52,29 +35,17 @@ _MOST = 0.5
 """Share of tokens that a rounding cause must predict."""
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Size of the differences between two log-probability computations, in nats."""
-
-    worst: float
-    rms: float
-
-    @classmethod
-    def of(cls, differences: Sequence[Tensor]) -> Spread:
-        """Measures differences; skips nan, which was not computed."""
-        every = torch.cat([each.flatten() for each in differences])
-        every = every[~every.isnan()]
-        if not len(every):
-            return cls(0.0, 0.0)
-        return cls(float(every.abs().max()), float(every.square().mean().sqrt()))
-
-    def allowed(self, floor: float) -> Spread:
-        """Returns the largest differences that this measured rounding explains; `floor` is the rounding of logits."""
-        return Spread(amplified(max(self.worst, floor)), amplified(max(self.rms, floor)))
-
-    def within(self, allowed: Spread) -> bool:
-        """Says whether rounding explains the differences; never for infinite ones."""
-        return self.worst <= allowed.worst and self.rms <= allowed.rms
+ROUTER = Cause(
+    "bf16 router",
+    "the routers of the engine compute in bfloat16, so that experts are weighed, and some chosen, otherwise",
+    "let the engine compute its routers in float32, or replay its routes in the trainer",
+    is_rounding=True,
+)
+ROUTES = Cause(
+    "other routes",
+    "the engine chose other experts; with its routes replayed its log-probabilities are right",
+    "replay the routes in the trainer, or compute routers on both sides in float32",
+)
 
 
 @dataclass(frozen=True)
@@ -106,15 +77,6 @@ class Rounding:
     """Rounding of the logits, or the rms over all log-probabilities if that is larger."""
     allowed: Spread
     """Largest explained differences."""
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Passes over an answer in float64 and in the engine's precision."""
-
-    rollout: Rollout
-    exact: Pass
-    rounded: Pass
 
 
 @dataclass(frozen=True)
@@ -165,7 +127,14 @@ class Disagreement:
             measured = Spread.of([self._own(each, one) - self._own(each, each.exact) for each, one in pairs])
             # far less than its rounding is no rounding of it
             explains = self.before.within(measured.allowed(0.0)) and self.before.rms * _IMPROVEMENT >= measured.rms
-            yield Tried(precision(dtype), Spread.of(missed), measured.allowed(0.0), 1.0, explains)
+            name = str(dtype).removeprefix("torch.")
+            cause = Cause(
+                "precision",
+                f"the differences are as large as the rounding of an engine that computes in {name}",
+                f"if the engine computes in {name}, say so by --dtype {name}; if not, it may have other weights "
+                "(--weights)",
+            )
+            yield Tried(cause, Spread.of(missed), measured.allowed(0.0), 1.0, explains)
 
     @staticmethod
     def _own(answer: Passes, passed: Pass) -> Tensor:
@@ -195,16 +164,31 @@ class Disagreement:
             yield from self._of_cut_prompts()
         yield from self._of_experts()
         for name, load in self.others.items():
-            yield stale(name), self._rerun(reference=load())
+            cause = Cause(
+                "stale weights",
+                f"the log-probabilities are those of {name}",
+                "send the weights before drawing, and empty the engine's prefix cache after it",
+            )
+            yield cause, self._rerun(reference=load())
 
     def _of_logits(self) -> Iterator[tuple[Cause, Predicted | None]]:
         for names in SINGLES:
             yield from self._of_settings(names)
         if self._said != [1.0]:
             yield self._settings(Settings(temperature=1.0))
-        for shift in (1, -1):
-            yield moved(shift), self._of_each(_neighbour(shift))
-            yield label_shift(shift), self._of_each(_other_position(shift))
+        for shift, neighbour, where in ((1, "before", "after the token itself"), (-1, "after", "one token too early")):
+            cause = Cause(
+                "off by one",
+                f"the log-probability of each token is given to the one {neighbour} it",
+                "shift log_probs by one: the first is that of the first token of the answer",
+            )
+            yield cause, self._of_each(_neighbour(shift))
+            cause = Cause(
+                "off by one",
+                f"the log-probability of each token is taken from the logits {where}",
+                "take it from the logits of the position before the token",
+            )
+            yield cause, self._of_each(_other_position(shift))
 
     @property
     def _places(self) -> list[tuple[Tensor, Rollout]]:
@@ -220,13 +204,17 @@ class Disagreement:
             yield self._settings(found)
 
     def _settings(self, settings: Settings) -> tuple[Cause, Predicted | None]:
-        return sampler(settings, self._said), self._of_each(_under(settings))
+        return settings.cause(self._said), self._of_each(_under(settings))
 
     def _of_padding(self) -> Iterator[tuple[Cause, Predicted | None]]:
         rows = fitted_padding(self._places)
         if rows > 0:
-            yield padding(rows), self._of_each(lambda logits, rollout: log_probs(
-                torch.nn.functional.pad(logits, (0, rows)), rollout.ids, rollout.temperature))  # fmt: skip
+            cause = Cause(
+                "padded vocabulary",
+                f"the softmax of the engine counts {rows} rows more than the vocabulary has, with logits of 0",
+                "let the engine leave out the rows that pad its table",
+            )
+            yield cause, self._of_each(_padded(rows))
 
     def _of_prompts(self) -> Iterator[tuple[Cause, Predicted | None]]:
         given = [each.rollout.prompt_ids for each in self.answers]
@@ -234,13 +222,25 @@ class Disagreement:
         if begin:
             size = len(begin)
             without = [ids[size:] if ids[:size] == begin and len(ids) > size else None for ids in given]
-            yield other_begin("without the tokens that begin a text (bos)"), self._rerun(prompts=without)
-            yield (
-                other_begin("with the tokens that begin a text (bos) put first once more"),
-                self._rerun(prompts=[begin + ids for ids in given]),
+            doubled = [begin + ids for ids in given]
+            for name, what, prompts in (
+                ("missing bos", "without the tokens that begin a text (bos)", without),
+                ("doubled bos", "with the tokens that begin a text (bos) put first once more", doubled),
+            ):
+                cause = Cause(
+                    name,
+                    f"the engine read the prompt {what}",
+                    "give the engine the token ids of the prompt instead of a text, or compare add_special_tokens on "
+                    "both sides",
+                )
+                yield cause, self._rerun(prompts=prompts)
+        for name, others in self.prompts.items():
+            cause = Cause(
+                "other template",
+                f"the engine read {name} instead of the token ids in the file",
+                "give the engine the token ids that the run's chat template makes",
             )
-        for name, prompts in self.prompts.items():
-            yield template(name), self._rerun(prompts=prompts)
+            yield cause, self._rerun(prompts=others)
 
     def _of_order(self) -> Iterator[tuple[Cause, Predicted | None]]:
         """Gives each answer the log-probabilities, or the prompt, of the row that fits best."""
@@ -256,7 +256,7 @@ class Disagreement:
         if rows != list(range(len(rows))):
             taken = [self.answers[row] for row in rows]
             yield (
-                other_order("log-probabilities", self._places_of(rows)),
+                self._other_order("log-probabilities", rows),
                 Predicted(
                     [self._own(each, each.exact) for each in taken], [self._own(each, each.rounded) for each in taken]
                 ),
@@ -264,14 +264,18 @@ class Disagreement:
         prompts = self._prompts_of_other_rows()
         if prompts is not None:
             yield (
-                other_order("prompt", self._places_of(prompts)),
+                self._other_order("prompt", prompts),
                 self._rerun(prompts=[self.answers[row].rollout.prompt_ids for row in prompts]),
             )
 
-    def _places_of(self, rows: Sequence[int]) -> str:
-        moved = [(number, row) for number, row in enumerate(rows) if number != row]
-        number, row = moved[0]
-        return f"{self.answers[number].rollout.place} has that of {self.answers[row].rollout.place}"
+    def _other_order(self, what: str, rows: Sequence[int]) -> Cause:
+        number, row = next((number, row) for number, row in enumerate(rows) if number != row)
+        return Cause(
+            "rows in another order",
+            f"each answer has the {what} of another row: {self.answers[number].rollout.place} has that of "
+            f"{self.answers[row].rollout.place}",
+            "put the engine's outputs in the order of its prompts (vLLM: request_id)",
+        )
 
     def _prompts_of_other_rows(self) -> list[int] | None:
         """Returns, for each answer, the other row whose prompt gives its log-probabilities; None if any has none.
@@ -306,7 +310,13 @@ class Disagreement:
             for count in counts:
                 if self._gives(longest, _cut(longest.rollout.prompt_ids, count, is_end)):
                     prompts = [_cut(each.rollout.prompt_ids, count, is_end) for each in self.answers]
-                    yield cut_prompt(count, is_end), self._rerun(prompts=prompts)
+                    cause = Cause(
+                        "cut prompt",
+                        f"the engine read the {'last' if is_end else 'first'} {count} tokens of the prompt alone",
+                        "let the engine read whole prompts (vLLM: truncate_prompt_tokens, max_model_len), or write "
+                        "those that it read",
+                    )
+                    yield cause, self._rerun(prompts=prompts)
                     break
 
     def _of_experts(self) -> Iterator[tuple[Cause, Predicted | None]]:
@@ -317,7 +327,14 @@ class Disagreement:
         for ranks in range(2, self.num_experts + 1):
             if self.num_experts % ranks == 0:
                 sums = ExpertChanges(num_partial_sums=ranks)
-                yield partial_sums(ranks), self._rerun(changes=[sums] * len(self.answers))
+                cause = Cause(
+                    "expert-parallel sum",
+                    f"the engine rounds the sum of the experts of each of {ranks} expert-parallel ranks to bfloat16 "
+                    "before it adds them up",
+                    "let the engine add up experts in float32, or with another number of expert-parallel ranks",
+                    is_rounding=True,
+                )
+                yield cause, self._rerun(changes=[sums] * len(self.answers))
         if all(each.rollout.routes is not None for each in self.answers):
             changes = [ExpertChanges(chosen=replayed(each.rollout, each.exact)) for each in self.answers]
             yield ROUTES, self._rerun(changes=changes)
@@ -355,6 +372,13 @@ def differences(rollouts: Sequence[Rollout], exact: Sequence[Tensor]) -> list[Te
         (torch.tensor(each.log_probs, dtype=torch.float64) - values).masked_fill(~torch.tensor(each.mask), math.nan)
         for each, values in zip(rollouts, exact, strict=True)
     ]
+
+
+def _padded(rows: int) -> Callable[[Tensor, Rollout], Tensor]:
+    def predict(logits: Tensor, rollout: Rollout) -> Tensor:
+        return log_probs(torch.nn.functional.pad(logits, (0, rows)), rollout.ids, rollout.temperature)
+
+    return predict
 
 
 def _under(settings: Settings) -> Callable[[Tensor, Rollout], Tensor]:

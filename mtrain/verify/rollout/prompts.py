@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,10 @@ from mtrain.training.sampling.generate import Model
 from mtrain.training.sampling.prompts import questions_of
 from mtrain.verify.parity import Progress
 from mtrain.verify.rollout.records import Rollout
+from mtrain.verify.rollout.settings import Cause
 
 _SHOWN = 8
 """Tokens shown around a difference."""
-
-
-@dataclass(frozen=True)
-class Broken:
-    """Exact property that a rollout violates."""
-
-    cause: str
-    """Such as `other template`."""
-    place: str
-    """File and line."""
-    fact: str
-    """What was found and expected, as a sentence without full stop."""
-    remedy: str
 
 
 class Prompts:
@@ -40,12 +27,8 @@ class Prompts:
     def __init__(self, model: Model, has_texts: bool, progress: Progress) -> None:
         """Loads the tokenizer; without one in the configuration, texts are not compared.
 
-        Args:
-            has_texts: Whether a rollout has messages or a text; ids alone need no tokenizer.
-            progress: Called with a line if the tokenizer is missing.
-
         Raises:
-            DataError: The tokenizer is missing or damaged, and there are texts.
+            DataError: The tokenizer is missing or damaged, and there are texts (`has_texts`): ids alone need none.
         """
         self._config = config = model.config
         self._tokenizer: Tokenizer | None = None
@@ -63,7 +46,7 @@ class Prompts:
         """Returns the tokens that the tokenizer puts before a text."""
         return () if self._tokenizer is None else tuple(self._tokenizer.begin_ids)
 
-    def broken(self, rollout: Rollout) -> Broken | None:
+    def broken(self, rollout: Rollout) -> Cause | None:
         """Returns the first exact property that the rollout violates; None without any.
 
         Raises:
@@ -75,13 +58,12 @@ class Prompts:
         except DataError as fault:
             raise DataError(f"{rollout.place}: {fault}") from None
 
-    def _broken(self, rollout: Rollout) -> Broken | None:
+    def _broken(self, rollout: Rollout) -> Cause | None:
         size = self._config.model.vocab_size
         every = [*rollout.prompt_ids, *rollout.ids]
         if (most := max(every)) >= size:
-            return Broken(
+            return Cause(
                 "other vocabulary",
-                rollout.place,
                 f"token id {most} is beyond the vocabulary of {size} tokens",
                 "draw with the tokenizer of this model; rows that pad a table are no tokens",
             )
@@ -89,7 +71,7 @@ class Prompts:
             return self._without_begin(rollout) if rollout.prompt is None else None
         if isinstance(rollout.prompt, dict) and _is_answered(rollout.prompt):
             return self._broken_conversation(rollout, rollout.prompt)
-        return self._compared(rollout, rollout.prompt_ids, self._ids(rollout.prompt))
+        return self._compared(rollout.prompt_ids, self._ids(rollout.prompt))
 
     def _ids(self, prompt: str | dict[str, Any]) -> list[int]:
         """Encodes a rendered text, or renders messages with the run's template."""
@@ -100,11 +82,11 @@ class Prompts:
             raise DataError("messages must be a list of objects with role and content; fix it")
         return questions_of(self._config, self._tokenizer, [prompt], None)[0].ids
 
-    def _without_begin(self, rollout: Rollout) -> Broken | None:
+    def _without_begin(self, rollout: Rollout) -> Cause | None:
         begin = list(self.begin_ids)
         if self._section is None or rollout.prompt_ids[: len(begin)] == begin:
             return None
-        return _missing(rollout, begin) if self._template_begins(begin) else None
+        return _missing(begin) if self._template_begins(begin) else None
 
     def _template_begins(self, begin: Sequence[int]) -> bool:
         """Says whether the run's template writes the tokens that begin a text; not all do."""
@@ -114,7 +96,7 @@ class Prompts:
             return True
         return asked_ids[: len(begin)] == list(begin)
 
-    def _broken_conversation(self, rollout: Rollout, record: dict[str, Any]) -> Broken | None:
+    def _broken_conversation(self, rollout: Rollout, record: dict[str, Any]) -> Cause | None:
         """Compares ids and mask of an answered conversation with those of a training sample."""
         assert self._tokenizer is not None
         if self._section is None:
@@ -124,39 +106,36 @@ class Prompts:
         expected = sample.ids.tolist()
         # an answer that was cut has no end, and a template may write a line feed after it
         common = min(len(every), len(expected))
-        if found := self._compared(rollout, every[:common], expected[:common]):
+        if found := self._compared(every[:common], expected[:common]):
             return found
         mask = [False] * len(rollout.prompt_ids) + rollout.mask
         for place, (drawn, weight) in enumerate(zip(mask, sample.loss_weights.tolist())):
             if drawn != (weight > 0):
                 what = "drawn by the model" if drawn else "not drawn"
-                return Broken(
+                return Cause(
                     "other mask",
-                    rollout.place,
                     f"token {place} of the conversation counts as {what}, but the run's template gives it the weight "
                     f"{weight:g}",
                     "put exactly the tokens of answers into the loss: mask 1 for these, 0 for headers and tools",
                 )
         return None
 
-    def _compared(self, rollout: Rollout, found: Sequence[int], expected: Sequence[int]) -> Broken | None:
+    def _compared(self, found: Sequence[int], expected: Sequence[int]) -> Cause | None:
         if list(found) == list(expected):
             return None
         begin = list(self.begin_ids)
         if begin and [*begin, *found] == list(expected):
-            return _missing(rollout, begin)
+            return _missing(begin)
         if begin and list(found) == [*begin, *expected]:
-            return Broken(
+            return Cause(
                 "doubled bos",
-                rollout.place,
                 f"the prompt begins with {begin}, the tokens that begin a text, twice",
                 "encode the rendered template with add_special_tokens=False",
             )
         pairs = enumerate(zip(found, expected))
         place = next((at for at, (one, other) in pairs if one != other), min(len(found), len(expected)))
-        return Broken(
+        return Cause(
             "other template",
-            rollout.place,
             f"the prompt differs from the run's template at token {place}: {self._shown(found, place)} instead of "
             f"{self._shown(expected, place)}",
             "use one chat template on both sides, with the same date, tools and switches (data.chat_template)",
@@ -206,10 +185,9 @@ def _is_answered(record: dict[str, Any]) -> bool:
     return is_list and messages[-1].get("role") == "assistant"
 
 
-def _missing(rollout: Rollout, begin: Sequence[int]) -> Broken:
-    return Broken(
+def _missing(begin: Sequence[int]) -> Cause:
+    return Cause(
         "missing bos",
-        rollout.place,
         f"the prompt does not begin with {list(begin)}, the tokens that begin every text of this model",
         "give the engine the token ids that the run's tokenizer makes, or encode with add_special_tokens=True",
     )

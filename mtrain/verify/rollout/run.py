@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +23,22 @@ from mtrain.verify.core.layouts import Prepared, own_layout
 from mtrain.verify.core.ranks import Pool, environment_of
 from mtrain.verify.parity import Progress, device_for
 from mtrain.verify.reference.model.modules import ExpertChanges
-from mtrain.verify.rollout.causes import Disagreement, Passes, Rounding, Spread, Tried, differences, named
-from mtrain.verify.rollout.exact import Reference, log_probs, replayed
-from mtrain.verify.rollout.inner import LIMIT, agreeing_routes, layer_differences
-from mtrain.verify.rollout.prompts import Broken, Prompts
+from mtrain.verify.rollout.causes import Disagreement, Rounding, Tried, differences, named
+from mtrain.verify.rollout.exact import (
+    LIMIT,
+    Passes,
+    Reference,
+    Spread,
+    agreeing_routes,
+    layer_differences,
+    log_probs,
+    replayed,
+)
+from mtrain.verify.rollout.prompts import Prompts
 from mtrain.verify.rollout.records import Rollout, read_rollouts, repeated_places
 from mtrain.verify.rollout.report import Finding, RolloutReport, Side
 from mtrain.verify.rollout.scores import Scored, for_scoring, scores
+from mtrain.verify.rollout.settings import Cause
 
 PRELOADED = ("mtrain.verify.rollout.scores",)
 TIMEOUT_S = 6 * 3600
@@ -97,10 +107,9 @@ class _RolloutCheck:
 
     def report(self) -> RolloutReport:
         """Compares everything; only the vocabulary if tokens are beyond it."""
-        broken = [each for each in map(self._prompts.broken, self._rollouts) if each is not None]
-        findings = _exact_findings(broken, len(self._rollouts))
-        if any(each.cause == "other vocabulary" for each in broken):
-            return self._report([], findings, [], [], 0)
+        findings = self._exact_findings()
+        if any(each.cause == "other vocabulary" for each in findings):
+            return self._report(findings)
         own = own_layout(self._config, self._request.max_ranks)
         scored = self._scored(own)
         assert scored.weights is not None, "rank 0 holds them"
@@ -110,7 +119,6 @@ class _RolloutCheck:
         self._progress("reference: float64")
         rounding = _rounding(passes, exact, self._dtype)
         found = differences(self._rollouts, exact)
-        routes = agreeing_routes(passes)
         side = _side("rollout", found, rounding)
         deviating = _deviating(side, found)
         tried: list[Tried] = []
@@ -125,8 +133,30 @@ class _RolloutCheck:
         layers = layer_differences(passes)
         # where the trainer deviates without a replay, too, that is what has to be found first
         findings += [*more, *(broken_replay if trainer[0].passed else []), *_inner_finding(layers)]
-        whole = self._report([side, *trainer, *again], findings, tried, _tokens(exact, both), len(deviating))
-        return replace(whole, positions=_positions(both), layers=layers, routes=routes, replay=apart)
+        return self._report(
+            findings,
+            num_deviating=len(deviating),
+            sides=(side, *trainer, *again),
+            tried=tuple((f"{each.cause.name}: {each.cause.fact}", each.left, each.explains) for each in tried),
+            tokens=_tokens(exact, both),
+            positions=_positions(both),
+            layers=layers,
+            routes=agreeing_routes(passes),
+            replay=apart,
+        )
+
+    def _exact_findings(self) -> list[Finding]:
+        """Returns a finding for each exact property that is violated, with its first rollout."""
+        broken: dict[str, list[tuple[str, Cause]]] = {}
+        for rollout in self._rollouts:
+            if (cause := self._prompts.broken(rollout)) is not None:
+                broken.setdefault(cause.name, []).append((rollout.place, cause))
+        findings = []
+        for name, found in broken.items():
+            place, cause = found[0]
+            where = f"in {len(found)} of {len(self._rollouts)} rollouts, first in {place}"
+            findings.append(Finding(name, (f"{name}: {where}: {cause.fact}", cause.remedy)))
+        return findings
 
     def _scored(self, trial: Prepared, replay: bool = False) -> Scored:
         model = self._model._replace(config=trial.config)
@@ -307,14 +337,7 @@ class _RolloutCheck:
             found.append(("layout of the trainer", own_layout(alone, 1)))
         return found
 
-    def _report(
-        self,
-        sides: Sequence[Side],
-        findings: Sequence[Finding],
-        tried: Sequence[Tried],
-        tokens: Sequence[tuple[float, ...]],
-        num_deviating: int,
-    ) -> RolloutReport:
+    def _report(self, findings: Sequence[Finding], **compared: Any) -> RolloutReport:
         entry = self._model.entry
         return RolloutReport(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -324,27 +347,9 @@ class _RolloutCheck:
             file=str(self._request.rollouts),
             num_rollouts=len(self._rollouts),
             num_tokens=sum(sum(each.mask) for each in self._rollouts),
-            num_deviating=num_deviating,
-            sides=tuple(sides),
             findings=tuple(findings),
-            tried=tuple((f"{each.cause.name}: {each.cause.fact}", each.left, each.explains) for each in tried),
-            tokens=tuple(tokens),
-            positions=(),
-            layers={},
-            routes=None,
-            replay=None,
+            **compared,
         )
-
-
-def _exact_findings(broken: Sequence[Broken], count: int) -> list[Finding]:
-    """Returns a finding for each cause, with its first rollout."""
-    found: list[Finding] = []
-    for cause in dict.fromkeys(each.cause for each in broken):
-        own = [each for each in broken if each.cause == cause]
-        first = own[0]
-        where = f"in {len(own)} of {count} rollouts, first in {first.place}"
-        found.append(Finding(cause, (f"{cause}: {where}: {first.fact}", first.remedy)))
-    return found
 
 
 def _inner_finding(layers: Mapping[str, float]) -> list[Finding]:
@@ -398,10 +403,10 @@ def _side(name: str, found: Sequence[Tensor], rounding: Rounding) -> Side:
     return Side(name, str(rounding.dtype).removeprefix("torch."), Spread.of(found), rounding.allowed, mean)
 
 
-def _tokens(exact: Sequence[Tensor], both: Sequence[Sequence[Tensor]]) -> list[tuple[float, ...]]:
+def _tokens(exact: Sequence[Tensor], both: Sequence[Sequence[Tensor]]) -> tuple[tuple[float, ...], ...]:
     columns = [torch.cat(list(each)) for each in (exact, *both)]
     drawn = ~columns[1].isnan()
-    return [tuple(row) for row in torch.stack(columns, 1)[drawn].tolist()]
+    return tuple(tuple(row) for row in torch.stack(columns, 1)[drawn].tolist())
 
 
 def _positions(both: Sequence[Sequence[Tensor]]) -> tuple[tuple[float, float], ...]:

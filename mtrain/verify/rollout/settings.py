@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,19 @@ from mtrain.verify.rollout.records import Rollout
 
 TRUNCATIONS = ("min_p", "top_k", "top_p")
 """Settings that keep only the likeliest tokens, in order."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Possible cause of a deviation."""
+
+    name: str
+    """Such as `temperature`."""
+    fact: str
+    """What the engine did, or what was found and expected, as a sentence without full stop."""
+    remedy: str
+    is_rounding: bool = False
+    """Whether the engine rounds to bfloat16 somewhere, so that single tokens may be mispredicted."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +82,31 @@ class Settings:
             said.append("logit_bias={" + ", ".join(f"{token}: {value:g}" for token, value in pushed.items()) + "}")
         return said
 
-    def cause(self) -> str:
-        """Returns the name of the cause."""
+    def cause(self, said: Sequence[float]) -> Cause:
+        """Returns these settings as a cause; `said` are the temperatures in the file."""
         found = ["temperature"] if self.temperature is not None else []
         found += ["penalties"] if self._penalties() else []
         found += ["truncated vocabulary"] if self.min_p > 0 or self.top_k is not None or self.top_p < 1 else []
         found += ["biased tokens"] if self.bias or self.allowed is not None else []
-        return " and ".join(found)
+        name = " and ".join(found)
+        if name == "temperature":
+            given = ", ".join(f"{each:g}" for each in said)
+            return Cause(
+                name,
+                f"the log-probabilities are those at temperature {self.temperature:g}, but the file says {given}",
+                "let the engine give those after the temperature (vLLM: logprobs_mode=processed_logprobs), or say "
+                f"temperature {self.temperature:g} in the file and in Datum.temperature",
+            )
+        fact = f"the log-probabilities are those of a sampler with {self}"
+        if name == "truncated vocabulary":
+            fact = f"the log-probabilities are divided by the probability of the tokens that {self} leaves"
+        return Cause(
+            name,
+            fact,
+            "let the engine give those of the whole vocabulary (vLLM: logprobs_mode=raw_logprobs at temperature 1), or "
+            "draw without these settings, which vLLM also takes from generation_config.json: a loss takes the whole "
+            "distribution",
+        )
 
 
 def _tokens(ids: Sequence[int]) -> str:
@@ -125,28 +157,20 @@ class DrawnTokens:
         masks = torch.split(kept, [len(rollout.mask) for _, rollout in answers])
         # chosen before they are joined: the logits of all answers may be most of the memory
         every = [cls.of(*each).chosen(mask) for each, mask in zip(answers, masks, strict=True)]
-        return cls(
-            torch.cat([each.logits for each in every]),
-            torch.cat([each.ids for each in every]),
-            torch.cat([each.said for each in every]),
-            torch.cat([each.temperatures for each in every]),
-            tuple(ids for each in every for ids in each.read),
-            tuple(ids for each in every for ids in each.written),
-            torch.cat([each.numbers for each in every]),
-        )
+        return cls(*map(_joined, zip(*(each._columns() for each in every), strict=True)))
 
     def chosen(self, mask: Tensor) -> DrawnTokens:
         """Returns the tokens at which a mask, [tokens] bool, is true."""
         rows = mask.nonzero().flatten().tolist()
         return DrawnTokens(
-            self.logits[mask],
-            self.ids[mask],
-            self.said[mask],
-            self.temperatures[mask],
-            tuple(self.read[row] for row in rows),
-            tuple(self.written[row] for row in rows),
-            self.numbers[mask],
+            *(
+                column[mask] if isinstance(column, Tensor) else tuple(column[row] for row in rows)
+                for column in self._columns()
+            )
         )
+
+    def _columns(self) -> list[Any]:
+        return [getattr(self, each.name) for each in fields(self)]
 
     @cached_property
     def _places_read(self) -> tuple[Tensor, Tensor]:
@@ -188,6 +212,10 @@ class DrawnTokens:
             *places, counts = self._places_written
             found[tuple(places)] -= frequency * counts + presence
         return found / (self.temperatures.unsqueeze(-1) if settings.temperature is None else settings.temperature)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(each for part in parts for each in part)
 
 
 def _rows(ids: Sequence[Tensor]) -> Tensor:
