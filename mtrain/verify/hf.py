@@ -57,13 +57,7 @@ gradients by their own size; a wrong computation differs in the first digits."""
 
 
 def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> HfReport:
-    """Runs the check.
-
-    Args:
-        config: Configuration of the user, with `model.hf`.
-        request: Arguments of the command line; without layouts, the configuration's is used.
-        progress: Called with a line for every finished run.
-        pool: Pool of ranks; None starts one.
+    """Runs the check; see `verify_parity`. Without layouts in the request, the configuration's is used.
 
     Raises:
         ConfigError: transformers cannot compute the configuration, or a layout is impossible.

@@ -65,14 +65,7 @@ class Request:
 def verify_parity(
     config: Config, request: Request, progress: Progress, pool: Pool | None = None, batch_size: int = BATCH_SIZE
 ) -> ParityReport:
-    """Runs the check.
-
-    Args:
-        config: Configuration of the user.
-        request: Arguments of the command line.
-        progress: Called with a line for every finished layout.
-        pool: Pool of ranks; None starts one.
-        batch_size: Wanted samples of a step.
+    """Runs the check; `pool` None starts ranks, and `progress` gets a line for every finished layout.
 
     Raises:
         ConfigError: The configuration, a layout or a fault cannot be checked.

@@ -106,7 +106,6 @@ class Place:
     """Configuration and ranks of the layers."""
 
     config: Config
-    """Configuration from `few_layers`."""
     groups: Groups
 
 
@@ -120,7 +119,6 @@ class Candidate:
 
     name: str
     title: str
-    """Name for readers."""
     build: Callable[[Place], nn.Module]
     """Builds a rank's chunk in the run's precision, without weights."""
     absent: Callable[[Place], str | None] = _never
@@ -225,6 +223,5 @@ CANDIDATES = (
     Candidate("apex", "our layers with apex's norms", _by_apex, _without_apex),
 )
 MISSING_GRADIENT = Candidate("missing-gradient", "a gradient is missing", _without_gradient)
-"""Fault for `--inject`."""
 NO_CANDIDATES = {"mamba-ssm": "the scan of model.mamba is ours alone, in torch"}
 """Packages that no layer uses, with the reason."""

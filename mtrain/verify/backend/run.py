@@ -47,14 +47,7 @@ def verify_backend(
     pool: Pool | None = None,
     candidates: Sequence[Candidate] = CANDIDATES,
 ) -> Certified:
-    """Runs the check.
-
-    Args:
-        config: Configuration of the user.
-        request: Arguments of the command line.
-        progress: Called with a line for every finished comparison.
-        pool: Pool of ranks; None starts one.
-        candidates: Candidates to compare if no fault is planted.
+    """Runs the check; see `verify_parity`. `candidates` are compared if no fault is planted.
 
     Raises:
         ConfigError: No layers can be compared alone, or the fault is unknown.

@@ -38,7 +38,6 @@ class BackendJob:
     """Comparison of one candidate."""
 
     config: Config
-    """Configuration from `few_layers`."""
     candidate: Candidate
     cases: Sequence[Case]
     timed_shape: tuple[int, int]

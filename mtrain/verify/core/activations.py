@@ -37,7 +37,6 @@ class RecordedOutput:
     """Position in that sample, [seq_local, batch]."""
     first_column: int
     values: NDArray[Any]
-    """Values of the output, [seq_local, batch, columns]."""
 
 
 class ActivationRecorder:

@@ -36,7 +36,6 @@ class Exact:
 
     values: StepValues
     adds_exactly: frozenset[str]
-    """Terms whose denominator float64 adds without rounding."""
     gradients: Arrays
     """Gradients of the normalised objective before clipping, float64."""
     biases: Arrays
@@ -51,9 +50,7 @@ class ExactJob:
 
     config: Config
     steps: Sequence[Sequence[Text]]
-    """Samples by step and slot."""
     first: int = 0
-    """Index of the first step in the run."""
     watches: bool = False
     """Whether to record module outputs of the last step."""
 
@@ -73,7 +70,6 @@ class ExactRun(NamedTuple):
 
     values: list[StepValues]
     names: list[str]
-    """Names of all tensors in model order."""
     optimizer: AnyOptimizer
     """Section with the clipping norm and epsilon that were used."""
 

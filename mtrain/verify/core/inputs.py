@@ -27,7 +27,6 @@ from mtrain.verify.reference.text import Rows, Text, rows_of
 _IDS, _EXTRA, _EXPERTS = "sequence ids", "extra ", "routed experts"
 
 Fields = dict[str, NDArray[Any]]
-"""Fields of rows by name, [rows, ...]."""
 
 
 def rate_deviations(rates: Mapping[int, float], config: Config) -> Iterator[Deviation]:
@@ -63,12 +62,9 @@ def _weights(rows: Rows, config: Config) -> dict[str, torch.Tensor]:
 
 
 def sample_deviations(step: int, batches: Sequence[Microbatch], expected: Fields) -> Iterator[Deviation]:
-    """Yields the shares of samples that differ, however rows, ranks and microbatches hold them.
+    """Yields the shares of samples that differ from `expected_fields`, however rows, ranks and microbatches hold them.
 
-    Args:
-        step: Step number, counted from 1.
-        batches: All microbatches of the step, of all ranks.
-        expected: Expected rows, from `expected_fields`.
+    `batches` are those of all ranks; `step` counts from 1.
     """
     length = expected["tokens"].shape[1]
     found = [alone for batch in batches for row in _rows(batch) for alone in _samples(row, batch, length)]

@@ -68,7 +68,6 @@ class Prepared:
 
     name: str
     axes: dict[str, str]
-    """Axes in use beyond one process with one microbatch."""
     config: Config
     layout: Layout
 
@@ -142,7 +141,6 @@ class OwnTrials:
 
     config: Config
     max_ranks: int
-    """Largest number of ranks of a layout."""
 
     def derived(self) -> list[Trial]:
         """Returns the default layouts.

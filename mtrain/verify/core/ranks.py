@@ -125,11 +125,8 @@ class Pool:
     ) -> None:
         """Chooses how ranks start; starts none.
 
-        Args:
-            device: cpu, or cuda for one GPU per rank.
-            preloaded: Additional modules that the fork server imports.
-            timeout_s: Longest time for which no rank uses a processor; a call may take any time.
-            is_deterministic: Value of `train.deterministic`.
+        The fork server also imports the `preloaded` modules. `timeout_s` is the longest time for which no rank uses a
+        processor; a call may take any time.
         """
         self.device, self._timeout_s, self._is_deterministic = device, timeout_s, is_deterministic
         self._forking: Any = multiprocessing.get_context("forkserver")
@@ -138,11 +135,8 @@ class Pool:
     def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, seed: int = 1234) -> list[Any]:
         """Calls `function(groups, *arguments)` on each rank of the layout; returns the results by rank.
 
-        Args:
-            function: Function that can be imported by name.
-            layout: Layout; it sets the number of ranks.
-            *arguments: Pickled for every rank; send tensors as numpy arrays.
-            seed: Seed of megatron-core's RNG tracker.
+        The function is imported by name, arguments are pickled: send tensors as numpy arrays. `seed` is that of
+        megatron-core's RNG tracker.
 
         Raises:
             MtrainError: A rank raised this error.

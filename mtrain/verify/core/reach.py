@@ -107,13 +107,7 @@ def _raised(coefficient: float) -> float:
 
 
 def scaled(name: str, values: Tensor, model: ModelSection) -> Tensor:
-    """Scales the drawn values of a parameter, which lie around 0 (norms: 1), so that bounds act.
-
-    Args:
-        name: Global name of the parameter.
-        values: Drawn values.
-        model: Section of the small model.
-    """
+    """Scales the drawn values of a parameter, which lie around 0 (norms: 1), so that bounds act."""
     experts, net = model.experts, model.delta_net
     if name.endswith("router.expert_bias") and experts is not None:
         # about half of the biased scores are negative; logits are so without

@@ -26,13 +26,10 @@ class Tolerance:
     """Largest accepted deviation of a kind of quantity, with its derivation."""
 
     kind: str
-    """One of KINDS."""
     value: float
-    """Largest relative deviation that rounding explains."""
     formula: str
     """Formula as text, such as `4 u sqrt(n) (1 + sqrt(d))`."""
     inputs: dict[str, float]
-    """Values of the formula's symbols."""
     meaning: str
     """What is compared with what, and relative to what, in one or two sentences."""
 
@@ -70,7 +67,6 @@ class StepValues:
     """Values of one optimizer step."""
 
     step: int
-    """Step number, counted from 1."""
     objective: float
     """Differentiated sum over terms of coefficient x mean."""
     means: dict[str, float]
@@ -93,7 +89,6 @@ class LayoutResult:
     num_ranks: int
     seconds: float
     steps: tuple[StepValues, ...] = ()
-    """Values reported by the layout."""
     expected: tuple[StepValues, ...] = ()
     """Exact values of these steps, each at the layout's weights before the step."""
     deviations: tuple[Deviation, ...] = ()
@@ -102,9 +97,7 @@ class LayoutResult:
     error: str | None = None
     """Why the layout did not finish; None if it did."""
     exit_code: int = 0
-    """Exit code of this error; 0 without error."""
     trace: str | None = None
-    """Traceback of an unforeseen error; None for others."""
 
     @property
     def passed(self) -> bool:
@@ -138,18 +131,15 @@ class Diagnosis:
     axis: str
     """Axis that fails alone, such as `cp`, a combination such as `tp x pp`, or `every layout`."""
     layout: str
-    """Smallest layout that fails."""
     step: int | None
     kind: str | None
     """One of TITLES; None if the layout stopped with an error."""
     name: str | None
-    """Term or tensor."""
     value: float | None
     tolerance: float | None
     module: str | None
     """First module in forward order whose output deviates; None if all agree."""
     lines: tuple[str, ...]
-    """Lines for a bug report."""
 
 
 @dataclass(frozen=True)
@@ -162,24 +152,18 @@ class Report:
     """ISO 8601, UTC."""
     command: str
     environment: dict[str, str]
-    """Versions, device and backend."""
     config: dict[str, Any]
-    """Shrunk configuration that ran, by section."""
     changes: tuple[str, ...]
     """Changes by shrinking, such as `model.hidden_size: 4096 -> 64`."""
     data: str
-    """Source of the samples in words, by range of steps."""
     num_steps: int
     tolerances: tuple[Tolerance, ...]
     tensors: tuple[str, ...]
     """Names of all parameters in forward order."""
     reference: LayoutResult
-    """Result that the layouts are compared with."""
     layouts: tuple[LayoutResult, ...]
     injected: str | None = None
-    """Name of the fault that `--inject` planted; None without."""
     diagnosis: Diagnosis | None = None
-    """None if everything passed."""
     format: int = field(default=FORMAT)
 
     @property
@@ -288,7 +272,6 @@ class BackendReport(Report):
     times: tuple[str, ...] = ()
     """Lines with forward and backward times, one for each layer of a candidate."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Why each of these candidates was not compared."""
 
 
 def encoded(value: Any) -> Any:

@@ -40,7 +40,6 @@ _BOUNDS_OF_RATIOS = ("dual_clip", "rollout_cap", "rollout_floor")
 """Options of policy losses that may be too far from 1 for usual ratios."""
 _LEAST_SPREAD = 0.3
 _NUM_EDGES = 3
-"""Edges between the documents of a row."""
 _EDGES_EVERY = 3
 """Every third row has several documents, if documents are isolated."""
 _PACKED_SHARES = (0.5, 0.1, 0.8, 0.3, 0.2, 1.0, 0.6)
@@ -54,9 +53,7 @@ class SamplePlan:
     """Sources of the samples of each step."""
 
     own_steps: int
-    """Number of first steps, on the user's data."""
     hard_steps: int
-    """Number of later steps, on random tokens under random masks."""
     own_vocab_size: int = 0
     """Vocabulary size of the user's data; larger than the model's if token ids are taken modulo the model's."""
     choices: tuple[str, ...] = ()
@@ -222,11 +219,8 @@ class HardBatch:
     """
 
     config: Config
-    """Shrunk configuration."""
     number: int
-    """Number of the batch, from 0."""
     choices: tuple[str, ...] = ()
-    """Whether the texts name the experts of their tokens."""
 
     @property
     def kind(self) -> int:

@@ -100,12 +100,7 @@ def small(
 ) -> Shrunk:
     """Returns the small configuration with the user's precision, dropout and schedule; see `shrink`.
 
-    Args:
-        config: Configuration of the user.
-        trials: Layouts over which the sizes must divide.
-        seq_length: Wanted length of a row.
-        also: Additional changes by section and key.
-        batch_size: Wanted samples of a step.
+    `also` are additional changes by section and key.
     """
     reads = reads_files(config.data)
     length = multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
@@ -131,10 +126,7 @@ def small(
 def small_schedule(optimizer: OptimizerSection, warmup_steps: int, final_steps: int) -> dict[str, int | None]:
     """Returns `optimizer.*` keys that fit the user's schedule into a few steps.
 
-    Args:
-        optimizer: The user's section.
-        warmup_steps: Updates of the warm-up.
-        final_steps: Updates of a decay that ends the run; other decays last from the warm-up to the end.
+    `final_steps` are those of a decay that ends the run; other decays last from the warm-up to the end.
     """
     return {"warmup_steps": warmup_steps, "decay_steps": final_steps if optimizer.decay == "at_end" else None}
 

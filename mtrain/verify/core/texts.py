@@ -36,7 +36,6 @@ class Texts:
     """Raw samples of all steps of a check."""
 
     steps: tuple[tuple[Text, ...], ...]
-    """Samples by step and slot."""
     order_faults: tuple[str, ...] = ()
 
 

@@ -90,9 +90,7 @@ def _of_layer(model: ModelSection, length: int) -> int:
 def tolerances(config: Config, num_steps: int, has_float64: bool = True) -> tuple[Tolerance, ...]:
     """Returns the tolerances of all kinds, in order, for some steps of a shrunk configuration.
 
-    Args:
-        config: Shrunk configuration.
-        has_float64: Whether models that need float64 steps compute them; if not, float32 is held to its limit.
+    Models that need float64 steps, but do not compute them (`has_float64`), are held to a limit of float32.
     """
     sizes = Sizes.of(config)
     always = (_norm(), _update(config.optimizer, num_steps))

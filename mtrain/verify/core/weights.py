@@ -44,11 +44,8 @@ class Whole(NamedTuple):
 def drawn(name: str, shape: Sequence[int], config: Config, model: str = "trained") -> Tensor:
     """Draws the values of a parameter from its global name: every element, so that no gradient is 0 by accident.
 
-    Args:
-        name: Global name; tied tables share the embedding's values.
-        shape: Whole shape; rows of the padded vocabulary are 0.
-        config: Configuration; sets seed and vocabulary size.
-        model: Name of one of several models of the run; each has its own values.
+    Tied tables share the embedding's values; rows of the padded vocabulary are 0. Each `model` of a run has its own
+    values.
     """
     source = EMBEDDING if name == OUTPUT and config.model.tied_embeddings else name
     digest = hashlib.sha256(f"{config.train.seed}:{model}:{source}".encode()).digest()

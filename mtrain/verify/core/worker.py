@@ -37,10 +37,8 @@ class Job:
     """Work of one layout."""
 
     config: Config
-    """Shrunk configuration of the layout, with its micro-batch size."""
     plan: SamplePlan
     fault: str | None = None
-    """Name of the planted fault; None: none."""
     watched_step: int | None = None
     """Index of the last step, whose module outputs are wanted; None: all steps run, no outputs."""
 
@@ -51,7 +49,6 @@ class InFloat64:
 
     means: dict[str, float]
     gradients: Whole | None
-    """Normalised gradients, on rank 0."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ class StepOutcome:
     gradients: Whole | None
     """Normalised gradients before clipping, on rank 0."""
     weights: Whole | None
-    """Weights after the update, on rank 0."""
     in_float64: InFloat64 | None = None
     """Set if only float64 separates a fault from rounding."""
 
@@ -74,10 +70,8 @@ class Outcome:
     """Outcome of a few steps on a rank."""
 
     initial: Whole | None
-    """Weights before the first step, on rank 0."""
     steps: list[StepOutcome]
     pieces: list[RecordedOutput]
-    """This rank's module outputs of the watched step."""
     batches: list[list[Microbatch]] = field(default_factory=list)
     """Trained full rows by step; only on one rank for each part of the data."""
     rates: dict[int, float] = field(default_factory=dict)

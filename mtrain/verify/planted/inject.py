@@ -20,11 +20,9 @@ class Fault:
 
     name: str
     text: str
-    """What the faulty trainer does."""
     axis: str | None = None
     """Axis that the layout must use; None: one process with one microbatch shows the fault."""
     condition: Callable[[Config], bool] = lambda config: True
-    """Says whether the fault can show under a configuration."""
     condition_text: str = ""
 
 

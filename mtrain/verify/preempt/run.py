@@ -55,13 +55,7 @@ _VALID_SAMPLES = 4
 def verify_preempt(
     config: Config, request: Request, progress: Progress, program: Program = new_process
 ) -> PreemptReport:
-    """Runs the check.
-
-    Args:
-        config: Configuration of the user.
-        request: Arguments of the command line.
-        progress: Called with a line for every finished stop.
-        program: Function that starts the launcher.
+    """Runs the check; see `verify_parity`. `program` starts the launcher.
 
     Raises:
         ConfigError: The configuration, the layout, the steps or a fault cannot be checked.

@@ -83,17 +83,9 @@ def run_to_end(program: Program, command: Sequence[str], log: Path) -> None:
 def run_until_stopped(
     program: Program, command: Sequence[str], run_dir: Path, stop: Stop, last_rank: int, log: Path
 ) -> float:
-    """Starts the run and asks it to stop; it must leave everything that the next start needs.
+    """Starts the run and asks it to stop; returns the seconds from the signal to the end of the launcher.
 
-    Args:
-        program: Function that starts the launcher.
-        command: Command of the launcher.
-        stop: Phase and step in which the signal is sent.
-        last_rank: Rank that must reach the phase; the others may be anywhere.
-        log: File that gets all output.
-
-    Returns:
-        Seconds from the signal to the end of the launcher.
+    Only `last_rank` must have reached the phase at the signal.
 
     Raises:
         StopFailedError: The run did not reach the phase, did not end with 0, or left no marker.

@@ -51,13 +51,7 @@ class Divisor:
 
 
 def token_weights(weights: Tensor, sample_weights: Tensor, term: TermSection) -> Tensor:
-    """Returns the factor of each token's loss, [batch, seq] float64.
-
-    Args:
-        weights: Token weights w_t, [batch, seq].
-        sample_weights: Sample weights v, [batch].
-        term: Section with the aggregation and its constant.
-    """
+    """Returns the factor of each token's loss, [batch, seq] float64, from weights w_t [batch, seq] and v [batch]."""
     totals = weights.sum(1)
     ones = torch.ones_like(totals)
     match term.aggregation:
@@ -79,7 +73,7 @@ def token_weights(weights: Tensor, sample_weights: Tensor, term: TermSection) ->
 
 
 def divisor(weights: Tensor, sample_weights: Tensor, term: TermSection) -> Divisor:
-    """Returns the denominator of the term; for the arguments see `token_weights`."""
+    """Returns the denominator of the term, from weights as in `token_weights`."""
     samples = sample_weights.tolist()
     rows = [math.fsum(row) for row in weights.tolist()]
     match term.aggregation:

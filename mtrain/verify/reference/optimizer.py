@@ -99,7 +99,6 @@ def clipping_factor(clip_grad: float, grad_norm: float) -> float:
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _UNIT_ROUNDOFF = 2.0**-24
-"""Unit roundoff of float32."""
 _TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 

@@ -16,7 +16,6 @@ class Draw:
     source: int
     epoch: int
     index: int
-    """Index in the source."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,7 @@ class Shares:
 
 
 def broken_order(turns: Sequence[Draw], sizes: Sequence[int], shares: Sequence[Shares]) -> Iterator[str]:
-    """Reports faults in the order of a run's first samples.
-
-    Args:
-        turns: Origins of samples 0, 1, 2, ...
-        sizes: Samples per epoch of each source.
-        shares: Consecutive shares, the first from sample 0.
-    """
+    """Reports faults in the order of a run's first samples, from their origins, the sources' sizes and their shares."""
     for number, blend in enumerate(shares):
         last = number + 1 == len(shares)
         yield from _broken_shares(turns[blend.first : None if last else shares[number + 1].first], len(sizes), blend)

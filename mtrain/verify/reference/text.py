@@ -39,7 +39,6 @@ class Text:
     counts: NDArray[np.float64]
     """Weight of the prediction of each token, [n]; the first is never predicted."""
     weight: float = 1.0
-    """Sample weight v_i."""
     edges: tuple[int, ...] = ()
     """Positions in `ids` where isolated documents begin, ascending, never 0."""
     extras: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)

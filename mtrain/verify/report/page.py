@@ -24,7 +24,6 @@ class Bin:
     edge: float
     """Largest deviation with this colour, in tolerances; those above 1 also have a cross, readable without colour."""
     kind: str
-    """CSS class."""
     label: str
 
 

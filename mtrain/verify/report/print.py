@@ -17,13 +17,7 @@ _UNBOUNDED = 10_000
 
 
 def print_report(report: Report, folder: Path, output: Console) -> None:
-    """Prints the table, the tolerances, the diagnosis and the verdict.
-
-    Args:
-        report: Report to print.
-        folder: Folder of the report's files.
-        output: Console, such as `output_console`.
-    """
+    """Prints the table, the tolerances, the diagnosis and the verdict, with the report's files in `folder`."""
     text = report.text
     _print_table(report, output)
     output.print()

@@ -70,7 +70,6 @@ class ReportText:
     shows_tolerances: bool
     """Whether one tolerance applies to a whole column."""
     agreement: str
-    """Text after the number that passes."""
     disagreement: str
     """Text after the numbers that fail, such as `2 of 7 `."""
     headline: str
@@ -78,11 +77,9 @@ class ReportText:
     failed_headline: str
     """Headline if some fail, with `{failed}` and `{count}`."""
     caption: str
-    """Caption of the terminal's table."""
     length: str
     """Sentence about the length of the runs, with `{steps}`."""
     compared: str
-    """What the page's table compares."""
     curves: str
     tensors: str
     everything: str

@@ -74,13 +74,7 @@ def other_layout(
 ) -> list[Deviation]:
     """Compares a run resumed on another layout: it must load the bits of the files, and then be exact up to rounding.
 
-    Args:
-        everyone: Results of the resumed run, by rank.
-        saved: Results of the run that stopped, by rank.
-        straight: Results of the straight run, by rank.
-        records: Records of the resumed run.
-        expected: Records of the straight run.
-        steps: Deviations of the steps, from `exact_deviations`.
+    `saved` are the results of the run that stopped, by rank; `steps` come from `exact_deviations`.
     """
     found, start = list(_start(everyone, saved)), everyone[0].start_step
     for own in everyone:

@@ -53,13 +53,7 @@ _ONE_PROCESS = Trial(micro_batch_size=None)
 
 
 def verify_resume(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> ResumeReport:
-    """Runs the check.
-
-    Args:
-        config: Configuration of the user.
-        request: Arguments of the command line.
-        progress: Called with a line for every finished case.
-        pool: Pool of ranks; None starts one.
+    """Runs the check; see `verify_parity`.
 
     Raises:
         ConfigError: The configuration, a layout, a step or a fault cannot be checked.
@@ -106,7 +100,6 @@ class ResumePlan:
     comparable: Prepared
     """The same layout in float32 without dropout, for other layouts to resume from; may equal `base`."""
     one: Prepared
-    """One process with one microbatch, for exact values."""
     others: list[Prepared]
     tolerances: tuple[Tolerance, ...]
     own_vocab_size: int
@@ -186,7 +179,6 @@ def _data(plan: ResumePlan, request: Request) -> str:
 
 
 _Finding = tuple[list[StepRecord], list[Deviation]]
-"""Records of a case, and its deviations."""
 
 
 class ResumeCheck:

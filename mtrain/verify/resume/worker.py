@@ -49,7 +49,6 @@ class Start:
     """One start of a run."""
 
     config: Config
-    """Configuration with a run.dir that is new or left by an earlier start."""
     own_vocab_size: int
     """Vocabulary size of the samples; if larger than the model's, token ids are taken modulo the model's."""
     watched_from: int = 0
@@ -61,7 +60,6 @@ class Start:
     gathers: bool = False
     """Whether to gather whole gradients and weights of each step, and compare the loaded state with the files."""
     fault: str | None = None
-    """Name of the fault to plant."""
 
 
 class Print(NamedTuple):
@@ -77,7 +75,6 @@ class State:
     """State of a rank after some updates."""
 
     tensors: dict[tuple[str, str], Print]
-    """Summaries by kind and name; random states have the kind `random`."""
     counters: dict[str, float]
 
 
@@ -101,7 +98,6 @@ class SegmentResult:
     unlike_files: list[tuple[str, str, float]] = field(default_factory=list)
     """Tensors whose loaded bits differ from the files: kind, name, share of bytes."""
     initial: dict[str, Whole] = field(default_factory=dict)
-    """Whole tensors at the start by kind, on rank 0."""
     steps: list[StepSeen] = field(default_factory=list)
 
     @property

@@ -64,7 +64,6 @@ class Tried:
     left: Spread
     allowed: Spread
     share: float
-    """Share of tokens predicted within rounding."""
     explains: bool
 
 
@@ -76,7 +75,6 @@ class Rounding:
     floor: float
     """Rounding of the logits, or the rms over all log-probabilities if that is larger."""
     allowed: Spread
-    """Largest explained differences."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +84,12 @@ class Disagreement:
     answers: Sequence[Passes]
     reference: Reference
     rounding: Rounding
-    """Rounding of the engine."""
     before: Spread
-    """Deviation to explain."""
     begin_ids: Sequence[int]
     """Tokens that the tokenizer puts before a text."""
     prompts: Mapping[str, Sequence[Sequence[int] | None]]
     """Alternative prompt ids by description, one for each answer; None if there is none."""
     others: Mapping[str, Callable[[], Reference]]
-    """Models with other weights by description."""
     num_experts: int
     """Experts per layer; 0 for a dense model."""
     is_of_engine: bool = True

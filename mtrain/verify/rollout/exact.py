@@ -90,15 +90,7 @@ class Reference:
         changes: ExpertChanges = AS_DEFINED,
         has_outputs: bool = False,
     ) -> Pass:
-        """Computes the pass over a prompt (at least one id) and an answer.
-
-        Args:
-            prompt_ids: Ids before the answer.
-            ids: Ids of the answer.
-            dtype: Precision of weights and operations.
-            changes: Deviations in the computation of experts.
-            has_outputs: Whether to return module outputs.
-        """
+        """Computes the pass over a prompt (at least one id) and an answer, with weights and operations in `dtype`."""
         # a further token, which nothing before it sees, gives the last token of the answer a position
         text = np.array([*prompt_ids, *ids, 0], np.int64)
         rows = rows_of([Text(text, np.ones(len(text)))], len(text) - 1, self._model.vocab_size, _CPU)
@@ -119,13 +111,9 @@ def _after_nothing(logits: Tensor) -> Tensor:
 
 
 def log_probs(logits: Tensor, ids: Sequence[int], temperature: float, shift: int = 0) -> Tensor:
-    """Returns the log-probability of each token of an answer, float64.
+    """Returns the log-probability of each token of an answer, float64, from logits as in `Pass`.
 
-    Args:
-        logits: Logits as in `Pass`.
-        ids: Ids of the answer.
-        temperature: Divisor of the logits.
-        shift: Positions by which logits are taken too late; 0 is right.
+    `shift` is the number of positions by which logits are taken too late; 0 is right.
     """
     own = logits[1 + shift : 1 + shift + len(ids)] / temperature
     return own.log_softmax(-1).gather(-1, torch.tensor(ids).unsqueeze(-1)).squeeze(-1)

@@ -51,17 +51,10 @@ _USUAL_TOP_K = (*range(1, 21), 24, 25, 30, 32, 40, 50, 60, 64, 80, 100, 128, 200
 
 
 def fitted(answers: Sequence[tuple[Tensor, Rollout]], names: Sequence[str], tolerance: float) -> Settings | None:
-    """Returns the settings whose log-probabilities are nearest to the engine's.
+    """Returns the settings of these names whose log-probabilities are nearest to the engine's.
 
-    Prefers round numbers within 0.1 %.
-
-    Args:
-        answers: Logits as in `Pass`, with the rollout.
-        names: Settings to vary, of `SINGLES` or `SEVERAL`.
-        tolerance: Rounding of a log-probability.
-
-    Returns:
-        The settings; None if none are near, or too few tokens can tell.
+    Prefers round numbers within 0.1 %. None if none are near, or too few tokens can tell. `answers` are logits as in
+    `Pass`, with the rollout; `tolerance` is the rounding of a log-probability.
     """
     most = MOST_TOKENS if len(names) == 1 else MOST_TOKENS // 4
     most = max(2 * _FEWEST_TOKENS, min(most, _MOST_NUMBERS // answers[0][0].shape[-1]))

@@ -18,7 +18,6 @@ from mtrain.verify.rollout.records import Rollout
 from mtrain.verify.rollout.settings import Cause
 
 _SHOWN = 8
-"""Tokens shown around a difference."""
 
 
 class Prompts:

@@ -35,19 +35,16 @@ class Rollout:
     """One answer of the inference engine."""
 
     place: str
-    """File and line, for messages."""
     prompt_ids: list[int]
     """Ids before the answer, at least one."""
     ids: list[int]
     """Ids of the answer, at least one."""
     log_probs: list[float]
-    """Log-probability of each answer token in nats."""
     mask: list[bool]
     """Whether the model drew each answer token; results of tools are not compared."""
     temperature: float = 1.0
     """Temperature of the draw and of the log-probabilities in a loss."""
     prompt: str | dict[str, Any] | None = None
-    """Text, or a record of messages; None: not given."""
     routes: list[list[list[int]]] | None = None
     """The engine's experts, [tokens, layers, k]: a row for each token that it read (prompt and answer without the last
     token), and all layers; layers without experts are ignored, -1 is unknown."""

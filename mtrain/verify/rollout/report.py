@@ -24,7 +24,6 @@ class Side:
     """Log-probabilities of the engine or trainer, compared with exact ones."""
 
     name: str
-    """`rollout`, or `trainer` with its layout."""
     dtype: str
     spread: Spread
     allowed: Spread
@@ -43,9 +42,7 @@ class Finding:
     """Cause of a disagreement, known or not."""
 
     cause: str
-    """Such as `temperature`, or `not explained`."""
     lines: tuple[str, str]
-    """Fact and remedy."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,6 @@ class RolloutReport:
     file: str
     num_rollouts: int
     num_tokens: int
-    """Tokens drawn by the model."""
     findings: tuple[Finding, ...]
     """Causes, most certain first; empty if all agree."""
     num_deviating: int = 0

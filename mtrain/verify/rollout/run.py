@@ -60,18 +60,12 @@ class RolloutRequest:
     weights: Sequence[Path] = ()
     """Other models whose weights the engine may have had."""
     first: int = 64
-    """Number of rollouts to compare."""
     max_ranks: int = 8
     command: str = "mtrain verify rollout"
 
 
 def verify_rollout(request: RolloutRequest, progress: Progress, pool: Pool | None = None) -> RolloutReport:
-    """Runs the check.
-
-    Args:
-        request: Arguments of the command line.
-        progress: Called with a line for every finished part.
-        pool: Pool of ranks; None starts one.
+    """Runs the check; `pool` None starts ranks, and `progress` gets a line for every finished part.
 
     Raises:
         ConfigError: The model cannot be compared, or the layout needs more ranks.

@@ -22,7 +22,6 @@ class Scored(NamedTuple):
     """Result of a rank."""
 
     log_probs: list[list[float]]
-    """Log-probability of each answer token."""
     routes: list[list[list[list[int]]]] | None
     """The trainer's experts for each answer, as `Rollout.routes`; None if it has none to give."""
     weights: Arrays | None
@@ -34,11 +33,7 @@ def scores(
 ) -> Scored:
     """Loads the model and computes the log-probabilities as a loss of the run would. Collective.
 
-    Args:
-        model: Model of the run; see `for_scoring`.
-        rollouts: Answers to score; may be empty if only the weights are wanted.
-        with_weights: Whether to return the weights.
-        replay: Whether tokens go to the engine's experts instead of the trainer's.
+    `replay` sends tokens to the engine's experts instead of the trainer's.
 
     Raises:
         DataError: The weights cannot be loaded, or a rollout does not fit the model.

@@ -27,7 +27,6 @@ class Cause:
     """Possible cause of a deviation."""
 
     name: str
-    """Such as `temperature`."""
     fact: str
     """What the engine did, or what was found and expected, as a sentence without full stop."""
     remedy: str
@@ -44,7 +43,6 @@ class Settings:
     num_biased: int | None = None
     """Number of first answer tokens that have the bias; None: all."""
     allowed: tuple[int, ...] | None = None
-    """Tokens that may be drawn; None: all."""
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -120,17 +118,14 @@ class DrawnTokens:
     logits: Tensor
     """Predicting logits before temperature, [tokens, vocab] float64."""
     ids: Tensor
-    """Drawn tokens, [tokens]."""
     said: Tensor
     """The engine's log-probabilities, [tokens] float64."""
     temperatures: Tensor
-    """Temperatures in the file, [tokens]."""
     read: tuple[Tensor, ...]
     """Distinct ids before each token, in prompt or answer."""
     written: tuple[tuple[Tensor, Tensor], ...]
     """Distinct ids before each token in the answer, with their counts."""
     numbers: Tensor
-    """Positions in the answers, [tokens]."""
 
     @classmethod
     def of(cls, logits: Tensor, rollout: Rollout) -> DrawnTokens:

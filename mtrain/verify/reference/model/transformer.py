@@ -26,7 +26,6 @@ class Forward:
     """Outputs of a forward pass, [batch, seq, ...]."""
 
     logits: Tensor
-    """Logits of the next token."""
     ahead: list[Tensor] = field(default_factory=list)
     """Logits of later tokens by depth."""
     seen: list[Routed] = field(default_factory=list)
