@@ -106,7 +106,7 @@ def preempt(arguments: ConfigArguments, options: VerifyOptions) -> None:
     """Starts a small copy of the run for real and stops it by signals in every phase; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
-        from mtrain.verify.preempt.run import verify_preempt  # loads torch
+        from mtrain.verify.preempt import verify_preempt  # loads torch
 
         return verify_preempt(config, options.request(), _show)
 

@@ -11,7 +11,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.verify.hf import verify_hf
 from mtrain.verify.parity import Progress, Request
-from mtrain.verify.preempt.run import verify_preempt
+from mtrain.verify.preempt import verify_preempt
 from mtrain.verify.resume.run import verify_resume
 from tests.config.samples import config
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -28,12 +28,20 @@ _MAX_HEAD = 256
 """Largest head size of flash-attn's kernels."""
 
 
-def use_flash_attention(chunk: nn.Module) -> None:
-    """Replaces the core attention of a chunk's layers by flash-attn's."""
-    attend = importlib.import_module("flash_attn").flash_attn_varlen_func
+torch_layers = partial(build_with, "torch")
+"""Builds our own layers of a configuration from `few_layers` on this rank, without weights."""
+
+
+def _joined(reasons: Iterable[str]) -> str | None:
+    return "; ".join(reasons) or None
+
+
+def _with_flash_attention(config: Config, groups: Groups) -> nn.Module:
+    chunk, attend = torch_layers(config, groups), importlib.import_module("flash_attn").flash_attn_varlen_func
     for module in chunk.modules():
         if isinstance(module, CoreAttention):
             module.forward = partial(_attended, module, attend)  # type: ignore[method-assign]
+    return chunk
 
 
 def _attended(
@@ -72,15 +80,15 @@ def without_flash_attention(config: Sections, device: torch.device) -> str | Non
             model.attention(layer) != "grouped" for layer in range(model.num_layers)
         ),
     }
-    return "; ".join(reason for reason, holds in reasons.items() if holds) or None
+    return _joined(reason for reason, holds in reasons.items() if holds)
 
 
-def use_apex_norms(chunk: nn.Module) -> None:
-    """Replaces all norms of a chunk by apex's."""
-    kernels = importlib.import_module("apex.normalization.fused_layer_norm")
+def _with_apex_norms(config: Config, groups: Groups) -> nn.Module:
+    chunk, kernels = torch_layers(config, groups), importlib.import_module("apex.normalization.fused_layer_norm")
     for module in chunk.modules():
         if isinstance(module, Norm):
             module._normalised = partial(_normalised, module, kernels)  # type: ignore[method-assign]
+    return chunk
 
 
 def _normalised(norm: Norm, kernels: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -98,18 +106,62 @@ def without_apex(config: Sections, device: torch.device) -> str | None:
         "apex is not installed": find_spec("apex") is None,
         "train.fp8 needs TransformerEngine's layers": config.train.fp8 is not None,
     }
-    return "; ".join(reason for reason, holds in reasons.items() if holds) or None
+    return _joined(reason for reason, holds in reasons.items() if holds)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Configuration and ranks of the layers."""
-
-    config: Config
-    groups: Groups
+def _with_its_experts(config: Config, groups: Groups) -> nn.Module:
+    return build_with("te", _its_experts(config), groups)
 
 
-def _never(place: Place) -> str | None:
+def _without_its_experts(config: Config, device: torch.device) -> str | None:
+    if config.model.experts is None:
+        return "the model has no experts"
+    return _without_transformer_engine(_its_experts(config), device)
+
+
+def _its_experts(config: Config) -> Config:
+    assert config.model.experts is not None
+    experts = config.model.experts.model_copy(update={"implementation": "te"})
+    return config.model_copy(update={"model": config.model.model_copy(update={"experts": experts})})
+
+
+def _without_transformer_engine(config: Config, device: torch.device) -> str | None:
+    return _joined([*absent(device), *unbuildable(config)])
+
+
+def _compiled(config: Config, groups: Groups) -> nn.Module:
+    chunk = torch_layers(config, groups)
+    compile_layers([chunk], _with_compilation(config), groups)
+    return chunk
+
+
+def _without_compiler(config: Config, device: torch.device) -> str | None:
+    if config.train.fp8 is not None:
+        return "train.fp8 needs TransformerEngine's layers, and torch.compile compiles ours"
+    try:
+        Config.model_validate(_with_compilation(config).model_dump())
+        try_compiler(device)
+    except (MachineError, MtrainError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _with_compilation(config: Config) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": "layers"})})
+
+
+def _without_delta_rule(config: Config, device: torch.device) -> str | None:
+    return _joined(flash_linear_attention.lacking(device) + flash_linear_attention.unable(config))
+
+
+def _without_gradient(config: Config, groups: Groups) -> nn.Module:
+    chunk = torch_layers(config, groups)
+    for layer in unwrap(chunk).decoder.layers:
+        layer.self_attention.linear_proj.weight.requires_grad_(False)
+    return chunk
+
+
+def _never(config: Config, device: torch.device) -> None:
     return None
 
 
@@ -118,110 +170,20 @@ class Candidate:
     """One build of the layers; ranks find its functions by name."""
 
     name: str
-    title: str
-    build: Callable[[Place], nn.Module]
+    build: Callable[[Config, Groups], nn.Module]
     """Builds a rank's chunk in the run's precision, without weights."""
-    absent: Callable[[Place], str | None] = _never
+    absent: Callable[[Config, torch.device], str | None] = _never
     """Says why the layers cannot be built here; None if they can."""
 
 
-def torch_layers(place: Place) -> nn.Module:
-    """Builds our own layers."""
-    return build_with("torch", place.config, place.groups)
-
-
-def _transformer_engine(place: Place) -> nn.Module:
-    return build_with("te", place.config, place.groups)
-
-
-def _with_its_experts(place: Place) -> nn.Module:
-    return build_with("te", _with_implementation(place).config, place.groups)
-
-
-def _without_its_experts(place: Place) -> str | None:
-    if place.config.model.experts is None:
-        return "the model has no experts"
-    return _without_transformer_engine(_with_implementation(place))
-
-
-def _with_implementation(place: Place) -> Place:
-    config = place.config
-    assert config.model.experts is not None
-    experts = config.model.experts.model_copy(update={"implementation": "te"})
-    model = config.model.model_copy(update={"experts": experts})
-    return Place(config.model_copy(update={"model": model}), place.groups)
-
-
-def _without_transformer_engine(place: Place) -> str | None:
-    return "; ".join((*absent(place.groups.device), *unbuildable(place.config))) or None
-
-
-def _compiled(place: Place) -> nn.Module:
-    chunk = torch_layers(place)
-    compile_layers([chunk], _with_compilation(place), place.groups)
-    return chunk
-
-
-def _without_compiler(place: Place) -> str | None:
-    if place.config.train.fp8 is not None:
-        return "train.fp8 needs TransformerEngine's layers, and torch.compile compiles ours"
-    try:
-        Config.model_validate(_with_compilation(place).model_dump())
-        try_compiler(place.groups.device)
-    except (MachineError, MtrainError, ValueError) as error:
-        return str(error).splitlines()[0]
-    return None
-
-
-def _with_compilation(place: Place) -> Config:
-    config = place.config
-    return config.model_copy(update={"train": config.train.model_copy(update={"compile": "layers"})})
-
-
-def _by_flash_attention(place: Place) -> nn.Module:
-    chunk = torch_layers(place)
-    use_flash_attention(chunk)
-    return chunk
-
-
-def _without_flash_attention(place: Place) -> str | None:
-    return without_flash_attention(place.config, place.groups.device)
-
-
-def _by_delta_rule(place: Place) -> nn.Module:
-    return build_with("fla", place.config, place.groups)
-
-
-def _without_delta_rule(place: Place) -> str | None:
-    reasons = flash_linear_attention.lacking(place.groups.device) + flash_linear_attention.unable(place.config)
-    return "; ".join(reasons) or None
-
-
-def _by_apex(place: Place) -> nn.Module:
-    chunk = torch_layers(place)
-    use_apex_norms(chunk)
-    return chunk
-
-
-def _without_apex(place: Place) -> str | None:
-    return without_apex(place.config, place.groups.device)
-
-
-def _without_gradient(place: Place) -> nn.Module:
-    chunk = torch_layers(place)
-    for layer in unwrap(chunk).decoder.layers:
-        layer.self_attention.linear_proj.weight.requires_grad_(False)
-    return chunk
-
-
 CANDIDATES = (
-    Candidate("te", "TransformerEngine", _transformer_engine, _without_transformer_engine),
-    Candidate("te-experts", "TransformerEngine, experts as well", _with_its_experts, _without_its_experts),
-    Candidate("compile", "torch.compile (train.compile=layers)", _compiled, _without_compiler),
-    Candidate("flash-attn", "our layers with flash-attn's attention", _by_flash_attention, _without_flash_attention),
-    Candidate("fla", "our layers with flash-linear-attention's delta rule", _by_delta_rule, _without_delta_rule),
-    Candidate("apex", "our layers with apex's norms", _by_apex, _without_apex),
+    Candidate("te", partial(build_with, "te"), _without_transformer_engine),
+    Candidate("te-experts", _with_its_experts, _without_its_experts),
+    Candidate("compile", _compiled, _without_compiler),
+    Candidate("flash-attn", _with_flash_attention, without_flash_attention),
+    Candidate("fla", partial(build_with, "fla"), _without_delta_rule),
+    Candidate("apex", _with_apex_norms, without_apex),
 )
-MISSING_GRADIENT = Candidate("missing-gradient", "a gradient is missing", _without_gradient)
+MISSING_GRADIENT = Candidate("missing-gradient", _without_gradient)
 NO_CANDIDATES = {"mamba-ssm": "the scan of model.mamba is ours alone, in torch"}
 """Packages that no layer uses, with the reason."""

@@ -20,7 +20,7 @@ from mtrain.core.layers.layer_spec import global_name
 from mtrain.core.layers.sharded_parameters import sharded_parameters, shards
 from mtrain.core.layers.transformer_config import DTYPES
 from mtrain.core.ranks.groups import Groups
-from mtrain.verify.backend.candidates import Candidate, Place, torch_layers
+from mtrain.verify.backend.candidates import Candidate, torch_layers
 from mtrain.verify.backend.cases import NUM_ROWS, Case, rows_like, starts_of
 from mtrain.verify.backend.errors import UNIT_ROUNDOFF, TensorError, compared
 from mtrain.verify.core.weights import drawn, set_weights
@@ -73,27 +73,27 @@ class _Tensors(NamedTuple):
 
 def compare(groups: Groups, job: BackendJob) -> list[CaseResult] | str:
     """Compares all kinds of layers, or returns why the candidate cannot be built here. Collective over CP."""
-    config, place = job.config, Place(job.config, groups)
-    if (absent := job.candidate.absent(place)) is not None:
+    config = job.config
+    if (absent := job.candidate.absent(config, groups.device)) is not None:
         return absent
-    chunks = [build(place) for build in (torch_layers, job.candidate.build)]
+    chunks = [build(config, groups) for build in (torch_layers, job.candidate.build)]
     set_weights(chunks[:1], groups, lambda name, shape: drawn(name, shape, config))
     weights = {name: each.detach() for name, each in _named(chunks[0], groups).items()}
     # what is widened or rounded in ours is the same in the candidate
     set_weights(chunks[1:], groups, lambda name, shape: weights[name].cpu().to(torch.float32).view(*shape))
-    ours, candidate = (_Layers(chunk, place) for chunk in chunks)
+    ours, candidate = (_Layers(chunk, config, groups) for chunk in chunks)
     return [_compare_one(case, job, weights, ours, candidate) for case in job.cases]
 
 
 def _compare_one(
     case: Case, job: BackendJob, weights: Mapping[str, Tensor], ours: _Layers, candidate: _Layers
 ) -> CaseResult:
-    place, layer = ours.place, case.layer
-    config, groups = place.config, place.groups
-    given, exact = _judged(case, place, weights)
+    config, groups, layer = ours.config, ours.groups, case.layer
+    given, exact = _judged(case, config, groups.device, weights)
     own, other = ours.run(layer, given), candidate.run(layer, given)
     held = _positions(groups, given.hidden.shape[1])
-    output, input_gradient = (each.transpose(0, 1)[held] for each in (exact.output, _there(exact.input_gradient)))
+    assert exact.input_gradient is not None
+    output, input_gradient = (each.transpose(0, 1)[held] for each in (exact.output, exact.input_gradient))
     is_counted = given.gradient.transpose(0, 1)[held] != 0
     errors = compared(
         config.train,
@@ -110,15 +110,10 @@ def _compare_one(
         found = own.gradients.get(name), other.gradients.get(name)
         errors += compared(config.train, "gradient", name, *found, each)
     del given, exact, own, other
-    timed = _drawn_inputs(place, *job.timed_shape)
+    timed = _drawn_inputs(config, groups.device, *job.timed_shape)
     return CaseResult(
         errors, *_times(job.repeats, groups, lambda: candidate.run(layer, timed), lambda: ours.run(layer, timed))
     )
-
-
-def _there(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
 
 
 def _positions(groups: Groups, length: int) -> Tensor:
@@ -145,18 +140,18 @@ def _named(chunk: nn.Module, groups: Groups, of_gradients: bool = False) -> dict
 class _Layers:
     """Layers of one kind of library."""
 
-    def __init__(self, chunk: nn.Module, place: Place) -> None:
-        self._chunk, self.place = chunk, place
+    def __init__(self, chunk: nn.Module, config: Config, groups: Groups) -> None:
+        self._chunk, self.config, self.groups = chunk, config, groups
         self._model = unwrap(chunk)
         self._layers = self._model.decoder.layers
         self._model.decoder.final_layernorm = None  # not a part of a layer
 
     def run(self, layer: int, given: _Given) -> _Tensors:
         """Runs one layer forward and backward through the block of a run; sums weight gradients over CP."""
-        groups, model = self.place.groups, self._model
+        groups, model = self.groups, self._model
         held = _positions(groups, given.hidden.shape[1]).to(groups.device)
         hidden = given.hidden.transpose(0, 1)[held].requires_grad_()
-        has_documents = self.place.config.data.isolate_documents
+        has_documents = self.config.data.isolate_documents
         positions = given.rows.positions[:, held] if has_documents else given.rows.positions[:1, held]
         model.decoder.layers = nn.ModuleList([self._layers[layer]])
         self._chunk.zero_grad(set_to_none=True)
@@ -175,8 +170,7 @@ class _Layers:
         return _Tensors(output.detach(), hidden.grad, gradients)
 
 
-def _drawn_inputs(place: Place, num_rows: int, length: int) -> _Given:
-    config, device = place.config, place.groups.device
+def _drawn_inputs(config: Config, device: torch.device, num_rows: int, length: int) -> _Given:
     generator = torch.Generator().manual_seed(config.train.seed)
     shape = num_rows, length, config.model.hidden_size
     hidden, gradient = (
@@ -185,13 +179,12 @@ def _drawn_inputs(place: Place, num_rows: int, length: int) -> _Given:
     return _Given(rows_like(config.data.isolate_documents, num_rows, length, device), hidden, gradient)
 
 
-def _judged(case: Case, place: Place, weights: Mapping[str, Tensor]) -> tuple[_Given, _Tensors]:
+def _judged(case: Case, config: Config, device: torch.device, weights: Mapping[str, Tensor]) -> tuple[_Given, _Tensors]:
     """Returns inputs and exact results of a layer.
 
     Tokens whose choice of experts depends on rounding are not compared: float64 may choose others, which is no error.
     """
-    config = place.config
-    given = _drawn_inputs(place, NUM_ROWS, config.data.seq_length)
+    given = _drawn_inputs(config, device, NUM_ROWS, config.data.seq_length)
     prefix = f"decoder.layers.{case.layer}."
     leaves = {
         name: each.to(torch.float64).requires_grad_(name.startswith(prefix) and is_trained(name, config.adapter))

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtrain.config import Config
 from mtrain.core.layers.build import unwrap
-from mtrain.verify.backend.candidates import Candidate, Place, torch_layers
+from mtrain.core.ranks.groups import Groups
+from mtrain.verify.backend.candidates import Candidate, torch_layers
 
 
-def _late_documents(place: Place) -> nn.Module:
+def _late_documents(config: Config, groups: Groups) -> nn.Module:
     """The first token of a document belongs to the one before."""
 
     def shifted(layer: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -20,23 +22,23 @@ def _late_documents(place: Place) -> nn.Module:
         before = torch.cat((starts[:, :1], starts[:, :-1]), dim=1)
         return args, {**options, "attention_mask": torch.where(before > 0, before + 1, 0)}
 
-    chunk = torch_layers(place)
+    chunk = torch_layers(config, groups)
     for layer in unwrap(chunk).decoder.layers:
         layer.register_forward_pre_hook(shifted, with_kwargs=True)
     return chunk
 
 
-def _without_window(place: Place) -> nn.Module:
+def _without_window(config: Config, groups: Groups) -> nn.Module:
     """Attention sees all keys."""
-    chunk = torch_layers(place)
+    chunk = torch_layers(config, groups)
     for layer in unwrap(chunk).decoder.layers:
         layer.self_attention.core_attention.window = None
     return chunk
 
 
-def _bf16_sums(place: Place) -> nn.Module:
+def _bf16_sums(config: Config, groups: Groups) -> nn.Module:
     """The weight gradient of the attention's output projection is added up over tokens in bfloat16."""
-    chunk = torch_layers(place)
+    chunk = torch_layers(config, groups)
     for layer in unwrap(chunk).decoder.layers:
         projection = layer.self_attention.linear_proj
         projection.forward = functools.partial(_projected, projection.weight)
@@ -65,9 +67,9 @@ class _NarrowSum(torch.autograd.Function):
 PLANTED = {
     each.name: each
     for each in (
-        Candidate("document-boundary", "a document begins one token late", _late_documents),
-        Candidate("dropped-window", "the window is left out", _without_window),
-        Candidate("bf16-sums", "a weight gradient is added up in bfloat16", _bf16_sums),
+        Candidate("document-boundary", _late_documents),
+        Candidate("dropped-window", _without_window),
+        Candidate("bf16-sums", _bf16_sums),
     )
 }
 """Faults by name."""

@@ -11,15 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from mtrain.config import Config
 from mtrain.core.layers import compiled
 from mtrain.core.layers.build import unwrap
-from mtrain.verify.backend.candidates import CANDIDATES, Candidate, Place, torch_layers
+from mtrain.core.ranks.groups import Groups
+from mtrain.verify.backend.candidates import CANDIDATES, Candidate, torch_layers
 from tests.verify.backend import delta_rule_semantics
 
 
-def _in_other_order(place: Place) -> nn.Module:
+def _in_other_order(config: Config, groups: Groups) -> nn.Module:
     """Multiplies the columns of each output projection in reverse, so that sums round otherwise."""
-    chunk = torch_layers(place)
+    chunk = torch_layers(config, groups)
     for layer in unwrap(chunk).decoder.layers:
         projection = layer.self_attention.linear_proj
         original = projection.forward
@@ -34,25 +36,25 @@ def _in_other_order(place: Place) -> nn.Module:
     return chunk
 
 
-def _captured(place: Place) -> nn.Module:
+def _captured(config: Config, groups: Groups) -> nn.Module:
     """Compiles the layers with a backend that needs no compiler."""
     compiled.BACKEND = "eager"
-    return _named("compile").build(place)
+    return _named("compile").build(config, groups)
 
 
-def _crashing(place: Place) -> nn.Module:
+def _crashing(config: Config, groups: Groups) -> nn.Module:
     raise RuntimeError("no kernel image is available")
 
 
-def _never_here(place: Place) -> str | None:
-    return f"made for no {place.groups.device.type}"
+def _never_here(config: Config, device: torch.device) -> str | None:
+    return f"made for no {device.type}"
 
 
-def _by_flash_attention(place: Place) -> nn.Module:
+def _by_flash_attention(config: Config, groups: Groups) -> nn.Module:
     """Builds the candidate with what flash-attn documents of its function."""
     sys.modules["flash_attn"] = types.SimpleNamespace(flash_attn_varlen_func=_attended)  # type: ignore[assignment]
     try:
-        return _named("flash-attn").build(place)
+        return _named("flash-attn").build(config, groups)
     finally:
         del sys.modules["flash_attn"]
 
@@ -88,25 +90,25 @@ def _attended(
     return torch.cat(found)
 
 
-def _by_delta_rule(kernel: object, place: Place) -> nn.Module:
+def _by_delta_rule(kernel: object, config: Config, groups: Groups) -> nn.Module:
     """Builds the candidate with what flash-linear-attention documents of its function, or with a wrong one."""
     parent, kernels = "fla.ops", types.SimpleNamespace(chunk_gated_delta_rule=kernel)
     modules = {"fla": types.ModuleType("fla"), parent: types.ModuleType(parent), f"{parent}.gated_delta_rule": kernels}
     sys.modules.update(modules)  # type: ignore[arg-type]
     try:
-        return _named("fla").build(place)
+        return _named("fla").build(config, groups)
     finally:
         for name in modules:
             del sys.modules[name]
 
 
-def _by_apex(place: Place) -> nn.Module:
+def _by_apex(config: Config, groups: Groups) -> nn.Module:
     """Builds the candidate with what apex documents of its functions."""
     kernels = types.SimpleNamespace(fused_rms_norm_affine=_rms_norm, fused_layer_norm_affine=_layer_norm)
     sys.modules["apex"] = sys.modules["apex.normalization"] = types.ModuleType("apex")
     sys.modules["apex.normalization.fused_layer_norm"] = kernels  # type: ignore[assignment]
     try:
-        return _named("apex").build(place)
+        return _named("apex").build(config, groups)
     finally:
         del sys.modules["apex"], sys.modules["apex.normalization"], sys.modules["apex.normalization.fused_layer_norm"]
 
@@ -125,9 +127,9 @@ def _named(name: str) -> Candidate:
     return next(each for each in CANDIDATES if each.name == name)
 
 
-FLASH_ATTENTION = Candidate("flash-attn", "flash-attn's attention by its documentation", _by_flash_attention)
+FLASH_ATTENTION = Candidate("flash-attn", _by_flash_attention)
 DELTA_RULES = tuple(
-    Candidate("fla", "flash-linear-attention's delta rule", partial(_by_delta_rule, kernel))
+    Candidate("fla", partial(_by_delta_rule, kernel))
     for kernel in (
         delta_rule_semantics.chunk_gated_delta_rule,
         delta_rule_semantics.without_documents,
@@ -135,8 +137,8 @@ DELTA_RULES = tuple(
     )
 )
 """The delta rule by its documentation; one that carries states over documents; one without its scale."""
-APEX = Candidate("apex", "apex's norms by their documentation", _by_apex)
-STAND_IN = Candidate("stand-in", "layers that add in another order", _in_other_order)
-CAPTURED = Candidate("captured", "layers captured by torch.compile", _captured)
-CRASHING = Candidate("crashing", "layers that raise", _crashing)
-ABSENT = Candidate("absent", "layers for another device", _in_other_order, _never_here)
+APEX = Candidate("apex", _by_apex)
+STAND_IN = Candidate("stand-in", _in_other_order)
+CAPTURED = Candidate("captured", _captured)
+CRASHING = Candidate("crashing", _crashing)
+ABSENT = Candidate("absent", _in_other_order, _never_here)

@@ -20,7 +20,7 @@ from mtrain.config.schema.section import Section
 from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
 from mtrain.verify.core.shrink import reads_files, shrink
 from mtrain.verify.parity import Request
-from mtrain.verify.preempt.run import small_run
+from mtrain.verify.preempt import small_run
 from mtrain.verify.resume.run import planned
 from tests.config.samples import content
 from tests.recipes import NAMES, shipped

@@ -22,14 +22,14 @@ from mtrain.runs.folder import RunFolder
 from mtrain.verify.core.result import PreemptReport
 from mtrain.verify.parity import Request
 from mtrain.verify.planted.inject import PREEMPT_FAULTS, TESTS
-from mtrain.verify.preempt.run import verify_preempt
-from mtrain.verify.preempt.start import (
+from mtrain.verify.preempt import (
     Process,
     Program,
     Stop,
     StopFailedError,
     run_to_end,
     run_until_stopped,
+    verify_preempt,
 )
 from tests.messages import refuses
 from tests.paths import ROOT
