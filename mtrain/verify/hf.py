@@ -8,7 +8,7 @@ samples and initial weights, in float32.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,8 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     tolerances = _tolerances(Sizes.of(exact))
     inputs = _inputs(exact, request.num_steps)
     reference, note = _reference(exact, inputs, progress)
-    layouts = tuple(_Runs(inputs, reference.steps, tolerances, request, pool).all(trials, exact, progress))
+    allowed = {each.kind: each.value for each in tolerances}
+    layouts = tuple(_Runs(inputs, reference.steps, allowed, request, pool).all(trials, exact, progress))
     return HfReport(
         **request.origin(device),
         config=exact.model_dump(mode="json"),
@@ -202,19 +203,15 @@ def _dtypes(model: ModelSection) -> list[torch.dtype]:
     return [held[key].dtype for key in ("embedding.word_embeddings.weight", "output_layer.weight") if key in held]
 
 
+@dataclass(frozen=True)
 class _Runs:
     """Runs the layouts, each from the folder's weights."""
 
-    def __init__(
-        self,
-        inputs: Sequence[_Inputs],
-        expected: Sequence[StepValues],
-        tolerances: Sequence[Tolerance],
-        request: Request,
-        pool: Pool,
-    ) -> None:
-        self._inputs, self._expected, self._request, self._pool = inputs, expected, request, pool
-        self._tolerance = {each.kind: each.value for each in tolerances}
+    inputs: Sequence[_Inputs]
+    expected: Sequence[StepValues]
+    tolerances: Mapping[str, float]
+    request: Request
+    pool: Pool
 
     def all(self, trials: Sequence[Prepared], config: Config, progress: Progress) -> list[LayoutResult]:
         """Runs all layouts; if one fails, also one process, to see whether the layout is at fault."""
@@ -227,24 +224,24 @@ class _Runs:
 
     def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
         def find() -> dict[str, Any]:
-            request = self._request
-            found = self._pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)[0]
+            request = self.request
+            found = self.pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)[0]
             return {"steps": tuple(found), "deviations": tuple(self._deviations(found))}
 
         result = attempted(trial.name, trial.axes, trial.layout.world_size, find)
-        result = replace(result, expected=tuple(self._expected))
+        result = replace(result, expected=tuple(self.expected))
         progress(summary(result))
         return result
 
     def _deviations(self, steps: Sequence[StepValues]) -> Iterator[Deviation]:
-        for inputs, found, wanted in zip(self._inputs, steps, self._expected):
+        for inputs, found, wanted in zip(self.inputs, steps, self.expected):
             denominators = found.denominators[MAIN_TERM], wanted.denominators[MAIN_TERM]
-            allowed = 0.0 if inputs.adds_exactly else self._tolerance["denominator"]
+            allowed = 0.0 if inputs.adds_exactly else self.tolerances["denominator"]
             yield Deviation("denominator", MAIN_TERM, found.step, relative(*denominators), allowed)
             means = found.means[MAIN_TERM], wanted.means[MAIN_TERM]
-            yield Deviation("loss", MAIN_TERM, found.step, relative(*means), self._tolerance["loss"])
+            yield Deviation("loss", MAIN_TERM, found.step, relative(*means), self.tolerances["loss"])
             norms = found.grad_norm, wanted.grad_norm
-            yield Deviation("grad_norm", "grad_norm", found.step, relative(*norms), self._tolerance["grad_norm"])
+            yield Deviation("grad_norm", "grad_norm", found.step, relative(*norms), self.tolerances["grad_norm"])
 
 
 def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | None) -> list[StepValues]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from mtrain.config import Config
 from mtrain.core.batch.zigzag import zigzag_index
@@ -39,42 +38,43 @@ class RecordedOutput:
     values: NDArray[Any]
 
 
-class ActivationRecorder:
-    """Collects module outputs while it is open."""
-
-    def __init__(self, chunks: Sequence[nn.Module], groups: Groups, config: Config, places: Places | None) -> None:
-        """Chooses what to record (places None: nothing); the `with` block registers the hooks."""
-        self._groups, self._config, self._places = groups, config, places
-        self._models = [] if places is None else [unwrap(chunk) for chunk in chunks]
-        self._handles: list[RemovableHandle] = []
-        self.pieces: list[RecordedOutput] = []
-
-    def __enter__(self) -> Self:
-        for model in self._models:
-            chunk = _ChunkHooks(self, self._groups.layout.dp)
-            self._handles.append(model.register_forward_pre_hook(chunk.begin))
-            for name, module in named_modules(model):
-                if type(module).__name__ != "IdentityOp":  # TransformerEngine's norms are inside the projections
-                    self._handles.append(module.register_forward_hook(chunk.hook(name)))
-            self._handles.append(model.register_forward_hook(chunk.end))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
+@contextmanager
+def recorded_outputs(
+    chunks: Sequence[nn.Module], groups: Groups, config: Config, places: Places | None
+) -> Iterator[list[RecordedOutput]]:
+    """Yields a list that collects module outputs while the block runs; places None: none."""
+    recorder, handles = _Recorder(groups, config, places, []), []
+    for model in () if places is None else map(unwrap, chunks):
+        chunk = _ChunkHooks(recorder)
+        handles.append(model.register_forward_pre_hook(chunk.begin))
+        for name, module in named_modules(model):
+            if type(module).__name__ != "IdentityOp":  # TransformerEngine's norms are inside the projections
+                handles.append(module.register_forward_hook(chunk.hook(name)))
+        handles.append(model.register_forward_hook(chunk.end))
+    try:
+        yield recorder.pieces
+    finally:
+        for handle in handles:
             handle.remove()
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    groups: Groups
+    config: Config
+    places: Places | None
+    pieces: list[RecordedOutput]
 
     def add(self, module: str, microbatch: int, output: Tensor) -> None:
         """Records this rank's part of an output."""
-        assert self._places is not None, "nothing is watched"
-        groups, layout, length = self._groups, self._groups.layout, self._config.row_width
+        assert self.places is not None, "nothing is watched"
+        groups, layout, length = self.groups, self.groups.layout, self.config.row_width
         positions = zigzag_index(length, layout.cp, groups.cp_rank).numpy() if layout.cp > 1 else np.arange(length)
         if layout.sp and len(output) < len(positions):
             positions = positions[groups.tp_rank * len(output) : (groups.tp_rank + 1) * len(output)]
         first = groups.tp_rank * output.shape[-1] if module.endswith(_COLUMNS_OVER_TP) else 0
         # [2, seq_local, batch]
-        slots, places = self._places.of(microbatch, groups.dp_rank, length)[..., positions].transpose(0, 2, 1)
+        slots, places = self.places.of(microbatch, groups.dp_rank, length)[..., positions].transpose(0, 2, 1)
         values = output.detach().to("cpu", copy=True).numpy()
         self.pieces.append(RecordedOutput(module, slots, places, first, values))
 
@@ -82,8 +82,8 @@ class ActivationRecorder:
 class _ChunkHooks:
     """Hooks of one model chunk; they count its forward passes, but not recomputation in backward."""
 
-    def __init__(self, watch: ActivationRecorder, dp: int) -> None:
-        self._watch, self._microbatch, self._is_forward = watch, -1, False
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder, self._microbatch, self._is_forward = recorder, -1, False
         self._noted: set[str] = set()
 
     def begin(self, module: nn.Module, inputs: object) -> None:
@@ -95,7 +95,7 @@ class _ChunkHooks:
         self._is_forward = False
         if isinstance(output, Logits):  # deferred: the loss computes them a few tokens at a time
             with torch.no_grad():
-                self._watch.add(OUTPUT_LAYER, self._microbatch, output.main.whole())
+                self._recorder.add(OUTPUT_LAYER, self._microbatch, output.main.whole())
 
     def hook(self, name: str) -> Callable[[nn.Module, object, Any], None]:
         def note(module: nn.Module, inputs: object, output: Any) -> None:
@@ -103,7 +103,7 @@ class _ChunkHooks:
             is_first = name not in self._noted  # depths of multi-token prediction use the tables again
             if self._is_forward and is_first and isinstance(value, Tensor) and value.ndim == 3:
                 self._noted.add(name)
-                self._watch.add(name, self._microbatch, value)
+                self._recorder.add(name, self._microbatch, value)
 
         return note
 
@@ -132,9 +132,9 @@ def put_together(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, 
     """Assembles outputs by module, [seq, global batch, columns], without vocabulary padding; nan where missing."""
     held = list(pieces)
     whole: dict[str, NDArray[Any]] = {}
-    columns = {piece.module: 0 for piece in held}
+    columns: dict[str, int] = {}
     for piece in held:
-        columns[piece.module] = max(columns[piece.module], piece.first_column + piece.values.shape[-1])
+        columns[piece.module] = max(columns.get(piece.module, 0), piece.first_column + piece.values.shape[-1])
     for piece in held:
         if piece.module not in whole:
             shape = (config.data.seq_length, config.train.global_batch_size, columns[piece.module])

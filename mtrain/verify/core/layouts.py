@@ -118,16 +118,12 @@ def _limited(trial: Trial, max_ranks: int) -> Trial:
         degree = getattr(trial, axis)
         if degree == 1:  # only expert tensor parallelism is left, which needs its ranks
             return trial
-        smaller = degree // _smallest_prime(degree)
+        smaller = _divisor_below(degree, degree - 1)
         if smaller == 1:
             return trial
         shares = None if axis == "pp" else trial.stage_shares
         trial = _seated(replace(trial, **{axis: smaller}, dp=1, stage_shares=shares))
     return trial
-
-
-def _smallest_prime(number: int) -> int:
-    return next(prime for prime in range(2, number + 1) if number % prime == 0)
 
 
 def _divisor_below(degree: int, limit: int) -> int:
@@ -232,8 +228,7 @@ def _parsed(name: str, layout: LayoutSection, max_ranks: int) -> Trial:
     if "cp_comm" not in fields:
         fields["cp_comm"] = layout.cp_comm if fields.get("cp", 1) > 1 else "allgather"
     trial = Trial(**fields)
-    degrees = (trial.tp, trial.pp, trial.vpp, trial.cp, trial.dp, trial.ep, trial.etp, trial.micro_batch_size)
-    if any(each is not None and each < 1 for each in degrees):
+    if any(fields.get(name, 1) < 1 for name in (*_DEGREES, "micro_batch_size")):
         raise ConfigError(f"--layouts {name}: a degree is 0, but each must be at least 1; fix the name")
     if trial.num_ranks > max_ranks:
         raise ConfigError(
@@ -328,9 +323,8 @@ def _section(trial: Trial, layers: tuple[int, ...] | None, place: str) -> Layout
         raise ConfigError("\n".join(f"{place}: {line}" for line in _lines(error))) from None
 
 
-def _lines(error: ValidationError) -> Iterator[str]:
-    for detail in error.errors(include_url=False):
-        yield from readable(detail)
+def _lines(error: ValidationError) -> list[str]:
+    return [line for detail in error.errors(include_url=False) for line in readable(detail)]
 
 
 def _short(trial: Trial) -> str:

@@ -45,7 +45,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mtrain.arch import num_parameters
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AnyOptimizer
@@ -59,13 +58,45 @@ RATE_TOLERANCE = 8 * UNIT_ROUNDOFF_64
 """Tolerance of the learning rate, relative to the highest."""
 
 
+_SAMPLES = Tolerance(
+    "samples",
+    0.0,
+    "0",
+    {},
+    "Share of the rows of a global batch that are not those of the raw samples: tokens, labels, positions, documents, "
+    "padding, and what each token counts in each term.",
+)
+_RATE = Tolerance(
+    "lr",
+    RATE_TOLERANCE,
+    "8 u64",
+    {"u64": UNIT_ROUNDOFF_64},
+    "The run's own learning rate around every turn of its schedule and between, against the published formula, "
+    "relative to the highest rate.",
+)
+_NORM = Tolerance(
+    "grad_norm",
+    3 * UNIT_ROUNDOFF,
+    "3 u",
+    {"u": UNIT_ROUNDOFF},
+    "The global norm before clipping, relative to that of the layout's own gradients: dividing them rounds each "
+    "element twice after its square was added up.",
+)
+_LOSS = "The mean of each loss term over the global batch, relative to its exact value."
+_GRADIENT = "Every gradient after its division, relative to the largest element of the exact one."
+_VALUES = {"loss": _LOSS, "gradient": _GRADIENT}
+_IN_FLOAT64 = "Computed in float64, at the weights of the run: rounding of float64 is far below, even amplified."
+_ROUNDING = (
+    "Losses and gradients of the run itself in float32, compared like those in float64. s E u / u64 where that is "
+    "more: E is the largest deviation of a gradient in float64 in the same step."
+)
+
+
 class Sizes(NamedTuple):
     """Sizes on which the tolerances depend."""
 
     summands: int
     """N: summands of all consecutive sums in a forward pass."""
-    parameters: int
-    """P: parameters of the model."""
     tokens: int
     """T: tokens of a global batch."""
 
@@ -77,7 +108,7 @@ class Sizes(NamedTuple):
         of_layers = (wide if model.attention(each) == "global" else model for each in range(model.num_layers))
         layers = sum(_of_layer(each, length) for each in of_layers)
         summands = layers + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
-        return cls(summands, num_parameters(model), config.train.global_batch_size * length)
+        return cls(summands, config.train.global_batch_size * length)
 
 
 def _of_layer(model: ModelSection, length: int) -> int:
@@ -92,14 +123,16 @@ def tolerances(config: Config, num_steps: int, has_float64: bool = True) -> tupl
 
     Models that need float64 steps, but do not compute them (`has_float64`), are held to a limit of float32.
     """
-    sizes = Sizes.of(config)
-    always = (_norm(), _update(config.optimizer, num_steps))
-    before = (*_inputs(), denominator_tolerance(sizes))
+    sizes, once = Sizes.of(config), {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF}
+    always = (_NORM, _update(config.optimizer, num_steps))
+    before = (_SAMPLES, _RATE, denominator_tolerance(sizes))
     if not needs_float64(config.model):
-        return (*before, *_values(sizes), *always)
+        return (*before, *_values(sizes, once), *always)
     if not has_float64:
         return (*before, _limit("loss", _LOSS), _limit("gradient", _GRADIENT), *always)
-    return (*before, *_in_float64(), *always, _limit("rounding", _ROUNDING))
+    unit = once["s"] * once["u"]
+    judged = (Tolerance(kind, unit, "s u", once, f"{of} {_IN_FLOAT64}") for kind, of in _VALUES.items())
+    return (*before, *judged, *always, _limit("rounding", _ROUNDING))
 
 
 def needs_float64(model: ModelSection) -> bool:
@@ -124,21 +157,6 @@ def amplified(rounding: float) -> float:
     return _CONFIDENCE * rounding
 
 
-def _inputs() -> tuple[Tolerance, Tolerance]:
-    samples = (
-        "Share of the rows of a global batch that are not those of the raw samples: tokens, labels, positions, "
-        "documents, padding, and what each token counts in each term."
-    )
-    lr = (
-        "The run's own learning rate around every turn of its schedule and between, against the published formula, "
-        "relative to the highest rate."
-    )
-    return (
-        Tolerance("samples", 0.0, "0", {}, samples),
-        Tolerance("lr", RATE_TOLERANCE, "8 u64", {"u64": UNIT_ROUNDOFF_64}, lr),
-    )
-
-
 def denominator_tolerance(sizes: Sizes) -> Tolerance:
     """Returns the tolerance of sums of shares."""
     return Tolerance(
@@ -153,38 +171,18 @@ def denominator_tolerance(sizes: Sizes) -> Tolerance:
     )
 
 
-_LOSS = "The mean of each loss term over the global batch, relative to its exact value."
-_GRADIENT = "Every gradient after its division, relative to the largest element of the exact one."
-
-
-def _values(sizes: Sizes) -> tuple[Tolerance, Tolerance]:
-    summands, _, tokens = sizes
-    inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF, "N": float(summands)}
-    unit = _CONFIDENCE * UNIT_ROUNDOFF
+def _values(sizes: Sizes, once: dict[str, float]) -> tuple[Tolerance, Tolerance]:
+    summands, tokens = sizes
+    unit, inputs = once["s"] * once["u"], once | {"N": float(summands)}
+    in_gradient, with_tokens = unit * math.sqrt(2 * summands + tokens), inputs | {"T": float(tokens)}
     loss = f"{_LOSS} N summands follow each other in a forward pass."
     gradient = (
         f"{_GRADIENT} The N summands of the forward pass are doubled by the backward pass, and T tokens are added up."
     )
-    in_gradient, with_tokens = unit * math.sqrt(2 * summands + tokens), inputs | {"T": float(tokens)}
     return (
         Tolerance("loss", unit * math.sqrt(summands), "s u sqrt(N)", inputs, loss),
         Tolerance("gradient", in_gradient, "s u sqrt(2 N + T)", with_tokens, gradient),
     )
-
-
-def _in_float64() -> tuple[Tolerance, Tolerance]:
-    inputs = {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF}
-    why = "Computed in float64, at the weights of the run: rounding of float64 is far below, even amplified."
-    return (
-        Tolerance("loss", _CONFIDENCE * UNIT_ROUNDOFF, "s u", inputs, f"{_LOSS} {why}"),
-        Tolerance("gradient", _CONFIDENCE * UNIT_ROUNDOFF, "s u", inputs, f"{_GRADIENT} {why}"),
-    )
-
-
-_ROUNDING = (
-    "Losses and gradients of the run itself in float32, compared like those in float64. s E u / u64 where that is "
-    "more: E is the largest deviation of a gradient in float64 in the same step."
-)
 
 
 def _limit(kind: str, meaning: str) -> Tolerance:
@@ -195,14 +193,6 @@ def _limit(kind: str, meaning: str) -> Tolerance:
     )
     inputs = {"s": _CONFIDENCE, "v": UNIT_ROUNDOFF_BF16}
     return Tolerance(kind, _CONFIDENCE * UNIT_ROUNDOFF_BF16, "s v", inputs, f"{meaning} {why}")
-
-
-def _norm() -> Tolerance:
-    meaning = (
-        "The global norm before clipping, relative to that of the layout's own gradients: dividing them rounds each "
-        "element twice after its square was added up."
-    )
-    return Tolerance("grad_norm", 3 * UNIT_ROUNDOFF, "3 u", {"u": UNIT_ROUNDOFF}, meaning)
 
 
 _OF_MATRICES = (

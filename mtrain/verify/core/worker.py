@@ -1,10 +1,18 @@
-"""Work of every rank for one layout."""
+"""Work of every rank for one layout.
+
+Layers that normalise small vectors amplify rounding by a factor that depends on the weights, so no bound separates a
+fault from float32 rounding. Their steps are also made in float64, which has 29 more bits, at the run's own weights:
+its amplified rounding stays far below the last digit of float32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import ConfigError, NumericError
@@ -15,13 +23,13 @@ from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.loss_reduction import StepTotals, TermTotals
 from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.rank_model import RankModel, build_model
-from mtrain.core.layers.build import build_frozen_model
+from mtrain.core.engine.sharded_model import ShardedModel
+from mtrain.core.layers.build import build_frozen_model, unwrap
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from mtrain.core.step.teacher import Teacher
-from mtrain.verify.core.activations import ActivationRecorder, RecordedOutput
-from mtrain.verify.core.in_float64 import NeverUpdates, copy_weights, without_gathers
+from mtrain.verify.core.activations import RecordedOutput, recorded_outputs
 from mtrain.verify.core.reach import shrink_chunks, small_blocks
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.samples import Batches, SamplePlan, drawn_extras
@@ -78,6 +86,32 @@ class Outcome:
     """The run's learning rate at the updates of `telling_steps`, counted from 0."""
 
 
+class _NeverUpdates(Optimizer):
+    """Optimizer that never updates; those of megatron-core do not support float64."""
+
+    def __init__(self, sharded: ShardedModel, groups: Groups) -> None:
+        self.sharded, self._device, self._is_fp16 = sharded, groups.device, False
+
+    def zero_grad(self) -> None:
+        self.sharded.zero_grad()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def local_grad_norm_sq(self) -> Tensor:
+        """Returns 0: a run reports the norm of its own gradients."""
+        return torch.zeros((), dtype=torch.float64, device=self._device)
+
+
+@torch.no_grad()
+def _copy_weights(chunks: Sequence[nn.Module], source: Sequence[nn.Module]) -> None:
+    """Copies this rank's weights and expert biases to chunks of another precision."""
+    for to, origin in zip(map(unwrap, chunks), map(unwrap, source), strict=True):
+        values = dict(origin.named_parameters()) | dict(origin.named_buffers())
+        for name, place in (*to.named_parameters(), *to.named_buffers()):
+            place.copy_(values[name])
+
+
 class _WatchedStep(TrainingStep):
     """Training step that records a failed check of the totals and continues, so that everything is compared."""
 
@@ -132,11 +166,13 @@ class _Runner:
         self._models: list[RankModel] = []
         self._steps: list[_WatchedStep] = []
         for in_float64 in (False, True) if needs_float64(config.model) else (False,):
-            own = without_gathers(config) if in_float64 else config
+            # in float64 parameters are not gathered in the forward pass
+            train = config.train.model_copy(update={"overlap_param_gather": False})
+            own = config.model_copy(update={"train": train}) if in_float64 else config
             sharded = build_model(own, groups, weights_follow=True, in_float64=in_float64)
             shrink_chunks(sharded.chunks)
             set_weights(sharded.chunks, groups, lambda name, shape: drawn(name, shape, config))
-            optimizer = NeverUpdates(sharded, groups) if in_float64 else Optimizer(own, sharded, groups)
+            optimizer = _NeverUpdates(sharded, groups) if in_float64 else Optimizer(own, sharded, groups)
             model, teacher = RankModel(own, groups, sharded, optimizer), small_teacher(own, groups, in_float64)
             self._models.append(model)
             self._steps.append(_WatchedStep(model, objective, teacher))
@@ -151,10 +187,10 @@ class _Runner:
         for number in range(self._job.plan.num_steps if watched is None else watched + 1):
             places = self._batches.places(number) if self._batches is not None and number == watched else None
             # in float64, if there is one
-            with ActivationRecorder(self._models[-1].chunks, self._groups, self._config, places) as watch:
+            with recorded_outputs(self._models[-1].chunks, self._groups, self._config, places) as recorded:
                 outcome = self._step(number)
             steps.append(outcome)
-            pieces = watch.pieces
+            pieces = recorded
             if outcome.weights is None and self._groups.rank == 0:
                 break
         schedule = self._config.optimizer, self._config.train.num_steps
@@ -176,7 +212,7 @@ class _Runner:
 
     def _step_in_float64(self, number: int, batches: list[Microbatch] | None) -> InFloat64:
         sharded = self._models[1].sharded
-        copy_weights(sharded.chunks, self._sharded.chunks)
+        _copy_weights(sharded.chunks, self._sharded.chunks)
         totals = self._steps[1].forward_backward(batches)
         gradients = gathered(gradient_shards(sharded, self._groups))
         return InFloat64(step_values(number, totals, 0.0).means, gradients)

@@ -169,8 +169,7 @@ def matrices(name: str, num_rows: int, model: ModelSection) -> list[Tensor]:
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "linear_fc1" and model.is_gated:
         return list(rows.chunk(2))
-    found = (kind.matrices(module, rows, model) for kind in kinds_of(model))
-    return next((each for each in found if each is not None), [rows])
+    return max((kind.matrices(module, rows, model) for kind in kinds_of(model)), key=len, default=[rows])
 
 
 def exact_optimizer(config: Config, start: Moments = Moments(0, {}, {})) -> AdamW | ExactMuon:  # noqa: B008

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ class Rows:
         """Marks positions that hold text, [batch, seq] bool."""
         return self.documents >= 0
 
-    def ahead(self, depth: int) -> Ahead:
-        """Returns the rows shifted by `depth` tokens within documents."""
+    def ahead(self, depth: int) -> Rows:
+        """Returns tokens, labels and weights shifted by `depth` tokens within documents; elsewhere there is no text."""
         missing = torch.full((len(self.tokens), depth), -1, device=self.documents.device)
         there = torch.cat([self.documents[:, depth:], missing], dim=1)
         known = (there == self.documents) & self.is_text
@@ -84,18 +84,8 @@ class Rows:
         def moved(values: Tensor) -> Tensor:
             return torch.where(known, torch.roll(values, -depth, dims=1), torch.zeros_like(values))
 
-        return Ahead(moved(self.tokens), moved(self.labels), moved(self.weights), known)
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Rows of one depth of multi-token prediction, [batch, seq]."""
-
-    tokens: Tensor
-    labels: Tensor
-    weights: Tensor
-    is_text: Tensor
-    """Positions whose document has a token that far ahead."""
+        fields = {"tokens": moved(self.tokens), "labels": moved(self.labels), "weights": moved(self.weights)}
+        return replace(self, **fields, documents=torch.where(known, self.documents, -1))
 
 
 def rows_of(texts: Sequence[Text], seq_length: int, vocab_size: int, device: torch.device) -> Rows:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -17,8 +16,7 @@ from mtrain.verify.report.text import TITLES
 _UNITS = {"loss": "nats", "denominator": "sum of shares", "grad_norm": "L2, before clipping"}
 
 
-@dataclass(frozen=True)
-class Bin:
+class Bin(NamedTuple):
     """Colour of a heat map."""
 
     edge: float
@@ -40,8 +38,7 @@ BINS = (
 )
 
 
-@dataclass(frozen=True)
-class Square:
+class Square(NamedTuple):
     """The worst step of one tensor in one layout."""
 
     layout: str
@@ -53,8 +50,7 @@ class Square:
         return next((each.kind for each in BINS if self.worst.excess <= each.edge), BINS[-1].kind)
 
 
-@dataclass(frozen=True)
-class TensorMap:
+class TensorMap(NamedTuple):
     """Heat map: worst deviations of one kind by tensor and layout."""
 
     title: str

@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-TITLES = {
-    "counters": "counters",
-    "samples": "samples",
-    "lr": "learning rate",
-    "denominator": "denominator",
-    "loss": "loss",
-    "layer_output": "output of a layer",
-    "input_gradient": "gradient of its input",
-    "gradient": "gradients",
-    "grad_norm": "gradient norm",
-    "update": "updated weights",
-    "rounding": "rounding of float32",
-    "weights": "weights",
-    "param": "main weights",
-    "exp_avg": "first moments",
-    "exp_avg_sq": "second moments",
-    "random": "random states",
-    "records": "records",
-    "files": "checkpoint files",
+_QUANTITIES = {
+    "counters": ("counters", "counter {name}"),
+    "samples": ("samples", "{name} of the samples"),
+    "lr": ("learning rate", "learning rate"),
+    "denominator": ("denominator", "denominator of term {name}"),
+    "loss": ("loss", "loss of term {name}"),
+    "layer_output": ("output of a layer", "output of the layer"),
+    "input_gradient": ("gradient of its input", "gradient of the layer's input"),
+    "gradient": ("gradients", "gradient of {name}"),
+    "grad_norm": ("gradient norm", "gradient norm"),
+    "update": ("updated weights", "updated weights of {name}"),
+    "rounding": ("rounding of float32", "{name} in float32"),
+    "weights": ("weights", "weights of {name}"),
+    "param": ("main weights", "main weights of {name}"),
+    "exp_avg": ("first moments", "first moment of {name}"),
+    "exp_avg_sq": ("second moments", "second moment of {name}"),
+    "random": ("random states", "random state {name}"),
+    "records": ("records", "{name} in metrics.jsonl"),
+    "files": ("checkpoint files", "{name} of the last checkpoint"),
 }
+TITLES = {kind: title for kind, (title, _) in _QUANTITIES.items()}
 """Names of all kinds of quantities, in the order of computation."""
 
 BEFORE_FORWARD = ("samples", "lr")
@@ -33,26 +34,7 @@ BEFORE_FORWARD = ("samples", "lr")
 TENSOR_KINDS = ("gradient", "update", "weights", "param", "exp_avg", "exp_avg_sq")
 """Kinds whose names are parameters."""
 
-IN_WORDS = {
-    "counters": "counter {name}",
-    "samples": "{name} of the samples",
-    "lr": "learning rate",
-    "denominator": "denominator of term {name}",
-    "loss": "loss of term {name}",
-    "layer_output": "output of the layer",
-    "input_gradient": "gradient of the layer's input",
-    "gradient": "gradient of {name}",
-    "grad_norm": "gradient norm",
-    "update": "updated weights of {name}",
-    "rounding": "{name} in float32",
-    "weights": "weights of {name}",
-    "param": "main weights of {name}",
-    "exp_avg": "first moment of {name}",
-    "exp_avg_sq": "second moment of {name}",
-    "random": "random state {name}",
-    "records": "{name} in metrics.jsonl",
-    "files": "{name} of the last checkpoint",
-}
+IN_WORDS = {kind: words for kind, (_, words) in _QUANTITIES.items()}
 
 
 @dataclass(frozen=True)
@@ -99,16 +81,12 @@ class ReportText:
 
     def agreed_before(self, kind: str, compared: Collection[str]) -> str:
         """Says which compared kinds agree before this one, the first that deviates in a step."""
-        earlier = [each for each in TITLES if each in compared and _is_before(each, kind)]
+        order = list(TITLES)
+        earlier = [each for each in order[: order.index(kind)] if each in compared]
         names = [_PLURALS.get(name, name) for name, kinds in self.columns.items() if {*kinds} & {*earlier}]
         if not names:
             return ""
         return f"; {names[0] if len(names) == 1 else ', '.join(names[:-1]) + ' and ' + names[-1]} agree"
-
-
-def _is_before(one: str, other: str) -> bool:
-    order = list(TITLES)
-    return order.index(one) < order.index(other)
 
 
 _PLURALS = {

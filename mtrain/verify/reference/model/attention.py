@@ -1,6 +1,6 @@
 """Causal attention inside documents, with explicit scores; hidden states are [batch, seq, hidden].
 
-Each kind of attention has a file of its own and is listed in KINDS.
+Each kind of attention is listed in KINDS.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from torch import Tensor
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention_kind import AttentionKind
 from mtrain.verify.reference.model.delta_net import DeltaNet
-from mtrain.verify.reference.model.global_attention import GlobalAttention
-from mtrain.verify.reference.model.grouped_attention import GroupedAttention
+from mtrain.verify.reference.model.grouped_attention import GlobalAttention, GroupedAttention
 from mtrain.verify.reference.model.latent_attention import LatentAttention
 from mtrain.verify.reference.model.mamba import Mamba
 from mtrain.verify.reference.model.modules import Module

@@ -32,40 +32,23 @@ class AttentionKind(ABC):
 
     @abstractmethod
     def context(self, part: Module, layer: int, x: Tensor, rows: Rows) -> Tensor:
-        """Returns the weighted values of all heads, concatenated, [batch, seq, heads x size].
+        """Returns the weighted values of all heads, concatenated, [batch, seq, heads x size], of a layer, from 0.
 
-        Args:
-            part: Module of the attention.
-            layer: Number of the layer, from 0.
-            x: Normed hidden states, [batch, seq, hidden].
-            rows: Rows of the batch.
+        `x` are the normed hidden states, [batch, seq, hidden].
         """
 
     def projected(self, part: Module, x: Tensor, context: Tensor) -> Tensor:
-        """Returns the output without a bias, [batch, seq, hidden].
-
-        Args:
-            part: Module of the attention.
-            x: Normed hidden states, [batch, seq, hidden].
-            context: What `context` has returned.
-        """
+        """Returns the output without a bias, [batch, seq, hidden], from hidden states and what `context` returned."""
         return context @ part.tensor("linear_proj.weight").T
 
     @abstractmethod
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
-        """Returns the rows of each part of a projection; None if `linear` is no projection of this kind.
+        """Returns the rows, of all (`every`), of each part of a projection; None if this kind has none of this name."""
 
-        Args:
-            linear: Name of the projection within the attention.
-            every: Numbers of all rows of the projection.
-        """
-
-    @abstractmethod
-    def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor] | None:
-        """Returns the rows of each matrix that Muon orthogonalizes; None if the projection is a single matrix.
-
-        The arguments are those of `adapted`.
-        """
+    def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor]:
+        """Returns the rows of each matrix that Muon orthogonalizes; by default those of the parts."""
+        parts = self.adapted(linear, every, model)
+        return [every] if parts is None else list(parts.values())
 
 
 @dataclass(frozen=True)

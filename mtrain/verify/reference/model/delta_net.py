@@ -85,12 +85,11 @@ class DeltaNet(AttentionKind):
         return silu(gate) * normed @ part.tensor("out_proj.weight").T
 
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
-        if linear == "in_proj":
-            return dict(zip(self.inputs, _apart(every, model), strict=True))
-        return {"out_proj": every} if linear == "out_proj" else None
-
-    def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor] | None:
-        return _apart(every, model) if linear == "in_proj" else None
+        if linear != "in_proj":
+            return {"out_proj": every} if linear == "out_proj" else None
+        section = _section(model)
+        parts = torch.split(every.view(section.num_key_heads, -1), _rows(section), dim=1)
+        return {name: rows.flatten() for name, rows in zip(self.inputs, parts, strict=True)}
 
 
 def _section(model: ModelSection) -> DeltaNetSection:
@@ -109,11 +108,6 @@ def _parts(part: Module, x: Tensor) -> _Parts:
     section = _section(part.model)
     heads = linear(part, "in_proj", x).view(*x.shape[:2], section.num_key_heads, -1)
     return _Parts(*torch.split(heads, _rows(section), dim=-1))
-
-
-def _apart(every: Tensor, model: ModelSection) -> list[Tensor]:
-    section = _section(model)
-    return [rows.flatten() for rows in torch.split(every.view(section.num_key_heads, -1), _rows(section), dim=1)]
 
 
 def _unit(vectors: Tensor) -> Tensor:

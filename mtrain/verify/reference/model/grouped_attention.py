@@ -1,6 +1,7 @@
 """Grouped-query attention, with norms of heads, sinks and windows if the model has them.
 
-Sources: grouped queries: Ainslie et al. 2023. Sinks: gpt-oss model card, arXiv 2508.10925, section 2.
+Sources: grouped queries: Ainslie et al. 2023. Sinks: gpt-oss model card, arXiv 2508.10925, section 2. Global heads:
+Gemma 4 as released.
 """
 
 from __future__ import annotations
@@ -78,23 +79,59 @@ class GroupedAttention(AttentionKind):
         return super().projected(part, x, context)
 
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
-        if linear == "linear_qkv":
-            return dict(zip(self.inputs, _apart(every, model), strict=True))
-        return {"proj": every} if linear == "linear_proj" else None
+        if linear != "linear_qkv":
+            return {"proj": every} if linear == "linear_proj" else None
+        heads = every.view(model.query_groups, -1, model.head_size)  # in each group queries (and gates), key, value
+        return {"q_proj": heads[:, :-2].flatten(), "k_proj": heads[:, -2].flatten(), "v_proj": heads[:, -1].flatten()}
 
-    def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor] | None:
-        return _apart(every, model) if linear == "linear_qkv" else None
+
+@final
+class GlobalAttention(AttentionKind):
+    """Attention to all tokens before, with heads of its own, whose keys are their values as well (Gemma 4)."""
+
+    inputs = ("q_proj", "k_proj")
+
+    def shapes(self, name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
+        heads, size, groups = model.num_attention_heads, *_global_sizes(model)
+        yield from linear_shapes(f"{name}.linear_qk", (heads + groups) * size, model.hidden_size, False)
+        if model.qk_norm:
+            yield from norm_shapes(f"{name}.q_layernorm", size, model)
+            yield from norm_shapes(f"{name}.k_layernorm", size, model)
+        yield from linear_shapes(f"{name}.linear_proj", model.hidden_size, heads * size, False)
+
+    def context(self, part: Module, layer: int, x: Tensor, rows: Rows) -> Tensor:
+        model, (size, groups) = part.model, _global_sizes(part.model)
+        joined = linear(part, "linear_qk", x).view(*x.shape[:2], groups, -1, size)
+        query, key = joined[..., :-1, :], joined[..., -1, :]
+        value = unweighted_norm(key, model) if model.value_norm else key
+        if model.qk_norm:
+            query, key = norm(part.inner("q_layernorm"), query), norm(part.inner("k_layernorm"), key)
+        if rotates(model, layer):
+            query = partly_rotated(query.flatten(2, 3), rows, model.rope).view(query.shape)
+            key = partly_rotated(key, rows, model.rope)
+        scale = 1 / math.sqrt(size if model.query_scalar is None else model.query_scalar)
+        weights = softmax(torch.einsum("bqghd,bkgd->bghqk", query, key) * scale, KeySet(rows.documents), None)
+        return torch.einsum("bghqk,bkgd->bqghd", weights, value).flatten(2)
+
+    def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
+        if linear != "linear_qk":
+            return {"proj": every} if linear == "linear_proj" else None
+        size, groups = _global_sizes(model)
+        heads = every.view(groups, -1, size)  # in each group queries, then the key
+        return {"q_proj": heads[:, :-1].flatten(), "k_proj": heads[:, -1].flatten()}
+
+
+def _global_sizes(model: ModelSection) -> tuple[int, int]:
+    """Returns the dimensions of a head and the number of keys."""
+    section = model.global_attention
+    assert section is not None
+    return section.head_dim, section.num_query_groups
 
 
 def _by_group(part: Module, x: Tensor) -> Tensor:
     """Returns what the projection gives each group, [batch, seq, groups, heads, size]: queries, their gates where there
     are any, a key and a value."""
     return linear(part, "linear_qkv", x).view(*x.shape[:2], part.model.query_groups, -1, part.model.head_size)
-
-
-def _apart(every: Tensor, model: ModelSection) -> list[Tensor]:
-    heads = every.view(model.query_groups, -1, model.head_size)  # in each group queries (and gates), key, value
-    return [heads[:, :-2].flatten(), heads[:, -2].flatten(), heads[:, -1].flatten()]
 
 
 def window_of(model: ModelSection, layer: int) -> int | None:

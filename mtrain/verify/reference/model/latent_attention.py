@@ -73,7 +73,7 @@ class LatentAttention(AttentionKind):
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
         return {_PARTS[linear]: every} if linear in _PARTS else None
 
-    def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor] | None:
+    def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor]:
         mla = model.mla
         assert mla is not None
         if linear == "linear_kv_down_proj":
@@ -81,7 +81,7 @@ class LatentAttention(AttentionKind):
         if linear in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"):
             head = every.view(model.num_attention_heads, -1)
             return [head[:, : mla.qk_nope_head_dim].flatten(), head[:, mla.qk_nope_head_dim :].flatten()]
-        return None
+        return [every]
 
 
 def _latent_norm(part: Module, name: str, x: Tensor) -> Tensor:

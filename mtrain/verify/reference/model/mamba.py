@@ -83,9 +83,6 @@ class Mamba(AttentionKind):
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
         return {"in_proj": {self.inputs[0]: every}, "out_proj": {"out_proj": every}}.get(linear)
 
-    def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor] | None:
-        return None
-
 
 def _section(model: ModelSection) -> MambaSection:
     assert model.mamba is not None
