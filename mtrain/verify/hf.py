@@ -57,13 +57,7 @@ gradients by their own size; a wrong computation differs in the first digits."""
 
 
 def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> HfReport:
-    """Runs the check; see `verify_parity`. Without layouts in the request, the configuration's is used.
-
-    Raises:
-        ConfigError: transformers cannot compute the configuration, or a layout is impossible.
-        DataError: The weights or the data cannot be read.
-        MachineError: The requested device does not exist.
-    """
+    """Runs the check; see `verify_parity`. Without layouts in the request, the configuration's is used."""
     refuse_without_reference(config)
     device, max_ranks = device_for(config.train, request.max_ranks)
     exact, changes = comparable(config)
@@ -94,8 +88,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
 def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
     """Returns the configuration in float32 without features that transformers lacks, and the changes as lines.
 
-    Raises:
-        ConfigError: The configuration cannot be compared.
+    Raises ConfigError if it cannot be compared.
     """
     refuse_incomparable(config)
     plain, experts = LossSection(), config.model.experts
@@ -141,8 +134,6 @@ def _tolerances(sizes: Sizes) -> tuple[Tolerance, ...]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Step in transformers, made from the raw samples."""
-
     step: StepInput
     adds_exactly: bool
     """Whether float64 adds the denominator without rounding."""
@@ -245,12 +236,7 @@ class _Runs:
 
 
 def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | None) -> list[StepValues]:
-    """Trains the first steps of the run from the weights of `model.hf`, and returns their values. Collective.
-
-    Raises:
-        DataError: The weights or the training data cannot be read.
-        NumericError: A number cannot be trusted.
-    """
+    """Trains the first steps of the run from the weights of `model.hf`, and returns their values. Collective."""
     assert config.model.hf is not None, "the command line names it"
     loader = opened_loader(groups, lambda: StepLoader(config, groups.dp_rank, groups.layout.dp))
     model = build_rank_model(config, groups, weights_follow=True)

@@ -29,7 +29,7 @@ from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tok
 from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import needs_float64, tolerances
-from mtrain.verify.core.weights import Arrays, forward_order
+from mtrain.verify.core.weights import Arrays
 from mtrain.verify.core.worker import Job, Outcome, own_objective, pieces_of, run_layout
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.policy import EXTRAS
@@ -65,13 +65,7 @@ class Request:
 def verify_parity(
     config: Config, request: Request, progress: Progress, pool: Pool | None = None, batch_size: int = BATCH_SIZE
 ) -> ParityReport:
-    """Runs the check; `pool` None starts ranks, and `progress` gets a line for every finished layout.
-
-    Raises:
-        ConfigError: The configuration, a layout or a fault cannot be checked.
-        DataError: The user's data cannot be read.
-        MachineError: The requested device does not exist.
-    """
+    """Runs the check; `pool` None starts ranks, and `progress` gets a line for every finished layout."""
     refuse_without_reference(config, EXTRAS)
     device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks, batch_size)
@@ -97,12 +91,7 @@ def verify_parity(
 
 
 def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ()) -> None:
-    """Refuses a configuration for which `mtrain verify` has no second definition.
-
-    Raises:
-        ConfigError: The model has a head, the loss compares whole sequences, or it reads extras other than
-            `drawn_extras`, which only the user's data have.
-    """
+    """Refuses a configuration for which `mtrain verify` has no second definition."""
     if (head := config.model.head) is not None:
         raise ConfigError(
             f"verify has no reference of its own for the head of {head}; verify the same configuration without "
@@ -159,8 +148,6 @@ def _plan(shrunk: Shrunk, model: ModelSection, num_steps: int) -> SamplePlan:
 
 
 class _Check:
-    """Runs of one check."""
-
     def __init__(self, trials: list[Prepared], plan: SamplePlan, fault: str | None, pool: Pool) -> None:
         self._trials, self._pool, self._fault, self.plan = trials, pool, fault, plan
         self._base = trials[0]
@@ -187,7 +174,7 @@ class _Check:
         self._take(found.optimizer)
         seconds = time.monotonic() - began
         result = LayoutResult("reference", {}, 1, seconds, steps=tuple(found.values), expected=tuple(found.values))
-        return result, tuple(forward_order(found.names, found.names))
+        return result, tuple(found.names)
 
     def _take(self, optimizer: AnyOptimizer) -> None:
         """Sets the reference's `clip_grad` and `epsilon` in every layout."""
@@ -235,7 +222,6 @@ class _Check:
 
 
 def _before_each_step(outcome: Outcome) -> list[Arrays]:
-    """Returns the weights before each step."""
     assert outcome.initial is not None, "rank 0 holds what was gathered"
     after = [step.weights.tensors for step in outcome.steps if step.weights is not None]
     return [outcome.initial.tensors, *after[:-1]]

@@ -97,11 +97,7 @@ class StopFailedError(UnfinishedError):
 
 
 def run_to_end(program: Program, command: Sequence[str], log: Path) -> None:
-    """Starts the run and waits for its end; `log` gets all output.
-
-    Raises:
-        StopFailedError: The run did not end with 0.
-    """
+    """Starts the run and waits for its end; `log` gets all output. Raises StopFailedError if it did not end with 0."""
     with _started(program(command, log, {})) as process:
         code = process.wait()
     _require(code == 0, f"the run ended with exit code {code}", log)
@@ -112,10 +108,8 @@ def run_until_stopped(
 ) -> float:
     """Starts the run and asks it to stop; returns the seconds from the signal to the end of the launcher.
 
-    Only `last_rank` must have reached the phase at the signal.
-
-    Raises:
-        StopFailedError: The run did not reach the phase, did not end with 0, or left no marker.
+    Only `last_rank` must have reached the phase at the signal. Raises StopFailedError if the run did not reach it, did
+    not end with 0, or left no marker.
     """
     reached = run_dir.parent / "reached"
     reached.unlink(missing_ok=True)
@@ -170,13 +164,7 @@ _VALID_SAMPLES = 4
 def verify_preempt(
     config: Config, request: Request, progress: Progress, program: Program = new_process
 ) -> PreemptReport:
-    """Runs the check; see `verify_parity`. `program` starts the launcher.
-
-    Raises:
-        ConfigError: The configuration, the layout, the steps or a fault cannot be checked.
-        MachineError: The requested device does not exist.
-        StopFailedError: The uninterrupted run does not reach its end.
-    """
+    """Runs the check; see `verify_parity`. `program` starts the launcher."""
     if request.num_steps < LEAST_STEPS:
         raise ConfigError(f"--steps {request.num_steps} is too few to stop in each phase; give {LEAST_STEPS} or more")
     device, max_ranks = device_for(config.train, request.max_ranks)
@@ -252,8 +240,6 @@ def stops(config: Config) -> Iterator[Stop]:
 
 @dataclass(frozen=True)
 class _Done:
-    """Outcome of a start."""
-
     stop: Stop
     seconds: float
     last_step: int
@@ -271,11 +257,7 @@ class Drill:
         self._num_ranks = base.layout.world_size
 
     def run(self, progress: Progress) -> list[LayoutResult]:
-        """Makes all stops; returns the result of each, with the deviations of the steps after it.
-
-        Raises:
-            StopFailedError: The uninterrupted run does not reach its end.
-        """
+        """Makes all stops; returns the result of each, with the deviations of the steps after it."""
         run_to_end(self._program, launcher(self._config("straight"), self._num_ranks), self._folder / "straight.log")
         expected = records_of(self._folder / "straight")
         values = tuple(map(step_values, expected))
@@ -366,7 +348,6 @@ def _newest(run_dir: Path) -> int:
 
 
 def _digests(run_dir: Path, step: int) -> dict[str, str]:
-    """Returns the digests of checkpoint files that hold tensors."""
     folder = RunFolder(run_dir).checkpoints / f"step_{step:08d}"
     files = json.loads((folder / "mtrain.json").read_text())["files"]
     return {name: each["blake3"] for name, each in files.items() if name.endswith(".distcp")}

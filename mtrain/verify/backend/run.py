@@ -47,12 +47,7 @@ def verify_backend(
     pool: Pool | None = None,
     candidates: Sequence[Candidate] = CANDIDATES,
 ) -> Certified:
-    """Runs the check; see `verify_parity`. `candidates` are compared if no fault is planted.
-
-    Raises:
-        ConfigError: No layers can be compared alone, or the fault is unknown.
-        MachineError: The device does not exist, or no candidate can be built here.
-    """
+    """Runs the check; see `verify_parity`. `candidates` are compared if no fault is planted."""
     device, num_devices = device_for(config.train, max_ranks=config.layout.cp)
     if num_devices < config.layout.cp:
         raise ConfigError(
@@ -107,8 +102,6 @@ def _timed_shape(rows: int, length: int, cp: int, device: str) -> tuple[int, int
 
 @dataclass
 class _Comparisons:
-    """Comparisons of one configuration."""
-
     config: Config
     cases: Sequence[Case]
     timed_shape: tuple[int, int]
@@ -156,7 +149,6 @@ class _Comparisons:
         self.progress(summary(result))
 
     def _told(self, case: Case, result: CaseResult) -> dict[str, Any]:
-        """Describes a comparison for the certificate."""
         return {
             "case": case.name,
             "num_layers": case.num_layers,

@@ -117,7 +117,6 @@ def _compare_one(
 
 
 def _positions(groups: Groups, length: int) -> Tensor:
-    """Returns this rank's positions of a row."""
     layout = groups.layout
     return torch.arange(length) if layout.cp == 1 else zigzag_index(length, layout.cp, groups.cp_rank)
 
@@ -138,8 +137,6 @@ def _named(chunk: nn.Module, groups: Groups, of_gradients: bool = False) -> dict
 
 
 class _Layers:
-    """Layers of one kind of library."""
-
     def __init__(self, chunk: nn.Module, config: Config, groups: Groups) -> None:
         self._chunk, self.config, self.groups = chunk, config, groups
         self._model = unwrap(chunk)

@@ -142,7 +142,6 @@ class StepComparison:
         return difference / largest if largest > 0 else (0.0 if difference == 0 else math.inf)
 
     def _norm(self, found: StepValues, gradients: Whole, expected: Exact) -> Deviation:
-        """Compares the norm with that of the layout's own gradients."""
         own = (self._parts(name, gradients.tensors[name])[0].astype(np.float64) for name in expected.gradients)
         value = relative(found.grad_norm, math.sqrt(math.fsum(float((each**2).sum()) for each in own)))
         return Deviation("grad_norm", "grad_norm", found.step, value, self._tolerance["grad_norm"])

@@ -127,8 +127,6 @@ def tensors_of(
 
 
 class _Evaluator:
-    """Evaluates steps of one model and its teacher."""
-
     def __init__(self, device: torch.device, config: Config) -> None:
         self._device, self._config = device, config
         self._teacher = None

@@ -115,7 +115,6 @@ def _as_long(values: NDArray[Any], length: int, fill: bool) -> NDArray[Any]:
 
 
 def _paired(found: Sequence[Fields], tokens: NDArray[Any]) -> list[tuple[int, int]]:
-    """Pairs rows with slots that have the same tokens: (row, slot)."""
     slots: dict[bytes, list[int]] = defaultdict(list)
     for slot in reversed(range(len(tokens))):
         slots[tokens[slot].tobytes()].append(slot)

@@ -102,7 +102,6 @@ def _user_shares(section: LayoutSection) -> tuple[int, ...] | None:
 
 
 def _together(trials: Sequence[Trial], max_ranks: int) -> Trial:
-    """Combines the axes of all trials in one layout, on at most `max_ranks` ranks if possible."""
     joint = Trial(micro_batch_size=2)
     for trial in trials:
         changed = {name: value for name, value in vars(trial).items() if value != getattr(Trial(), name)}
@@ -205,10 +204,8 @@ class OwnTrials:
 def parse_trials(text: str, layout: LayoutSection, max_ranks: int) -> list[Trial]:
     """Parses `tp2cp2,pp4,...`: names as in reports (`tp2sp-pp2vpp2-cp2ulysses-dp1-mbs4`) or parts of them.
 
-    Sizes not named are 1, including the microbatch; cp_comm defaults to the user's.
-
-    Raises:
-        ConfigError: A name is invalid or needs more than `max_ranks` ranks; the message has a line for each.
+    Sizes not named are 1, including the microbatch; cp_comm defaults to the user's. The ConfigError has a line for each
+    name that is invalid or needs more than `max_ranks` ranks.
     """
     trials, faults = [], []
     for name in filter(None, (part.strip() for part in text.split(","))):
@@ -251,24 +248,24 @@ def _fields(name: str) -> dict[str, Any]:
                 "ulysses, allgather, ring, dp2, ep2, etp2 and mbs2"
             )
         place = match.end()
-        for key, value in _meaning(match):
-            if key in fields:
-                raise ConfigError(f"--layouts {name}: {key} is given twice; keep one")
-            fields[key] = value
+        key, value = _meaning(match)
+        if key in fields and key:
+            raise ConfigError(f"--layouts {name}: {key} is given twice; keep one")
+        fields[key] = value
+    fields.pop("", None)
     if not fields:
         raise ConfigError(f"--layouts {name}: no degree is named; write for instance tp2cp2")
     return fields
 
 
-def _meaning(match: re.Match[str]) -> Iterator[tuple[str, Any]]:
+def _meaning(match: re.Match[str]) -> tuple[str, Any]:
+    """Returns a field and its value; an empty name for a dash."""
     if match["axis"]:
-        yield {"mbs": "micro_batch_size"}.get(match["axis"], match["axis"]), int(match["number"])
-    elif match["option"] == "sp":
-        yield "sp", True
-    elif match["option"]:
-        yield "cp_comm", match["option"]
-    elif match["stages"]:
-        yield "stage_shares", tuple(int(count) for count in match["stages"].split("+") if count)
+        return {"mbs": "micro_batch_size"}.get(match["axis"], match["axis"]), int(match["number"])
+    if match["stages"]:
+        return "stage_shares", tuple(int(count) for count in match["stages"].split("+") if count)
+    option = match["option"] or ""
+    return ("sp", True) if option == "sp" else ("cp_comm" if option else "", option)
 
 
 def prepared(trial: Trial, shrunk: Config) -> Prepared:
@@ -295,11 +292,7 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
 
 
 def own_layout(config: Config, max_ranks: int) -> Prepared:
-    """Returns the configuration's layout unchanged, on the fewest ranks that it can use.
-
-    Raises:
-        ConfigError: The layout fits no number of ranks up to `max_ranks`.
-    """
+    """Returns the configuration's layout unchanged, on the fewest ranks that it can use, up to `max_ranks`."""
     fault: ConfigError | None = None
     for num_ranks in range(1, max_ranks + 1):
         try:

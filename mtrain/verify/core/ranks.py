@@ -24,7 +24,6 @@ from datetime import timedelta
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import psutil
@@ -62,12 +61,8 @@ def environment_of(device: str) -> dict[str, str]:
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """Returns the fields of a `LayoutResult` that say why it did not finish.
-
-    Raises:
-        KeyboardInterrupt: The process was interrupted, and a library raised this error instead.
-    """
-    if was_interrupted():
+    """Returns the fields of a `LayoutResult` that say why it did not finish."""
+    if was_interrupted():  # a library raised this error instead
         raise KeyboardInterrupt from None
     return {"error": reason_of(error), "trace": trace_of(error), "exit_code": code_of(error)}
 
@@ -142,12 +137,16 @@ class Pool:
             MtrainError: A rank raised this error.
             RankFailedError: A rank raised another error, died or hung.
         """
-        with tempfile.TemporaryDirectory(prefix="mtrain-ranks-") as folder, _Ranks() as ranks:
+        ranks = _Ranks()
+        with tempfile.TemporaryDirectory(prefix="mtrain-ranks-") as folder:
             store = os.path.join(folder, "store")
             job = _Job(function, layout, arguments, seed, self.device, self._is_deterministic, store, self._timeout_s)
-            for rank in range(layout.world_size):
-                ranks.start(self._context, job, rank)
-            return ranks.results(self._timeout_s)
+            try:
+                for rank in range(layout.world_size):
+                    ranks.start(self._context, job, rank)
+                return ranks.results(self._timeout_s)
+            finally:
+                ranks.end()
 
     @cached_property
     def _context(self) -> Any:
@@ -164,8 +163,6 @@ class Pool:
 
 
 class _Job(NamedTuple):
-    """Call for all ranks."""
-
     function: Callable[..., Any]
     layout: Layout
     arguments: tuple[Any, ...]
@@ -194,18 +191,11 @@ class Patience:
 
 
 class _Ranks:
-    """Processes of one call; all end with the `with` block."""
-
     def __init__(self) -> None:
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
-    def __enter__(self) -> _Ranks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def end(self) -> None:
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             pipe.close()
             process.kill()

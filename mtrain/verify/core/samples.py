@@ -96,11 +96,7 @@ class Batches:
     """Microbatches of one data-parallel rank."""
 
     def __init__(self, config: Config, plan: SamplePlan, dp_rank: int, dp_size: int) -> None:
-        """Opens the user's data, if the plan uses them.
-
-        Raises:
-            DataError: A file is damaged, too small, or does not fit the model.
-        """
+        """Opens the user's data, if the plan uses them."""
         self._config, self._plan = config, plan
         extras = (*drawn_extras(config.loss), *plan.choices)
         self._rows = RowsOfRank(config, dp_rank, dp_size, extras)
@@ -129,11 +125,7 @@ class Batches:
 
 
 def own_loader(config: Config, own_vocab_size: int, dp_rank: int, dp_size: int) -> StepLoader:
-    """Opens the user's data with the user's vocabulary.
-
-    Raises:
-        DataError: A file is damaged, too small, or does not fit the model.
-    """
+    """Opens the user's data with the user's vocabulary."""
     model = config.model.model_copy(update={"vocab_size": own_vocab_size})
     return StepLoader(config.model_copy(update={"model": model}), dp_rank, dp_size)
 
@@ -151,7 +143,6 @@ def _record(text: Text, model: ModelSection) -> TokenizedSample:
 
 
 def _columns(text: Text) -> tuple[str, ...]:
-    """Returns the column names of a record's extras."""
     if text.routed_experts is None:
         return tuple(text.extras)
     _, layers, top_k = text.routed_experts.shape
@@ -319,11 +310,7 @@ class HardBatch:
 
 
 def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:
-    """Says whether most samples of the user's first global batch have loss tokens at this row length.
-
-    Raises:
-        DataError: A file is damaged, too small, or does not fit the model.
-    """
+    """Says whether most samples of the user's first global batch have loss tokens at this row length."""
     alone = config.model_copy(update={"data": config.data.model_copy(update={"packing": None})})
     try:
         batches = own_loader(alone, own_vocab_size, 0, 1).batches(0)

@@ -67,9 +67,6 @@ def shrink(
     """Returns a small configuration on which the trials are comparable, and possible if the user's structure allows it.
 
     `seq_length` and `batch_size` (samples of a step) are raised to multiples that the trials need.
-
-    Raises:
-        ConfigError: The model has dropout, or something that changes with the layout by definition.
     """
     refuse_incomparable(config)
     also = in_float32(config.model)
@@ -171,11 +168,7 @@ def replay_notes(data: AnyData, progress: Callable[[str], None]) -> tuple[str, .
 
 
 def refuse_incomparable(config: Config) -> None:
-    """Refuses a configuration whose runs differ by definition.
-
-    Raises:
-        ConfigError: The model has dropout, or something that changes with the layout by definition.
-    """
+    """Refuses a configuration whose runs differ by definition."""
     if keys := config.dropout_keys:
         raise ConfigError(
             f"with {' and '.join(keys)} above 0, every layout and micro-batch size draws other numbers, so that no two "
@@ -218,7 +211,6 @@ def _model(config: Config, trials: Sequence[Trial], seq_length: int, reads_files
 
 
 def _adapter(adapter: AdapterSection) -> dict[str, Any]:
-    """Returns an adapter of small ranks with the same scales and drawn values."""
     rank = min(adapter.rank, _MAX_RANK)
     scale = adapter.model_copy(update={"rank": rank, "alpha": 1.0}).scale
     small: dict[str, Any] = {"rank": rank, "alpha": adapter.scale / scale, "path": None}
@@ -240,7 +232,6 @@ def _chunk_tokens(config: Config) -> str | int:
 
 
 def _of_features(model: ModelSection, small_run: SmallRun) -> dict[str, Any]:
-    """Returns the changes that the model's features need."""
     found = {key: value for feature in FEATURES for key, value in feature.shrunk(model, small_run).items()}
     size = round(SMALL_HEAD_DIM * found.get("rope", {"partial": 1.0})["partial"])
     size = found.get("mla", {}).get("qk_rope_head_dim", size)

@@ -40,11 +40,7 @@ class Texts:
 
 
 def texts_of(config: Config, plan: SamplePlan) -> Texts:
-    """Returns the samples of each step.
-
-    Raises:
-        DataError: A file is damaged, too small, or does not fit the model.
-    """
+    """Returns the samples of each step; raises DataError for a bad file."""
     own, faults = _own_texts(config, plan) if plan.own_steps else ([], ())
     size = config.train.global_batch_size
     steps = [tuple(own[step * size : (step + 1) * size]) for step in range(plan.own_steps)]
@@ -88,7 +84,6 @@ def _shares(data: FilesSection, size: int) -> list[Shares]:
 
 
 def _random(samples: MockSamples, number: int) -> Text:
-    """Returns a sample of random tokens, whose only raw form is the trainer's."""
     sample = samples.sample(number)
     return Text(np.append(sample.tokens, sample.labels[-1]), np.ones(len(sample.tokens) + 1))
 

@@ -112,7 +112,6 @@ class Sizes(NamedTuple):
 
 
 def _of_layer(model: ModelSection, length: int) -> int:
-    """Counts the summands of one layer."""
     heads = model.num_attention_heads * model.head_size
     attention = model.hidden_size + model.head_size + 2 * length + heads  # qkv, scores, softmax, values, projection
     return 2 * model.hidden_size + attention + model.hidden_size + model.ffn_hidden_size  # norms, fc1, fc2

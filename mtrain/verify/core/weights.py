@@ -120,21 +120,3 @@ def assembled(shards: Iterable[Any]) -> Whole:
         whole[~known] = shard.data[~known]
         known[...] = True
     return Whole(tensors, spread)
-
-
-def forward_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
-    """Sorts names in forward order: embedding, layers by number, final norm, output."""
-    return sorted(names, key=lambda name: _place(name, order))
-
-
-def _place(name: str, order: Sequence[str]) -> tuple[int, int, int]:
-    within = {_without_number(each): index for index, each in reversed(list(enumerate(order)))}
-    parts = name.split(".layers.")
-    stage = 0 if name == EMBEDDING else 2 if name == OUTPUT else 1
-    number = int(parts[1].split(".")[0]) if len(parts) > 1 else 1 << 30
-    return stage, number if stage == 1 else 0, within.get(_without_number(name), 0)
-
-
-def _without_number(name: str) -> str:
-    head, layers, tail = name.partition(".layers.")
-    return head + layers + tail.partition(".")[2] if layers else name

@@ -132,11 +132,7 @@ def run_layout(groups: Groups, job: Job) -> Outcome:
 
 
 def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objective:
-    """Returns the objective of the run.
-
-    Raises:
-        ConfigError: The objective reads extras other than `drawn_extras`, which only the user's data have.
-    """
+    """Returns the objective of the run; refuses extras other than `drawn_extras`, which only the user's data have."""
     objective = Objective.from_config(config.loss, config.model)
     if missing := [name for name in objective.extras if name not in drawn_extras]:
         names = ", ".join(as_configured(missing))
@@ -149,8 +145,6 @@ def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objecti
 
 
 class _Runner:
-    """Trains one model on this rank."""
-
     def __init__(self, groups: Groups, job: Job) -> None:
         config = job.config
         self._groups, self._job, self._config = groups, job, config

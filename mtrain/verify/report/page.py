@@ -202,7 +202,6 @@ def _worst_by_tensor(layout: LayoutResult, kind: str) -> dict[str, Deviation]:
 
 
 def _lines(content: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yields nested sections as indented text, one value a line."""
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
             yield f"{indent}{key}:"

@@ -106,7 +106,7 @@ def exact_deviations(
     `first` is the result of rank 0; `tensors` are in forward order.
     """
     values = [step_values(record) for record in records if record.step > first.start_step]
-    steps = [StepOutcome(each, None, seen.gradients, seen.weights) for each, seen in zip(values, first.steps)]
+    steps = [StepOutcome(each, None, *seen) for each, seen in zip(values, first.steps)]
     num_updates = round(first.states[first.start_step].counters["adam_step"])
     start = Moments(num_updates, first.initial["exp_avg"].tensors, first.initial["exp_avg_sq"].tensors)
     outcome = Outcome(first.initial["weights"], steps, [])
@@ -119,7 +119,7 @@ def exact_deviations(
 
 def weights_before_each_step(first: SegmentResult) -> list[Arrays]:
     """Returns the weights before each step from the result of rank 0 of a start that gathers."""
-    return [first.initial["weights"].tensors, *(step.weights.tensors for step in first.steps[:-1])]
+    return [first.initial["weights"].tensors, *(weights.tensors for _, weights in first.steps[:-1])]
 
 
 def samples(everyone: Sequence[SegmentResult], straight: Sequence[SegmentResult]) -> Iterator[Deviation]:
@@ -202,7 +202,6 @@ def _numbers(own: StepRecord, other: StepRecord) -> Iterator[tuple[str, str, flo
 
 
 def _fields(record: StepRecord) -> Mapping[str, Any]:
-    """Returns fields that have no own kind and do not depend on the machine."""
     content = json.loads(to_json_line(record))
     return {name: value for name, value in content.items() if name not in (*_COMPARED_BY_KIND, *OF_THE_MACHINE)}
 

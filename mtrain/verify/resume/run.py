@@ -21,6 +21,7 @@ from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.data import AnyData, MockSection
 from mtrain.config.schema.train import AnyOptimizer
+from mtrain.core.engine.training_state import WEIGHTS
 from mtrain.report.metrics.record import StepRecord
 from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.exact import ExactJob, exact_steps
@@ -31,9 +32,9 @@ from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32, replay_notes, small, small_schedule
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import tolerances
-from mtrain.verify.core.weights import forward_order
 from mtrain.verify.parity import Progress, Request, device_for, refuse_without_reference
 from mtrain.verify.planted.inject import RESUME_FAULTS, chosen
+from mtrain.verify.reference.model.adapters import all_shapes
 from mtrain.verify.resume.compare import (
     exact_deviations,
     other_layout,
@@ -53,13 +54,7 @@ _ONE_PROCESS = Trial(micro_batch_size=None)
 
 
 def verify_resume(config: Config, request: Request, progress: Progress, pool: Pool | None = None) -> ResumeReport:
-    """Runs the check; see `verify_parity`.
-
-    Raises:
-        ConfigError: The configuration, a layout, a step or a fault cannot be checked.
-        DataError: The user's data cannot be read.
-        MachineError: The requested device does not exist.
-    """
+    """Runs the check; see `verify_parity`."""
     if not 1 <= request.at < request.num_steps:
         raise ConfigError(
             f"--at {request.at} must lie between 1 and --steps {request.num_steps} - 1, so that there is something to "
@@ -107,12 +102,7 @@ class ResumePlan:
 
 
 def planned(config: Config, request: Request, max_ranks: int) -> ResumePlan:
-    """Returns the layouts and the small configurations.
-
-    Raises:
-        ConfigError: The configuration or a layout cannot be checked.
-        DataError: The user's data cannot be read.
-    """
+    """Returns the layouts and the small configurations."""
     base = OwnTrials(config, max_ranks).full()
     named = None if request.layouts is None else parse_trials(request.layouts, config.layout, max_ranks)
     trials = OwnTrials(config, max_ranks).others() if named is None else named
@@ -221,8 +211,8 @@ class ResumeCheck:
         everyone = self._start(base, "straight", watched_from=self._at)
         seconds = time.monotonic() - began
         self._expected = records_of(self._folder / "straight")
-        names = dict.fromkeys(name for seen in everyone for name in seen.parameter_names)
-        self.tensors = tuple(forward_order(names, list(names)))
+        names = {name for seen in everyone for kind, name in seen.states[self._at].tensors if kind == WEIGHTS}
+        self.tensors = tuple(name for name in all_shapes(base.config) if name in names)
         steps = tuple(map(step_values, self._expected))
         self.reference = LayoutResult("straight", {}, base.layout.world_size, seconds, steps, steps)
         return everyone
@@ -270,7 +260,6 @@ class ResumeCheck:
         return records, found
 
     def _resumed(self, trial: Prepared, source: str, **how: Any) -> tuple[list[SegmentResult], list[StepRecord]]:
-        """Resumes in a copy of a run folder; returns results by rank, and all records."""
         folder = self._new_folder()
         shutil.copytree(self._folder / source, self._folder / folder, dirs_exist_ok=True)
         everyone = self._start(trial, folder, **how)
@@ -288,7 +277,6 @@ class ResumeCheck:
         return replace(result, expected=self._after(self._expected))
 
     def _after(self, records: Sequence[StepRecord]) -> tuple[StepValues, ...]:
-        """Returns the values of the steps after the stop."""
         return tuple(step_values(record) for record in records if record.step > self._at)
 
 

@@ -78,14 +78,6 @@ class State:
     counters: dict[str, float]
 
 
-@dataclass(frozen=True)
-class StepSeen:
-    """Whole tensors of one step for comparison with exact values, on rank 0."""
-
-    gradients: Whole
-    weights: Whole
-
-
 @dataclass
 class SegmentResult:
     """Result of one start on a rank."""
@@ -98,13 +90,8 @@ class SegmentResult:
     unlike_files: list[tuple[str, str, float]] = field(default_factory=list)
     """Tensors whose loaded bits differ from the files: kind, name, share of bytes."""
     initial: dict[str, Whole] = field(default_factory=dict)
-    steps: list[StepSeen] = field(default_factory=list)
-
-    @property
-    def parameter_names(self) -> list[str]:
-        """Returns the names of this rank's parameters in model order."""
-        first = self.states[min(self.states)]
-        return [name for kind, name in first.tensors if kind == WEIGHTS]
+    steps: list[tuple[Whole, Whole]] = field(default_factory=list)
+    """Gradients and new weights of each step, for comparison with exact values, on rank 0."""
 
 
 def run_start(groups: Groups, start: Start) -> SegmentResult:
@@ -179,7 +166,7 @@ class WatchedStep(TrainingStep):
         if gathers:
             weights = gathered(parameter_shards(run.model.chunks, run.model.groups))
             if gradients is not None and weights is not None:
-                self._seen.steps.append(StepSeen(gradients, weights))
+                self._seen.steps.append((gradients, weights))
         return update
 
     def _note_state(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mtrain.verify.reference.model.modules import AS_DEFINED, ExpertChanges
-from mtrain.verify.rollout.exact import Pass, Passes, Reference, Spread, log_probs, replayed
+from mtrain.verify.rollout.exact import Passes, Reference, Spread, log_probs, replayed
 from mtrain.verify.rollout.fits import SEVERAL, SINGLES, fitted, fitted_padding
 from mtrain.verify.rollout.records import Rollout
 from mtrain.verify.rollout.settings import Cause, DrawnTokens, Settings
@@ -111,15 +111,14 @@ class Disagreement:
 
     def _coarser(self) -> Iterator[Tried]:
         """Tries each precision below the one that the engine is said to have."""
-        missed = differences(
-            [each.rollout for each in self.answers], [self._own(each, each.exact) for each in self.answers]
-        )
+        exact = [each.log_probs(each.exact) for each in self.answers]
+        missed = differences([each.rollout for each in self.answers], exact)
         for dtype in (torch.float16, torch.bfloat16):
             if torch.finfo(dtype).eps <= torch.finfo(self.rounding.dtype).eps:
                 continue
             passed = [self.reference.run(each.rollout.prompt_ids, each.rollout.ids, dtype) for each in self.answers]
             pairs = zip(self.answers, passed, strict=True)
-            measured = Spread.of([self._own(each, one) - self._own(each, each.exact) for each, one in pairs])
+            measured = Spread.of([each.log_probs(one) - each.log_probs(each.exact) for each, one in pairs])
             # far less than its rounding is no rounding of it
             explains = self.before.within(measured.allowed(0.0)) and self.before.rms * _IMPROVEMENT >= measured.rms
             name = str(dtype).removeprefix("torch.")
@@ -130,10 +129,6 @@ class Disagreement:
                 "(--weights)",
             )
             yield Tried(cause, Spread.of(missed), measured.allowed(0.0), 1.0, explains)
-
-    @staticmethod
-    def _own(answer: Passes, passed: Pass) -> Tensor:
-        return log_probs(passed.logits, answer.rollout.ids, answer.rollout.temperature)
 
     def _judged(self, cause: Cause, predicted: Predicted) -> Tried:
         missed = differences([each.rollout for each in self.answers], predicted.exact)
@@ -239,7 +234,7 @@ class Disagreement:
 
     def _of_order(self) -> Iterator[tuple[Cause, Predicted | None]]:
         """Gives each answer the log-probabilities, or the prompt, of the row that fits best."""
-        exact = [self._own(each, each.exact) for each in self.answers]
+        exact = [each.log_probs(each.exact) for each in self.answers]
         rows = []
         for each in self.answers:
             near = {
@@ -253,7 +248,7 @@ class Disagreement:
             yield (
                 self._other_order("log-probabilities", rows),
                 Predicted(
-                    [self._own(each, each.exact) for each in taken], [self._own(each, each.rounded) for each in taken]
+                    [each.log_probs(each.exact) for each in taken], [each.log_probs(each.rounded) for each in taken]
                 ),
             )
         prompts = self._prompts_of_other_rows()
@@ -293,7 +288,7 @@ class Disagreement:
     def _gives(self, answer: Passes, prompt: Sequence[int]) -> bool:
         """Says whether this prompt gives the answer's log-probabilities up to rounding."""
         passed = self.reference.run(prompt, answer.rollout.ids)
-        missed = differences([answer.rollout], [self._own(answer, passed)])
+        missed = differences([answer.rollout], [answer.log_probs(passed)])
         return Spread.of(missed).within(self.rounding.allowed)
 
     def _of_cut_prompts(self) -> Iterator[tuple[Cause, Predicted | None]]:
@@ -335,7 +330,6 @@ class Disagreement:
             yield ROUTES, self._rerun(changes=changes)
 
     def _of_each(self, predict: Callable[[Tensor, Rollout], Tensor]) -> Predicted:
-        """Predicts from logits that are already computed."""
         return Predicted(
             [predict(each.exact.logits, each.rollout) for each in self.answers],
             [predict(each.rounded.logits, each.rollout) for each in self.answers],

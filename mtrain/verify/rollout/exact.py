@@ -71,6 +71,10 @@ class Passes:
     exact: Pass
     rounded: Pass
 
+    def log_probs(self, passed: Pass) -> Tensor:
+        """Returns the log-probability of each token of the answer in one of the passes, or in another one."""
+        return log_probs(passed.logits, self.rollout.ids, self.rollout.temperature)
+
 
 class Reference:
     """Model with given weights in float64."""
@@ -122,10 +126,8 @@ def log_probs(logits: Tensor, ids: Sequence[int], temperature: float, shift: int
 def replayed(rollout: Rollout, passed: Pass) -> dict[str, Tensor]:
     """Returns the engine's choices of experts by router of the reference, [1, tokens, experts] bool.
 
-    Unknown choices, such as those of the last token, which the engine did not read, are the reference's.
-
-    Raises:
-        DataError: The routes belong to another model.
+    Unknown choices, such as those of the last token, which the engine did not read, are the reference's. Raises
+    DataError if the routes belong to another model.
     """
     routes = torch.tensor(rollout.routes)
     found = {}
@@ -156,11 +158,7 @@ LIMIT = amplified(1.0)
 
 
 def layer_differences(passes: Sequence[Passes]) -> Mapping[str, float]:
-    """Returns the largest difference of each module's output in units of its rounding; above LIMIT it is a fault.
-
-    Raises:
-        DataError: A module is unknown, or its output has another size.
-    """
+    """Returns the largest difference of each module's output in units of its rounding; above LIMIT it is a fault."""
     found: dict[str, tuple[float, float]] = {}
     for each in passes:
         for name in each.exact.outputs:
@@ -187,11 +185,7 @@ def layer_differences(passes: Sequence[Passes]) -> Mapping[str, float]:
 
 
 def agreeing_routes(passes: Sequence[Passes]) -> str | None:
-    """Counts the engine's choices of experts that equal the reference's, in words; None if it gave none.
-
-    Raises:
-        DataError: The routes belong to another model.
-    """
+    """Counts the engine's choices of experts that equal the reference's, in words; None if it gave none."""
     own = [each for each in passes if each.rollout.routes is not None]
     if not own:
         return None

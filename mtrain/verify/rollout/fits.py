@@ -65,8 +65,6 @@ def fitted(answers: Sequence[tuple[Tensor, Rollout]], names: Sequence[str], tole
 
 
 class _Fit:
-    """Search for settings."""
-
     def __init__(self, places: DrawnTokens, tolerance: float) -> None:
         """Searches the drawn tokens; `tolerance` is the rounding of a log-probability."""
         self._places, self._tolerance = places, tolerance
@@ -105,7 +103,6 @@ class _Fit:
         return [] if found is None else [self._biased(found)]
 
     def _values(self, name: str) -> list[dict[str, Any]]:
-        """Returns usual values of a truncation."""
         size = self._places.logits.shape[-1]
         return [{name: each} for each in (_TIDY if name != "top_k" else [k for k in _USUAL_TOP_K if k < size])]
 

@@ -24,11 +24,7 @@ class Prompts:
     """Prompt token ids by the tokenizer and chat template of a run."""
 
     def __init__(self, model: Model, has_texts: bool, progress: Progress) -> None:
-        """Loads the tokenizer; without one in the configuration, texts are not compared.
-
-        Raises:
-            DataError: The tokenizer is missing or damaged, and there are texts (`has_texts`): ids alone need none.
-        """
+        """Loads the tokenizer; without one in the configuration texts are not compared, and ids alone need none."""
         self._config = config = model.config
         self._tokenizer: Tokenizer | None = None
         try:
@@ -46,12 +42,7 @@ class Prompts:
         return () if self._tokenizer is None else tuple(self._tokenizer.begin_ids)
 
     def broken(self, rollout: Rollout) -> Cause | None:
-        """Returns the first exact property that the rollout violates; None without any.
-
-        Raises:
-            DataError: The template refuses the messages; names the line.
-            ConfigError: There are messages, but the run has no chat template.
-        """
+        """Returns the first exact property that the rollout violates; None without any."""
         try:
             return self._broken(rollout)
         except DataError as fault:

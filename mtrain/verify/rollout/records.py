@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mtrain.base.errors import DataError
 from mtrain.data.formats.jsonl import objects
 
@@ -58,11 +61,7 @@ class Rollout:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Reads a file of rollouts.
-
-    Raises:
-        DataError: The file is missing or empty, or a line, which the message names, is not a rollout.
-    """
+    """Reads a file of rollouts; raises DataError, with the line, if it is none."""
     if not path.is_file():
         raise DataError(f"{path} with rollouts cannot be read: there is no such file; name a file of JSON lines")
     found = []
@@ -198,7 +197,6 @@ def _numbers(given: object, name: str) -> list[float]:
 
 
 def _is_number(given: object) -> bool:
-    """Says whether a value is a finite number that float64 can hold."""
     return isinstance(given, int | float) and not isinstance(given, bool) and abs(given) <= sys.float_info.max
 
 
@@ -215,22 +213,22 @@ def _mask(given: object, length: int) -> list[bool]:
 def _check_shapes(rollout: Rollout) -> None:
     """Refuses routes and hidden states without one row per read token; the last, drawn one may be included."""
     lengths = (rollout.num_read, rollout.num_read + 1)
-    routes = rollout.routes
-    if routes is not None:
-        shape = _shape(routes)
-        if isinstance(routes, str):
+    if rollout.routes is not None:
+        if isinstance(rollout.routes, str):
             raise DataError(
                 "routed_experts is a text, SGLang's base64 of int32; decode it, and give lists [tokens, layers, k]"
             )
-        if not _holds_ids(routes):
+        routes = _array(rollout.routes)
+        if routes.size and (routes.dtype.kind != "i" or routes.min() < -1 or routes.max() >= 2**31):
             raise DataError("routed_experts must hold the numbers of experts, whole numbers from 0, or -1; fix it")
-        if len(shape) != 3 or shape[0] not in lengths:
+        if routes.ndim != 3 or routes.shape[0] not in lengths:
             raise DataError(
-                f"routed_experts has the shape {list(shape)}, but needs [tokens, layers, k] with a row for each of the "
-                f"{lengths[0]} tokens read (prompt and answer without the last token); fix it"
+                f"routed_experts has the shape {list(routes.shape)}, but needs [tokens, layers, k] with a row for each "
+                f"of the {lengths[0]} tokens read (prompt and answer without the last token); fix it"
             )
-    for name, states in rollout.hidden_states.items():
-        shape = _shape(states)
+    for name, given in rollout.hidden_states.items():
+        states = _array(given)
+        shape = states.shape if states.dtype.kind in "if" and np.isfinite(states).all() else ()
         if len(shape) != 2 or shape[0] not in lengths:
             raise DataError(
                 f"hidden_states[{name!r}] has the shape {list(shape)}, but needs [tokens, hidden] with a row for each "
@@ -238,17 +236,9 @@ def _check_shapes(rollout: Rollout) -> None:
             )
 
 
-def _holds_ids(given: Any) -> bool:
-    """Says whether nested lists hold expert numbers only."""
-    return all(map(_holds_ids, given)) if isinstance(given, list) else type(given) is int and -1 <= given < 2**31
-
-
-def _shape(given: Any) -> tuple[int, ...]:
-    """Returns the shape of nested lists of numbers; empty for anything else."""
-    if not isinstance(given, list) or not given:
-        return ()
-    if all(_is_number(each) for each in given):
-        return (len(given),)
-    shapes = {_shape(each) for each in given}
-    inner = shapes.pop()
-    return (len(given), *inner) if not shapes and inner else ()
+def _array(given: Any) -> NDArray[Any]:
+    """Returns nested lists as an array, of objects if numbers are too large, and without axes if they are ragged."""
+    try:
+        return np.array(given)
+    except ValueError:
+        return np.zeros((), np.int64)

@@ -31,7 +31,6 @@ from mtrain.verify.rollout.exact import (
     Spread,
     agreeing_routes,
     layer_differences,
-    log_probs,
     replayed,
 )
 from mtrain.verify.rollout.prompts import Prompts
@@ -65,13 +64,7 @@ class RolloutRequest:
 
 
 def verify_rollout(request: RolloutRequest, progress: Progress, pool: Pool | None = None) -> RolloutReport:
-    """Runs the check; `pool` None starts ranks, and `progress` gets a line for every finished part.
-
-    Raises:
-        ConfigError: The model cannot be compared, or the layout needs more ranks.
-        DataError: The file, the model or the tokenizer cannot be read.
-        MachineError: The requested device does not exist.
-    """
+    """Runs the check; `pool` None starts ranks, and `progress` gets a line for every finished part."""
     rollouts = read_rollouts(request.rollouts)
     if len(rollouts) > request.first:
         progress(f"the first {request.first} of {len(rollouts)} rollouts are compared; --first N takes more")
@@ -87,8 +80,6 @@ def verify_rollout(request: RolloutRequest, progress: Progress, pool: Pool | Non
 
 
 class _RolloutCheck:
-    """One check."""
-
     def __init__(
         self, request: RolloutRequest, model: Model, rollouts: Sequence[Rollout], pool: Pool, progress: Progress
     ) -> None:
@@ -109,7 +100,7 @@ class _RolloutCheck:
         assert scored.weights is not None, "rank 0 holds them"
         reference = Reference(self._model, scored.weights)
         passes = [self._passes(reference, each, self._dtype) for each in self._rollouts]
-        exact = [log_probs(each.exact.logits, each.rollout.ids, each.rollout.temperature) for each in passes]
+        exact = [each.log_probs(each.exact) for each in passes]
         self._progress("reference: float64")
         rounding = _rounding(passes, exact, self._dtype)
         found = differences(self._rollouts, exact)
@@ -196,7 +187,7 @@ class _RolloutCheck:
                 reference.run(rollout.prompt_ids, rollout.ids, kind, changes) for kind in (torch.float64, dtype)
             ]
             found.append(Passes(rollout, *of_types))
-        exact = [log_probs(each.exact.logits, each.rollout.ids, each.rollout.temperature) for each in found]
+        exact = [each.log_probs(each.exact) for each in found]
         rounding = _rounding(found, exact, dtype)
         return _side(name, differences(_as_rollouts(self._rollouts, scored), exact), rounding)
 
@@ -356,7 +347,6 @@ def _inner_finding(layers: Mapping[str, float]) -> list[Finding]:
 
 
 def _as_rollouts(rollouts: Sequence[Rollout], scored: Scored) -> list[Rollout]:
-    """Gives the rollouts the trainer's log-probabilities and experts."""
     routes = [None] * len(rollouts) if scored.routes is None else scored.routes
     return [
         replace(each, log_probs=own, routes=chosen)
@@ -373,7 +363,6 @@ def _deviating(side: Side, found: Sequence[Tensor]) -> list[int]:
 
 
 def _rounding(passes: Sequence[Passes], exact: Sequence[Tensor], dtype: torch.dtype) -> Rounding:
-    """Measures the rounding of the passes' precision."""
     # the largest logit is rounded by every engine at the end
     largest = max(float((each.exact.logits / each.rollout.temperature).nan_to_num().abs().max()) for each in passes)
     places = [(each, slice(1, 1 + len(each.rollout.ids))) for each in passes]
@@ -384,10 +373,7 @@ def _rounding(passes: Sequence[Passes], exact: Sequence[Tensor], dtype: torch.dt
         for each, drawn in places
     ]).rms  # fmt: skip
     floor = max(torch.finfo(dtype).eps / 2 * largest, typical)
-    measured = [
-        log_probs(each.rounded.logits, each.rollout.ids, each.rollout.temperature) - values
-        for each, values in zip(passes, exact, strict=True)
-    ]
+    measured = [each.log_probs(each.rounded) - values for each, values in zip(passes, exact, strict=True)]
     return Rounding(dtype, floor, Spread.of(measured).allowed(floor))
 
 

@@ -34,9 +34,6 @@ def scores(
     """Loads the model and computes the log-probabilities as a loss of the run would. Collective.
 
     `replay` sends tokens to the engine's experts instead of the trainer's.
-
-    Raises:
-        DataError: The weights cannot be loaded, or a rollout does not fit the model.
     """
     loaded = loaded_model(model.entry, model.config, groups)
     batch = [

@@ -169,7 +169,6 @@ class DrawnTokens:
 
     @cached_property
     def _places_read(self) -> tuple[Tensor, Tensor]:
-        """Rows and columns of `logits` of the tokens in `read`."""
         return _rows(self.read), torch.cat(self.read)
 
     @cached_property

@@ -4,7 +4,8 @@ import numpy as np
 
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.core.state.shard import Shard
-from mtrain.verify.core.weights import EMBEDDING, OUTPUT, assembled, drawn, forward_order
+from mtrain.verify.core.weights import EMBEDDING, OUTPUT, assembled, drawn
+from mtrain.verify.reference.model.adapters import all_shapes
 from tests.config.samples import config
 
 
@@ -37,6 +38,13 @@ def test_weights_depend_on_their_name_and_the_vocabulary_is_padded_with_zeros() 
 
 
 def test_tensors_are_ordered_as_they_are_used() -> None:
-    order = [f"decoder.layers.{layer}.{part}" for layer in range(11) for part in ("norm", "mlp")]
-    names = [EMBEDDING, *order, "decoder.final_layernorm.weight", OUTPUT]
-    assert forward_order(sorted(names), names) == names
+    user = config(model__num_layers=11, model__mtp_depths=1, adapter={"rank": 4, "targets": ["qkv"]})
+    names = list(all_shapes(user))
+    parts = [name.split(".")[:3] for name in names]
+    order = [each for number, each in enumerate(parts) if number == 0 or parts[number - 1] != each]
+    layers = [["decoder", "layers", str(layer)] for layer in range(11)]
+    final, ahead = ["decoder", "final_layernorm", "weight"], ["mtp", "layers", "0"]
+    assert [each for each in order if each[0] != "embedding"] == [*layers, final, ahead, OUTPUT.split(".")]
+    assert names[0] == EMBEDDING
+    qkv = "decoder.layers.3.self_attention.linear_qkv"
+    assert names.index(f"{qkv}_adapter.q_proj_lora_a") > names.index(f"{qkv}.weight")

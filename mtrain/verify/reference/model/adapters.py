@@ -18,7 +18,7 @@ from mtrain.config.schema.adapter import AdapterSection, AnyAdapter
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention import KINDS, kind_of
 from mtrain.verify.reference.model.attention_kind import Shape
-from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, is_gated, layers, shapes_of
+from mtrain.verify.reference.model.shapes import EMBEDDING, OUTPUT, layers, shapes_of
 
 
 class Adapted(NamedTuple):
@@ -30,24 +30,28 @@ class Adapted(NamedTuple):
 
 
 def all_shapes(config: Config) -> dict[str, Shape]:
-    """Returns the shapes of all tensors by name: the model, then its adapters."""
-    found = dict(shapes_of(config.model))
-    if config.adapter is None:
-        return found
-    frozen = shapes_of(config.model)
-    for adapted in _adapted(config.model, config.adapter):
-        columns = frozen[adapted.weight][1]
-        for part, rows in adapted.pairs.items():
-            name = _prefix(adapted.weight, part)
-            rank = int(_set_for(part, config.adapter.rank_pattern, config.adapter.rank))
-            if part == "embedding":  # a row of A for each token, which B projects to the hidden size
-                found[f"{name}lora_a"] = (len(rows), rank)
-                found[f"{name}lora_b"] = (columns, rank)
-                continue
-            found[f"{name}lora_a"] = (rank, columns)
-            found[f"{name}lora_b"] = (len(rows), rank)
-            if config.adapter.kind == "dora":
-                found[f"{name}magnitude"] = (len(rows),)
+    """Returns the shapes of all tensors by name in forward order, each with its adapters after it."""
+    frozen, section = shapes_of(config.model), config.adapter
+    adapted = {} if section is None else {each.weight: each for each in _adapted(config.model, section)}
+    found: dict[str, Shape] = {}
+    for name, shape in frozen.items():
+        found[name] = shape
+        if section is not None and name in adapted:
+            found |= _adapter_shapes(adapted[name], shape[1], section)
+    return found
+
+
+def _adapter_shapes(adapted: Adapted, columns: int, section: AnyAdapter) -> dict[str, Shape]:
+    found: dict[str, Shape] = {}
+    for part, rows in adapted.pairs.items():
+        name = _prefix(adapted.weight, part)
+        rank = int(_set_for(part, section.rank_pattern, section.rank))
+        if part == "embedding":  # a row of A for each token, which B projects to the hidden size
+            found |= {f"{name}lora_a": (len(rows), rank), f"{name}lora_b": (columns, rank)}
+            continue
+        found |= {f"{name}lora_a": (rank, columns), f"{name}lora_b": (len(rows), rank)}
+        if section.kind == "dora":
+            found[f"{name}magnitude"] = (len(rows),)
     return found
 
 
@@ -162,5 +166,5 @@ def _rows(weight: str, count: int, layer: int, model: ModelSection) -> Mapping[s
         return {"experts": every}
     if linear == "linear_fc1":
         half = count // 2
-        return {"gate_proj": every[:half], "up_proj": every[half:]} if is_gated(model) else {"up_proj": every}
+        return {"gate_proj": every[:half], "up_proj": every[half:]} if model.is_gated else {"up_proj": every}
     return {"fc2": every}

@@ -90,14 +90,9 @@ def _layer(name: str, number: int, model: ModelSection) -> Iterator[tuple[str, S
 
 
 def _network(name: str, size: int, model: ModelSection) -> Iterator[tuple[str, Shape]]:
-    first = 2 * size if is_gated(model) else size
+    first = 2 * size if model.is_gated else size
     yield from linear_shapes(f"{name}.linear_fc1", first, model.hidden_size, model.linear_bias)
     yield from linear_shapes(f"{name}.linear_fc2", model.hidden_size, size, model.linear_bias)
-
-
-def is_gated(model: ModelSection) -> bool:
-    """Says whether the first projection is a gate and an up projection."""
-    return model.activation in ("swiglu", "swiglu_clamped", "geglu_tanh")
 
 
 def _experts(name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:

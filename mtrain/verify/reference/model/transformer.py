@@ -102,11 +102,9 @@ class Transformer:
         return after
 
     def _before(self, part: Module, name: str, x: Tensor) -> Tensor:
-        """Applies the norm before a part of a layer, if any."""
         return x if self._model.post_norm else norm(part.inner(name), x)
 
     def _norm_after(self, part: Module, name: str, x: Tensor) -> Tensor:
-        """Applies the norm after a part of a layer, if any."""
         return norm(part.inner(name), x) if self._model.sandwich_norm or self._model.post_norm else x
 
     def _embedded(self, tokens: Tensor) -> Tensor:
