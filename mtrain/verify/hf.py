@@ -31,11 +31,10 @@ from mtrain.hf.io.source import FolderTensors, source_for
 from mtrain.hf.io.training import StepInput, TrainingRows, open_trainable, transformers_steps
 from mtrain.hf.tokenizer.tokenizer import added_by
 from mtrain.training.build import opened_loader
-from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.compare import relative
 from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, attempted
-from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, summary
+from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, diagnosed, summary
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.shrink import in_float32, refuse_incomparable, replay_notes
 from mtrain.verify.core.texts import texts_of
@@ -62,7 +61,10 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     device, max_ranks = device_for(config.train, request.max_ranks)
     exact, changes = comparable(config)
     changes = (*changes, *replay_notes(config.data, progress))
-    trials = _trials(exact, request, max_ranks)
+    if request.layouts is None:
+        trials = [own_layout(exact, max_ranks)]
+    else:
+        trials = [prepared(trial, exact) for trial in parse_trials(request.layouts, exact.layout, max_ranks)]
     if request.fault is not None:
         chosen(request.fault, exact, {axis for trial in trials for axis in trial.axes})
     pool = pool or Pool(device, PRELOADED, TIMEOUT_S, config.train.deterministic)
@@ -114,13 +116,6 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
         content[name] |= values
     content["optimizer"] = {name: content["optimizer"][name] for name in AdamWSection.model_fields}
     return Config.model_validate(content), lines
-
-
-def _trials(config: Config, request: Request, max_ranks: int) -> list[Prepared]:
-    if request.layouts is None:
-        return [own_layout(config, max_ranks)]
-    trials = parse_trials(request.layouts, config.layout, max_ranks)
-    return [prepared(trial, config) for trial in dict.fromkeys(trials)]
 
 
 def _tolerances(sizes: Sizes) -> tuple[Tolerance, ...]:

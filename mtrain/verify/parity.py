@@ -15,22 +15,19 @@ import torch
 from mtrain.base.errors import ConfigError, MachineError
 from mtrain.config import Config
 from mtrain.config.schema.loss import own_functions
-from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.train import AnyOptimizer, TrainSection
-from mtrain.verify.core.activations import module_order, put_together
-from mtrain.verify.core.bisect import diagnosed, first_deviating, with_advice
-from mtrain.verify.core.compare import Expected, compared
+from mtrain.verify.core.activations import first_deviating, module_order, put_together
+from mtrain.verify.core.compare import Expected, compared, expected_fields
 from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps, text_places
-from mtrain.verify.core.inputs import expected_fields
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, all_results, attempted, environment_of
-from mtrain.verify.core.result import LayoutResult, ParityReport
+from mtrain.verify.core.result import LayoutResult, ParityReport, diagnosed, with_advice
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import needs_float64, tolerances
 from mtrain.verify.core.weights import Arrays
-from mtrain.verify.core.worker import Job, Outcome, own_objective, pieces_of, run_layout
+from mtrain.verify.core.worker import Job, own_objective, pieces_of, run_layout
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.policy import EXTRAS
 
@@ -69,7 +66,9 @@ def verify_parity(
     refuse_without_reference(config, EXTRAS)
     device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks, batch_size)
-    plan = replace(_plan(shrunk, config.model, request.num_steps), choices=config.data.choices)
+    plan = SamplePlan(0, request.num_steps, choices=config.data.choices)
+    if shrunk.reads_files:
+        plan = SamplePlan(request.num_steps, NUM_HARD_KINDS, config.model.vocab_size, config.data.choices)
     pool = pool or Pool(device, PRELOADED, is_deterministic=config.train.deterministic)
     check = _Check(trials, plan, request.fault, pool)
     layouts = check.run(progress)
@@ -142,11 +141,6 @@ def _shrunk(config: Config, trials: Sequence[Trial], batch_size: int) -> Shrunk:
     return with_loss_tokens(lambda length: shrink(config, trials, length, batch_size), config)
 
 
-def _plan(shrunk: Shrunk, model: ModelSection, num_steps: int) -> SamplePlan:
-    """Plans steps on the user's data, if available, then on hard batches."""
-    return SamplePlan(num_steps, NUM_HARD_KINDS, model.vocab_size) if shrunk.reads_files else SamplePlan(0, num_steps)
-
-
 class _Check:
     def __init__(self, trials: list[Prepared], plan: SamplePlan, fault: str | None, pool: Pool) -> None:
         self._trials, self._pool, self._fault, self.plan = trials, pool, fault, plan
@@ -193,7 +187,9 @@ class _Check:
     def _layout(self, trial: Prepared) -> LayoutResult:
         def find() -> dict[str, Any]:
             everyone = self._pool.run(run_layout, trial.layout, Job(trial.config, self.plan, self._fault))
-            weights = _before_each_step(everyone[0])
+            assert everyone[0].initial is not None, "rank 0 holds what was gathered"
+            after = [step.weights.tensors for step in everyone[0].steps if step.weights is not None]
+            weights = [everyone[0].initial.tensors, *after[:-1]]
             exact = self._pool.run(exact_steps, self._base.layout, ExactJob(self.config, self._steps), weights)[0]
             self._weights[trial.name] = weights
             return compared(trial, everyone, exact, self._expected)
@@ -219,9 +215,3 @@ class _Check:
         # outputs come after as many sums as the loss, or fewer
         tolerance = next(each.value for each in self.tolerances if each.kind == "loss")
         return first_deviating(found, exact.outputs, order, tolerance)
-
-
-def _before_each_step(outcome: Outcome) -> list[Arrays]:
-    assert outcome.initial is not None, "rank 0 holds what was gathered"
-    after = [step.weights.tensors for step in outcome.steps if step.weights is not None]
-    return [outcome.initial.tensors, *after[:-1]]

@@ -286,7 +286,8 @@ class Drill:
                 yield _Done(stop, 0.0, 0, lost)
                 continue
             if self._fault is not None and stop.phase is Phase.FORWARD_BACKWARD:
-                _lose_record(run_dir / "metrics.jsonl")
+                lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+                (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))
             yield _Done(stop, seconds, _newest(run_dir))
         if failed is None:
             try:
@@ -334,11 +335,6 @@ class Drill:
         path = self._folder / f"{run}.yaml"
         path.write_text(config_yaml(config))
         return path
-
-
-def _lose_record(metrics: Path) -> None:
-    lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(lines[:-1]))
 
 
 def _newest(run_dir: Path) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from mtrain.arch.features import kinds
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.verify.reference.model.grouped_attention import rotates, window_of
-from mtrain.verify.reference.text import Rows
+from mtrain.verify.reference.text import Rows, Text, rows_of
 
 MAX_LENGTH = 1024
 """Longest rows for measuring errors: the reference keeps the scores of all pairs in float64."""
@@ -123,22 +124,11 @@ def length_of(cp: int, row_width: int) -> int:
 
 def rows_like(has_documents: bool, num_rows: int, length: int, device: torch.device) -> Rows:
     """Makes rows full of text: one document each, or several, one of a single token if the row is long."""
-    starts = torch.zeros(num_rows, length, dtype=torch.int64)
-    for row in range(num_rows if has_documents else 0):
-        for part in _EDGES:
-            edge = min(length - 1, max(1, int(length * part)) + row)
-            starts[row, edge:] = edge
-    places = torch.arange(length)
-    tokens = torch.zeros_like(starts)
-    documents = (starts != starts.roll(1, dims=1)).long().cumsum(1)
-    return Rows(
-        tokens=tokens.to(device),
-        labels=tokens.to(device),
-        weights=tokens.double().to(device),
-        documents=documents.to(device),
-        positions=(places - starts).to(device),
-        sample_weights=torch.ones(num_rows, dtype=torch.float64, device=device),
-    )
+    texts = []
+    for row in range(num_rows):
+        edges = {min(length - 1, max(1, int(length * part)) + row) for part in _EDGES if has_documents}
+        texts.append(Text(np.zeros(length + 1, np.int64), np.ones(length + 1), edges=tuple(sorted(edges))))
+    return rows_of(texts, length, 1, device)
 
 
 def starts_of(rows: Rows) -> Tensor:

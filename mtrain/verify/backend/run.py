@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from mtrain.verify.backend.cases import NUM_ROWS, Case, cases_of, few_layers, le
 from mtrain.verify.backend.errors import MEASURES, TensorError, tolerances
 from mtrain.verify.backend.worker import BackendJob, CaseResult, compare
 from mtrain.verify.core.ranks import Pool, attempted
-from mtrain.verify.core.result import BackendReport, Deviation, LayoutResult, badness, summary
+from mtrain.verify.core.result import BackendReport, Deviation, LayoutResult, badness, encoded, summary
 from mtrain.verify.parity import Progress, Request, device_for
 from mtrain.verify.planted.inject import BACKEND_FAULTS, chosen
 
@@ -156,14 +155,8 @@ class _Comparisons:
             "timed_shape": [*self.timed_shape, self.config.model.hidden_size],
             "ms": result.ms,
             "own_ms": result.own_ms,
-            "errors": [{**each._asdict(), "passed": each.passed} | _finite(each) for each in result.errors],
+            "errors": [encoded({**each._asdict(), "passed": each.passed}) for each in result.errors],
         }
-
-
-def _finite(error: TensorError) -> dict[str, Any]:
-    """Returns numbers that JSON cannot hold, as texts."""
-    numbers = {"own": error.own, "candidate": error.candidate, "tolerance": error.tolerance}
-    return {name: str(value) for name, value in numbers.items() if not math.isfinite(value)}
 
 
 def _of_all_ranks(ranks: Sequence[CaseResult]) -> CaseResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -145,3 +145,16 @@ def put_together(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, 
     if OUTPUT_LAYER in whole:
         whole[OUTPUT_LAYER] = whole[OUTPUT_LAYER][..., : config.model.vocab_size]
     return whole
+
+
+def first_deviating(
+    found: Mapping[str, NDArray[Any]], exact: Mapping[str, NDArray[Any]], order: Sequence[str], tolerance: float
+) -> str | None:
+    """Returns the first module that differs by more than the tolerance x its largest exact element."""
+    for module in order:
+        if module not in found or module not in exact:
+            continue
+        difference = float(np.abs(found[module] - exact[module]).max())
+        if not difference <= tolerance * float(np.abs(exact[module]).max()):
+            return module
+    return None

@@ -141,8 +141,12 @@ class _Evaluator:
         # what batches are compared with first, `samples`, has one rounding to float32
         rows = replace(rows, carried=torch.float32)
         found = evaluated(config, self._tensors(weights), rows, self._teacher, self._user_term)
+        terms = {
+            name: (float(term.mean.detach()), float(term.numerator.detach()), term.denominator)
+            for name, term in found.terms.items()
+        }
         return Exact(
-            values=_values(number, found),
+            values=StepValues.of(number + 1, found.objective, terms, found.grad_norm),
             adds_exactly=frozenset(name for name, term in found.terms.items() if term.adds_exactly),
             gradients=_arrays(found.gradients.items()),
             biases=_arrays(found.biases.items()),
@@ -174,17 +178,6 @@ class _Evaluator:
 
     def _distribution(self, logits: Tensor) -> VocabParallelLogits:
         return VocabParallelLogits(logits.transpose(0, 1), None, 0, self._config.model.vocab_size)
-
-
-def _values(number: int, found: Evaluated) -> StepValues:
-    return StepValues(
-        step=number + 1,
-        objective=found.objective,
-        means={name: float(term.mean.detach()) for name, term in found.terms.items()},
-        numerators={name: float(term.numerator.detach()) for name, term in found.terms.items()},
-        denominators={name: term.denominator for name, term in found.terms.items()},
-        grad_norm=found.grad_norm,
-    )
 
 
 def _arrays(tensors: Iterable[tuple[str, Tensor]]) -> Arrays:

@@ -143,8 +143,7 @@ class OwnTrials:
         Covers every degree above 1 of the user's layout, alone and combined, over micro-batch sizes and data
         parallelism, on at most `max_ranks` ranks; larger degrees are reduced to a divisor that fits.
         """
-        max_ranks = self.max_ranks
-        parts = self._parts()
+        max_ranks, parts = self.max_ranks, self._parts()
         trials = [Trial(micro_batch_size=None), Trial(micro_batch_size=1), Trial(micro_batch_size=4)]
         trials += [Trial(dp=2, micro_batch_size=None), Trial(dp=4, micro_batch_size=2)]
         for variants in parts.values():
@@ -179,8 +178,7 @@ class OwnTrials:
 
     def _parts(self) -> dict[str, list[Trial]]:
         """Returns trials of each axis of the user's layout alone, fullest last."""
-        config, max_ranks = self.config, self.max_ranks
-        section = config.layout
+        config, section, max_ranks = self.config, self.config.layout, self.max_ranks
         tp, pp, cp = (_divisor_below(degree, max_ranks) for degree in (section.tp, section.pp, section.cp))
         parts: dict[str, list[Trial]] = {}
         if tp > 1:

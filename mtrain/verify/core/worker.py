@@ -235,14 +235,8 @@ def small_teacher(config: Config, groups: Groups, in_float64: bool = False) -> T
 
 def step_values(number: int, totals: StepTotals, grad_norm: float) -> StepValues:
     """Returns the values to report of the step with this index."""
-    return StepValues(
-        step=number + 1,
-        objective=totals.objective,
-        means={term: each.mean for term, each in totals.terms.items()},
-        numerators={term: each.numerator for term, each in totals.terms.items()},
-        denominators={term: each.denominator for term, each in totals.terms.items()},
-        grad_norm=grad_norm,
-    )
+    terms = {name: (each.mean, each.numerator, each.denominator) for name, each in totals.terms.items()}
+    return StepValues.of(number + 1, totals.objective, terms, grad_norm)
 
 
 def disagreement(everyone: Sequence[Outcome]) -> str | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from markupsafe import Markup
 
+from mtrain.base.yaml_text import yaml_text
 from mtrain.report.pages.charts import Curve, difference_chart, value_chart
 from mtrain.report.pages.html import moment, render, short
 from mtrain.verify.core.result import Deviation, Diagnosis, LayoutResult, ParityReport, Report, StepValues, badness
@@ -83,7 +84,7 @@ def report_page(report: Report) -> str:
         figures=[_figure(report, kind, name) for kind, name in _plotted(report)],
         bins=BINS,
         maps=[_tensor_map(report, kind) for kind in report.text.maps],
-        configuration="\n".join(_lines(report.config)),
+        configuration=yaml_text(report.config),
     )
 
 
@@ -174,14 +175,10 @@ def _curve(report: Report, slot: int, points: Sequence[tuple[int, float]], stand
 
 
 def _values(steps: Sequence[StepValues], kind: str, name: str) -> list[tuple[int, float]]:
-    found = [(each.step, _value(each, kind, name)) for each in steps]
-    return [(step, value) for step, value in found if value is not None]
-
-
-def _value(step: StepValues, kind: str, name: str) -> float | None:
     if kind == "grad_norm":
-        return step.grad_norm
-    return (step.means if kind == "loss" else step.denominators).get(name)
+        return [(each.step, each.grad_norm) for each in steps]
+    by_term = [(each.step, each.means if kind == "loss" else each.denominators) for each in steps]
+    return [(step, values[name]) for step, values in by_term if name in values]
 
 
 def _tensor_map(report: Report, kind: str) -> TensorMap:
@@ -199,12 +196,3 @@ def _worst_by_tensor(layout: LayoutResult, kind: str) -> dict[str, Deviation]:
         if each.kind == kind and (each.name not in worst or badness(each) > badness(worst[each.name])):
             worst[each.name] = each
     return worst
-
-
-def _lines(content: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    for key, value in content.items():
-        if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:"
-            yield from _lines(value, indent + "  ")
-        else:
-            yield f"{indent}{key}: {value}"

@@ -34,14 +34,9 @@ def records_of(run: Path) -> list[StepRecord]:
 
 def step_values(record: StepRecord) -> StepValues:
     """Converts a record to report values."""
-    return StepValues(
-        step=record.step,
-        objective=record.loss if record.objective is None else record.objective,
-        means={term: each.loss for term, each in record.terms.items()},
-        numerators={term: each.numerator for term, each in record.terms.items()},
-        denominators={term: each.denominator for term, each in record.terms.items()},
-        grad_norm=record.grad_norm,
-    )
+    objective = record.loss if record.objective is None else record.objective
+    terms = {name: (each.loss, each.numerator, each.denominator) for name, each in record.terms.items()}
+    return StepValues.of(record.step, objective, terms, record.grad_norm)
 
 
 def same_layout(
@@ -178,8 +173,11 @@ def recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord]) -> I
         own = by_step.get(other.step)
         if own is None:
             continue
-        for kind, name, found, value in _numbers(own, other):
-            yield _exact(kind, name, other.step, found, value)
+        yield _exact("lr", "lr", other.step, own.lr, other.lr)
+        for term, value in other.terms.items():
+            yield _exact("denominator", term, other.step, own.terms[term].denominator, value.denominator)
+            yield _exact("loss", term, other.step, own.terms[term].loss, value.loss)
+        yield _exact("grad_norm", "grad_norm", other.step, own.grad_norm, other.grad_norm)
         differing = [name for name, value in _fields(other).items() if _fields(own)[name] != value]
         for name in _fields(other):
             yield Deviation("records", name, other.step, float(name in differing), 0.0)
@@ -191,14 +189,6 @@ def _steps_recorded(records: Sequence[StepRecord], expected: Sequence[StepRecord
     same = next((number for number, (a, b) in enumerate(zip(own, other)) if a != b), min(len(own), len(other)))
     step = other[min(same, len(other) - 1)]
     yield Deviation("records", "steps", step, 0.0 if own == other else 1 - same / max(len(own), len(other)), 0.0)
-
-
-def _numbers(own: StepRecord, other: StepRecord) -> Iterator[tuple[str, str, float, float]]:
-    yield "lr", "lr", own.lr, other.lr
-    for term, value in other.terms.items():
-        yield "denominator", term, own.terms[term].denominator, value.denominator
-        yield "loss", term, own.terms[term].loss, value.loss
-    yield "grad_norm", "grad_norm", own.grad_norm, other.grad_norm
 
 
 def _fields(record: StepRecord) -> Mapping[str, Any]:

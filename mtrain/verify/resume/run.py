@@ -23,11 +23,10 @@ from mtrain.config.schema.data import AnyData, MockSection
 from mtrain.config.schema.train import AnyOptimizer
 from mtrain.core.engine.training_state import WEIGHTS
 from mtrain.report.metrics.record import StepRecord
-from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.exact import ExactJob, exact_steps
 from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, all_results, attempted
-from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, StepValues, Tolerance
+from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, StepValues, Tolerance, diagnosed
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
 from mtrain.verify.core.shrink import FEW_SAMPLES, Shrunk, has_files, in_float32, replay_notes, small, small_schedule
 from mtrain.verify.core.texts import texts_of
@@ -71,11 +70,12 @@ def verify_resume(config: Config, request: Request, progress: Progress, pool: Po
         check = ResumeCheck(plan, request.at, Path(folder), pool)
         check.prepare()
         results = check.run(progress, request.fault)
+    samples = "the run's own data" if plan.shrunk.reads_files else "random tokens"
     return ResumeReport(
         **request.origin(device),
         config=plan.base.config.model_dump(mode="json"),
         changes=(*plan.shrunk.changes, *plan.notes, *notes),
-        data=_data(plan, request),
+        data=f"{request.num_steps} steps of {samples}, stopped after {request.at}",
         num_steps=request.num_steps,
         tolerances=plan.tolerances,
         tensors=check.tensors,
@@ -163,11 +163,6 @@ def _curriculum(data: AnyData, request: Request) -> dict[str, Any]:
     return {"curriculum": [blend.model_dump() for blend in blends]}
 
 
-def _data(plan: ResumePlan, request: Request) -> str:
-    samples = "the run's own data" if plan.shrunk.reads_files else "random tokens"
-    return f"{request.num_steps} steps of {samples}, stopped after {request.at}"
-
-
 _Finding = tuple[list[StepRecord], list[Deviation]]
 
 
@@ -187,7 +182,8 @@ class ResumeCheck:
             stops["comparable"] = plan.comparable
         with ThreadPoolExecutor(2 if self._pool.device == "cpu" else 1) as threads:
             straight = threads.submit(self._straight)
-            saved = {folder: threads.submit(self._stopped, trial, folder) for folder, trial in stops.items()}
+            until_stopped = partial(self._start, watched_from=self._at, stop_after=self._at)
+            saved = {folder: threads.submit(until_stopped, trial, folder) for folder, trial in stops.items()}
             self._everyone = straight.result()
             self._saved = {folder: stop.result() for folder, stop in saved.items()}
 
@@ -216,9 +212,6 @@ class ResumeCheck:
         steps = tuple(map(step_values, self._expected))
         self.reference = LayoutResult("straight", {}, base.layout.world_size, seconds, steps, steps)
         return everyone
-
-    def _stopped(self, trial: Prepared, folder: str) -> list[SegmentResult]:
-        return self._start(trial, folder, watched_from=self._at, stop_after=self._at)
 
     def alike(self, fault: str | None) -> LayoutResult:
         """Resumes on the layout that saved."""

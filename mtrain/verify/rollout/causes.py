@@ -194,7 +194,9 @@ class Disagreement:
             yield self._settings(found)
 
     def _settings(self, settings: Settings) -> tuple[Cause, Predicted | None]:
-        return settings.cause(self._said), self._of_each(_under(settings))
+        return settings.cause(self._said), self._of_each(
+            lambda logits, rollout: DrawnTokens.of(logits, rollout).log_probs(settings)
+        )
 
     def _of_padding(self) -> Iterator[tuple[Cause, Predicted | None]]:
         rows = fitted_padding(self._places)
@@ -368,10 +370,6 @@ def _padded(rows: int) -> Callable[[Tensor, Rollout], Tensor]:
         return log_probs(torch.nn.functional.pad(logits, (0, rows)), rollout.ids, rollout.temperature)
 
     return predict
-
-
-def _under(settings: Settings) -> Callable[[Tensor, Rollout], Tensor]:
-    return lambda logits, rollout: DrawnTokens.of(logits, rollout).log_probs(settings)
 
 
 def _neighbour(shift: int) -> Callable[[Tensor, Rollout], Tensor]:

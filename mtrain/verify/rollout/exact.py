@@ -104,6 +104,15 @@ class Reference:
         outputs = {name: each[0].double() for name, each in found.outputs.items()} if has_outputs else {}
         return Pass(before, {each.name: each.chosen[0] for each in found.seen}, outputs)
 
+    def passes(
+        self, rollout: Rollout, dtype: torch.dtype, changes: ExpertChanges = AS_DEFINED, has_outputs: bool = False
+    ) -> Passes:
+        """Computes the passes over a rollout in float64 and in another precision."""
+        exact, rounded = (
+            self.run(rollout.prompt_ids, rollout.ids, each, changes, has_outputs) for each in (torch.float64, dtype)
+        )
+        return Passes(rollout, exact, rounded)
+
     def _in(self, dtype: torch.dtype) -> dict[str, Tensor]:
         if dtype not in self._tensors:
             self._tensors[dtype] = {name: each.to(dtype) for name, each in self._tensors[torch.float64].items()}

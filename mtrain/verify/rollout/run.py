@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mtrain.api.batches import GlobalBatches
+from mtrain.api.scores import AskedScores, token_scores
+from mtrain.arch.features.feature import multiple_from
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.checkpoint.store.directory import load_entry
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config.schema.layout import LayoutSection
+from mtrain.config.schema.loss import LossSection
+from mtrain.core.batch.datum import Datum
 from mtrain.core.layers.transformer_config import DTYPES
-from mtrain.training.sampling.generate import Model, model_at
+from mtrain.core.ranks.groups import Groups
+from mtrain.core.step.results import ForwardResult
+from mtrain.training.sampling.generate import Model, loaded_model, model_at
 from mtrain.verify.core.layouts import Prepared, own_layout
 from mtrain.verify.core.ranks import Pool, environment_of
+from mtrain.verify.core.weights import Arrays, gathered
 from mtrain.verify.parity import Progress, device_for
 from mtrain.verify.reference.model.modules import ExpertChanges
 from mtrain.verify.rollout.causes import Disagreement, Rounding, Tried, differences, named
@@ -36,10 +46,9 @@ from mtrain.verify.rollout.exact import (
 from mtrain.verify.rollout.prompts import Prompts
 from mtrain.verify.rollout.records import Rollout, read_rollouts, repeated_places
 from mtrain.verify.rollout.report import Finding, RolloutReport, Side
-from mtrain.verify.rollout.scores import Scored, for_scoring, scores
 from mtrain.verify.rollout.settings import Cause
 
-PRELOADED = ("mtrain.verify.rollout.scores",)
+PRELOADED = ("mtrain.verify.rollout.run",)
 TIMEOUT_S = 6 * 3600
 """Time limit of a layout in seconds; long, because models have full size."""
 NOT_EXPLAINED = "not explained"
@@ -61,6 +70,16 @@ class RolloutRequest:
     first: int = 64
     max_ranks: int = 8
     command: str = "mtrain verify rollout"
+
+
+class Scored(NamedTuple):
+    """Result of a rank."""
+
+    log_probs: list[list[float]]
+    routes: list[list[list[list[int]]]] | None
+    """The trainer's experts for each answer, as `Rollout.routes`; None if it has none to give."""
+    weights: Arrays | None
+    """Whole weights on rank 0; None elsewhere, or if not wanted."""
 
 
 def verify_rollout(request: RolloutRequest, progress: Progress, pool: Pool | None = None) -> RolloutReport:
@@ -95,14 +114,14 @@ class _RolloutCheck:
         findings = self._exact_findings()
         if any(each.cause == "other vocabulary" for each in findings):
             return self._report(findings)
-        own = own_layout(self._config, self._request.max_ranks)
-        scored = self._scored(own)
+        self._own = own_layout(self._config, self._request.max_ranks)
+        scored = self._scored(self._own)
         assert scored.weights is not None, "rank 0 holds them"
-        reference = Reference(self._model, scored.weights)
-        passes = [self._passes(reference, each, self._dtype) for each in self._rollouts]
+        self._reference = Reference(self._model, scored.weights)
+        passes = self._passes(self._dtype)
         exact = [each.log_probs(each.exact) for each in passes]
         self._progress("reference: float64")
-        rounding = _rounding(passes, exact, self._dtype)
+        rounding = _rounding(passes, self._dtype)
         found = differences(self._rollouts, exact)
         side = _side("rollout", found, rounding)
         deviating = _deviating(side, found)
@@ -110,10 +129,10 @@ class _RolloutCheck:
         if deviating:
             answers = [passes[number] for number in deviating]
             missed = [found[number] for number in deviating]
-            tried = self._disagreement(reference, answers, rounding, missed).tried()
+            tried = self._disagreement(answers, rounding, missed).tried()
             findings += self._explained(tried, len(deviating))
-        trainer, more = self._trainer(reference, passes, exact, scored, own)
-        again, broken_replay, apart = self._replay(reference, passes, scored, own)
+        trainer, more = self._trainer(passes, scored)
+        again, broken_replay, apart = self._replay(passes, scored)
         both = [found, differences(_as_rollouts(self._rollouts, scored), exact)]
         layers = layer_differences(passes)
         # where the trainer deviates without a replay, too, that is what has to be found first
@@ -149,9 +168,7 @@ class _RolloutCheck:
         self._progress(f"trainer: {trial.name}" + (", with the routes of the rollouts" if replay else ""))
         return scored
 
-    def _replay(
-        self, reference: Reference, passes: Sequence[Passes], scored: Scored, own: Prepared
-    ) -> tuple[list[Side], list[Finding], str | None]:
+    def _replay(self, passes: Sequence[Passes], scored: Scored) -> tuple[list[Side], list[Finding], str | None]:
         """Compares trainer and float64 with the rollouts' routes replayed, and trainer and engine with and without."""
         count = sum(each.routes is not None for each in self._rollouts)
         if count < len(self._rollouts) or scored.routes is None:
@@ -161,8 +178,8 @@ class _RolloutCheck:
                     f"routes are not replayed: {count} of {len(self._rollouts)} rollouts have them; {lacking}"
                 )
             return [], [], None
-        again = self._scored(own, replay=True)
-        sides = [self._replayed_side(f"trainer {own.name}, routes replayed", reference, passes, again)]
+        again = self._scored(self._own, replay=True)
+        sides = [self._replayed_side(f"trainer {self._own.name}, routes replayed", passes, again)]
         apart = [
             Spread.of(differences(self._rollouts, [torch.tensor(each, dtype=torch.float64) for each in one.log_probs]))
             for one in (scored, again)
@@ -171,44 +188,37 @@ class _RolloutCheck:
             f"worst {each.worst:.1e}, rms {each.rms:.1e}" for each in apart
         )
         lines = (
-            f"routing replay: with the routes of the rollouts replayed the trainer under {own.name} deviates from "
-            "float64 that replays them, too",
+            f"routing replay: with the routes of the rollouts replayed the trainer under {self._own.name} deviates "
+            "from float64 that replays them, too",
             "run mtrain verify parity to see whether the layout computes what one process does without a replay",
         )
         findings = [] if sides[0].passed else [Finding("routing replay", lines)]
         return sides, findings, f"{shown} nats"
 
-    def _replayed_side(self, name: str, reference: Reference, passes: Sequence[Passes], scored: Scored) -> Side:
+    def _replayed_side(self, name: str, passes: Sequence[Passes], scored: Scored) -> Side:
         """Compares the trainer with float64 that takes the experts of `Passes.rollout`."""
         dtype, found = self._trainer_dtype, []
         for each in passes:
             rollout, changes = each.rollout, ExpertChanges(chosen=replayed(each.rollout, each.exact))
-            of_types = [
-                reference.run(rollout.prompt_ids, rollout.ids, kind, changes) for kind in (torch.float64, dtype)
-            ]
-            found.append(Passes(rollout, *of_types))
-        exact = [each.log_probs(each.exact) for each in found]
-        rounding = _rounding(found, exact, dtype)
-        return _side(name, differences(_as_rollouts(self._rollouts, scored), exact), rounding)
+            found.append(self._reference.passes(rollout, dtype, changes))
+        return self._trainer_side(name, found, scored)
 
-    def _passes(self, reference: Reference, rollout: Rollout, dtype: torch.dtype) -> Passes:
-        has_outputs = bool(rollout.hidden_states)
-        exact = reference.run(rollout.prompt_ids, rollout.ids, has_outputs=has_outputs)
-        return Passes(rollout, exact, reference.run(rollout.prompt_ids, rollout.ids, dtype, has_outputs=has_outputs))
+    def _trainer_side(self, name: str, passes: Sequence[Passes], scored: Scored) -> Side:
+        exact = [each.log_probs(each.exact) for each in passes]
+        missed = differences(_as_rollouts(self._rollouts, scored), exact)
+        return _side(name, missed, _rounding(passes, self._trainer_dtype))
+
+    def _passes(self, dtype: torch.dtype) -> list[Passes]:
+        return [self._reference.passes(each, dtype, has_outputs=bool(each.hidden_states)) for each in self._rollouts]
 
     def _disagreement(
-        self,
-        reference: Reference,
-        answers: Sequence[Passes],
-        rounding: Rounding,
-        missed: Sequence[Tensor],
-        of_engine: bool = True,
+        self, answers: Sequence[Passes], rounding: Rounding, missed: Sequence[Tensor], of_engine: bool = True
     ) -> Disagreement:
         rollouts = [each.rollout for each in answers]
         experts = self._config.model.experts
         return Disagreement(
             answers=answers,
-            reference=reference,
+            reference=self._reference,
             rounding=rounding,
             before=Spread.of(missed),
             begin_ids=self._prompts.begin_ids if of_engine else (),
@@ -265,27 +275,19 @@ class _RolloutCheck:
             )
         ]
 
-    def _trainer(
-        self, reference: Reference, passes: Sequence[Passes], exact: Sequence[Tensor], scored: Scored, own: Prepared
-    ) -> tuple[list[Side], list[Finding]]:
+    def _trainer(self, passes: Sequence[Passes], scored: Scored) -> tuple[list[Side], list[Finding]]:
         """Compares the trainer; if it deviates, runs it on fewer ranks to see whether the layout is at fault."""
-        dtype = self._trainer_dtype
+        dtype, own = self._trainer_dtype, self._own
         if dtype != self._dtype:
-            passes = [self._passes(reference, each.rollout, dtype) for each in passes]
-        rounding = _rounding(passes, exact, dtype)
-
-        def side_of(name: str, scored: Scored) -> Side:
-            found = differences(_as_rollouts(self._rollouts, scored), exact)
-            return _side(f"trainer {name}", found, rounding)
-
-        sides = [side_of(own.name, scored)]
+            passes = self._passes(dtype)
+        sides = [self._trainer_side(f"trainer {own.name}", passes, scored)]
         if sides[0].passed:
             return sides, []
         own_answers = _as_rollouts(self._rollouts, scored)
         answers = [replace(each, rollout=one) for each, one in zip(passes, own_answers, strict=True)]
         if scored.routes is not None:
             name = f"trainer {own.name}, its choice of experts in float64"
-            chosen = self._replayed_side(name, reference, answers, scored)
+            chosen = self._replayed_side(name, answers, scored)
             if chosen.passed:
                 lines = (
                     f"other routes: the trainer under {own.name} chose other experts than float64 "
@@ -294,15 +296,16 @@ class _RolloutCheck:
                 )
                 return [*sides, chosen], [Finding("other routes", lines)]
         for name, trial in self._fewer(own):
-            sides.append(side_of(trial.name, self._scored(trial)))
+            sides.append(self._trainer_side(f"trainer {trial.name}", passes, self._scored(trial)))
             if sides[-1].passed:
                 lines = (
                     f"{name}: the trainer under {own.name} deviates from float64, under {trial.name} it does not",
                     f"run mtrain verify parity --layouts with {own.name} to see the first module that deviates",
                 )
                 return sides, [Finding(name, lines)]
-        found = differences(own_answers, exact)
-        causes = named(self._disagreement(reference, answers, rounding, found, of_engine=False).tried())
+        found = differences(own_answers, [each.log_probs(each.exact) for each in passes])
+        rounding = _rounding(passes, dtype)
+        causes = named(self._disagreement(answers, rounding, found, of_engine=False).tried())
         fact = causes[0].cause.fact.replace("engine", "trainer") if causes else "deviates from float64 in every layout"
         name = causes[0].cause.name if causes else NOT_EXPLAINED
         lines = (f"{name}: the trainer: {fact}", "run mtrain verify parity to see the first module that deviates")
@@ -362,7 +365,7 @@ def _deviating(side: Side, found: Sequence[Tensor]) -> list[int]:
     return own or list(range(len(found)))
 
 
-def _rounding(passes: Sequence[Passes], exact: Sequence[Tensor], dtype: torch.dtype) -> Rounding:
+def _rounding(passes: Sequence[Passes], dtype: torch.dtype) -> Rounding:
     # the largest logit is rounded by every engine at the end
     largest = max(float((each.exact.logits / each.rollout.temperature).nan_to_num().abs().max()) for each in passes)
     places = [(each, slice(1, 1 + len(each.rollout.ids))) for each in passes]
@@ -373,7 +376,7 @@ def _rounding(passes: Sequence[Passes], exact: Sequence[Tensor], dtype: torch.dt
         for each, drawn in places
     ]).rms  # fmt: skip
     floor = max(torch.finfo(dtype).eps / 2 * largest, typical)
-    measured = [each.log_probs(each.rounded) - values for each, values in zip(passes, exact, strict=True)]
+    measured = [each.log_probs(each.rounded) - each.log_probs(each.exact) for each in passes]
     return Rounding(dtype, floor, Spread.of(measured).allowed(floor))
 
 
@@ -399,3 +402,39 @@ def _positions(both: Sequence[Sequence[Tensor]]) -> tuple[tuple[float, float], .
             sums[number, : len(each)] += each.nan_to_num().square()
             counts[: len(each)] += ~each.isnan() if number == 0 else 0
     return tuple((first, second) for first, second in (sums / counts.clamp(min=1)).sqrt().T.tolist())
+
+
+def scores(
+    groups: Groups, model: Model, rollouts: Sequence[Rollout], with_weights: bool, replay: bool = False
+) -> Scored:
+    """Loads the model and computes the log-probabilities as a loss of the run would. Collective.
+
+    `replay` sends tokens to the engine's experts instead of the trainer's.
+    """
+    loaded = loaded_model(model.entry, model.config, groups)
+    batch = [
+        Datum(
+            [*each.prompt_ids, *each.ids], temperature=each.temperature, routed_experts=each.routes if replay else None
+        )
+        for each in rollouts
+    ]
+    experts = model.config.model.experts
+    asked = AskedScores(routed_experts=experts is not None and experts.capacity_factor is None)
+    found = token_scores(batch, asked, loaded, GlobalBatches(model.config, groups)) if batch else ForwardResult([], [])
+    weights = gathered(parameter_shards(loaded.chunks, groups)) if with_weights else None
+    return Scored(
+        [tokens[-len(each.ids) :].tolist() for tokens, each in zip(found.log_probs, rollouts, strict=True)],
+        [each.tolist() for each in found.routed_experts] or None,
+        None if weights is None else weights.tensors,
+    )
+
+
+def for_scoring(model: Model, rollouts: Sequence[Rollout], max_ranks: int = 1) -> Model:
+    """Returns the model with unpacked rows for the longest rollout, and a loss that needs nothing."""
+    config = model.config
+    length = multiple_from(max(each.num_read for each in rollouts), [2 * config.layout.cp * config.layout.tp])
+    data = config.data.model_copy(update={"seq_length": length, "packing": None})
+    # the number of rows of a step decides nothing here, but would refuse layouts that it does not divide over
+    batch = config.train.micro_batch_size * math.lcm(*range(1, max_ranks + 1))
+    train = config.train.model_copy(update={"tokens_per_micro_batch": None, "global_batch_size": batch})
+    return model._replace(config=config.model_copy(update={"data": data, "train": train, "loss": LossSection()}))

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from mtrain.verify.core.bisect import diagnosed, failing_axis, first_deviating
-from mtrain.verify.core.result import Deviation, LayoutResult
+from mtrain.verify.core.activations import first_deviating
+from mtrain.verify.core.result import Deviation, LayoutResult, diagnosed, failing_axis
 from mtrain.verify.report.text import PARITY
 
 

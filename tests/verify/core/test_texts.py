@@ -17,7 +17,7 @@ from mtrain.core.batch import order
 from mtrain.data.formats.corpus_writer import writing_corpus
 from mtrain.data.loader import StepLoader
 from mtrain.data.samples import pretrain
-from mtrain.verify.core.inputs import expected_fields, sample_deviations
+from mtrain.verify.core.compare import expected_fields, sample_deviations
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.shrink import has_files
 from mtrain.verify.core.texts import texts_of

@@ -16,9 +16,8 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.data import IndexedSection
 from mtrain.data.formats.corpus_writer import writing_corpus
-from mtrain.verify.core.bisect import diagnosed
 from mtrain.verify.core.layouts import Prepared
-from mtrain.verify.core.result import LayoutResult, ResumeReport
+from mtrain.verify.core.result import LayoutResult, ResumeReport, diagnosed
 from mtrain.verify.parity import Request
 from mtrain.verify.planted.inject import RESUME_FAULTS, TESTS
 from mtrain.verify.report.print import write_report

@@ -9,7 +9,7 @@ from mtrain import Completion, Config, Datum, Engine, SamplingParams
 from mtrain.arch.layout import Layout
 from mtrain.core.layers.moe import router
 from mtrain.core.ranks.groups import Groups
-from mtrain.verify.rollout.scores import Scored, scores
+from mtrain.verify.rollout.run import Scored, scores
 from tests.pool import Pool
 from tests.training.engine_ranks import free
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from mtrain.config.schema.model import ModelSection
 from mtrain.verify.reference.model.attention_kind import AttentionKind
-from mtrain.verify.reference.model.delta_net import DeltaNet
 from mtrain.verify.reference.model.grouped_attention import GlobalAttention, GroupedAttention
 from mtrain.verify.reference.model.latent_attention import LatentAttention
-from mtrain.verify.reference.model.mamba import Mamba
 from mtrain.verify.reference.model.modules import Module
+from mtrain.verify.reference.model.recurrent import DeltaNet, Mamba
 from mtrain.verify.reference.text import Rows
 
 _GROUPED, _GLOBAL, _LATENT = GroupedAttention(), GlobalAttention(), LatentAttention()
