@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from mtrain.config.schema.train import AnyOptimizer, TrainSection
 from mtrain.verify.core.activations import first_deviating, module_order, put_together
 from mtrain.verify.core.compare import Expected, compared, expected_fields
 from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps, text_places
-from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
+from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, fitting, parse_trials
 from mtrain.verify.core.ranks import Pool, all_results, attempted, environment_of
 from mtrain.verify.core.result import LayoutResult, ParityReport, diagnosed, with_advice
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
@@ -27,7 +27,7 @@ from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import needs_float64, tolerances
 from mtrain.verify.core.weights import Arrays
-from mtrain.verify.core.worker import Job, own_objective, pieces_of, run_layout
+from mtrain.verify.core.worker import Job, own_objective, run_layout
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.policy import EXTRAS
 
@@ -116,29 +116,14 @@ def device_for(train: TrainSection, max_ranks: int) -> tuple[str, int]:
 
 def _small(config: Config, request: Request, max_ranks: int, batch_size: int) -> tuple[Shrunk, list[Prepared]]:
     """Returns the shrunk configuration and its layouts, first one process with one microbatch."""
-    base = Trial(micro_batch_size=None)
-    if request.layouts is not None:
-        named = parse_trials(request.layouts, config.layout, max_ranks)
-        shrunk = _shrunk(config, [base, *named], batch_size)
-        return shrunk, _distinct(prepared(trial, shrunk.config) for trial in [base, *named])
-    derived = OwnTrials(config, max_ranks).derived()
-    shrunk = _shrunk(config, derived, batch_size)
-    legal = []
-    for trial in derived:
-        try:
-            legal.append(prepared(trial, shrunk.config))
-        except ConfigError:  # a derived variant, such as another cp_comm, which the user did not ask for
-            continue
-    return shrunk, _distinct(legal)
-
-
-def _distinct(trials: Iterable[Prepared]) -> list[Prepared]:
-    """Drops duplicates: packed rows may set the micro-batch size, so that trials coincide."""
-    return list({trial.name: trial for trial in trials}.values())
-
-
-def _shrunk(config: Config, trials: Sequence[Trial], batch_size: int) -> Shrunk:
-    return with_loss_tokens(lambda length: shrink(config, trials, length, batch_size), config)
+    if request.layouts is None:
+        trials = OwnTrials(config, max_ranks).derived()
+    else:
+        trials = [Trial(micro_batch_size=None), *parse_trials(request.layouts, config.layout, max_ranks)]
+    shrunk = with_loss_tokens(lambda length: shrink(config, trials, length, batch_size), config)
+    found = fitting(trials, shrunk.config, are_named=request.layouts is not None)
+    # packed rows may set the micro-batch size, so that trials coincide
+    return shrunk, list({trial.name: trial for trial in found}.values())
 
 
 class _Check:
@@ -208,9 +193,8 @@ class _Check:
         watched = ExactJob(self.config, [texts], first=step - 1, watches=True)
         exact = self._pool.run(exact_steps, self._base.layout, watched, weights)[0][0]
         is_text = text_places(texts, self.config)[..., None]
-        found = {
-            name: np.where(is_text, each, 0.0) for name, each in put_together(pieces_of(everyone), self.config).items()
-        }
+        outputs = put_together((piece for outcome in everyone for piece in outcome.pieces), self.config)
+        found = {name: np.where(is_text, each, 0.0) for name, each in outputs.items()}
         order = module_order(self.config.model.num_layers)
         # outputs come after as many sums as the loss, or fewer
         tolerance = next(each.value for each in self.tolerances if each.kind == "loss")

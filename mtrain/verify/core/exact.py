@@ -20,7 +20,6 @@ from mtrain.core.loss.functions.load import load_loss_function
 from mtrain.core.loss.pair import LossPair, TermInputs
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.core.ranks.groups import Groups
-from mtrain.verify.core.reach import with_epsilon
 from mtrain.verify.core.result import StepValues
 from mtrain.verify.core.weights import TABLES, Arrays, drawn
 from mtrain.verify.reference.model.adapters import all_shapes, as_held
@@ -88,11 +87,7 @@ def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
         values.append(exact.values)
         if exact.values.denominators["main"] != 0:
             if optimizer is None:
-                config = clipping(config, exact.values.grad_norm)
-                limit = config.optimizer.clip_grad
-                clipped = min(exact.values.grad_norm, limit if limit > 0 else math.inf)
-                num_elements = sum(each.size for each in exact.gradients.values())
-                config = with_epsilon(config, clipped, num_elements)
+                config = config.model_copy(update={"optimizer": _with_bounds_at(exact, config.optimizer)})
                 optimizer = exact_optimizer(config)
             lr = config.optimizer.lr
             new = optimizer.updated(weights, exact.gradients, exact.values.grad_norm, lr).weights
@@ -100,11 +95,14 @@ def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
     return ExactRun(values, names, config.optimizer)
 
 
-def clipping(config: Config, grad_norm: float) -> Config:
-    """Returns a configuration whose `clip_grad`, if it clips at all, halves gradients of this norm."""
-    if config.optimizer.clip_grad == 0 or grad_norm == 0:
-        return config
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip_grad": grad_norm / 2})})
+def _with_bounds_at(exact: Exact, section: AnyOptimizer) -> AnyOptimizer:
+    norm, clip_grad = exact.values.grad_norm, section.clip_grad
+    if clip_grad > 0 and norm > 0:
+        clip_grad = norm / 2
+    clipped = min(norm, clip_grad) if clip_grad > 0 else norm
+    num_elements = sum(each.size for each in exact.gradients.values())
+    epsilon = max(section.epsilon, clipped / math.sqrt(num_elements))
+    return section.model_copy(update={"clip_grad": clip_grad, "epsilon": epsilon})
 
 
 def initial_weights(config: Config, model: str = "trained") -> Arrays:

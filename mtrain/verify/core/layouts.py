@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, assert_never
@@ -287,6 +287,18 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
         why = str(fault) if isinstance(fault, ConfigError) else "\n".join(_lines(fault))
         raise ConfigError(f"the layout {_short(trial)} does not fit the model: {why}") from None
     return Prepared(f"{layout}-mbs{size}", _axes(layout, batch // (layout.dp * size)), config, layout)
+
+
+def fitting(trials: Iterable[Trial], shrunk: Config, are_named: bool) -> list[Prepared]:
+    """Returns the trials on the shrunk model, without those that do not fit unless the user named them."""
+    found = []
+    for trial in trials:
+        try:
+            found.append(prepared(trial, shrunk))
+        except ConfigError:  # a derived variant, such as another cp_comm, which the user did not ask for
+            if are_named:
+                raise
+    return found
 
 
 def own_layout(config: Config, max_ranks: int) -> Prepared:

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mtrain.config import Config
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.rope import RopeSection
@@ -139,10 +138,3 @@ def shrink_chunks(modules: Sequence[nn.Module]) -> None:
     for module in (module for each in modules for module in each.modules()):
         if isinstance(module, RecurrentCore):
             module.chunk = _CHUNK
-
-
-def with_epsilon(config: Config, grad_norm: float, num_elements: int) -> Config:
-    """Raises `epsilon` to the size of an element of a gradient with this clipped norm and number of elements."""
-    optimizer = config.optimizer
-    epsilon = max(optimizer.epsilon, grad_norm / math.sqrt(num_elements))
-    return config.model_copy(update={"optimizer": optimizer.model_copy(update={"epsilon": epsilon})})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,21 +77,6 @@ def set_weights(
             region = zip(part.global_offset[axes:], part.data.shape, strict=True)
             if whole is not None:
                 part.data.copy_(whole[tuple(slice(start, start + size) for start, size in region)])
-
-
-def given(weights: Mapping[str, NDArray[Any]]) -> Callable[[str, Sequence[int]], Tensor | None]:
-    """Makes `whole_of` for `set_weights`: tables are cut or padded, buffers stay unchanged."""
-
-    def whole_of(name: str, shape: Sequence[int]) -> Tensor | None:
-        if name not in weights and name != OUTPUT:
-            return None
-        values = torch.from_numpy(weights[name if name in weights else EMBEDDING])
-        whole = torch.zeros(*shape, dtype=values.dtype)
-        rows = min(shape[0], len(values))
-        whole[:rows] = values[:rows]
-        return whole
-
-    return whole_of
 
 
 def gathered(shards: Sequence[Shard]) -> Whole | None:

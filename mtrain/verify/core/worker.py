@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -244,8 +243,3 @@ def disagreement(everyone: Sequence[Outcome]) -> str | None:
     first = [repr(step.values) for step in everyone[0].steps]
     others = [rank for rank, outcome in enumerate(everyone) if [repr(step.values) for step in outcome.steps] != first]
     return f"ranks {others} report another loss, denominator or gradient norm than rank 0" if others else None
-
-
-def pieces_of(everyone: Sequence[Any]) -> list[RecordedOutput]:
-    """Returns the recorded module outputs of all ranks."""
-    return [piece for outcome in everyone for piece in outcome.pieces]

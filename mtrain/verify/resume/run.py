@@ -24,7 +24,7 @@ from mtrain.config.schema.train import AnyOptimizer
 from mtrain.core.engine.training_state import WEIGHTS
 from mtrain.report.metrics.record import StepRecord
 from mtrain.verify.core.exact import ExactJob, exact_steps
-from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
+from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, fitting, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, all_results, attempted
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, StepValues, Tolerance, diagnosed
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
@@ -122,7 +122,7 @@ def planned(config: Config, request: Request, max_ranks: int) -> ResumePlan:
         notes.append(f"other layouts are left out: {', '.join(keys)} changes with the layout by definition")
         trials = []
     saving = prepared(base, shrunk.config)
-    others = [each for trial in trials if (each := _fitting(trial, comparable, named is not None)) is not None]
+    others = fitting(trials, comparable, are_named=named is not None)
     return ResumePlan(
         shrunk,
         saving,
@@ -133,16 +133,6 @@ def planned(config: Config, request: Request, max_ranks: int) -> ResumePlan:
         config.model.vocab_size if shrunk.reads_files else shrunk.config.model.vocab_size,
         tuple(notes),
     )
-
-
-def _fitting(trial: Trial, config: Config, is_named: bool) -> Prepared | None:
-    """Returns the layout on the model; None if it does not fit and the user did not name it."""
-    try:
-        return prepared(trial, config)
-    except ConfigError:
-        if is_named:
-            raise
-        return None
 
 
 def _schedule(optimizer: AnyOptimizer, num_steps: int) -> dict[str, Any]:

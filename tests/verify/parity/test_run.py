@@ -25,7 +25,7 @@ from mtrain.verify.core.result import KINDS, ParityReport
 from mtrain.verify.core.samples import HardBatch, SamplePlan
 from mtrain.verify.core.shrink import BATCH_SIZE, shrink
 from mtrain.verify.core.tolerances import tolerances
-from mtrain.verify.core.worker import Job, pieces_of, run_layout
+from mtrain.verify.core.worker import Job, run_layout
 from mtrain.verify.parity import refuse_without_reference
 from tests.cli.command_line import blocking
 from tests.config.samples import config, content
@@ -226,7 +226,7 @@ def test_module_outputs_are_put_together_from_all_ranks(pool: Pool, layout: str)
     shrunk = shrink(user, [trial], batch_size=NUM_SAMPLES).config
     plan, fitted = SamplePlan(0, 3), prepared(trial, shrunk)
     everyone = pool.run(run_layout, fitted.layout, Job(fitted.config, plan, watched_step=0))
-    found = put_together(pieces_of(everyone), shrunk)
+    found = put_together((piece for each in everyone for piece in each.pieces), shrunk)
     texts = HardBatch(shrunk, 0).texts()
     job = ExactJob(shrunk, [texts], watches=True)
     (outcome,) = pool.run(exact_steps, Layout(), job, [everyone[0].initial.tensors])
