@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import psutil
@@ -254,7 +253,7 @@ class Drill:
     def __init__(self, base: Prepared, folder: Path, request: Request, program: Program) -> None:
         """Starts nothing; `folder` must be empty."""
         self._base, self._folder, self._fault, self._program = base, folder, request.fault, program
-        self._num_ranks = base.layout.world_size
+        self._num_ranks, self._last_failure = base.layout.world_size, dict[str, Any]()
 
     def run(self, progress: Progress) -> list[LayoutResult]:
         """Makes all stops; returns the result of each, with the deviations of the steps after it."""
@@ -294,8 +293,6 @@ class Drill:
                 run_to_end(self._program, launcher(config, self._num_ranks), log)
             except StopFailedError as fault:
                 self._last_failure = failure(fault)
-
-    _last_failure: Mapping[str, Any] = MappingProxyType({})
 
     def _results(self, done: Sequence[_Done], expected: Sequence[StepRecord]) -> list[LayoutResult]:
         """Returns the results of the stops; each owns the steps up to the next stop."""

@@ -104,24 +104,19 @@ class Batches:
 
     def places(self, step: int) -> Places:
         """Returns the positions of a step's samples, equal on all ranks."""
-        if step < self._plan.own_steps:
-            assert self._loader is not None
-            samples, plan = self._loader.samples(step), self._loader.plan(step)
-        else:
-            samples = Given(self._hard_samples(step))
-            plan = self._rows.plan(samples, self._config.train.global_batch_size)
-        return Places(plan, samples)
+        if self._loader is not None and step < self._plan.own_steps:
+            return Places(self._loader.plan(step), self._loader.samples(step))
+        samples = self._hard_samples(step)
+        return Places(self._rows.plan(samples, self._config.train.global_batch_size), samples)
 
     def of_step(self, step: int) -> list[Microbatch]:
         """Returns the microbatches of a step, counted from 0."""
-        if step < self._plan.own_steps:
-            assert self._loader is not None
+        if self._loader is not None and step < self._plan.own_steps:
             return [batch.with_vocabulary(self._config.model.vocab_size) for batch in self._loader.batches(step)]
-        return self._rows.of_step(Given(self._hard_samples(step)), has_first=True)
+        return self._rows.of_step(self._hard_samples(step), has_first=True)
 
-    def _hard_samples(self, step: int) -> list[Sample]:
-        plan = self._plan
-        return HardBatch(self._config, step - plan.own_steps, plan.choices).samples()
+    def _hard_samples(self, step: int) -> Given:
+        return Given(HardBatch(self._config, step - self._plan.own_steps, self._plan.choices).samples())
 
 
 def own_loader(config: Config, own_vocab_size: int, dp_rank: int, dp_size: int) -> StepLoader:

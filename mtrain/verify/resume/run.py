@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mtrain.base.errors import ConfigError, NumericError
@@ -46,7 +45,6 @@ from mtrain.verify.resume.compare import (
 from mtrain.verify.resume.worker import SegmentResult, Start, run_start
 
 PRELOADED = ("mtrain.verify.resume.worker", "mtrain.verify.core.exact")
-EMPTY: Mapping[str, Any] = MappingProxyType({})
 CRASH = "crash"
 """Axis of the case that resumes after a killed rank."""
 _ONE_PROCESS = Trial(micro_batch_size=None)
@@ -184,7 +182,7 @@ class ResumeCheck:
         return all_results(cases, self._pool.device, progress)
 
     def _start(
-        self, trial: Prepared, folder: str, saving: Mapping[str, Any] = EMPTY, **how: Any
+        self, trial: Prepared, folder: str, saving: Mapping[str, Any] | None = None, **how: Any
     ) -> list[SegmentResult]:
         run = trial.config.run.model_copy(update={"dir": str(self._folder / folder)})
         checkpoint = trial.config.checkpoint.model_copy(update=saving)

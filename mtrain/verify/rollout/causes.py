@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,13 +173,13 @@ class Disagreement:
                 f"the log-probability of each token is given to the one {neighbour} it",
                 "shift log_probs by one: the first is that of the first token of the answer",
             )
-            yield cause, self._of_each(_neighbour(shift))
+            yield cause, self._of_each(_neighbour, shift)
             cause = Cause(
                 "off by one",
                 f"the log-probability of each token is taken from the logits {where}",
                 "take it from the logits of the position before the token",
             )
-            yield cause, self._of_each(_other_position(shift))
+            yield cause, self._of_each(_other_position, shift)
 
     @property
     def _places(self) -> list[tuple[Tensor, Rollout]]:
@@ -194,9 +195,7 @@ class Disagreement:
             yield self._settings(found)
 
     def _settings(self, settings: Settings) -> tuple[Cause, Predicted | None]:
-        return settings.cause(self._said), self._of_each(
-            lambda logits, rollout: DrawnTokens.of(logits, rollout).log_probs(settings)
-        )
+        return settings.cause(self._said), self._of_each(_drawn_under, settings)
 
     def _of_padding(self) -> Iterator[tuple[Cause, Predicted | None]]:
         rows = fitted_padding(self._places)
@@ -206,7 +205,7 @@ class Disagreement:
                 f"the softmax of the engine counts {rows} rows more than the vocabulary has, with logits of 0",
                 "let the engine leave out the rows that pad its table",
             )
-            yield cause, self._of_each(_padded(rows))
+            yield cause, self._of_each(_padded, rows)
 
     def _of_prompts(self) -> Iterator[tuple[Cause, Predicted | None]]:
         given = [each.rollout.prompt_ids for each in self.answers]
@@ -331,10 +330,10 @@ class Disagreement:
             changes = [ExpertChanges(chosen=replayed(each.rollout, each.exact)) for each in self.answers]
             yield ROUTES, self._rerun(changes=changes)
 
-    def _of_each(self, predict: Callable[[Tensor, Rollout], Tensor]) -> Predicted:
+    def _of_each(self, predict: Callable[[Tensor, Rollout, Any], Tensor], given: Any) -> Predicted:
         return Predicted(
-            [predict(each.exact.logits, each.rollout) for each in self.answers],
-            [predict(each.rounded.logits, each.rollout) for each in self.answers],
+            [predict(each.exact.logits, each.rollout, given) for each in self.answers],
+            [predict(each.rounded.logits, each.rollout, given) for each in self.answers],
         )
 
     def _rerun(
@@ -365,24 +364,22 @@ def differences(rollouts: Sequence[Rollout], exact: Sequence[Tensor]) -> list[Te
     ]
 
 
-def _padded(rows: int) -> Callable[[Tensor, Rollout], Tensor]:
-    def predict(logits: Tensor, rollout: Rollout) -> Tensor:
-        return log_probs(torch.nn.functional.pad(logits, (0, rows)), rollout.ids, rollout.temperature)
-
-    return predict
+def _drawn_under(logits: Tensor, rollout: Rollout, settings: Settings) -> Tensor:
+    return DrawnTokens.of(logits, rollout).log_probs(settings)
 
 
-def _neighbour(shift: int) -> Callable[[Tensor, Rollout], Tensor]:
-    def predict(logits: Tensor, rollout: Rollout) -> Tensor:
-        own = log_probs(logits, rollout.ids, rollout.temperature)
-        missing = torch.full((1,), math.nan, dtype=own.dtype)
-        return torch.cat([own[1:], missing] if shift > 0 else [missing, own[:-1]])
-
-    return predict
+def _padded(logits: Tensor, rollout: Rollout, rows: int) -> Tensor:
+    return log_probs(torch.nn.functional.pad(logits, (0, rows)), rollout.ids, rollout.temperature)
 
 
-def _other_position(shift: int) -> Callable[[Tensor, Rollout], Tensor]:
-    return lambda logits, rollout: log_probs(logits, rollout.ids, rollout.temperature, shift)
+def _neighbour(logits: Tensor, rollout: Rollout, shift: int) -> Tensor:
+    own = log_probs(logits, rollout.ids, rollout.temperature)
+    missing = torch.full((1,), math.nan, dtype=own.dtype)
+    return torch.cat([own[1:], missing] if shift > 0 else [missing, own[:-1]])
+
+
+def _other_position(logits: Tensor, rollout: Rollout, shift: int) -> Tensor:
+    return log_probs(logits, rollout.ids, rollout.temperature, shift)
 
 
 def _cut(prompt: Sequence[int], count: int, is_end: bool) -> list[int]:
