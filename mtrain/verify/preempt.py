@@ -273,9 +273,8 @@ class Drill:
         failed, lost = None, dict[str, Any]()
         for stop in stops(self._base.config):
             if failed is not None:
-                yield _Done(
-                    stop, 0.0, 0, {**lost, "trace": None, "error": f"not tried: the run was already lost {failed.name}"}
-                )
+                why = f"not tried: the run was already lost {failed.name}"
+                yield _Done(stop, 0.0, 0, {**lost, "trace": None, "error": why})
                 continue
             command = launcher(config, self._num_ranks)
             try:
@@ -287,7 +286,9 @@ class Drill:
             if self._fault is not None and stop.phase is Phase.FORWARD_BACKWARD:
                 lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
                 (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))
-            yield _Done(stop, seconds, _newest(run_dir))
+            # it may have stopped before its first step
+            records = records_of(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+            yield _Done(stop, seconds, max((record.step for record in records), default=0))
         if failed is None:
             try:
                 run_to_end(self._program, launcher(config, self._num_ranks), log)
@@ -332,12 +333,6 @@ class Drill:
         path = self._folder / f"{run}.yaml"
         path.write_text(config_yaml(config))
         return path
-
-
-def _newest(run_dir: Path) -> int:
-    if not (run_dir / "metrics.jsonl").exists():  # stopped before its first step
-        return 0
-    return max((record.step for record in records_of(run_dir)), default=0)
 
 
 def _digests(run_dir: Path, step: int) -> dict[str, str]:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from mtrain.verify.core.result import (
     Deviation,
     Diagnosis,
     LayoutResult,
     ParityReport,
+    Report,
     StepValues,
     Tolerance,
 )
 
 TENSORS = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight", "output_layer.weight")
+
+
+def read_back(kind: type[Report], text: str) -> Any:
+    """Reads what `to_json` wrote; "inf" and "nan" become numbers."""
+    return TypeAdapter(kind).validate_python(json.loads(text))
 
 
 def step_values(step: int, grad_norm: float = 2.0) -> StepValues:

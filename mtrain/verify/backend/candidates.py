@@ -109,10 +109,6 @@ def without_apex(config: Sections, device: torch.device) -> str | None:
     return _joined(reason for reason, holds in reasons.items() if holds)
 
 
-def _with_its_experts(config: Config, groups: Groups) -> nn.Module:
-    return build_with("te", _its_experts(config), groups)
-
-
 def _without_its_experts(config: Config, device: torch.device) -> str | None:
     if config.model.experts is None:
         return "the model has no experts"
@@ -178,7 +174,7 @@ class Candidate:
 
 CANDIDATES = (
     Candidate("te", partial(build_with, "te"), _without_transformer_engine),
-    Candidate("te-experts", _with_its_experts, _without_its_experts),
+    Candidate("te-experts", lambda config, *of: build_with("te", _its_experts(config), *of), _without_its_experts),
     Candidate("compile", _compiled, _without_compiler),
     Candidate("flash-attn", _with_flash_attention, without_flash_attention),
     Candidate("fla", partial(build_with, "fla"), _without_delta_rule),

@@ -64,13 +64,10 @@ def errors_of(found: Tensor | None, exact: Tensor) -> dict[str, float]:
         "root mean square": (difference.square().mean().sqrt(), exact.square().mean().sqrt()),
         "largest": (difference.abs().max(), exact.abs().max()),
     }
-    return {name: _relative(float(error), float(size)) for name, (error, size) in measured.items()}
-
-
-def _relative(error: float, size: float) -> float:
-    if error == 0:
-        return 0.0
-    return error / size if size > 0 else math.inf
+    return {
+        name: 0.0 if error == 0 else float(error / size) if size > 0 else math.inf
+        for name, (error, size) in measured.items()
+    }
 
 
 def floor(train: TrainSection, kind: str, measure: str) -> float:

@@ -57,7 +57,10 @@ def verify_backend(
         chosen(request.fault, config, (), BACKEND_FAULTS)
         candidates = [MISSING_GRADIENT]
     few = few_layers(config, length_of(config.layout.cp, config.row_width))
-    shape = _timed_shape(config.train.micro_batch_size, config.row_width, config.layout.cp, device)
+    shape = config.train.micro_batch_size, config.row_width
+    if device == "cpu":
+        step = 2 * config.layout.cp
+        shape = 1, max(step, min(config.row_width, _CPU_TOKENS) // step * step)
     check = _Comparisons(few, cases_of(config), shape, pool or Pool(device, PRELOADED, TIMEOUT_S), progress)
     found = {candidate: check.of(candidate) for candidate in candidates}
     compared = {candidate: each for candidate, each in found.items() if isinstance(each, Comparison)}
@@ -89,14 +92,6 @@ def known_certificate(config: Sections, folder: Path) -> str:
     device, _ = device_for(config.train, max_ranks=1)
     asked, here = layers_of(config), machine_of(torch.device(device))
     return next((each.name for each in certificates(folder) if (each.layers, each.machine) == (asked, here)), "")
-
-
-def _timed_shape(rows: int, length: int, cp: int, device: str) -> tuple[int, int]:
-    """Returns rows and length of a run's microbatch; of a small one on a CPU."""
-    if device == "cpu":
-        step = 2 * cp
-        return 1, max(step, min(length, _CPU_TOKENS) // step * step)
-    return rows, length
 
 
 @dataclass

@@ -102,7 +102,10 @@ class StepComparison:
         for step, expected in zip(outcome.steps, exact):
             assert step.gradients is not None, "rank 0 holds what was gathered"
             assert step.weights is not None, "rank 0 holds what was gathered"
-            yield from self._denominators(step.values, expected)
+            for term, value in expected.values.denominators.items():
+                tolerance = 0.0 if term in expected.adds_exactly else self._tolerance["denominator"]
+                deviation = relative(step.values.denominators[term], value)
+                yield Deviation("denominator", term, step.values.step, deviation, tolerance)
             judged = list(self._judged(step, expected))
             yield from judged
             yield self._norm(step.values, step.gradients, expected)
@@ -111,12 +114,6 @@ class StepComparison:
             if step.in_float64 is not None:
                 yield from self._rounding(step, expected, judged)
             before = step.weights.tensors
-
-    def _denominators(self, found: StepValues, expected: Exact) -> Iterator[Deviation]:
-        for term, value in expected.values.denominators.items():
-            tolerance = 0.0 if term in expected.adds_exactly else self._tolerance["denominator"]
-            deviation = relative(found.denominators[term], value)
-            yield Deviation("denominator", term, found.step, deviation, tolerance)
 
     def _judged(self, found: StepOutcome, expected: Exact) -> Iterator[Deviation]:
         """Compares losses and gradients, the float64 ones if the layout has them."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, assert_never
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -21,6 +21,7 @@ from mtrain.config.schema.layout import CpComm, LayoutSection
 MAX_STAGES = 8
 """Largest number of (virtual) pipeline stages of a derived layout; each needs a layer."""
 
+_AXES_OF_CP: dict[CpComm, dict[str, str]] = {"allgather": {}, "ulysses": {"cp_comm": "ulysses"}, "ring": {"ring": "on"}}
 _DEGREES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
 _TOKEN = re.compile(
     r"(?P<axis>vpp|etp|tp|pp|cp|dp|ep|mbs)(?P<number>\d+)|(?P<option>sp|ulysses|allgather|ring)|\[(?P<stages>[\d+]+)\]|-"
@@ -342,15 +343,7 @@ def _axes(layout: Layout, num_microbatches: int) -> dict[str, str]:
     if layout.stage_layers is not None:
         used["stage_layers"] = "+".join(map(str, layout.stage_layers))
     if layout.cp > 1:
-        match layout.cp_comm:
-            case "allgather":
-                pass
-            case "ulysses":
-                used["cp_comm"] = "ulysses"
-            case "ring":
-                used["ring"] = "on"
-            case _:
-                assert_never(layout.cp_comm)
+        used |= _AXES_OF_CP[layout.cp_comm]
     if num_microbatches > 1:
         used["microbatches"] = str(num_microbatches)
     return used

@@ -64,7 +64,10 @@ def failure(error: Exception) -> dict[str, Any]:
     """Returns the fields of a `LayoutResult` that say why it did not finish."""
     if was_interrupted():  # a library raised this error instead
         raise KeyboardInterrupt from None
-    return {"error": reason_of(error), "trace": trace_of(error), "exit_code": code_of(error)}
+    code = code_of(error)
+    is_foreseen = code != UnfinishedError.exit_code  # one that a user can act on
+    trace = None if is_foreseen else "".join(traceback.format_exception(error))
+    return {"error": reason_of(error), "trace": trace, "exit_code": code}
 
 
 def attempted(name: str, axes: dict[str, str], num_ranks: int, find: Callable[[], Mapping[str, Any]]) -> LayoutResult:
@@ -100,12 +103,6 @@ def code_of(error: BaseException) -> int:
     """Returns the exit code of a check that this error ends; never that of a verdict."""
     code = error.exit_code if isinstance(error, MtrainError) else UnfinishedError.exit_code
     return code if code > 1 else UnfinishedError.exit_code
-
-
-def trace_of(error: BaseException) -> str | None:
-    """Returns the traceback of an unforeseen error, here or in a rank; None for one that a user can act on."""
-    is_foreseen = code_of(error) != UnfinishedError.exit_code
-    return None if is_foreseen else "".join(traceback.format_exception(error))
 
 
 class Pool:

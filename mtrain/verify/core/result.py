@@ -6,11 +6,8 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from pydantic import TypeAdapter, ValidationError
-
-from mtrain.base.errors import DataError
 from mtrain.verify.report.text import (
     BACKEND,
     BEFORE_FORWARD,
@@ -91,8 +88,8 @@ class StepValues:
     @classmethod
     def of(cls, step: int, objective: float, terms: Mapping[str, Sequence[float]], grad_norm: float) -> StepValues:
         """Makes the values of a step from mean, numerator and denominator of each term."""
-        by_kind = ({name: values[index] for name, values in terms.items()} for index in range(3))
-        return cls(step, objective, *by_kind, grad_norm)
+        means, numerators, denominators = ({name: values[at] for name, values in terms.items()} for at in range(3))
+        return cls(step, objective, means, numerators, denominators, grad_norm)
 
 
 @dataclass(frozen=True)
@@ -220,26 +217,6 @@ class Report:
     def to_json(self) -> str:
         """Returns strict JSON; non-finite numbers become the texts "inf", "-inf" and "nan"."""
         return json.dumps(encoded(asdict(self)), allow_nan=False, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Reads a report that `to_json` wrote.
-
-        Raises:
-            DataError: The text is not a report, or has another format.
-        """
-        verb = cls.text.verb
-        try:
-            content = json.loads(text)
-            if (found := content["format"]) != FORMAT:
-                raise DataError(f"the {verb} report has format {found}, but this version reads {FORMAT}; run it again")
-            return TypeAdapter(cls).validate_python(content)  # reads "inf" and "nan" as numbers
-        except (ValueError, KeyError, TypeError) as fault:
-            why = str(fault)
-            if isinstance(fault, ValidationError):
-                first = fault.errors()[0]
-                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            raise DataError(f"the text is not a {verb} report ({why}); run `mtrain verify {verb}` again") from fault
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,9 @@ def _answers(
         assert isinstance(source, SftDataset), "the kind has one sort of samples"
         own = [turn for turn in turns if turn.source == number]
         records = _records(source.cache, {source.cache.record(turn.index) for turn in own})
-        count = _in_training(_num_records(source.cache) - source.cache.bad.count, data)
+        path = _lone_lines(source.cache)
+        num_records = source.cache.num_records if path is None else num_lines(path)
+        count = _in_training(num_records - source.cache.bad.count, data)
         if len(source) != count and data.too_long == "end":
             path = data.all_sources[number].path
             tell(f"source {number} has {len(source)} samples, but {path} has {count} records of training")
@@ -115,11 +117,6 @@ def _records(tokens: TokenCache, numbers: set[int]) -> dict[int, Any]:
         first = tokens.file_starts[chunk.file] + chunk.first - 1
         found |= {first + index: chunk.record(index) for index in range(len(chunk)) if first + index in numbers}
     return found
-
-
-def _num_records(tokens: TokenCache) -> int:
-    path = _lone_lines(tokens)
-    return tokens.num_records if path is None else num_lines(path)
 
 
 def _lone_lines(tokens: TokenCache) -> Path | None:

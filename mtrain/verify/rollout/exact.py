@@ -98,9 +98,12 @@ class Reference:
         # a further token, which nothing before it sees, gives the last token of the answer a position
         text = np.array([*prompt_ids, *ids, 0], np.int64)
         rows = rows_of([Text(text, np.ones(len(text)))], len(text) - 1, self._model.vocab_size, _CPU)
-        found = Transformer(self._model, self._in(dtype), changes).forward(rows, looks_ahead=False)
+        if dtype not in self._tensors:
+            self._tensors[dtype] = {name: each.to(dtype) for name, each in self._tensors[torch.float64].items()}
+        found = Transformer(self._model, self._tensors[dtype], changes).forward(rows, looks_ahead=False)
         logits = found.logits[0].double()
-        before = logits[len(prompt_ids) - 2 :] if len(prompt_ids) > 1 else _after_nothing(logits)
+        nothing = torch.full_like(logits[:1], torch.nan)
+        before = logits[len(prompt_ids) - 2 :] if len(prompt_ids) > 1 else torch.cat([nothing, logits])
         outputs = {name: each[0].double() for name, each in found.outputs.items()} if has_outputs else {}
         return Pass(before, {each.name: each.chosen[0] for each in found.seen}, outputs)
 
@@ -112,15 +115,6 @@ class Reference:
             self.run(rollout.prompt_ids, rollout.ids, each, changes, has_outputs) for each in (torch.float64, dtype)
         )
         return Passes(rollout, exact, rounded)
-
-    def _in(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        if dtype not in self._tensors:
-            self._tensors[dtype] = {name: each.to(dtype) for name, each in self._tensors[torch.float64].items()}
-        return self._tensors[dtype]
-
-
-def _after_nothing(logits: Tensor) -> Tensor:
-    return torch.cat([torch.full_like(logits[:1], torch.nan), logits])
 
 
 def log_probs(logits: Tensor, ids: Sequence[int], temperature: float, shift: int = 0) -> Tensor:

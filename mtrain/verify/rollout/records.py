@@ -68,7 +68,9 @@ def read_rollouts(path: Path) -> list[Rollout]:
     for number, record in objects(path):
         place = f"{path} line {number}"
         try:
-            found += [_checked(each, place) for each in _ours(record)]
+            is_of_sglang = "meta_info" in record
+            ours = _of_vllm(record) if "outputs" in record else [_of_sglang(record) if is_of_sglang else record]
+            found += [_checked(each, place) for each in ours]
         except DataError as fault:
             raise DataError(f"{place}: {fault}") from None
     if not found:
@@ -82,16 +84,6 @@ def repeated_places(rollouts: Sequence[Rollout]) -> list[str]:
     for each in rollouts:
         rows.setdefault((tuple(each.prompt_ids), tuple(each.ids), tuple(each.log_probs)), []).append(each.place)
     return [", ".join(places) for places in rows.values() if len(places) > 1]
-
-
-def _ours(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the answers of a record in our format."""
-    if "outputs" in record:
-        yield from _of_vllm(record)
-    elif "meta_info" in record:
-        yield _of_sglang(record)
-    else:
-        yield record
 
 
 def _of_vllm(record: dict[str, Any]) -> Iterator[dict[str, Any]]:

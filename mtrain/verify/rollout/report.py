@@ -164,14 +164,8 @@ def _figure(
 
 
 def _curves(report: RolloutReport, points: Callable[[int], list[tuple[int, float]]]) -> list[Curve]:
-    sides: Sequence[Side] = report.sides[:2]
-    return [
-        Curve(
-            str(number),
-            side.name,
-            number,
-            tuple((at, value) for at, value in points(number) if not math.isnan(value)),
-            stands_out=not side.passed,
-        )
-        for number, side in enumerate(sides)
-    ]
+    found = []
+    for number, side in enumerate(report.sides[:2]):
+        shown = tuple((at, value) for at, value in points(number) if not math.isnan(value))
+        found.append(Curve(str(number), side.name, number, shown, stands_out=not side.passed))
+    return found

@@ -35,6 +35,7 @@ from tests.paths import ROOT
 from tests.pool import Pool
 from tests.verify.backend.planted import PLANTED
 from tests.verify.backend.stand_ins import ABSENT, APEX, CAPTURED, CRASHING, DELTA_RULES, FLASH_ATTENTION, STAND_IN
+from tests.verify.reports import read_back
 
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 32, "every": 2, "shared_ffn_hidden_size": 16}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
@@ -189,7 +190,7 @@ def test_a_certificate_has_both_errors_of_every_tensor(pool: Pool, tmp_path: Pat
     assert {"gpu", "torch", "megatron-core", "mtrain"} <= read.machine.keys()
     assert read.layers == layers_of(config(**BF16))
     assert len(outcome.report.times) == 2
-    assert BackendReport.from_json(outcome.report.to_json()) == outcome.report
+    assert read_back(BackendReport, outcome.report.to_json()) == outcome.report
 
 
 def test_nothing_to_compare_is_no_verdict(pool: Pool) -> None:

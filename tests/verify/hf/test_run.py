@@ -24,6 +24,7 @@ from tests.hf.folders import save
 from tests.messages import refuses
 from tests.pool import Pool
 from tests.verify.hf import waiting_ranks
+from tests.verify.reports import read_back
 
 RUN = """
 run: {dir: RUN}
@@ -133,7 +134,7 @@ def test_the_command_writes_its_report_and_tells_the_verdict(tmp_path: Path) -> 
     arguments = ["verify", "hf", str(tmp_path / "run.yaml"), "--hf", str(tmp_path / "hf"), "--steps", "2"]
     good = CliRunner().invoke(app, [*arguments, "--layouts", "tp1"])
     assert good.exit_code == 0, good.output
-    report = HfReport.from_json((tmp_path / "run" / "hf" / "hf.json").read_text())
+    report = read_back(HfReport, (tmp_path / "run" / "hf" / "hf.json").read_text())
     assert report.changes == ("train.precision: bf16 -> fp32",)
     page = (tmp_path / "run" / "hf" / "hf.html").read_text()
     assert "All 1 layouts are the run of transformers" in page

@@ -34,6 +34,7 @@ from tests.fault_table import Notice
 from tests.messages import refuses
 from tests.paths import ROOT
 from tests.verify.parity.checks import NUM_SAMPLES, check, expert_config, rich_config
+from tests.verify.reports import read_back
 from tests.warm import completed
 
 
@@ -67,7 +68,7 @@ def test_sound_layouts_pass_and_everything_is_compared(
         assert 0 < max(rounding) < report.tolerance("gradient").value / 3, "the tolerance has room"
     losses = {round(step.objective, 5) for layout in report.layouts for step in layout.steps[:1]}
     assert losses == {round(report.reference.steps[0].objective, 5)}
-    assert ParityReport.from_json(report.to_json()) == report
+    assert read_back(ParityReport, report.to_json()) == report
     assert [each.kind for each in report.tolerances] == [kind for kind in KINDS if kind != "rounding"]
     assert report.precision == "float32"
 
@@ -368,7 +369,7 @@ def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
     where = next(number for number, line in enumerate(lines) if line.startswith("mtrain verify parity: microbatches"))
     assert lines[where + 1].startswith("first deviation: gradient of output_layer.weight")
     assert lines[-1].startswith("FAIL: 1 of 2 layouts are not the run of one process with the planted fault")
-    report = ParityReport.from_json((tmp_path / "run" / "parity" / "parity.json").read_text())
+    report = read_back(ParityReport, (tmp_path / "run" / "parity" / "parity.json").read_text())
     assert not report.passed
     assert (tmp_path / "run" / "parity" / "parity.html").stat().st_size > 10_000
 
@@ -399,7 +400,7 @@ def test_a_loss_that_is_not_linear_in_tokens_is_named_with_what_makes_it_exact(p
     advice = report.diagnosis.lines[2]
     assert "tests.parity.losses:split_preference is yours" in advice
     assert "TermInputs.sum_over_sequence" in advice
-    assert ParityReport.from_json(report.to_json()) == report
+    assert read_back(ParityReport, report.to_json()) == report
 
 
 @pytest.mark.parametrize(

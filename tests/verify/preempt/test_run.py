@@ -34,6 +34,7 @@ from mtrain.verify.preempt import (
 from tests.messages import refuses
 from tests.paths import ROOT
 from tests.report.metrics.records import step_record
+from tests.verify.reports import read_back
 from tests.warm import Command, program_environment
 
 CONFIG = """
@@ -82,7 +83,7 @@ def test_a_run_is_stopped_in_every_phase_and_is_the_same(config: Config, max_ran
     compared = {(one.kind, one.step) for layout in report.layouts for one in layout.deviations}
     assert {("loss", 1), ("grad_norm", 4), ("lr", 2), ("records", 3), ("files", 6)} <= compared
     assert all(layout.seconds > 0 for layout in report.layouts)
-    assert PreemptReport.from_json(report.to_json()) == report
+    assert read_back(PreemptReport, report.to_json()) == report
 
 
 FOUND = {"record-lost": "records", "record-repeated": "records", "rate-changed": "lr"}

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mtrain.verify.core.result import ParityReport
 from mtrain.verify.report.print import print_report
-from tests.verify.reports import TENSORS, report, report_in_float64
+from tests.verify.reports import TENSORS, read_back, report, report_in_float64
 
 
 def shown(width: int, *, is_terminal: bool, found: ParityReport | None = None) -> list[str]:
@@ -49,4 +49,4 @@ def test_the_precision_that_was_judged_is_said_and_what_float32_rounded(found: P
     heading = next(line for line in lines if line.startswith("layout"))
     assert ("rounding" in heading) == (found.precision == "float64")
     assert any("3.0e-05" in line for line in lines) == (found.precision == "float64")
-    assert ParityReport.from_json(found.to_json()) == found
+    assert read_back(ParityReport, found.to_json()) == found

@@ -28,6 +28,7 @@ from tests.elements import assert_is_accessible, assert_is_self_contained, read_
 from tests.messages import refuses
 from tests.pool import Pool
 from tests.verify.kept import KeptPool
+from tests.verify.reports import read_back
 from tests.verify.resume.faults import PLANTS, FaultyPool
 from tests.verify.resume.planted_ranks import is_drawn_again
 from tests.warm import completed
@@ -164,7 +165,7 @@ def test_sound_runs_pass_bit_for_bit_with_dropout_and_to_rounding_elsewhere(
         loaded = [each for each in case.deviations if each.kind in ("weights", "param", "exp_avg", "exp_avg_sq")]
         assert [each.name for each in loaded if each.kind == "param"] == list(report.tensors)
         assert {each.step for each in loaded} == {2}
-    assert ResumeReport.from_json(report.to_json()) == report
+    assert read_back(ResumeReport, report.to_json()) == report
     write_report(report, tmp_path)
     assert json.loads((tmp_path / "resume.json").read_text())["num_steps"] == 3
     page = read_html((tmp_path / "resume.html").read_text())
@@ -250,7 +251,7 @@ def test_the_command_writes_a_report_and_its_exit_code_is_the_verdict(tmp_path: 
     lines = ended.stdout.splitlines()
     assert lines[-3].startswith("first deviation: first moment of embedding.word_embeddings.weight by 1.0e+00")
     assert lines[-1].startswith("FAIL: 3 of 3 resumed runs are not the straight run with the planted fault")
-    saved = ResumeReport.from_json((tmp_path / "run" / "resume" / "resume.json").read_text())
+    saved = read_back(ResumeReport, (tmp_path / "run" / "resume" / "resume.json").read_text())
     assert saved.injected == "moments-not-restored"
     listed = completed([*command[:5], "--list-injections"])
     assert listed.returncode == 0, listed.stderr

@@ -105,7 +105,7 @@ def _prefix(weight: str, part: str) -> str:
 
 
 def _adapted(model: ModelSection, section: AdapterSection) -> Iterator[Adapted]:
-    shapes, targets = shapes_of(model), _spelled_out(section)
+    shapes, targets = shapes_of(model), {part for target in section.targets for part in _parts(target)}
     for layer, number in layers(model).items():
         if layer.startswith("mtp."):
             continue  # depths of multi-token prediction stay frozen
@@ -135,10 +135,6 @@ def _together(rows: Mapping[str, Tensor], targets: set[str]) -> dict[str, Tensor
         if parts := [found.pop(each) for each in _ONE_PAIR[target] if each in found]:
             found[target] = torch.cat(parts).sort().values
     return found
-
-
-def _spelled_out(section: AdapterSection) -> set[str]:
-    return {part for target in section.targets for part in _parts(target)}
 
 
 def _parts(target: str) -> tuple[str, ...]:

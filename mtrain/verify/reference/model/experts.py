@@ -44,7 +44,11 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
     assert section is not None
     router, changes = f"{part.name}.router", part.changes
     branches = section.branch_norms
-    logits = _router_logits(part, _router_input(part, x) if branches else x)
+    own = x
+    if branches:  # at unit mean square, times the router's vector, over the square root of its size
+        spread = torch.sqrt((x * x).mean(-1, keepdim=True) + part.model.norm_epsilon)
+        own = x / spread * part.tensor(INPUT_SCALE) / math.sqrt(x.shape[-1])
+    logits = _router_logits(part, own)
     chosen, weights = routed(logits, part.get("router.expert_bias"), section, changes.chosen.get(router))
     seen.append(Routed(router, logits, chosen, is_text))
     if branches:
@@ -68,12 +72,6 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
             shared = shared * torch.sigmoid(inner @ part.tensor(GATE).T)
         output = output + (norm(part.inner("shared_output_norm"), shared) if branches else shared)
     return output
-
-
-def _router_input(part: Module, x: Tensor) -> Tensor:
-    """Returns x at unit mean square, times the router's vector, over the square root of its size."""
-    spread = torch.sqrt((x * x).mean(-1, keepdim=True) + part.model.norm_epsilon)
-    return x / spread * part.tensor(INPUT_SCALE) / math.sqrt(x.shape[-1])
 
 
 def _router_logits(part: Module, x: Tensor) -> Tensor:
