@@ -42,14 +42,16 @@ GlobOption = Annotated[str, typer.Option(help="Which files of a folder are read.
 TextKeyOption = Annotated[str, typer.Option(help="Key of the text in JSONL.")]
 
 
-def with_options(kind: type[Any], **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces a verb's parameter `options` by the fields of a data class, each of which is an option of the command
-    line; `defaults` replace some of theirs."""
+def with_options(kind: type[Any], *names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replaces a verb's parameter `options` by the fields of a data class, or by those with these names, each of which
+    is an option of the command line; `defaults` replace some of theirs."""
 
     def spread(verb: Callable[..., None]) -> Callable[..., None]:
         own = [each for each in inspect.signature(verb).parameters.values() if each.name != "options"]
         by_name, shared = inspect.Parameter.KEYWORD_ONLY, []
         for each in fields(kind):
+            if names and each.name not in names:
+                continue
             default = inspect.Parameter.empty if each.default is MISSING else defaults.get(each.name, each.default)
             shared.append(inspect.Parameter(each.name, by_name, default=default, annotation=each.type))
 

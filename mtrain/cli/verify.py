@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -134,7 +134,7 @@ def hf(
 
 
 @verify_app.command()
-@_with_options("output", "inject", "list_injections")
+@with_options(VerifyOptions, "output", "inject", "list_injections")
 def backend(
     arguments: ConfigArguments,
     options: VerifyOptions,

@@ -18,7 +18,6 @@ from mtrain.core.engine.finalize import finalize_gradients
 from mtrain.core.engine.loss_reduction import GlobalTotals, StepSums
 from mtrain.core.engine.schedule import LossOfLogits, run_schedule
 from mtrain.core.engine.sharded_model import ShardedModel
-
 from mtrain.core.layers.norm import Norm
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.pair import LossPair
