@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mtrain.core.layers.attention.context_parallel import RowAttention
 from torch import Tensor, nn
 
 from mtrain.arch import padded_vocab_size
@@ -30,6 +29,7 @@ from mtrain.core.engine.schedule import LossOfLogits
 from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.layers.adapters.adapter import Adapter, is_adapter_key
 from mtrain.core.layers.adapters.linear import LinearAdapter
+from mtrain.core.layers.attention.core_attention import RowAttention
 from mtrain.core.layers.attention.full_width_norm import FullWidthNorm
 from mtrain.core.layers.attention.key_source import Gathered, Ring, Whole
 from mtrain.core.layers.attention.recurrent.core import CoreParameters, Inputs, RecurrentCore
