@@ -84,8 +84,9 @@ class Rows:
         def moved(values: Tensor) -> Tensor:
             return torch.where(known, torch.roll(values, -depth, dims=1), torch.zeros_like(values))
 
-        fields = {"tokens": moved(self.tokens), "labels": moved(self.labels), "weights": moved(self.weights)}
-        return replace(self, **fields, documents=torch.where(known, self.documents, -1))
+        tokens, labels, weights = map(moved, (self.tokens, self.labels, self.weights))
+        documents = torch.where(known, self.documents, -1)
+        return replace(self, tokens=tokens, labels=labels, weights=weights, documents=documents)
 
 
 def rows_of(texts: Sequence[Text], seq_length: int, vocab_size: int, device: torch.device) -> Rows:

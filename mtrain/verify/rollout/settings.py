@@ -157,12 +157,10 @@ class DrawnTokens:
     def chosen(self, mask: Tensor) -> DrawnTokens:
         """Returns the tokens at which a mask, [tokens] bool, is true."""
         rows = mask.nonzero().flatten().tolist()
-        return DrawnTokens(
-            *(
-                column[mask] if isinstance(column, Tensor) else tuple(column[row] for row in rows)
-                for column in self._columns()
-            )
-        )
+        columns: list[Any] = [
+            each[mask] if isinstance(each, Tensor) else tuple(each[row] for row in rows) for each in self._columns()
+        ]
+        return DrawnTokens(*columns)
 
     def _columns(self) -> list[Any]:
         return [getattr(self, each.name) for each in fields(self)]
@@ -208,7 +206,7 @@ class DrawnTokens:
         return found / (self.temperatures.unsqueeze(-1) if settings.temperature is None else settings.temperature)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: tuple[Any, ...]) -> Any:
     return torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(each for part in parts for each in part)
 
 

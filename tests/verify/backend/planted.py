@@ -46,7 +46,7 @@ def _bf16_sums(config: Config, groups: Groups) -> nn.Module:
 
 
 def _projected(weight: Tensor, inputs: Tensor) -> tuple[Tensor, None]:
-    return _NarrowSum.apply(inputs, weight), None  # type: ignore[no-untyped-call]
+    return _NarrowSum.apply(inputs, weight), None
 
 
 class _NarrowSum(torch.autograd.Function):

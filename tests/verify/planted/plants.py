@@ -15,6 +15,7 @@ from mtrain.config import Config
 from mtrain.core.step import step
 from mtrain.data import loader
 from mtrain.verify.core import samples, worker
+from mtrain.verify.core.reach import shrink_chunks
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=nn.Module)
@@ -51,10 +52,9 @@ class Plant:
             if self.target is not None:
                 stack.enter_context(patch.object(*self.target))
             if (change := self.change_model) is not None:
-                sound = worker.shrink_chunks
 
                 def shrink(modules: Sequence[nn.Module]) -> None:
-                    sound(modules)
+                    shrink_chunks(modules)
                     change(modules)
 
                 stack.enter_context(patch.object(worker, "shrink_chunks", shrink))
