@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -153,9 +153,10 @@ def drawn_steps(
                 engine = worker._turn_to(model_id).engine
                 worker.run(SentBatch(model_id, 1, "cross_entropy", {}, data, False))
                 before = [each.clone() for each in _trained(engine)]
-                drawn = {**options, "learning_rate": lr, "grad_clip_norm": options["clip_grad"]}
+                drawn: dict[str, Any] = {**options, "learning_rate": lr, "grad_clip_norm": options["clip_grad"]}
                 # also what no client can send
-                asked = OptimStep.model_construct(model_id=model_id, adam_params=AdamParams.model_construct(**drawn))
+                params = AdamParams.model_construct(None, **drawn)
+                asked = OptimStep.model_construct(model_id=model_id, seq_id=1, adam_params=params)
                 done = isinstance(worker.run(asked), Done)
                 after = _trained(engine)
                 assert all(bool(each.isfinite().all()) for each in after), (lr, options)

@@ -41,7 +41,7 @@ if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
 from mtrain.arch.layout import Layout
-from mtrain.core.engine.loss_reduction import GlobalTotals, PairAccumulator, PlannedTotals, StepSums
+from mtrain.core.engine.loss_reduction import GlobalTotals, PairAccumulator, StepSums, sum_planned
 from mtrain.core.loss.objective import side_term_factors
 from mtrain.core.loss.pair import LossPair
 from mtrain.core.ranks.all_reduce import AsyncAllReduce
@@ -151,7 +151,7 @@ def with_pairs(groups: Groups, microbatch: Microbatch, is_apart: bool) -> None:
     """Runs one step's pairs and the norm, with their collective and read."""
     terms = TERMS[: len(microbatch.sums)]
     planned = [1.0] * len(terms)
-    plan = PlannedTotals(planned, groups, everywhere=False) if is_apart else None
+    plan = sum_planned(planned, groups, everywhere=False) if is_apart else None
     accumulator = PairAccumulator(terms, groups.device)
     if groups.pp_rank == groups.layout.pp - 1:
         for _ in range(NUM_MICROBATCHES):
@@ -159,9 +159,9 @@ def with_pairs(groups: Groups, microbatch: Microbatch, is_apart: bool) -> None:
                 {term: LossPair(value, microbatch.num_tokens) for term, value in zip(terms, microbatch.sums)}
             )
         if plan is not None:
-            side_term_factors(plan.on_device(), dict.fromkeys(terms, 1.0))
+            side_term_factors(plan.get(), dict.fromkeys(terms, 1.0))
     if plan is not None:
-        plan.on_device()
+        plan.get()
     sums = StepSums(accumulator, dict.fromkeys(terms, 1.0))
     totals = GlobalTotals(sums, groups, local_grad_norm_sq=microbatch.squares)
     denominator = totals.main_denominator()

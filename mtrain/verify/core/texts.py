@@ -101,8 +101,8 @@ def _answers(
         num_records = source.cache.num_records if path is None else num_lines(path)
         count = _in_training(num_records - source.cache.bad.count, data)
         if len(source) != count and data.too_long == "end":
-            path = data.all_sources[number].path
-            tell(f"source {number} has {len(source)} samples, but {path} has {count} records of training")
+            file = data.all_sources[number].path
+            tell(f"source {number} has {len(source)} samples, but {file} has {count} records of training")
         for turn in own:
             found[turn] = _answer(records[source.cache.record(turn.index)], data, tokenizer, encoder)
     return [found[turn] for turn in turns]

@@ -177,8 +177,8 @@ class ResumeCheck:
 
     def run(self, progress: Progress, fault: str | None) -> list[LayoutResult]:
         """Runs all cases."""
-        others = (partial(self.elsewhere, trial) for trial in self._plan.others)
-        cases = [partial(case, fault) for case in (self.alike, self.crashed, *others)]
+        others = [partial(self.elsewhere, trial, fault) for trial in self._plan.others]
+        cases = [partial(self.alike, fault), partial(self.crashed, fault), *others]
         return all_results(cases, self._pool.device, progress)
 
     def _start(

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.api.batches import GlobalBatches
-from mtrain.api.scores import AskedScores, token_scores
+from mtrain.api.batches import AskedScores, GlobalBatches, token_scores
 from mtrain.arch.features.feature import multiple_from
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError

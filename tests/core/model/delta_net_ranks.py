@@ -83,7 +83,8 @@ def computed(groups: Groups, example: Example) -> Found:
     )
     net = GatedDeltaNet(config, 1, example.section, groups.collection, "all_gather")
     if example.kernel is not None:
-        net.core_attention.rule = partial(outputs_of_rows, example.kernel)
+        core: Any = net.core_attention
+        core.rule = partial(outputs_of_rows, example.kernel)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             parameter.copy_(_own(example.parameters[name], name, layout.tp, rank))

@@ -212,9 +212,9 @@ def verified(path: Path, *further: str) -> dict[str, float]:
     return worst
 
 
-def _built(candidate: candidates.Candidate, place: candidates.Place) -> torch.nn.Module:
+def _built(candidate: candidates.Candidate, config: Config, groups: Groups) -> torch.nn.Module:
     with torch.no_grad(), a_gpu():
-        return candidate.build(place)
+        return candidate.build(config, groups)
 
 
 def padding_error(path: Path) -> float:

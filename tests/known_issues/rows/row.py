@@ -108,7 +108,12 @@ def always(config: Config, layout: Layout) -> bool:
 
 def breaks(refusal: Refusal) -> Condition:
     """Makes the condition that the layer which reads configurations refuses."""
-    return lambda config, layout: any(refusal.messages(config))
+
+    def refused(config: Config, layout: Layout) -> bool:
+        given = config.model.megatron
+        return any(field in given and refusal.breaks(given[field], config) for field in refusal.fields)
+
+    return refused
 
 
 def has_field(*prefixes: str) -> Condition:

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from mtrain.config import Config
-from mtrain.core.engine.rank_model import RankModel
+from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from mtrain.verify import hf
@@ -44,7 +44,7 @@ def num_open(groups: Groups, config: Config, folder: str) -> int:
 
 def run_with_another_scale(groups: Groups, *arguments: Any) -> list[StepValues]:
     """Runs steps of attention with a wrong scale."""
-    sound = hf.build_rank_model
+    sound = build_rank_model
 
     def built(*given: Any, **options: Any) -> RankModel:
         model, change = sound(*given, **options), SHARED_PLANTS["softmax-scale-off"].change_model

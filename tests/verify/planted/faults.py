@@ -115,9 +115,10 @@ def _with_loss(change: Callable[[LossOfLogits, Sequence[Microbatch], Groups], Lo
             self._others: tuple[Any, ...] = ()
             self._changed = change(self._sound, rows, model.groups)
 
-        def scalar(self, logits: Logits, batch: Microbatch, *others: Any) -> tuple[Tensor, Mapping[str, LossPair]]:
+        def scalar(self, logits: Logits, batch: Microbatch, *others: Any) -> tuple[Tensor, dict[str, LossPair]]:
             self._others = others
-            return self._changed(logits, batch)
+            scalar, pairs = self._changed(logits, batch)
+            return scalar, dict(pairs)
 
         def _sound(self, logits: Logits, batch: Microbatch) -> tuple[Tensor, Mapping[str, LossPair]]:
             return super().scalar(logits, batch, *self._others)

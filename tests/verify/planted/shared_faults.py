@@ -248,7 +248,7 @@ def _smoothed_over_padding(config: Config) -> Config:
         given = term.options.get("label_smoothing")
         return {} if given is None else {"options": term.options | {"label_smoothing": given * share}}
 
-    return _terms(change).config(config)
+    return _terms(change).configured(config)
 
 
 class _ChunksDropped(OutputLoss):

@@ -25,7 +25,7 @@ from mtrain.data.loader import StepLoader
 from mtrain.data.prefetch import Prefetch
 from mtrain.runs.folder import RunFolder
 from mtrain.training import trainer
-from mtrain.training.build import Run
+from mtrain.training.build import Run, build_run
 from mtrain.verify.resume import worker
 from mtrain.verify.resume.worker import SegmentResult, Start, run_start
 
@@ -141,7 +141,7 @@ class Planted:
 
     def __call__(self, groups: Groups, start: Start) -> SegmentResult:
         plant = PLANTS[self.name]
-        sound = worker.build_run
+        sound = build_run
 
         def build(config: Config, groups: Groups, *others: Any) -> Run:
             before = rng.random_states(groups)
