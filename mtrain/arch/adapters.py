@@ -92,7 +92,7 @@ def learned_table_elements(model: ModelSection, adapter: AdapterSection, layout:
 
 def learned_norm_elements(model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int) -> int:
     """Counts the elements on a rank of trained norms."""
-    layers = [each for chunk in range(layout.vpp) for each in layout.layers(model.num_layers, pp_rank, chunk)]
+    layers = layout.layers_of_rank(model.num_layers, pp_rank)
     return _learned_norms(model, adapter, layers, pp_rank == layout.pp - 1).on_rank(layout).total
 
 
@@ -115,7 +115,7 @@ def adapter_parameters_on_rank(
 ) -> RankParameters:
     """Counts the trained parameters on a rank of pipeline rank `pp_rank`, including fully trained ones, with vocabulary
     padding."""
-    layers = [layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk)]
+    layers = layout.layers_of_rank(model.num_layers, pp_rank)
     head = Parameters(replicated=head_elements(model) if pp_rank == layout.pp - 1 else 0)
     head += _learned_norms(model, adapter, layers, pp_rank == layout.pp - 1)
     held = [each for layer in layers for each in in_layer(model, adapter, layer)]

@@ -14,6 +14,8 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config, rules
 from mtrain.config.schema.layout import CpComm, LayoutSection
 
+GIVEN_DEGREES = ("tp", "sp", "pp", "vpp", "cp", "cp_comm", "ep", "etp")
+"""Fields of a layout that are keys of the section `layout`; all others follow."""
 _GROUP_KEY = "microbatch_group_size_per_vp_stage"
 
 
@@ -53,16 +55,9 @@ class Layout:
             raise ConfigError("\n".join(broken))
         section = config.layout
         return cls(
-            tp=section.tp,
-            sp=section.sp,
-            pp=section.pp,
-            vpp=section.vpp,
-            cp=section.cp,
+            **{name: getattr(section, name) for name in GIVEN_DEGREES},
             dp=world_size // model_parallel_size(section),
-            ep=section.ep,
-            etp=section.etp,
-            cp_comm=section.cp_comm,
-            stage_layers=_stage_layers(section, config.model.num_layers),
+            stage_layers=uneven_stages(section, config.model.num_layers),
         )
 
     def __str__(self) -> str:
@@ -127,6 +122,10 @@ class Layout:
         stage = self.stage(pp_rank, vpp_rank)
         first = sum(counts[:stage])
         return range(first, first + counts[stage])
+
+    def layers_of_rank(self, num_layers: int, pp_rank: int) -> list[int]:
+        """Returns the numbers of the layers that all chunks of pipeline rank `pp_rank` hold."""
+        return [layer for chunk in range(self.vpp) for layer in self.layers(num_layers, pp_rank, chunk)]
 
 
 def model_parallel_size(section: LayoutSection) -> int:
@@ -215,7 +214,8 @@ def _interleaved_schedule(config: Config, num_microbatches: int) -> Iterator[str
         )
 
 
-def _stage_layers(section: LayoutSection, num_layers: int) -> tuple[int, ...] | None:
+def uneven_stages(section: LayoutSection, num_layers: int) -> tuple[int, ...] | None:
+    """Returns the layers of every stage of an uneven split, in model order; None if they divide evenly."""
     first, last = section.first_stage_layers, section.last_stage_layers
     if section.stage_layers is not None or (first is None and last is None):
         return section.stage_layers

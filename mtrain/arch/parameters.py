@@ -5,7 +5,7 @@ Replicated parameters count once in a model, and once on each rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import assert_never
 
 from mtrain.arch.features import LAYER_PARTS, alike
@@ -92,7 +92,7 @@ def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> Ran
     With a pipeline, the first and the last stage each hold a copy of a table that both use: a tied table, and the
     embeddings under MTP.
     """
-    held = _of_layers(model, _own_layers(model, layout, pp_rank))
+    held = _of_layers(model, layout.layers_of_rank(model.num_layers, pp_rank))
     if pp_rank == layout.pp - 1:
         held += Parameters(replicated=norm_elements(model, model.hidden_size) + head_elements(model))
         held += _ahead(model)
@@ -124,7 +124,9 @@ def head_elements(model: ModelSection) -> int:
 
 def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
     """Counts the matrices of the layers on a rank, without tables, routers, norms, biases and sinks."""
-    held = sum((layer_matrices(model, layer) for layer in _own_layers(model, layout, pp_rank)), start=Parameters())
+    held = sum(
+        (layer_matrices(model, layer) for layer in layout.layers_of_rank(model.num_layers, pp_rank)), start=Parameters()
+    )
     if pp_rank == layout.pp - 1:
         projection = Parameters(divided=2 * model.hidden_size**2)
         held = sum((projection + layer_matrices(model, layer) for layer in model.layers_ahead), start=held)
@@ -134,7 +136,3 @@ def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankP
 def _of_layers(model: ModelSection, layers: Iterable[int]) -> Parameters:
     counted = alike(model, layers).items()
     return sum((layer_parameters(model, layer) * count for layer, count in counted), start=Parameters())
-
-
-def _own_layers(model: ModelSection, layout: Layout, pp_rank: int) -> Iterator[int]:
-    return (layer for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, pp_rank, chunk))

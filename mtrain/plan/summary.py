@@ -95,7 +95,7 @@ class _Summary(NamedTuple):
             )
             yield (
                 str(pp_rank),
-                str(sum(len(layout.layers(num_layers, pp_rank, chunk)) for chunk in range(layout.vpp))),
+                str(len(layout.layers_of_rank(num_layers, pp_rank))),
                 f"{arch.parameters_on_rank(config.model, layout, pp_rank).total:,}",
                 *(f"{count / _GIB:.3f}" for count in bytes_of),
             )

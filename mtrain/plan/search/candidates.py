@@ -8,49 +8,38 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from mtrain.arch.activations import FP32_BYTES, element_bytes
-from mtrain.arch.layout import Layout
+from mtrain.arch.layout import GIVEN_DEGREES, Layout, uneven_stages
 from mtrain.arch.memory import own_shard, trained_parameters
 from mtrain.config import Config, known_issues, rules
-from mtrain.config.schema.layout import CpComm, LayoutSection
+from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.plan.search.cost import least_microbatch_seconds
 from mtrain.plan.search.hardware import Cluster
 from mtrain.plan.search.layer_cost import Workload
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
-_NO_SPLIT: dict[str, Any] = {"first_stage_layers": None, "last_stage_layers": None, "stage_layers": None}
-
-
-class WeightDegrees(NamedTuple):
-    tp: int
-    pp: int
-    ep: int
-    etp: int
 
 
 class Candidate(NamedTuple):
     """A layout and micro-batch size; layouts that `mtrain train` would refuse are refused when the candidate is
     tried."""
 
-    degrees: WeightDegrees
-    cp: int
-    cp_comm: CpComm
-    dp: int
-    vpp: int
+    layout: Layout
+    """Degrees alone; `section_of` divides the layers."""
     micro_batch_size: int
     least_seconds: float
     """Lower bound of a step's seconds, whatever is recomputed."""
 
-    def section(self, num_layers: int) -> LayoutSection:
-        """Returns the section `layout.*` of the candidate."""
-        sizes = {**self.degrees._asdict(), "cp": self.cp, "cp_comm": self.cp_comm, "vpp": self.vpp}
-        sizes["sp"] = self.degrees.tp > 1
-        split = stage_split(num_layers, self.degrees.pp, self.vpp)
-        assert split is not None, "no candidate is made of it"
-        return LayoutSection().model_copy(update={**_NO_SPLIT, **sizes, **split})
+
+def section_of(layout: Layout, num_layers: int) -> LayoutSection:
+    """Returns the section `layout.*` of these degrees, under which `stage_split` leaves every stage a layer."""
+    split = stage_split(num_layers, layout.pp, layout.vpp)
+    assert split is not None, "no candidate is made of it"
+    return LayoutSection().model_copy(update={name: getattr(layout, name) for name in GIVEN_DEGREES} | split)
 
 
 def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: int) -> Iterator[Candidate]:
@@ -59,7 +48,7 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
     Sequence parallelism is on for every tp above 1: no estimate here is better without. Tensor parallelism stays inside
     a node. Layout, micro-batch size and recomputation of `config` are not used.
     """
-    bounds: dict[tuple[Any, ...], float] = {}
+    bounds: dict[tuple[int | str, ...], float] = {}
     kinds = known_issues.context_kinds(config.model, config.data)
     alone = {
         size: config.model_copy(
@@ -67,24 +56,22 @@ def candidates(config: Config, num_gpus: int, cluster: Cluster, usable_bytes: in
         )
         for size in _MICRO_BATCHES
     }
-    for degrees in divisions(config.model, num_gpus, cluster):
-        if state_bytes(config, degrees, num_gpus) > usable_bytes:
+    for weights in divisions(config.model, num_gpus, cluster):
+        if state_bytes(config, weights) > usable_bytes:
             continue
-        for cp, dp, size, num in batches(config, degrees, num_gpus):
-            for kind in kinds if cp > 1 else kinds[:1]:
-                key = (degrees.tp, degrees.ep, degrees.etp, cp, kind, size)
+        for ranks, size, num in batches(config, weights):
+            for kind in kinds if ranks.cp > 1 else kinds[:1]:
+                layout = replace(ranks, cp_comm=kind)
+                key = (layout.tp, layout.ep, layout.etp, layout.cp, kind, size)
                 if key not in bounds:
-                    layout = Layout(
-                        tp=degrees.tp, sp=degrees.tp > 1, cp=cp, cp_comm=kind, dp=dp, ep=degrees.ep, etp=degrees.etp
-                    )
-                    bounds[key] = least_microbatch_seconds(Workload(alone[size], layout, cluster))
-                for vpp in _virtual_stages(config.model.num_layers, degrees.pp, num >= degrees.pp):
-                    seconds = bounds[key] / degrees.pp * (num + (degrees.pp - 1) / vpp)
-                    yield Candidate(degrees, cp, kind, dp, vpp, size, seconds)
+                    bounds[key] = least_microbatch_seconds(Workload(alone[size], replace(layout, pp=1), cluster))
+                for vpp in _virtual_stages(config.model.num_layers, layout.pp, num >= layout.pp):
+                    seconds = bounds[key] / layout.pp * (num + (layout.pp - 1) / vpp)
+                    yield Candidate(replace(layout, vpp=vpp), size, seconds)
 
 
-def divisions(model: ModelSection, num_gpus: int, cluster: Cluster) -> Iterator[WeightDegrees]:
-    """Yields the ways to divide the weights over ranks."""
+def divisions(model: ModelSection, num_gpus: int, cluster: Cluster) -> Iterator[Layout]:
+    """Yields the ways to divide the weights over ranks, all others of which are data-parallel."""
     num_experts = 1 if model.experts is None else model.experts.num_experts
     for tp in _divisors(num_gpus, cluster.gpus_per_node):
         if any(rules.tensor_parallel(model, LayoutSection().model_copy(update={"tp": tp, "sp": tp > 1}))):
@@ -94,25 +81,16 @@ def divisions(model: ModelSection, num_gpus: int, cluster: Cluster) -> Iterator[
             for ep in (each for each in _divisors(num_experts, rest) if rest % each == 0):
                 for etp in [1] if model.experts is None else _divisors(tp, tp):
                     if rest % (ep * etp) == 0:
-                        yield WeightDegrees(tp, pp, ep, etp)
+                        yield Layout(tp=tp, sp=tp > 1, pp=pp, dp=rest // tp, ep=ep, etp=etp)
 
 
-def state_bytes(config: Config, degrees: WeightDegrees, num_gpus: int) -> int:
+def state_bytes(config: Config, layout: Layout) -> int:
     """Estimates the least that the first rank of a pipeline holds between steps: weights, gradients and, unless they
     lie on the host, two moments."""
     num_layers = config.model.num_layers
-    split = stage_split(num_layers, degrees.pp, 1)
-    if split is None:
+    if stage_split(num_layers, layout.pp, 1) is None:
         return 0
-    counts = _stage_layers(num_layers, degrees.pp, split)
-    layout = Layout(
-        tp=degrees.tp,
-        pp=degrees.pp,
-        dp=num_gpus // degrees.tp // degrees.pp,
-        ep=degrees.ep,
-        etp=degrees.etp,
-        stage_layers=counts,
-    )
+    layout = replace(layout, stage_layers=uneven_stages(section_of(layout, num_layers), num_layers))
     held = trained_parameters(config, layout, 0)
     moments = 0 if config.train.offload_optimizer else 2 * FP32_BYTES * own_shard(config.train, layout, held)
     return held.total * (element_bytes(config.train) + FP32_BYTES) + moments
@@ -132,14 +110,6 @@ def stage_split(num_layers: int, pp: int, vpp: int) -> dict[str, int] | None:
     return {"last_stage_layers": last} if first == each else {"first_stage_layers": first, "last_stage_layers": last}
 
 
-def _stage_layers(num_layers: int, pp: int, split: dict[str, int]) -> tuple[int, ...] | None:
-    if not split:
-        return None
-    each = -(-num_layers // pp)
-    first, last = split.get("first_stage_layers", each), split["last_stage_layers"]
-    return (first, *[each] * (pp - 2), last)
-
-
 @functools.cache
 def _virtual_stages(num_layers: int, pp: int, may_interleave: bool) -> list[int]:
     """Lists the possible virtual stages a rank; interleaving needs as many microbatches as ranks."""
@@ -147,16 +117,17 @@ def _virtual_stages(num_layers: int, pp: int, may_interleave: bool) -> list[int]
     return [each for each in range(1, most + 1) if stage_split(num_layers, pp, each) is not None]
 
 
-def batches(config: Config, degrees: WeightDegrees, num_gpus: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields cp, dp, micro-batch size and number of microbatches, by cp."""
+def batches(config: Config, layout: Layout) -> Iterator[tuple[Layout, int, int]]:
+    """Yields the layout with some data-parallel ranks as context-parallel ones, micro-batch size and number of
+    microbatches."""
     batch, packed = config.sequences_per_step, config.data.packing is not None
     sizes = _MICRO_BATCHES if config.train.tokens_per_micro_batch is None else (1,)
-    both = num_gpus // degrees.tp // degrees.pp
-    for cp in _divisors(both, config.row_width // 2):
+    for cp in _divisors(layout.dp, config.row_width // 2):
+        divided = replace(layout, cp=cp, dp=layout.dp // cp)
         for size in sizes:
-            num, rest = divmod(batch, both // cp * size)
+            num, rest = divmod(batch, divided.dp * size)
             if size <= batch and (packed or rest == 0):
-                yield cp, both // cp, size, max(1, num + (rest > 0))
+                yield divided, size, max(1, num + (rest > 0))
 
 
 def _divisors(number: int, most: int) -> list[int]:

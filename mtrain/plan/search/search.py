@@ -13,7 +13,7 @@ from mtrain.arch.layout import Layout, broken_rules
 from mtrain.arch.memory import MemoryEstimate, memory_per_rank
 from mtrain.config import Config
 from mtrain.config.schema.layout import LayoutSection
-from mtrain.plan.search.candidates import Candidate, batches, candidates, divisions, stage_split, state_bytes
+from mtrain.plan.search.candidates import batches, candidates, divisions, section_of, stage_split, state_bytes
 from mtrain.plan.search.cost import StepCost, step_cost
 from mtrain.plan.search.hardware import USABLE_MEMORY, Cluster
 from mtrain.plan.search.layer_cost import Workload
@@ -64,7 +64,7 @@ def search(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int, n
     for each in ordered:
         if each.least_seconds >= best.limit:
             break
-        given = with_layout(config, each.section(config.model.num_layers), each.micro_batch_size)
+        given = with_layout(config, section_of(each.layout, config.model.num_layers), each.micro_batch_size)
         if next(iter(broken_rules(given, num_gpus)), None) is None:
             counts.tried += 1
             _try(Workload(given, Layout.from_config(given, num_gpus), cluster), usable, best, counts)
@@ -163,16 +163,13 @@ def _closest(config: Config, num_gpus: int, cluster: Cluster, counts: Counts) ->
     """Finds the choice that needs least memory, with everything recomputed, among those that hold least between
     steps."""
     found: list[Choice] = []
-    for degrees in sorted(
-        divisions(config.model, num_gpus, cluster), key=lambda each: state_bytes(config, each, num_gpus)
-    ):
+    for weights in sorted(divisions(config.model, num_gpus, cluster), key=lambda each: state_bytes(config, each)):
         if len(found) >= _NUM_CLOSEST:
             break
-        if stage_split(config.model.num_layers, degrees.pp, 1) is None:
+        if stage_split(config.model.num_layers, weights.pp, 1) is None:
             continue
-        for cp, dp, size, _ in batches(config, degrees, num_gpus):
-            section = Candidate(degrees, cp, "allgather", dp, 1, size, 0.0).section(config.model.num_layers)
-            given = with_layout(config, section, size)
+        for ranks, size, _ in batches(config, weights):
+            given = with_layout(config, section_of(ranks, config.model.num_layers), size)
             if size > 1 or broken_rules(given, num_gpus):
                 continue
             *_, given = recomputations(given)

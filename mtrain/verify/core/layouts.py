@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mtrain.arch.layout import Layout
+from mtrain.arch.layout import GIVEN_DEGREES, Layout
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.known_issues import context_kinds
 from mtrain.config.messages import readable
-from mtrain.config.schema.layout import CpComm, LayoutSection
+from mtrain.config.schema.layout import LayoutSection
 
 MAX_STAGES = 8
 """Largest number of (virtual) pipeline stages of a derived layout; each needs a layer."""
@@ -29,32 +29,13 @@ _TOKEN = re.compile(
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Layout):
     """Layout to try on a model of any size."""
 
-    tp: int = 1
-    sp: bool = False
-    pp: int = 1
-    vpp: int = 1
-    cp: int = 1
-    cp_comm: CpComm = "allgather"
-    dp: int = 1
-    ep: int = 1
-    etp: int = 1
     micro_batch_size: int | None = 1
     """Samples per microbatch; None: a data-parallel rank's whole part of the global batch."""
     stage_shares: tuple[int, ...] | None = None
     """Relative numbers of layers of the (virtual) stages; None: equal numbers."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Returns the number of processes."""
-        return self.tp * self.pp * self.cp * self.dp
-
-    @property
-    def num_stages(self) -> int:
-        """Returns the number of pipeline stages, including virtual ones."""
-        return self.pp * self.vpp
 
     @property
     def batch_divisor(self) -> int:
@@ -113,7 +94,7 @@ def _together(trials: Sequence[Trial], max_ranks: int) -> Trial:
 
 def _limited(trial: Trial, max_ranks: int) -> Trial:
     """Reduces the largest degree, never to 1, until the trial fits or no degree can shrink."""
-    while trial.num_ranks > max_ranks:
+    while trial.world_size > max_ranks:
         axis = max(("tp", "pp", "cp", "ep"), key=lambda name: getattr(trial, name))
         degree = getattr(trial, axis)
         if degree == 1:  # only expert tensor parallelism is left, which needs its ranks
@@ -157,17 +138,17 @@ class OwnTrials:
             richest.append(_together(richest, max_ranks))
         smaller = [_limited(trial, max_ranks // 2) for trial in richest]
         trials += [replace(trial, dp=2 * trial.dp, micro_batch_size=2) for trial in smaller]
-        return list(dict.fromkeys(trial for trial in trials if trial.num_ranks <= max_ranks))
+        return list(dict.fromkeys(trial for trial in trials if trial.world_size <= max_ranks))
 
     def full(self) -> Trial:
         """Returns the user's layout with all axes, on two data-parallel ranks if they fit."""
         max_ranks = self.max_ranks
         fullest = tuple(variants[-1] for variants in self._parts().values())
         joint = _together(fullest, max_ranks)
-        while joint.num_ranks > max_ranks:
+        while joint.world_size > max_ranks:
             fullest = fullest[:-1]
             joint = _together(fullest, max_ranks)
-        return replace(joint, dp=2 * joint.dp) if 2 * joint.num_ranks <= max_ranks else joint
+        return replace(joint, dp=2 * joint.dp) if 2 * joint.world_size <= max_ranks else joint
 
     def others(self) -> list[Trial]:
         """Returns layouts to resume on: one process, each axis alone, tensor parallelism, data parallelism."""
@@ -175,7 +156,7 @@ class OwnTrials:
         alone = {"tp": Trial(tp=2, sp=has_routers, micro_batch_size=2)}
         alone |= {axis: variants[-1] for axis, variants in self._parts().items()}
         trials = [Trial(micro_batch_size=None), *alone.values(), Trial(dp=4, micro_batch_size=1)]
-        return [trial for trial in dict.fromkeys(trials) if trial.num_ranks <= self.max_ranks]
+        return [trial for trial in dict.fromkeys(trials) if trial.world_size <= self.max_ranks]
 
     def _parts(self) -> dict[str, list[Trial]]:
         """Returns trials of each axis of the user's layout alone, fullest last."""
@@ -226,10 +207,10 @@ def _parsed(name: str, layout: LayoutSection, max_ranks: int) -> Trial:
     trial = Trial(**fields)
     if any(fields.get(name, 1) < 1 for name in (*_DEGREES, "micro_batch_size")):
         raise ConfigError(f"--layouts {name}: a degree is 0, but each must be at least 1; fix the name")
-    if trial.num_ranks > max_ranks:
+    if trial.world_size > max_ranks:
         raise ConfigError(
-            f"--layouts {name} needs {trial.num_ranks} ranks, but --max-ranks is {max_ranks}; raise it or take smaller "
-            "degrees"
+            f"--layouts {name} needs {trial.world_size} ranks, but --max-ranks is {max_ranks}; raise it or take "
+            "smaller degrees"
         )
     _section(trial, trial.stage_shares, f"--layouts {name}")
     return trial
@@ -283,7 +264,7 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
     content["train"]["micro_batch_size"] = size
     try:
         config = Config.model_validate(content)
-        layout = Layout.from_config(config, trial.num_ranks)
+        layout = Layout.from_config(config, trial.world_size)
     except (ValidationError, ConfigError) as fault:
         why = str(fault) if isinstance(fault, ConfigError) else "\n".join(_lines(fault))
         raise ConfigError(f"the layout {_short(trial)} does not fit the model: {why}") from None
@@ -320,9 +301,8 @@ def own_layout(config: Config, max_ranks: int) -> Prepared:
 
 
 def _section(trial: Trial, layers: tuple[int, ...] | None, place: str) -> LayoutSection:
-    axes = ("tp", "sp", "pp", "vpp", "cp", "cp_comm", "ep", "etp")
     try:
-        return LayoutSection(**{axis: getattr(trial, axis) for axis in axes}, stage_layers=layers)
+        return LayoutSection(**{name: getattr(trial, name) for name in GIVEN_DEGREES}, stage_layers=layers)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{place}: {line}" for line in _lines(error))) from None
 

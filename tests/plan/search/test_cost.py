@@ -12,7 +12,7 @@ from mtrain.arch.layout import Layout, broken_rules
 from mtrain.config import Config
 from mtrain.config.schema.layout import CpComm
 from mtrain.plan.search import layer_cost as layers
-from mtrain.plan.search.candidates import candidates
+from mtrain.plan.search.candidates import candidates, section_of
 from mtrain.plan.search.cost import StepTime, step_cost, step_mfu
 from mtrain.plan.search.hardware import GPUS, Cluster, Group, exchanged, gathered, memory_size, reduced, sent
 from mtrain.plan.search.layer_cost import Workload
@@ -192,7 +192,7 @@ def test_no_step_is_faster_than_its_bound(family: str) -> None:
     cluster = Cluster(GPUS["h100"])
     tried = 0
     for each in candidates(given, 8, cluster, 1 << 62):
-        section = each.section(given.model.num_layers)
+        section = section_of(each.layout, given.model.num_layers)
         changed = with_layout(given, section, each.micro_batch_size)
         if broken_rules(changed, 8):
             continue

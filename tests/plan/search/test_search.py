@@ -11,7 +11,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.schema.layout import CpComm
 from mtrain.hf.configuration import load_config
-from mtrain.plan.search.candidates import candidates, stage_split
+from mtrain.plan.search.candidates import candidates, section_of, stage_split
 from mtrain.plan.search.cost import step_cost
 from mtrain.plan.search.hardware import GIB, GPUS, USABLE_MEMORY, Cluster
 from mtrain.plan.search.layer_cost import Workload
@@ -33,13 +33,13 @@ def all_that_fit(given: Config, num_gpus: int, usable: int) -> list[float]:
     """Returns seconds of the fastest choice of each division of the weights, ascending; no bound is used."""
     best: dict[tuple[Any, ...], float] = {}
     for each in candidates(given, num_gpus, H100, 1 << 62):
-        changed = with_layout(given, each.section(given.model.num_layers), each.micro_batch_size)
+        changed = with_layout(given, section_of(each.layout, given.model.num_layers), each.micro_batch_size)
         if broken_rules(changed, num_gpus):
             continue
         layout = Layout.from_config(changed, num_gpus)
         for tried in recomputations(changed):
             if heaviest(tried, layout).total_bytes <= usable:
-                key = (*each.degrees, each.cp)
+                key = (layout.tp, layout.pp, layout.ep, layout.etp, layout.cp)
                 best[key] = min(best.get(key, 1e30), step_cost(Workload(tried, layout, H100)).time.total)
                 break
     return sorted(best.values())
@@ -91,12 +91,12 @@ def test_every_kind_of_context_parallelism_is_a_candidate_where_it_is_known(
     changes: dict[str, Any], kinds: list[CpComm]
 ) -> None:
     given = config(**changes, data__seq_length=4096)
-    found = list(candidates(given, 4, H100, 1 << 62))
+    found = [each.layout for each in candidates(given, 4, H100, 1 << 62)]
     assert list(dict.fromkeys(each.cp_comm for each in found if each.cp > 1)) == kinds
     assert {each.cp_comm for each in found if each.cp == 1} == {"allgather"}
     for kind in kinds:
         each = next(each for each in found if (each.cp, each.cp_comm) == (2, kind))
-        assert Config.model_validate({**given.model_dump(), "layout": each.section(given.model.num_layers)})
+        assert Config.model_validate({**given.model_dump(), "layout": section_of(each, given.model.num_layers)})
 
 
 def test_long_rows_are_given_to_a_ring() -> None:

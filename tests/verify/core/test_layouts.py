@@ -45,7 +45,7 @@ def test_every_degree_is_tried_alone_in_pairs_and_together() -> None:
 @pytest.mark.parametrize("max_ranks", [1, 2, 4, 8])
 def test_no_layout_needs_more_ranks_than_there_are(max_ranks: int) -> None:
     user = config(layout__tp=4, layout__pp=4, layout__cp=2)
-    ranks = [trial.num_ranks for trial in OwnTrials(user, max_ranks).derived()]
+    ranks = [trial.world_size for trial in OwnTrials(user, max_ranks).derived()]
     assert max(ranks) == max_ranks
     assert ranks[0] == 1
 
@@ -57,7 +57,7 @@ def test_degrees_of_experts_need_no_more_ranks_than_there_are(max_ranks: int) ->
         layout = {"layout__tp": tp, "layout__pp": pp, "layout__cp": cp, "layout__ep": ep, "layout__etp": etp}
         user = expert_config(**layout, layout__sp=tp > 1)
         trials = OwnTrials(user, max_ranks)
-        assert max(trial.num_ranks for trial in trials.derived()) <= max_ranks
+        assert max(trial.world_size for trial in trials.derived()) <= max_ranks
         assert trials.full().num_ranks <= max_ranks
 
 
