@@ -39,10 +39,7 @@ class GroupedQueryAttention(LayerPart):
             divided=_qkv_width(model) if model.qkv_bias or model.linear_bias else 0,
             replicated=model.hidden_size if model.linear_bias else 0,  # row-parallel: added after the sum over TP
         )
-        return self.matrices(model) + biases
-
-    def matrices(self, model: ModelSection) -> Parameters:
-        return Parameters(divided=self.matrix_elements(model))
+        return super().parameters(model) + biases
 
     def matrix_elements(self, model: ModelSection) -> int:
         return model.hidden_size * (_qkv_width(model) + model.num_attention_heads * model.head_size)
@@ -139,9 +136,6 @@ class QkNorm(LayerPart):
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped" and model.qk_norm and model.qk_norm_width == "head"
 
-    def parameters(self, model: ModelSection) -> Parameters:
-        return self.norms(model)
-
     def norms(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=2 * norm_elements(model, model.head_size))
 
@@ -150,14 +144,10 @@ class QkNorm(LayerPart):
 class FullWidthQkNorm(LayerPart):
     """A norm over all query heads at once and one over all key heads, with a weight for each element."""
 
+    torch_only = "model.qk_norm_width=full"
+
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped" and model.qk_norm and model.qk_norm_width == "full"
-
-    def needs_torch_layers(self, model: ModelSection) -> str | None:
-        return "model.qk_norm_width=full" if self.is_anywhere(model) else None
-
-    def parameters(self, model: ModelSection) -> Parameters:
-        return self.norms(model)
 
     def norms(self, model: ModelSection) -> Parameters:
         return Parameters(divided=(model.num_attention_heads + model.query_groups) * model.head_size)
@@ -171,11 +161,10 @@ class FullWidthQkNorm(LayerPart):
 class AttentionGate(LayerPart):
     """A gate of each element of the attention's output; `GroupedQueryAttention` counts its rows."""
 
+    torch_only = "model.attention_gate=true"
+
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped" and model.attention_gate
-
-    def needs_torch_layers(self, model: ModelSection) -> str | None:
-        return "model.attention_gate=true" if model.attention_gate else None
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts the gates, which the projection holds, their sigmoid, and the gated output."""
@@ -186,11 +175,10 @@ class AttentionGate(LayerPart):
 class AttentionTemperature(LayerPart):
     """A factor of each query that grows with its position."""
 
+    torch_only = "model.rope.attention_temperature"
+
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped" and model.rope.attention_temperature > 0
-
-    def needs_torch_layers(self, model: ModelSection) -> str | None:
-        return "model.rope.attention_temperature" if self.is_anywhere(model) else None
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
         """Lets short rows exceed the original length more than once."""
@@ -203,11 +191,10 @@ class AttentionTemperature(LayerPart):
 class AttentionSinks(LayerPart):
     """A learned logit for each head."""
 
+    torch_only = "model.attention_sinks=true"
+
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "grouped" and model.attention_sinks
-
-    def needs_torch_layers(self, model: ModelSection) -> str | None:
-        return "model.attention_sinks=true" if model.attention_sinks else None
 
     def parameters(self, model: ModelSection) -> Parameters:
         return Parameters(divided=model.num_attention_heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
-from mtrain.arch.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, LayerPart, Parameters, SmallRun
+from mtrain.arch.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, LayerPart, Parameters, SmallRun, required
 from mtrain.arch.layout import Layout
 from mtrain.config.schema.delta_net import DeltaNetSection
 from mtrain.config.schema.model import ModelSection
@@ -20,41 +20,37 @@ _KEPT_OF_OUTPUT, _KEPT_OF_RATES = 6, 6
 class GatedDeltaNet(LayerPart):
     """Projections, convolution, decays and gated norm of a delta net, and its output projection."""
 
+    torch_only = "model.delta_net"
+
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "delta_net"
-
-    def needs_torch_layers(self, model: ModelSection) -> str | None:
-        return None if model.delta_net is None else "model.delta_net"
 
     def num_layers_at_least(self, model: ModelSection) -> int:
         return 1 if model.delta_net is None else model.delta_net.full_attention_every
 
     def parameters(self, model: ModelSection) -> Parameters:
-        net = _section(model)
+        net = required(model.delta_net)
         kernels = (2 * net.key_width + net.value_width) * net.conv_kernel
         of_heads = 2 * net.num_value_heads  # decays and their biases
-        return self.matrices(model) + self.norms(model) + Parameters(divided=kernels + of_heads)
+        return super().parameters(model) + Parameters(divided=kernels + of_heads)
 
     def norms(self, model: ModelSection) -> Parameters:
-        return Parameters(replicated=_section(model).value_head_dim)
-
-    def matrices(self, model: ModelSection) -> Parameters:
-        return Parameters(divided=self.matrix_elements(model))
+        return Parameters(replicated=required(model.delta_net).value_head_dim)
 
     def matrix_elements(self, model: ModelSection) -> int:
-        net = _section(model)
+        net = required(model.delta_net)
         return model.hidden_size * (net.num_key_heads * sum(_rows_of_key_head(net)) + net.value_width)
 
     def state_products(self, model: ModelSection) -> int:
         """Counts the convolution, and reading the state at a key, correcting it, and reading it at a query."""
-        net = _section(model)
+        net = required(model.delta_net)
         convolved = (2 * net.key_width + net.value_width) * net.conv_kernel
         return convolved + 3 * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
     def axes(self, model: ModelSection) -> dict[str, int]:
         """Letters: K key heads, r value heads of each, p rows of a key head in the projection, w rows that the
         convolution reads, i its tokens, x dimensions of a key head, y of a value head."""
-        net = _section(model)
+        net = required(model.delta_net)
         rows = _rows_of_key_head(net)
         return {
             "K": net.num_key_heads,
@@ -67,7 +63,7 @@ class GatedDeltaNet(LayerPart):
         }
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
-        net = _section(model)
+        net = required(model.delta_net)
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         for part, rows in zip(names, _rows_of_key_head(net), strict=True):
             yield AdaptedMatrix("self_attention.in_proj", part, net.num_key_heads * rows, model.hidden_size)
@@ -76,27 +72,27 @@ class GatedDeltaNet(LayerPart):
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
         """Returns the rows of Qwen3.5's four matrices for one key head."""
-        return _rows_of_key_head(_section(model)) if linear == "in_proj" else ()
+        return _rows_of_key_head(required(model.delta_net)) if linear == "in_proj" else ()
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts the gate, its silu, the heads before and after their norm, and the output; steps and decays."""
-        net = _section(model)
+        net = required(model.delta_net)
         return (_KEPT_OF_OUTPUT * net.value_width + _KEPT_OF_RATES * net.num_value_heads) // layout.tp
 
     def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
-        net = _section(model)
+        net = required(model.delta_net)
         inputs = (net.conv_kernel - 1) * (2 * net.key_width + net.value_width)
         return inputs // layout.tp, net.value_width * net.key_head_dim // layout.tp
 
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
         """Counts inputs of the convolution, with and without those before the row, and its output before silu."""
-        net = _section(model)
+        net = required(model.delta_net)
         return 3 * (2 * net.key_width + net.value_width) // layout.tp
 
     def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts what the delta rule keeps of a chunk: products of token pairs, and keys, values and corrections, by
         value head and key head; and the state at its start."""
-        net = _section(model)
+        net = required(model.delta_net)
         keys, values = net.key_head_dim, net.value_head_dim
         of_value_head = 4 * _CHUNK + 3 * keys + 4 * values + 2 * keys * values // _CHUNK + 3
         of_key_head = 2 * _CHUNK + 8 * keys + 4
@@ -115,11 +111,6 @@ class GatedDeltaNet(LayerPart):
             "value_head_dim": SMALL_HEAD_DIM + 2,
         }
         return {"delta_net": net.model_dump() | sizes}
-
-
-def _section(model: ModelSection) -> DeltaNetSection:
-    assert model.delta_net is not None, "asked only where a layer has it"
-    return model.delta_net
 
 
 def _rows_of_key_head(net: DeltaNetSection) -> tuple[int, ...]:

@@ -195,7 +195,7 @@ class LayerPart(Feature, ABC):
 
     def parameters(self, model: ModelSection) -> Parameters:
         """Counts the parameters that the part adds to a layer."""
-        return self.matrices(model)
+        return self.matrices(model) + self.norms(model)
 
     def norms(self, model: ModelSection) -> Parameters:
         """Counts the parameters of norms, which are among `parameters`."""
@@ -203,7 +203,7 @@ class LayerPart(Feature, ABC):
 
     def matrices(self, model: ModelSection) -> Parameters:
         """Counts the parameters of projection matrices, without biases, norms and router rows."""
-        return Parameters()
+        return Parameters(divided=self.matrix_elements(model))
 
     def matrix_elements(self, model: ModelSection) -> int:
         """Counts the elements of matrices that multiply each token."""
@@ -217,8 +217,13 @@ class LayerPart(Feature, ABC):
         """Counts the multiply-adds of each token with a state that a layer carries from token to token."""
         return 0
 
+    torch_only: str | None = None
+    """Key, as a user writes it, that TransformerEngine's layers cannot follow where a layer has the part."""
     num_hidden_norms: int = 0
     """Norms over the hidden size that the part adds to a layer."""
+
+    def needs_torch_layers(self, model: ModelSection) -> str | None:
+        return self.torch_only if self.torch_only is not None and self.is_anywhere(model) else None
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts the elements per token and rank that backward needs."""
@@ -278,6 +283,12 @@ class LayerPart(Feature, ABC):
     def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts, like `core_elements`, those that are float32 in any precision."""
         return 0
+
+
+def required(section: T | None) -> T:
+    """Returns the section of a part, which a model has where a layer has the part."""
+    assert section is not None, "asked only where a layer has it"
+    return section
 
 
 def norm_elements(model: ModelSection, size: int) -> int:

@@ -14,6 +14,7 @@ from mtrain.arch.features.feature import (
     hidden_local,
     multiple_from,
     norm_elements,
+    required,
 )
 from mtrain.arch.layout import Layout
 from mtrain.config.schema.experts import ExpertsSection
@@ -29,9 +30,6 @@ class DenseFeedForward(LayerPart):
 
     def parameters(self, model: ModelSection) -> Parameters:
         return _network(model, model.ffn_hidden_size)
-
-    def matrices(self, model: ModelSection) -> Parameters:
-        return Parameters(divided=self.matrix_elements(model))
 
     def matrix_elements(self, model: ModelSection) -> int:
         return _num_matrices(model) * model.hidden_size * model.ffn_hidden_size
@@ -68,7 +66,7 @@ class ExpertFeedForward(LayerPart):
         return None if model.experts is None else "model.experts"
 
     def parameters(self, model: ModelSection) -> Parameters:
-        experts = _section(model)
+        experts = required(model.experts)
         one = _network(model, experts.ffn_hidden_size)
         all_experts = Parameters(
             experts=experts.num_experts * one.divided, whole_experts=experts.num_experts * one.replicated
@@ -77,14 +75,14 @@ class ExpertFeedForward(LayerPart):
         return router_parameters(model) + all_experts + shared + Parameters(replicated=_gate_elements(model))
 
     def matrices(self, model: ModelSection) -> Parameters:
-        experts, of_column = _section(model), _num_matrices(model) * model.hidden_size
+        experts, of_column = required(model.experts), _num_matrices(model) * model.hidden_size
         return Parameters(
             divided=of_column * experts.shared_ffn_hidden_size,
             experts=of_column * experts.num_experts * experts.ffn_hidden_size,
         )
 
     def matrix_elements(self, model: ModelSection) -> int:
-        experts = _section(model)
+        experts = required(model.experts)
         columns = _num_matrices(model) * _width(experts) + experts.num_experts
         return model.hidden_size * columns + _gate_elements(model)
 
@@ -93,16 +91,16 @@ class ExpertFeedForward(LayerPart):
         return sum(self._kept(model, layout))
 
     def inner_elements(self, model: ModelSection, layout: Layout) -> int:
-        return _width(_section(model)) // layout.tp
+        return _width(required(model.experts)) // layout.tp
 
     def axes(self, model: ModelSection) -> dict[str, int]:
         """Letters: E experts, e the feed-forward width of one, t that of all shared experts."""
-        experts = _section(model)
+        experts = required(model.experts)
         return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         """Yields the matrices of all experts; gate and up share their A, as in PEFT's format for experts."""
-        experts, hidden = _section(model), model.hidden_size
+        experts, hidden = required(model.experts), model.hidden_size
         inner = experts.ffn_hidden_size
         sizes = {"fc1": (2 * inner if model.is_gated else inner, hidden), "fc2": (hidden, inner)}
         for name, (rows, columns) in sizes.items():
@@ -126,7 +124,7 @@ class ExpertFeedForward(LayerPart):
 
     def _kept(self, model: ModelSection, layout: Layout) -> tuple[int, int]:
         """Returns the elements of chosen experts, and of shared ones."""
-        experts, num = _section(model), _kept_widths(model)
+        experts, num = required(model.experts), _kept_widths(model)
         routed = experts.top_k * (2 * layout.etp * model.hidden_size + num * experts.ffn_hidden_size)
         # the gate keeps the output that it multiplies
         shared = num * experts.shared_ffn_hidden_size + _gate_elements(model)
@@ -156,17 +154,17 @@ class ExpertFeedForward(LayerPart):
 class BranchNorms(LayerPart):
     """Norms before and after the shared and the chosen experts, and the router's scales."""
 
+    torch_only = "model.experts.branch_norms=true"
     num_hidden_norms = 4
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.has_branches(layer)
 
-    def needs_torch_layers(self, model: ModelSection) -> str | None:
-        return "model.experts.branch_norms=true" if self.is_anywhere(model) else None
-
     def parameters(self, model: ModelSection) -> Parameters:
         """Counts the norms, the scale vector of the router's input, and one scale per expert."""
-        return self.norms(model) + Parameters(replicated=model.hidden_size + _section(model).num_experts)
+        return super().parameters(model) + Parameters(
+            replicated=model.hidden_size + required(model.experts).num_experts
+        )
 
     def norms(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=4 * norm_elements(model, model.hidden_size))
@@ -200,7 +198,7 @@ def _kept_widths(model: ModelSection) -> int:
 
 def router_parameters(model: ModelSection) -> Parameters:
     """Counts a row for each expert."""
-    experts = _section(model)
+    experts = required(model.experts)
     return Parameters(replicated=experts.num_experts * (model.hidden_size + experts.router_bias))
 
 
@@ -210,7 +208,7 @@ def _width(experts: ExpertsSection) -> int:
 
 def _gate_elements(model: ModelSection) -> int:
     """Counts the parameters of the shared experts' gate, and the elements of the output that it multiplies."""
-    return model.hidden_size if _section(model).shared_gate else 0
+    return model.hidden_size if required(model.experts).shared_gate else 0
 
 
 def _few_groups(experts: ExpertsSection) -> dict[str, int]:
@@ -223,11 +221,6 @@ def _few_groups(experts: ExpertsSection) -> dict[str, int]:
     of_each = min(3 if score else 2, experts.top_k // experts.group_top_k)
     sizes = {"num_groups": num_groups, "group_top_k": group_top_k, "top_k": group_top_k * of_each}
     return sizes | score | {"num_experts": num_groups * max(2, of_each)}
-
-
-def _section(model: ModelSection) -> ExpertsSection:
-    assert model.experts is not None, "asked only where a layer has it"
-    return model.experts
 
 
 def _network(model: ModelSection, width: int) -> Parameters:

@@ -25,20 +25,13 @@ _GROUPED = GroupedQueryAttention()
 class GlobalAttention(LayerPart):
     """Projections of queries and of keys, which serve as values, the norms of both, and the output projection."""
 
+    torch_only = "model.global_attention"
+
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "global"
 
-    def needs_torch_layers(self, model: ModelSection) -> str | None:
-        return None if model.global_attention is None else "model.global_attention"
-
-    def parameters(self, model: ModelSection) -> Parameters:
-        return self.matrices(model) + self.norms(model)
-
     def norms(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=2 * norm_elements(model, _wide(model).head_size) if model.qk_norm else 0)
-
-    def matrices(self, model: ModelSection) -> Parameters:
-        return Parameters(divided=self.matrix_elements(model))
 
     def matrix_elements(self, model: ModelSection) -> int:
         return _GROUPED.matrix_elements(_wide(model)) - model.hidden_size * _key_width(model)
@@ -104,11 +97,10 @@ def _key_width(model: ModelSection) -> int:
 class ValueNorm(LayerPart):
     """A norm of each value head, without weights."""
 
+    torch_only = "model.value_norm=true"
+
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.value_norm and model.attention(layer) in ("grouped", "global")
-
-    def needs_torch_layers(self, model: ModelSection) -> str | None:
-        return "model.value_norm=true" if model.value_norm else None
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts the values after the norm, if heads of both kinds of layer have the same width."""

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
-from mtrain.arch.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, Feature, LayerPart, Parameters, SmallRun
+from mtrain.arch.features.feature import (
+    SMALL_HEAD_DIM,
+    AdaptedMatrix,
+    Feature,
+    LayerPart,
+    Parameters,
+    SmallRun,
+    required,
+)
 from mtrain.arch.layout import Layout
 from mtrain.config.schema.mamba import MambaSection
 from mtrain.config.schema.model import ModelSection
@@ -24,30 +32,27 @@ class Mamba(LayerPart):
         return model.attention(layer) == "mamba"
 
     def parameters(self, model: ModelSection) -> Parameters:
-        mamba = _section(model)
+        mamba = required(model.mamba)
         convolution = mamba.channels * (mamba.conv_kernel + mamba.conv_bias)
         of_heads = 3 * mamba.num_heads  # decays, biases of steps, and factors of the input
-        return self.matrices(model) + self.norms(model) + Parameters(divided=convolution + of_heads)
+        return super().parameters(model) + Parameters(divided=convolution + of_heads)
 
     def norms(self, model: ModelSection) -> Parameters:
-        return Parameters(divided=_section(model).width)
-
-    def matrices(self, model: ModelSection) -> Parameters:
-        return Parameters(divided=self.matrix_elements(model))
+        return Parameters(divided=required(model.mamba).width)
 
     def matrix_elements(self, model: ModelSection) -> int:
-        mamba = _section(model)
+        mamba = required(model.mamba)
         return model.hidden_size * (mamba.num_groups * sum(rows_of_group(mamba)) + mamba.width)
 
     def state_products(self, model: ModelSection) -> int:
         """Counts the convolution, and decaying, writing and reading the state."""
-        mamba = _section(model)
+        mamba = required(model.mamba)
         return mamba.channels * mamba.conv_kernel + 3 * mamba.width * mamba.state_dim
 
     def axes(self, model: ModelSection) -> dict[str, int]:
         """Letters: K groups, r heads of each, p rows of a group in the projection, w rows that the convolution reads, i
         its tokens, x dimensions of B and C, y of a head."""
-        mamba = _section(model)
+        mamba = required(model.mamba)
         rows = rows_of_group(mamba)
         return {
             "K": mamba.num_groups,
@@ -60,28 +65,28 @@ class Mamba(LayerPart):
         }
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
-        mamba = _section(model)
+        mamba = required(model.mamba)
         rows = mamba.num_groups * sum(rows_of_group(mamba))
         yield AdaptedMatrix("self_attention.in_proj", "in_proj_zxbcdt", rows, model.hidden_size)
         yield AdaptedMatrix("self_attention.out_proj", "out_proj", model.hidden_size, mamba.width, is_row_parallel=True)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts the gate, the gated heads before and after their norm, and the output; steps and decays."""
-        mamba = _section(model)
+        mamba = required(model.mamba)
         return (_KEPT_OF_OUTPUT * mamba.width + _KEPT_OF_STEPS * mamba.num_heads) // layout.tp
 
     def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
-        mixer = _section(model)
+        mixer = required(model.mamba)
         return (mixer.conv_kernel - 1) * mixer.channels // layout.tp, mixer.width * mixer.state_dim // layout.tp
 
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
         """Counts inputs of the convolution, with and without those before the row, and its output before silu."""
-        return 3 * _section(model).channels // layout.tp
+        return 3 * required(model.mamba).channels // layout.tp
 
     def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts what the rule keeps of a chunk: decays of token pairs and their products with those of B and C,
         inputs, and state writes and reads, by head; and the state at its start."""
-        mamba = _section(model)
+        mamba = required(model.mamba)
         size, heads = mamba.state_dim, mamba.head_dim
         of_head = 2 * _CHUNK + 2 * size + 4 * heads + 2 * size * heads // _CHUNK + 3
         of_group = _CHUNK + 4 * size
@@ -129,8 +134,3 @@ def rows_of_group(mamba: MambaSection) -> tuple[int, ...]:
     """Counts the projection's rows for one group: C, B and inputs; gates; steps."""
     shared = mamba.num_heads // mamba.num_groups
     return 2 * mamba.state_dim + shared * mamba.head_dim, shared * mamba.head_dim, shared
-
-
-def _section(model: ModelSection) -> MambaSection:
-    assert model.mamba is not None, "asked only where a layer has it"
-    return model.mamba

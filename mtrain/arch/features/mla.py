@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
-from mtrain.arch.features.feature import SMALL_HEAD_DIM, AdaptedMatrix, LayerPart, Parameters, SmallRun, norm_elements
+from mtrain.arch.features.feature import (
+    SMALL_HEAD_DIM,
+    AdaptedMatrix,
+    LayerPart,
+    Parameters,
+    SmallRun,
+    norm_elements,
+    required,
+)
 from mtrain.arch.layout import Layout
-from mtrain.config.schema.attention import LatentAttentionSection
 from mtrain.config.schema.model import ModelSection
 
 
@@ -21,11 +28,8 @@ class MultiHeadLatentAttention(LayerPart):
     def needs_certificate(self, model: ModelSection) -> str | None:
         return None if model.mla is None else "model.mla"
 
-    def parameters(self, model: ModelSection) -> Parameters:
-        return self.matrices(model) + self.norms(model)
-
     def norms(self, model: ModelSection) -> Parameters:
-        mla = _section(model)
+        mla = required(model.mla)
         of_queries = 0 if mla.q_lora_rank is None else norm_elements(model, mla.q_lora_rank)
         return Parameters(replicated=norm_elements(model, mla.kv_lora_rank) + of_queries)
 
@@ -34,7 +38,7 @@ class MultiHeadLatentAttention(LayerPart):
         return Parameters(divided=self.matrix_elements(model) - down, replicated=down)
 
     def matrix_elements(self, model: ModelSection) -> int:
-        mla, heads = _section(model), model.num_attention_heads
+        mla, heads = required(model.mla), model.num_attention_heads
         up = heads * mla.query_head_dim * (model.hidden_size if mla.q_lora_rank is None else mla.q_lora_rank)
         up += mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         return _down(model) + up + heads * mla.v_head_dim * model.hidden_size
@@ -42,7 +46,7 @@ class MultiHeadLatentAttention(LayerPart):
     def axes(self, model: ModelSection) -> dict[str, int]:
         """Letters: q rank of queries, k rank of keys and values, m the latter with the rotary key, x dimensions of a
         query head, y of a key head's part without position and its value, v of a value head."""
-        mla = _section(model)
+        mla = required(model.mla)
         return {
             "q": mla.q_lora_rank or 0,
             "k": mla.kv_lora_rank,
@@ -54,7 +58,7 @@ class MultiHeadLatentAttention(LayerPart):
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
         """Yields projections down to latents, whole on every rank of TP, and up from them by heads."""
-        mla, hidden, heads = _section(model), model.hidden_size, model.num_attention_heads
+        mla, hidden, heads = required(model.mla), model.hidden_size, model.num_attention_heads
         queries, values = heads * mla.query_head_dim, heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         if mla.q_lora_rank is None:
             yield AdaptedMatrix("self_attention.linear_q_proj", "q_proj", queries, hidden)
@@ -70,7 +74,7 @@ class MultiHeadLatentAttention(LayerPart):
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
         """Returns the rows without and with positions, or of keys and of values."""
-        mla = _section(model)
+        mla = required(model.mla)
         match linear:
             case "linear_q_proj" | "linear_q_up_proj":
                 return mla.qk_nope_head_dim, mla.qk_rope_head_dim
@@ -81,15 +85,15 @@ class MultiHeadLatentAttention(LayerPart):
         return ()
 
     def pair_products(self, model: ModelSection) -> int:
-        return model.num_attention_heads * (_section(model).query_head_dim + _section(model).v_head_dim)
+        return model.num_attention_heads * (required(model.mla).query_head_dim + required(model.mla).v_head_dim)
 
     def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
-        mla = _section(model)
+        mla = required(model.mla)
         return length * (mla.kv_lora_rank + mla.qk_rope_head_dim), 0  # latents, whole on every rank
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts the latents, whole on every rank of TP, and what grouped-query attention keeps."""
-        mla = _section(model)
+        mla = required(model.mla)
         latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
         return 2 * latents + 2 * model.num_attention_heads * (mla.query_head_dim + mla.v_head_dim) // layout.tp
 
@@ -110,12 +114,7 @@ class MultiHeadLatentAttention(LayerPart):
         return {"mla": ranks | heads | {"norm_epsilon": None if own is None else own * small.epsilon_factor}}
 
 
-def _section(model: ModelSection) -> LatentAttentionSection:
-    assert model.mla is not None, "asked only where a layer has it"
-    return model.mla
-
-
 def _down(model: ModelSection) -> int:
     """Counts the projections to latents, which every rank of TP holds whole."""
-    mla = _section(model)
+    mla = required(model.mla)
     return model.hidden_size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)

@@ -37,9 +37,6 @@ class FeedForwardResidual(_Residual):
 class _InputNorm(LayerPart):
     num_hidden_norms = 1
 
-    def parameters(self, model: ModelSection) -> Parameters:
-        return self.norms(model)
-
     def norms(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=norm_elements(model, model.hidden_size))
 
@@ -78,9 +75,6 @@ class OutputNorms(LayerPart):
         if model.post_norm:
             return "model.post_norm=true"
         return "model.sandwich_norm=true" if model.sandwich_norm else None
-
-    def parameters(self, model: ModelSection) -> Parameters:
-        return self.norms(model)
 
     def norms(self, model: ModelSection) -> Parameters:
         return Parameters(replicated=2 * norm_elements(model, model.hidden_size))
