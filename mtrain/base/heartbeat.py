@@ -117,22 +117,15 @@ def _parsed(text: bytes) -> Beat | None:
 class Heartbeat:
     """Writes this rank's beats, in a thread that runs inside the `with` block."""
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        start: int = 0,
-        on_beat: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, timeout_s: float, start: int = 0) -> None:
         """
         Args:
             timeout_s: Longest time that ranks wait for each other; beats are much shorter.
             start: Number of this start of the run; the thread stops writing when a later start beats.
-            on_beat: Called by the thread at every beat; may raise OSError.
         """
-        self._folder, self._world_size, self._on_beat = folder, world_size, on_beat
+        self._folder, self._world_size = folder, world_size
+        self.on_beat: Callable[[], None] = lambda: None
+        """Called by the thread at every beat; may raise OSError."""
         shortest, longest = _INTERVALS_S
         own_s = min(max(timeout_s / _BEATS_PER_TIMEOUT, shortest), longest)
         self._interval_s = max(own_s, world_size / _MAX_BEATS_PER_S)
@@ -217,7 +210,7 @@ class Heartbeat:
             with contextlib.suppress(OSError):  # the next beat tries again; training matters more
                 self._write()
             with contextlib.suppress(OSError):
-                self._on_beat()
+                self.on_beat()
             if has_ended:
                 return
             self._ended.wait(self._interval_s / _CHANGES_PER_INTERVAL)

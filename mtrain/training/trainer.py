@@ -210,7 +210,8 @@ def _open_reporting(
         own.start_number = number
     size, timeout_s = groups.layout.world_size, train.process_group_timeout_s
     account = held.enter_context(StartAccount(folder.starts, number, groups.rank, size))
-    heartbeat = Heartbeat(folder.heartbeats, groups.rank, size, timeout_s, number, account.write)
+    heartbeat = Heartbeat(folder.heartbeats, groups.rank, size, timeout_s, number)
+    heartbeat.on_beat = account.write
     account.phases_of(held.enter_context(heartbeat))
     held.enter_context(recording(folder.path, groups.rank, number, lambda: heartbeat.place))
     held.enter_context(deterministic(train.deterministic))  # here too: what it raises is recorded
