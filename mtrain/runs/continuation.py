@@ -63,25 +63,19 @@ _DECAY = "optimizer.decay_steps"
 
 
 def continued(config: Config, saved: str, folder: Path, newest_step: int) -> Config:
-    """Returns the configuration with which a run continues from its checkpoints.
-
-    Raises:
-        RunFolderError: This start describes another run, without consent; the message names the keys and says how to go
-            on.
-    """
+    """Returns the configuration with which a run continues from its checkpoints; refuses one that describes another
+    run, without consent."""
     kept = _with_kept(config, flat_keys(saved))
     allowed_changes(kept, saved, folder, newest_step)
     return kept
 
 
 def allowed_changes(config: Config, saved: str, folder: Path, step: int, teacher_is_known: bool = True) -> list[Change]:
-    """Lists what a run changes from a step on, with the consent of checkpoint.allow_changed; neutral keys are left out.
+    """Lists what a run changes from a step on; neutral keys are left out. Refuses what makes another run, unless
+    checkpoint.allow_changed permits it.
 
     Args:
         teacher_is_known: Whether the checkpoint has the teacher's fingerprint, so that its path does not matter.
-
-    Raises:
-        RunFolderError: A change makes this another run, and checkpoint.allow_changed does not permit it.
     """
     found = [each for each in changes(saved, config) if each.key != _DECAY and _is_other_run(each, teacher_is_known)]
     permitted = config.checkpoint.allow_changed
@@ -230,14 +224,10 @@ def _count(earlier: Mapping[str, Any], key: str, folder: Path) -> int:
 
 
 def _other_run(folder: Path, keys: list[str]) -> RunFolderError:
+    fixed = [key for key in keys if not is_permitted(key, keys)]
+    never = f" ({', '.join(fixed)} cannot change in a run)" if fixed else ""
     return RunFolderError(
         f"{folder} holds checkpoints of a run whose {', '.join(keys)} had other values; "
         "set the same values, or another run.dir, or name in checkpoint.allow_changed what is meant to change from "
-        f"here on{_never(keys)}"
+        f"here on{never}"
     )
-
-
-def _never(keys: list[str]) -> str:
-    """Names the keys that cannot change even with consent."""
-    fixed = [key for key in keys if not is_permitted(key, keys)]
-    return f" ({', '.join(fixed)} cannot change in a run)" if fixed else ""

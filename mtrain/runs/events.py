@@ -46,19 +46,15 @@ ENDS = frozenset({EventKind.STOP, EventKind.FAILURE, EventKind.FINISH})
 class RunEvent:
     kind: EventKind
     step: int
-    """Optimizer updates completed."""
     time_s: float
     """Unix time."""
     text: str = ""
-    """Description for people."""
     rank: int = 0
     facts: Mapping[str, Fact] = field(default_factory=dict)
     """Numbers and names that the kind defines."""
 
 
 class EventLog:
-    """Writes the events of one rank."""
-
     def __init__(self, path: Path, rank: int = 0) -> None:
         self._path, self._rank = path, rank
 
@@ -92,11 +88,5 @@ def _event(line: bytes) -> RunEvent | None:
         event = RunEvent(**(content | {"kind": EventKind(content["kind"])}))
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    kinds = (
-        (event.step, int),
-        (event.time_s, (int, float)),
-        (event.text, str),
-        (event.rank, int),
-        (event.facts, dict),
-    )
+    kinds = ((event.step, int), (event.time_s, (int, float)), (event.text, str), (event.rank, int), (event.facts, dict))
     return event if all(isinstance(value, kind) for value, kind in kinds) else None

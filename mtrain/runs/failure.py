@@ -74,8 +74,6 @@ GONE = "gone"
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Failure of one rank."""
-
     rank: int
     kind: FailureClass
     error: str
@@ -91,14 +89,12 @@ class FailureRecord:
     place: str | None = None
     """Phase and step of the rank, if known."""
     start: int = 0
-    """Number of the run's start."""
     launch: str | None = None
     """Launch of the local launcher, if there was one."""
     host: str = ""
     stack: tuple[str, ...] = ()
     """Frames of the program, innermost call first."""
     files: tuple[str, ...] = ()
-    """Files with more details."""
 
     @property
     def is_consequence(self) -> bool:
@@ -134,35 +130,30 @@ def _frames(error: BaseException) -> list[str]:
     return [f'File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames)]
 
 
+_CLASSES: tuple[tuple[type[MtrainError], FailureClass], ...] = (
+    (ConfigError, FailureClass.USER_INPUT),
+    (DataError, FailureClass.DATA),
+    (NumericError, FailureClass.NUMERIC),
+    (RankLostError, FailureClass.LOST_PEER),
+    (RunFolderError, FailureClass.CONFLICT),
+)
+
+
 def class_of(error: BaseException) -> FailureClass:
-    match error:
-        case ConfigError():
-            return FailureClass.USER_INPUT
-        case DataError():
-            return FailureClass.DATA
-        case NumericError():
-            return FailureClass.NUMERIC
-        case RankLostError():
-            return FailureClass.LOST_PEER
-        case RunFolderError():
-            return FailureClass.CONFLICT
-        case MachineError() if isinstance(error.__cause__, OSError):
-            return FailureClass.DISK
-        case MachineError() if error.__cause__ is not None and _is_of_memory(error.__cause__):
-            return FailureClass.OUT_OF_MEMORY
-        case MachineError():
-            return FailureClass.MACHINE
-    return FailureClass.OUT_OF_MEMORY if _is_of_memory(error) else FailureClass.BUG
-
-
-def _is_of_memory(error: BaseException) -> bool:
-    return type(error).__name__ in _MEMORY_WORDS or "can't allocate memory" in str(error)
+    known = next((kind for errors, kind in _CLASSES if isinstance(error, errors)), None)
+    if known is not None:
+        return known
+    cause = error.__cause__ if isinstance(error, MachineError) else error
+    if isinstance(error, MachineError) and isinstance(cause, OSError):
+        return FailureClass.DISK
+    if type(cause).__name__ in _MEMORY_WORDS or "can't allocate memory" in str(cause):
+        return FailureClass.OUT_OF_MEMORY
+    return FailureClass.MACHINE if isinstance(error, MachineError) else FailureClass.BUG
 
 
 def failure_of(
     error: BaseException, rank: int, start: int, place: str | None, stack: Sequence[str] = ()
 ) -> FailureRecord:
-    """Makes the record of this rank's own exception."""
     text = str(error) if isinstance(error, MtrainError) else f"{type(error).__name__}: {error}"
     return FailureRecord(
         rank=rank,
@@ -208,11 +199,8 @@ def summary(failure: FailureRecord, run_dir: Path, num_failed: int = 1) -> str:
 
 
 def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -> FailureRecord:
-    """Writes a record and the summary of the first cause so far, which it returns; raises OSError if the disk refuses.
-
-    Args:
-        again: Whether to replace an earlier record of the same reporter, since more is known now.
-    """
+    """Writes a record and the summary of the first cause so far, which it returns; `again` replaces an earlier record
+    of the same reporter, since more is known now. Raises OSError if the disk refuses."""
     folder = records_folder(run_dir, failure.start)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{failure.reported_by}_{max(failure.rank, 0):05d}.json"

@@ -12,11 +12,21 @@ from pathlib import Path
 from mtrain.base.errors import DataError
 from mtrain.base.files import disk_faults, remove, write_atomically
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, parsed_json, read_plain_file
+from mtrain.runs.goodput import new_number
 from mtrain.runs.lock import Patience, RunLock, locked
-from mtrain.runs.starts import new_number
 
 _MAX_BYTES = 2**20
 """Largest config.yaml and environment.json; the YAML reader has the same limit."""
+
+
+class _Inside:
+    """Path of a file or folder inside the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self._name
 
 
 @dataclass(frozen=True)
@@ -25,99 +35,48 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """Resolved configuration, sufficient to repeat the run."""
-        return self.path / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
-        """Facts about the latest start: versions, device, layout; no names of machines or people."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics: one JSON object per line and step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Answers to `eval.prompts`, one JSON object per line."""
-        return self.path / "samples.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """Starts, saves, ends and alarms, one JSON object per line."""
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder with one subfolder per saved step."""
-        return self.path / "checkpoints"
-
-    @property
-    def first_samples(self) -> Path:
-        """Samples that the run's first step trains on, for people."""
-        return self.path / "first_samples.txt"
-
-    @property
-    def references(self) -> Path:
-        """Scores of the reference model, if a loss compares with one."""
-        return self.path / "references"
-
-    @property
-    def exports(self) -> Path:
-        """Folder with one Hugging Face folder per exported step."""
-        return self.path / "exports"
-
-    @property
-    def logs(self) -> Path:
-        """Folder with the text output of the ranks."""
-        return self.path / "logs"
-
-    @property
-    def ledger(self) -> Path:
-        """Folder with the samples trained in each step, one file per data-parallel rank."""
-        return self.path / "ledger"
-
-    @property
-    def heartbeats(self) -> Path:
-        """Folder with the state of each rank, one file per rank."""
-        return self.path / "heartbeats"
-
-    @property
-    def starts(self) -> Path:
-        """Folder with one file per start (`mtrain.runs.starts`)."""
-        return self.path / "starts"
-
-    @property
-    def profile(self) -> Path:
-        """Folder with traces and tables of profiled steps."""
-        return self.path / "profile"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder with event files for TensorBoard."""
-        return self.path / "tensorboard"
+    config = _Inside("config.yaml")
+    """Resolved configuration, sufficient to repeat the run."""
+    environment = _Inside("environment.json")
+    """Facts about the latest start: versions, device, layout; no names of machines or people."""
+    metrics = _Inside("metrics.jsonl")
+    """Metrics: one JSON object per line and step."""
+    samples = _Inside("samples.jsonl")
+    """Answers to `eval.prompts`, one JSON object per line."""
+    events = _Inside("events.jsonl")
+    """Starts, saves, ends and alarms, one JSON object per line."""
+    checkpoints = _Inside("checkpoints")
+    """Folder with one subfolder per saved step."""
+    first_samples = _Inside("first_samples.txt")
+    """Samples that the run's first step trains on, for people."""
+    references = _Inside("references")
+    """Scores of the reference model, if a loss compares with one."""
+    exports = _Inside("exports")
+    """Folder with one Hugging Face folder per exported step."""
+    logs = _Inside("logs")
+    """Folder with the text output of the ranks."""
+    ledger = _Inside("ledger")
+    """Folder with the samples trained in each step, one file per data-parallel rank."""
+    heartbeats = _Inside("heartbeats")
+    """Folder with the state of each rank, one file per rank."""
+    starts = _Inside("starts")
+    """Folder with one file per start (`mtrain.runs.goodput`)."""
+    profile = _Inside("profile")
+    """Folder with traces and tables of profiled steps."""
+    tensorboard = _Inside("tensorboard")
+    """Folder with event files for TensorBoard."""
+    requeue_marker = _Inside("REQUEUE")
+    """Present when the run stopped early on a signal and wants to be restarted."""
+    save_time = _Inside("save_seconds")
+    """Seconds until the latest save was on disk, as text; job scripts choose the time of Slurm's signal by it."""
+    lock_file = _Inside(".lock")
+    """File that the run working here locks; its text names that run, or the last one."""
+    chat_templates = _Inside("chat_templates")
+    """Folder with the chat templates of the conversations, under their names in a tokenizer's folder."""
 
     @property
     def _written_to(self) -> tuple[Path, ...]:
         return self.path, self.checkpoints, self.logs
-
-    @property
-    def requeue_marker(self) -> Path:
-        """Present when the run stopped early on a signal and wants to be restarted."""
-        return self.path / "REQUEUE"
-
-    @property
-    def save_time(self) -> Path:
-        """Seconds until the latest save was on disk, as text; job scripts choose the time of Slurm's signal by it."""
-        return self.path / "save_seconds"
-
-    @property
-    def lock_file(self) -> Path:
-        """File that the run working here locks; its text names that run, or the last one."""
-        return self.path / ".lock"
 
     def create(self) -> None:
         with disk_faults(f"write the run folder {self.path}"):
@@ -137,11 +96,6 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         with disk_faults(f"write {self.config}"):
             write_atomically(self.config, text)
-
-    @property
-    def chat_templates(self) -> Path:
-        """Folder with the chat templates of the conversations, under their names in a tokenizer's folder."""
-        return self.path / "chat_templates"
 
     def write_chat_templates(self, files: Mapping[str, str]) -> None:
         """Saves this start's chat templates, path in the folder -> text; exports contain them, wherever they came
@@ -213,21 +167,13 @@ class RunFolder:
 
     @contextmanager
     def locked(self, patience: Patience = Patience()) -> Iterator[RunLock]:  # noqa: B008
-        """Keeps other runs out inside the `with` block, as `mtrain.runs.lock` does; the folder must exist.
-
-        Raises:
-            RunFolderError: Another process works here; the message names it.
-            MachineError: The lock file cannot be written.
-        """
+        """Keeps other runs out inside the `with` block, as `mtrain.runs.lock` does; the folder must exist."""
         with locked(self.lock_file, patience, lambda: new_number(self.starts)) as lock:
             with disk_faults(f"clean {self.path}"):
-                self._clean()
+                # files that a killed run was about to put in place
+                for leftover in [*self.path.glob(".new-*"), *self.path.glob(".probe-*")]:
+                    remove(leftover)
             yield lock
-
-    def _clean(self) -> None:
-        """Removes files that a killed run was about to put in place."""
-        for leftover in [*self.path.glob(".new-*"), *self.path.glob(".probe-*")]:
-            remove(leftover)
 
 
 def _content(path: Path) -> bytes | None:

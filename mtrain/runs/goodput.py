@@ -1,17 +1,125 @@
-"""Goodput: the share of a run's time in steps that it kept, over all of its starts.
+"""Starts of a run: each has an increasing number, and a small file with its account, from which goodput follows.
 
-Pure arithmetic on `starts/` of the run folder (`mtrain.runs.starts`); no torch.
+The number tells an older start from a newer one without locks (`mtrain.runs.lock`). Goodput is the share of a run's
+time in steps that it kept, over all of its starts: pure arithmetic on their files; no torch.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from mtrain.runs.starts import RunStart, read_starts
+from mtrain.base import pulse
+from mtrain.base.files import disk_faults
+from mtrain.base.heartbeat import Heartbeat
+
+_NUM_BYTES = 4096
+"""Size of every file from the first write on, so that a later one needs no more disk space."""
+_NAME = re.compile(r"(\d{5,})\.json")
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Account of a start, as rank 0 last wrote it."""
+
+    number: int
+    """Counted from 1."""
+    began_s: float
+    """Unix time at which rank 0's process began."""
+    written_s: float
+    """Unix time of this account, until which the start is known to have run."""
+    host: str
+    job: str | None
+    """Number of the Slurm job and its restart; None without Slurm."""
+    world_size: int
+    start_step: int | None = None
+    """Updates at the beginning, or the fewest that it went back to; None before that is known."""
+    step: int = 0
+    trained_s: float = 0.0
+    """Seconds in the completed steps of this start."""
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds in each phase (`mtrain.base.heartbeat.Phase`), including the current one."""
+    saves: tuple[tuple[int, float], ...] = ()
+    """Step of each of the last saves, and `trained_s` when that step was completed."""
+    lost_steps: int = 0
+    """Updates of this start that were rolled back."""
+    lost_s: float = 0.0
+    """Seconds in the lost updates; not in `trained_s`."""
+    ended: str | None = None
+    """How it ended: `done`, or an error's class; None if it runs or was killed."""
+
+    @property
+    def start_up_s(self) -> float:
+        """Returns the seconds until its first step: programs load, ranks meet, model, data and checkpoint are read."""
+        return self.phases_s.get("start", 0.0) + self.phases_s.get("build", 0.0)
+
+    @property
+    def step_s(self) -> float | None:
+        """Returns the mean seconds of a step; None without one."""
+        steps = 0 if self.start_step is None else self.step - self.start_step
+        return self.trained_s / steps if steps > 0 else None
+
+
+def start_file(folder: Path, number: int) -> Path:
+    return folder / f"{number:05d}.json"
+
+
+def new_number(folder: Path) -> int:
+    """Reserves the next number, which no other start gets."""
+    with disk_faults(f"write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        number = max(_numbers(folder), default=0) + 1
+        while True:
+            try:
+                os.close(
+                    os.open(start_file(folder, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                )
+            except FileExistsError:
+                number += 1
+            else:
+                return number
+
+
+def write_start(folder: Path, start: RunStart) -> None:
+    """Overwrites the start's account without waiting for the disk; raises OSError if it refuses."""
+    text = json.dumps(asdict(start))
+    file = os.open(start_file(folder, start.number), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.pwrite(file, text.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
+    finally:
+        os.close(file)
+
+
+def read_starts(folder: Path) -> list[RunStart]:
+    """Reads all accounts in the order of the starts; skips damaged ones, and those being written."""
+    try:
+        found = (_read(start_file(folder, number)) for number in sorted(_numbers(folder)))
+        return [start for start in found if start is not None]
+    except OSError:
+        return []
+
+
+def _numbers(folder: Path) -> list[int]:
+    return [int(match[1]) for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+
+
+def _read(path: Path) -> RunStart | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        saves = tuple((int(step), float(seconds)) for step, seconds in content.pop("saves", ()))
+        return RunStart(**content, saves=saves)
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -46,7 +154,6 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """Returns effective_s / wall_s."""
         return self.effective_s / self.wall_s if self.wall_s > 0 else 0.0
 
     def lines(self) -> list[str]:
@@ -116,14 +223,10 @@ def _lost(starts: Sequence[RunStart]) -> tuple[int, float]:
             continue
         kept = max(resumed, begin)
         steps += start.step - kept
-        seconds += start.trained_s - _trained_until(start, begin, kept)
+        # as recorded at that save, else in proportion
+        in_proportion = start.trained_s * (kept - begin) / (start.step - begin)
+        seconds += start.trained_s - dict(start.saves).get(kept, in_proportion)
     return steps, seconds
-
-
-def _trained_until(start: RunStart, begin: int, step: int) -> float:
-    """Returns a start's seconds in its steps up to `step`: as recorded at that save, else in proportion."""
-    noted = dict(start.saves)
-    return noted.get(step, start.trained_s * (step - begin) / (start.step - begin))
 
 
 def _readable(seconds: float) -> str:
@@ -131,3 +234,100 @@ def _readable(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 120 else f"{minutes} min"
+
+
+_log = logging.getLogger(__name__)
+
+_NUM_SAVES = 8
+_NUM_STEPS = 1000
+"""Steps whose times are kept; the lost time of a save that takes longer to reach the disk is only estimated."""
+
+
+class StartAccount:
+    """Account of this start (`mtrain.runs.goodput`), which rank 0 keeps inside the `with` block and then prints as
+    goodput."""
+
+    def __init__(self, folder: Path, number: int, rank: int, world_size: int) -> None:
+        self._folder, self._is_writer = folder, rank == 0
+        job, now_s, own = os.environ.get("SLURM_JOB_ID"), time.time(), pulse.current()
+        # replaced as a whole: the heartbeat's thread writes it while training goes on
+        self._start = RunStart(
+            number=number,
+            # in a user's program, whose beginning is not known, the current time
+            began_s=now_s - (0.0 if own is None else time.monotonic() - own.state.opened_s),
+            written_s=now_s,
+            host=socket.gethostname(),
+            job=None if job is None else f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}",
+            world_size=world_size,
+        )
+        self._heartbeat: Heartbeat | None = None
+        self._at: dict[int, float] = {}
+        self._before_each: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> StartAccount:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._start = replace(self._start, ended="done" if kind is None else kind.__name__)
+        if not self._is_writer:
+            return
+        try:
+            self.write()
+            goodput = goodput_of(read_starts(self._folder))
+        except OSError:
+            return  # a full disk: the account of some seconds ago is still there
+        if goodput is not None and self._start.step and kind is None:
+            for line in goodput.lines():
+                _log.info(line)
+
+    def phases_of(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+
+    def before_each(self, action: Callable[[], None]) -> None:
+        """Sets an action that runs before each account is written, in the same thread."""
+        self._before_each = action
+
+    def goes_on(self, step: int) -> None:
+        """Sets the number of updates at the beginning of this start."""
+        self._start = replace(self._start, start_step=step, step=step)
+
+    def completed(self, step: int, seconds: float) -> None:
+        """Counts one more update, which took `seconds`."""
+        self._at[step] = self._start.trained_s + seconds
+        self._start = replace(self._start, step=step, trained_s=self._at[step])
+        if len(self._at) > _NUM_STEPS:
+            del self._at[next(iter(self._at))]
+
+    def saved(self, step: int) -> None:
+        trained_s = self._at.get(step, self._start.trained_s)
+        self._start = replace(self._start, saves=(*self._start.saves, (step, trained_s))[-_NUM_SAVES:])
+        self._at = {later: at for later, at in self._at.items() if later > step}
+
+    def gone_back(self, step: int) -> None:
+        """Records that the run goes back to a checkpoint: later updates are lost and will be repeated."""
+        start = self._start
+        begin = step if start.start_step is None else start.start_step
+        # for the checkpoint that this start began with, or an earlier one, no time was spent in this start
+        kept_s = dict(start.saves).get(step, 0.0)
+        self._start = replace(
+            start,
+            # updates of earlier starts beyond that checkpoint are lost as in a restart
+            start_step=min(step, begin),
+            step=step,
+            trained_s=kept_s,
+            saves=tuple(save for save in start.saves if save[0] <= step),
+            lost_steps=start.lost_steps + start.step - max(step, begin),
+            lost_s=start.lost_s + start.trained_s - kept_s,
+        )
+        self._at.clear()
+
+    def write(self) -> None:
+        """Writes the account from the heartbeat's thread; raises OSError if the disk refuses."""
+        self._before_each()
+        if not self._is_writer:
+            return
+        phases = {} if self._heartbeat is None else self._heartbeat.phases_s
+        start, now_s = self._start, time.time()
+        # includes the time before the heartbeat: programs start, ranks meet and take the folder
+        phases["start"] = max(0.0, now_s - start.began_s - sum(phases.values())) + phases.get("start", 0.0)
+        write_start(self._folder, replace(start, written_s=now_s, phases_s=phases))

@@ -62,16 +62,14 @@ class RunLock:
         If nodes do not see each other's locks, or the file system has given the lock of an unreachable node to another
         one, a run that was started elsewhere has put its name into the lock file, and the older run stops here. The
         file is reopened, so that a network file system asks its server.
-
-        Raises:
-            RunFolderError: The folder belongs to another run now.
         """
         with disk_faults(f"read {self.file}"):
             owner = _owner(self.file)
         if owner != self.owner and 0 < _number_in(owner) < self.number:
             # an older start was delayed between taking the lock and writing its name: it has to stop, not we
             with disk_faults(f"write {self.file}"):
-                _put_name(self.file, self.owner)
+                with self.file.open("r+b", buffering=0) as opened:
+                    _sign(opened.fileno(), self.owner)
                 owner = _owner(self.file)
         self.checked[0] = time.monotonic()
         if owner != self.owner:
@@ -106,7 +104,6 @@ def locked(
 
     Raises:
         RunFolderError: Another process works here; the message names it.
-        MachineError: The lock file cannot be written.
     """
     with disk_faults(f"lock {file.parent}"):
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -118,7 +115,10 @@ def locked(
                 if outcome is LockOutcome.BUSY:
                     raise _in_use(file, _owner(file))
                 if outcome is LockOutcome.UNSUPPORTED:
-                    _warn(file, patience)
+                    _log.warning(
+                        f"warning: the file system of {file.parent} has no file locks; another start is refused as "
+                        f"long as this run marks {file.name}, every {patience.beat_s:g} s"
+                    )
                     _watch(file, patience)
                 number = numbered()
                 lock = RunLock(file, _this_process(number), number)
@@ -135,12 +135,7 @@ def locked(
 
 
 def refuse_if_held(file: Path) -> None:
-    """Refuses a folder in which a run works, without changing it; finds nothing without locks.
-
-    Raises:
-        RunFolderError: Another process works here; the message names it.
-        MachineError: The file cannot be read.
-    """
+    """Refuses a folder in which a run works, without changing it; finds nothing without locks."""
     with disk_faults(f"lock {file.parent}"):
         try:
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -159,13 +154,6 @@ def _sign(descriptor: int, owner: str) -> None:
     os.pwrite(descriptor, owner.encode(), 0)
     os.ftruncate(descriptor, len(owner.encode()))
     os.fsync(descriptor)
-
-
-def _warn(file: Path, patience: Patience) -> None:
-    _log.warning(
-        f"warning: the file system of {file.parent} has no file locks; another start is refused as long as this run "
-        f"marks {file.name}, every {patience.beat_s:g} s"
-    )
 
 
 def _watch(file: Path, patience: Patience) -> None:
@@ -191,7 +179,12 @@ class _Mark(NamedTuple):
 
 def _mark(file: Path) -> _Mark:
     with file.open("rb", buffering=0) as opened:  # opened anew, so that a network file system looks again
-        return _Mark(_text(opened.read(_OWNER_BYTES)), os.fstat(opened.fileno()).st_mtime_ns)
+        owner = opened.read(_OWNER_BYTES).decode(errors="replace")
+        return _Mark(owner, os.fstat(opened.fileno()).st_mtime_ns)
+
+
+def _owner(file: Path) -> str:
+    return _mark(file).owner
 
 
 @contextmanager
@@ -218,15 +211,6 @@ def _marked(lock: RunLock, patience: Patience) -> Iterator[None]:
                 os.truncate(lock.file, 0)
 
 
-def _owner(file: Path) -> str:
-    with file.open("rb", buffering=0) as opened:
-        return _text(opened.read(_OWNER_BYTES))
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
-
-
 def _in_use(file: Path, owner: str) -> RunFolderError:
     who = owner.strip() or "a process that has not said who"
     return RunFolderError(
@@ -245,14 +229,6 @@ def _number_in(owner: str) -> int:
     """Returns the number of a start from its name; 0 in names of older versions."""
     found = re.search(r" \(start (\d+)\) \[\w+\]$", owner.strip())
     return int(found[1]) if found else 0
-
-
-def _put_name(file: Path, owner: str) -> None:
-    descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        _sign(descriptor, owner)
-    finally:
-        os.close(descriptor)
 
 
 _held: set[int] = set()

@@ -238,12 +238,10 @@ WRITTEN_BY_OTHERS = {
 
 
 def run_folder() -> str:
-    rows = {}
-    for name, member in vars(RunFolder).items():
-        if isinstance(member, property) and not name.startswith("_"):
-            place = getattr(RunFolder(Path()), name)
-            text = inspect.cleandoc(member.__doc__ or "")
-            rows[f"{place}/" if text.startswith("Folder") else str(place)] = " ".join(text.split())
+    parts = re.findall(
+        r'^    \w+ = _Inside\("(.+?)"\)\n    """(.*?)"""', inspect.getsource(RunFolder), re.MULTILINE | re.DOTALL
+    )
+    rows = {f"{place}/" if text.startswith("Folder") else place: " ".join(text.split()) for place, text in parts}
     rows |= WRITTEN_BY_OTHERS
     lines = [f"| `{name}` | {rows[name]} |" for name in sorted(rows, key=lambda name: name.strip("."))]
     intro = """

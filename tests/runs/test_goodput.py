@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.runs.account import StartAccount
-from mtrain.runs.goodput import goodput_of, goodput_of_run
-from mtrain.runs.starts import RunStart, new_number, read_starts, start_file, write_start
+from mtrain.runs.goodput import (
+    RunStart,
+    StartAccount,
+    goodput_of,
+    goodput_of_run,
+    new_number,
+    read_starts,
+    start_file,
+    write_start,
+)
 
 FIRST = RunStart(
     number=1,

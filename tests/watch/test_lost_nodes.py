@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mtrain.base.heartbeat import read_beat
-from mtrain.runs.goodput import goodput_of_run
-from mtrain.runs.starts import read_starts
+from mtrain.runs.goodput import goodput_of_run, read_starts
 from tests.fault_table import Notice
 from tests.training.test_trainer import (
     DEADLINE_S,

@@ -22,7 +22,7 @@ from mtrain.launch.checked import checked_config
 from mtrain.launch.slurm.options import SlurmOptions, checked_paths, for_slurm, seconds_of
 from mtrain.launch.slurm.script import SlurmJob, render
 from mtrain.runs.folder import RunFolder
-from mtrain.runs.starts import read_starts
+from mtrain.runs.goodput import read_starts
 
 SCRIPT = "job.sbatch"
 _JOB_ID = "job_id"

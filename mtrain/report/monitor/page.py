@@ -20,8 +20,7 @@ from mtrain.report.pages.charts import Curve, history_chart
 from mtrain.report.pages.html import render, write_page
 from mtrain.runs.events import EventKind
 from mtrain.runs.folder import RunFolder
-from mtrain.runs.goodput import goodput_of
-from mtrain.runs.starts import read_starts
+from mtrain.runs.goodput import goodput_of, read_starts
 
 _MOST_PATHS = 3
 

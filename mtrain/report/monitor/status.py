@@ -23,8 +23,7 @@ from mtrain.report.monitor.state import Signs, Standing, latest_start, standing
 from mtrain.runs.events import EventKind, RunEvent, read_events
 from mtrain.runs.failure import FailureRecord, last_failure, last_summary
 from mtrain.runs.folder import RunFolder
-from mtrain.runs.goodput import Goodput, goodput_of
-from mtrain.runs.starts import read_starts
+from mtrain.runs.goodput import Goodput, goodput_of, read_starts
 
 _TAIL_BYTES = 2**18
 """Bytes at the end of metrics.jsonl that are read: some hundred steps of a long run."""

@@ -21,7 +21,7 @@ from mtrain.report.monitor.status import find_runs, read_status
 from mtrain.report.monitor.table import status_view
 from mtrain.runs.events import EventKind
 from mtrain.runs.failure import failure_of, record_failure, summary
-from mtrain.runs.starts import RunStart, new_number, write_start
+from mtrain.runs.goodput import RunStart, new_number, write_start
 from tests.compatibility.test_runs_of_0_1_0 import ARCHIVE
 from tests.messages import refuses
 from tests.report.metrics.records import step_record
