@@ -16,6 +16,9 @@ from mtrain.arch.layout import Layout
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
 
+PADDED_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors with a row for each token, and more rows as padding, whose number depends on tensor parallelism."""
+
 
 def padded_vocab_size(model: ModelSection, tp: int) -> int:
     """Returns the rows of the embedding table: vocab_size rounded up to a multiple of vocab_multiple x tp."""

@@ -10,19 +10,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mtrain.arch.parameters import PADDED_TABLES
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.training_state import read_state
-from mtrain.checkpoint.store.directory import checkpoint_at, reading
-from mtrain.checkpoint.store.verification import verify_files
+from mtrain.checkpoint.store.directory import checkpoint_at, reading, verify_files
+from mtrain.checkpoint.store.manifest import read_state
 
 _MAIN = "optimizer.state.param."
 _BESIDE = ("optimizer.", "rng")
 """Prefixes of keys that are no weights."""
 _TE_STATE = "._extra_state/"
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tables whose rows may be padded as tensor parallelism requires."""
 
 
 class _Weights(Mapping[str, NDArray[np.float32]]):
@@ -42,7 +40,7 @@ class _Weights(Mapping[str, NDArray[np.float32]]):
         # prefer the float32 main weights: bf16 and fp16 weights are rounded from them
         key = _MAIN + name if _MAIN + name in self._tensors.tensors else name
         shape = self._tensors.tensors[key].shape
-        if name in _VOCABULARY:
+        if name in PADDED_TABLES:
             # the number of padding rows depends on tp, so keeping them would make the result depend on the layout
             shape = (min(shape[0], self._vocab_size), *shape[1:])
         values: NDArray[np.float32] = self._tensors.read(key, TensorSlice.whole(shape)).float().numpy()

@@ -102,8 +102,7 @@ def verify(path: PathArgument) -> None:
     """Reads every file and compares it with the manifest."""
     with one_message():
         from mtrain.checkpoint.store.diff import contents_of
-        from mtrain.checkpoint.store.directory import CheckpointEntry
-        from mtrain.checkpoint.store.verification import verify_files
+        from mtrain.checkpoint.store.directory import CheckpointEntry, verify_files
 
         contents = contents_of(path)
         if contents.manifest is None:

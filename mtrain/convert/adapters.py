@@ -16,9 +16,8 @@ from mtrain.base.files import disk_faults, write_atomically
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.base.version import __version__
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at, reading
+from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at, reading, verify_files
 from mtrain.checkpoint.store.manifest import CONFIG_NAME
-from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.convert.endings import put_ending

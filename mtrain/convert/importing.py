@@ -20,10 +20,9 @@ from mtrain.base.yaml_text import yaml_text
 from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice
-from mtrain.checkpoint.format.training_state import TrainingState, write_state
 from mtrain.checkpoint.format.writer import save_record, write_metadata
 from mtrain.checkpoint.store.imported import MODEL_NAME
-from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, write_manifest
+from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, TrainingState, write_manifest, write_state
 from mtrain.checkpoint.store.megatron_checkpoint import LATEST_NAME, RELEASE
 from mtrain.convert.carried import CARRIED_NAME, carried_in, write_carried
 from mtrain.convert.proof import Proof, prove

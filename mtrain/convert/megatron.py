@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.arch.parameters import PADDED_TABLES
 from mtrain.base.errors import ConfigError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
@@ -29,8 +30,6 @@ from mtrain.hf.configuration import resolved
 from mtrain.hf.schema.description import described_model
 from mtrain.hf.schema.table import Table
 
-PADDED_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tensors whose rows may be padded."""
 _ANY_RUN: dict[str, Any] = {
     "run": {"dir": "unused"},
     "train": {"global_batch_size": 1, "num_steps": 1},

@@ -15,9 +15,8 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of, shown
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.directory import checkpoint_at, verify_files
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
-from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
 from mtrain.config.adapters import has_merged_form
 from mtrain.config.schema.adapter import AdapterSection

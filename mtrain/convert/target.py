@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mtrain.arch.parameters import PADDED_TABLES
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at, load_entry
+from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at, load_entry, verify_files
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
-from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import open_adapter
 from mtrain.convert.carried import CARRIED_NAME, Carried, carried_in
-from mtrain.convert.megatron import PADDED_TABLES, MegatronTensors, model_of
+from mtrain.convert.megatron import MegatronTensors, model_of
 from mtrain.convert.merged import MergedTensors
 from mtrain.convert.origin import source_of
 from mtrain.convert.published import SCALES_NAME, Published

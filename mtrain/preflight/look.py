@@ -199,7 +199,7 @@ def _entry(start: Path) -> CheckpointEntry:
 
 def _verified(find: Callable[[Mapping[int, str]], Newest]) -> CheckpointEntry | None:
     """Returns the newest valid checkpoint. As at a start, all its bytes are read, unless that takes long."""
-    from mtrain.checkpoint.store.verification import verify_files
+    from mtrain.checkpoint.store.directory import verify_files
 
     unusable: dict[int, str] = {}
     while True:

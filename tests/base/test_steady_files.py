@@ -40,7 +40,7 @@ def program(environment: dict[str, str], *arguments: str) -> subprocess.Complete
 
 
 VERIFY = "import sys; from pathlib import Path; from mtrain.checkpoint.store.directory import load_entry\n"
-VERIFY += "from mtrain.checkpoint.store.verification import verify_files\n"
+VERIFY += "from mtrain.checkpoint.store.directory import verify_files\n"
 VERIFY += "entry = load_entry(Path(sys.argv[1])); verify_files(entry, entry.manifest.files)"
 
 

@@ -5,11 +5,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mtrain.checkpoint.store.directory import CheckpointEntry, StagingDir, begin_staging, publish
+from mtrain.checkpoint.store.directory import CheckpointEntry, StagingDir, named_staging, open_staging, publish
 from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.checkpoint.store.steps import step_name
 
 FILES = {"common.pt": b"common", "__0_0.distcp": b"shard", "extra/facts.json": b"{}"}
+
+
+def begin_staging(root: Path, step: int) -> StagingDir:
+    """Creates a new empty folder to save the step into."""
+    staging = named_staging(root, step)
+    open_staging(staging)
+    return staging
 
 
 def write_files(staging: StagingDir) -> None:

@@ -12,8 +12,7 @@ import transformers
 import yaml
 
 from mtrain.arch.layout import Layout
-from mtrain.checkpoint.store.directory import load_entry
-from mtrain.checkpoint.store.verification import verify_files
+from mtrain.checkpoint.store.directory import load_entry, verify_files
 from mtrain.config import Config
 from mtrain.config.load import save_config
 from mtrain.convert.exporting import export_hf

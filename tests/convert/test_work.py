@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from mtrain.base.errors import DataError, MachineError, RunFolderError
-from mtrain.checkpoint.store.directory import load_entry
-from mtrain.checkpoint.store.verification import verify_files
+from mtrain.checkpoint.store.directory import load_entry, verify_files
 from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.work import Unit, run_units, staging_folder, working_folder

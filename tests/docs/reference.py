@@ -16,8 +16,7 @@ import typer
 import yaml
 
 from mtrain.base import errors
-from mtrain.checkpoint.format.training_state import TrainingState
-from mtrain.checkpoint.store.manifest import CheckpointInfo, FileInfo, Manifest
+from mtrain.checkpoint.store.manifest import CheckpointInfo, FileInfo, Manifest, TrainingState
 from mtrain.cli.examples import EXAMPLES as EXAMPLES_OF_VERBS
 from mtrain.cli.main import VERBS, app
 from mtrain.config.keys import Key, described_keys

@@ -9,10 +9,9 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from mtrain.checkpoint.store.directory import load_entry
+from mtrain.checkpoint.store.directory import load_entry, verify_files
 from mtrain.checkpoint.store.manifest import FileInfo, Manifest, write_manifest
 from mtrain.checkpoint.store.steps import step_name
-from mtrain.checkpoint.store.verification import verify_files
 from tests.checkpoint.checkpoints import FILES, change_manifest, facts
 from tests.fuzz.mutations import mutated_bytes, mutated_tree
 from tests.fuzz.target import Target

@@ -7,7 +7,7 @@ from unittest import mock
 
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.state import reader
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.checkpoint.state.load import load_frozen_weights
 from mtrain.checkpoint.state.reader import load_shards
 from mtrain.checkpoint.state.start_weights import load_hf_weights
@@ -20,6 +20,7 @@ from mtrain.core.engine.sharded_model import FlatSlice
 from mtrain.core.layers.build import build_frozen_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.hf.io.source import FolderTensors
+from tests.core.state.gathering import gather_whole
 
 
 def logits(groups: Groups, checkpoint: Path, main: bool = True) -> Any:

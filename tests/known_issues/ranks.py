@@ -29,7 +29,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config import Config
 from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.engine.finalize import finalize_gradients
@@ -40,6 +40,7 @@ from mtrain.core.layers.transformer_config import transformer_config
 from mtrain.core.loss.pair import LossPair
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.core.ranks.groups import Groups
+from tests.core.state.gathering import gather_whole
 
 SEQ, HIDDEN = 8, 16
 

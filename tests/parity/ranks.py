@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtrain.arch.lr import learning_rate
 from mtrain.base.errors import NumericError
-from mtrain.checkpoint.state.gather import gather_whole, gradient_shards, parameter_shards
+from mtrain.checkpoint.state.gather import gradient_shards, parameter_shards
 from mtrain.config import Config
 from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.batch.batch import Microbatch
@@ -31,6 +31,7 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.loss import term_inputs
 from mtrain.core.step.step import TrainingStep
 from mtrain.data.loader import Given, RowsOfRank
+from tests.core.state.gathering import gather_whole
 from tests.parity.batches import GlobalBatch
 
 Arrays = dict[str, Any]

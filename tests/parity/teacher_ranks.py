@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mtrain.arch.layout import Layout
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.optimizer import Optimizer
@@ -20,6 +20,7 @@ from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from mtrain.core.step.teacher import Teacher
+from tests.core.state.gathering import gather_whole
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import Built, Outcome, arrays, named_choices, own_microbatches, run_step, set_parameters
 

@@ -91,7 +91,7 @@ def mixed(
 
 def shown(engine: Engine, one: Wanted, steps: list[Any]) -> Learned:
     log_probs = [each.tolist() for each in engine.forward(one.steps[-1][-1]).log_probs]
-    weights = [each.tolist() for each in engine.hold(weights_only=True).weights.values]
+    weights = [each.tolist() for each in engine.hold(weights_only=True).weights]
     return Learned(steps, log_probs, engine.generate([[5, 6], [7]]), weights)
 
 

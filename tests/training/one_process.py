@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtrain.base.errors import MachineError
 from mtrain.base.signals import StopSignal
-from mtrain.checkpoint.format import snapshot
+from mtrain.checkpoint.format import writer
 from mtrain.config import Config
 from mtrain.core.layers import init_weights
 from mtrain.core.loss.functions.likelihood import next_token_loss
@@ -42,13 +42,13 @@ def count_drawn(groups: Groups, configs: Sequence[Config]) -> list[int]:
 
 def memory_of_saves(groups: Groups, config: Config) -> list[str]:
     """Returns the threads in which a run takes memory for its saves, in order."""
-    found, taking = list[str](), snapshot._memory
+    found, taking = list[str](), writer._memory
 
     def noted(size_bytes: int, on_gpu: bool) -> Tensor:
         found.append(threading.current_thread().name)
         return taking(size_bytes, on_gpu)
 
-    with mock.patch.object(snapshot, "_memory", noted):
+    with mock.patch.object(writer, "_memory", noted):
         train_on(groups, config, StopSignal())
     return found
 

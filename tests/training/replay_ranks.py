@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mtrain import Datum, Engine, GroupMember, MtrainError, SamplingParams, StepResult
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config import Config
 from mtrain.core.ranks.groups import Groups
+from tests.core.state.gathering import gather_whole
 from tests.parity.ranks import Arrays, arrays
 from tests.training.engine_ranks import free
 

@@ -13,11 +13,11 @@ from mtrain.arch.layout import Layout
 from mtrain.base import fault_points
 from mtrain.base.environment import git_checkout
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.store.directory import begin_staging, newest_good, publish
+from mtrain.checkpoint.store.directory import newest_good, publish, verify_files
 from mtrain.checkpoint.store.manifest import CheckpointInfo
-from mtrain.checkpoint.store.verification import verify_files
 from mtrain.data.loader import StepLoader
 from mtrain.training.changed import change_of_data
+from tests.checkpoint.checkpoints import begin_staging
 from tests.core.state.test_save_and_load import configured
 from tests.fault_table import Notice
 from tests.messages import refuses

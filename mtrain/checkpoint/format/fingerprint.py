@@ -23,13 +23,8 @@ _CHUNK = 1 << 20
 
 
 def hash_of(name: str, values: Tensor, at: TensorSlice, global_shape: Sequence[int]) -> Tensor:
-    """Returns what a slice adds to the fingerprint: an int64 scalar; sums of such numbers wrap around.
-
-    Args:
-        values: [elements] or of the slice's shape; of any dtype.
-        at: Place of the slice in the whole tensor.
-        global_shape: Shape of the whole tensor.
-    """
+    """Returns what a slice adds to the fingerprint: an int64 scalar; sums of such numbers wrap around. The values, of
+    any dtype, are [elements] or have the shape of the slice, which lies at `at` in the whole tensor."""
     # bits, not numbers: nan must count too, and -0 is not 0
     bits = values.detach().reshape(-1).view(_BITS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
@@ -46,7 +41,6 @@ def hash_of(name: str, values: Tensor, at: TensorSlice, global_shape: Sequence[i
 
 
 def shown(total: int) -> str:
-    """Formats a fingerprint as 16 hexadecimal digits."""
     return f"{total % 2**64:016x}"
 
 

@@ -14,7 +14,6 @@ import os
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, assert_never
 
 from blake3 import blake3
@@ -46,19 +45,14 @@ class WriteBehind:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.close()
         if kind is None:
             self.wait()
 
     def note(self, num_bytes: int) -> None:
-        """Counts bytes that have been written to the file, and starts their writeback if they are enough.
-
-        Raises:
-            OSError: The disk has refused earlier bytes.
-        """
+        """Counts bytes that have been written to the file, and starts their writeback if they are enough; raises
+        OSError if the disk has refused earlier bytes."""
         self._new_bytes += num_bytes
         if self._new_bytes >= _BEGIN_BYTES and (self._asking is None or self._asking.done()):
             self.wait()
@@ -66,11 +60,7 @@ class WriteBehind:
             self._begun_bytes, self._new_bytes = self._begun_bytes + self._new_bytes, 0
 
     def wait(self) -> None:
-        """Waits until no request is under way.
-
-        Raises:
-            OSError: The disk refuses.
-        """
+        """Waits until no request is under way; raises OSError if the disk refuses."""
         if self._asking is not None:
             self._asking.result()
 
@@ -80,13 +70,8 @@ class WriteBehind:
 
 
 def begin_writing(descriptor: int, start: int, num_bytes: int) -> None:
-    """Starts the writeback of a range of a file; returns once all of it is queued, not when it is on disk.
-
-    Unlike fdatasync it commits no journal and flushes no cache of the disk.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Starts the writeback of a range of a file; returns once all of it is queued, not when it is on disk. Unlike
+    fdatasync it commits no journal and flushes no cache of the disk."""
     if sys.platform != "linux":  # the final sync writes everything
         return
     library = ctypes.CDLL(None, use_errno=True)
@@ -120,15 +105,12 @@ class HashedFile(io.RawIOBase):
         self._behind = WriteBehind(self._descriptor)
 
     def writable(self) -> bool:
-        """Returns True."""
         return True
 
     def tell(self) -> int:
-        """Returns the number of bytes written."""
         return self._size_bytes
 
     def write(self, data: Any) -> int:
-        """Writes and hashes all of the data."""
         view = memoryview(data).cast("B")
         # small pieces are the headers of records
         if view.nbytes <= _SMALL_BYTES:

@@ -23,8 +23,7 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import bytes_of, map_plain_file, read_ahead
 from mtrain.base.tensor_slice import Sizes, TensorSlice
-from mtrain.checkpoint.format.inert_pickle import Built, Named, Saved, read_inert
-from mtrain.checkpoint.format.safe_metadata import SavedSlice, read_metadata
+from mtrain.checkpoint.format.safe_metadata import Built, Named, Saved, SavedSlice, read_inert, read_metadata
 
 FAULTS = (
     *(ValueError, KeyError, IndexError, EOFError, TypeError, OverflowError, MemoryError),
@@ -50,14 +49,8 @@ _LONGEST_DESCRIPTION = 1 << 16
 
 
 def mapped_tensor(content: mmap.mmap, place: range, dtype: torch.dtype, sizes: Sizes) -> Tensor:
-    """Returns the tensor of a record as a view of the mapped file.
-
-    Args:
-        sizes: Shape that the tensor must have.
-
-    Raises:
-        ValueError: The record is damaged or holds something else; another of `FAULTS` may be raised as well.
-    """
+    """Returns the tensor of a record, which must have the shape `sizes`, as a view of the mapped file; raises one of
+    `FAULTS` for any other record."""
     # slices of a mapping stop at its end without an error, so a cut file would look like a short record
     if place.stop > len(content):
         raise ValueError(f"the file ends after {len(content)} bytes")
@@ -156,25 +149,15 @@ class CheckpointTensors:
     """Tensors of a checkpoint, read slice by slice without copying where that is possible."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens a checkpoint; objects that are not tensors (random states that Megatron-LM saves) cannot be read.
-
-        Raises:
-            DataError: The metadata is missing, damaged, or would run code.
-        """
+        """Opens a checkpoint; objects that are not tensors (random states that Megatron-LM saves) cannot be read."""
         self.folder = folder
         self._maps: dict[str, mmap.mmap] = {}
         self.tensors, self.others = read_metadata(folder)
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
-        """Reads one slice of a global tensor.
-
-        Returns:
-            Tensor of the slice's shape: a view of the mapped file where one saved slice holds all of it, else a copy.
-            It must not be written to.
-
-        Raises:
-            DataError: A file is cut or damaged, or the saved slices do not cover the wanted one.
-        """
+        """Reads one slice of a global tensor: a view of the mapped file where one saved slice holds all of it, else a
+        copy; it must not be written to. Refuses a file that is cut or damaged, and saved slices that do not cover the
+        wanted one."""
         tensor = self.tensors[key]
         found = [(saved, shared) for saved in tensor.slices if (shared := saved.at.intersect(wanted)) is not None]
         # no copy, for instance under the layout that saved it: loading then needs no memory besides the model
@@ -193,11 +176,7 @@ class CheckpointTensors:
         return result
 
     def expect(self, key: str, wanted: TensorSlice) -> None:
-        """Asks the system to read ahead the saved slices of one that will be read soon.
-
-        Raises:
-            DataError: A file cannot be read.
-        """
+        """Asks the system to read ahead the saved slices of one that will be read soon."""
         for saved in self.tensors[key].slices:
             if saved.at.intersect(wanted) is not None:
                 read_ahead(self._map_of(saved), saved.start_bytes, saved.start_bytes + saved.length_bytes)
@@ -218,12 +197,9 @@ class CheckpointTensors:
     def _map_of(self, saved: SavedSlice) -> mmap.mmap:
         # a file is mapped once and stays mapped: views of it are handed out
         if saved.file not in self._maps:
-            self._maps[saved.file] = _map(self.folder / saved.file)
+            path = self.folder / saved.file
+            try:
+                self._maps[saved.file] = map_plain_file(path)
+            except (OSError, ValueError) as fault:
+                raise DataError(f"{path} cannot be read: {fault}; restore the checkpoint") from fault
         return self._maps[saved.file]
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        return map_plain_file(path)
-    except (OSError, ValueError) as fault:
-        raise DataError(f"{path} cannot be read: {fault}; restore the checkpoint") from fault

@@ -1,22 +1,257 @@
 """Reader of a checkpoint's metadata that runs and builds nothing that they name.
 
-torch keeps them, `.metadata`, as a pickle, and a pickle can name any function to call. They are read as plain data
-(`inert_pickle`), and every value that is used is checked here. Nothing else of a checkpoint is unpickled.
+torch keeps them, `.metadata`, as a pickle, and a pickle can name any function to call. Python's unpickler makes real
+objects, and even if few classes are let through a pickle can set their attributes for the whole process (opcode BUILD),
+or end the process by a huge memo number or a key nested too deeply. Here nothing is imported, called, built or changed:
+an object is a `Built`, the class's name with the pickled description, and every value that is used is checked. Only the
+opcodes that lists of tensors need are known; `pickletools` of Python's standard library describes each of them. Work
+and memory are proportional to the length of the pickle, and nothing recurses. Nothing else of a checkpoint is read so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import read_plain_file
 from mtrain.base.tensor_slice import Sizes, TensorSlice
-from mtrain.checkpoint.format.inert_pickle import Built, Named, read_inert
+
+_SAME_MODULES = {"pathlib._local": "pathlib", "__builtin__": "builtins"}
+"""Module names of Python 3.13 and of protocol 2 -> names under which other versions have the same classes."""
+_LONGEST_SHOWN = 100
+"""Number of characters of a name that a message shows at most."""
+
+
+class PickleError(ValueError):
+    """The pickle is damaged or asks for something that is refused."""
+
+
+@dataclass(eq=False, slots=True)
+class Named:
+    """Class or function that a pickle names, as `module.name`."""
+
+    name: str
+
+
+@dataclass(eq=False, slots=True)
+class Built:
+    """Object that a pickle describes; compared and hashed by identity, so as a key it costs nothing."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    state: Any = None
+    """Fields of the object, once BUILD has set them."""
+
+
+@dataclass(eq=False, slots=True)
+class Saved:
+    """Placeholder for the bytes of a tensor in a torch.save record (a persistent id)."""
+
+    id: Any
+
+
+def read_inert(raw: bytes, allowed: Collection[str]) -> Any:
+    """Reads a pickle as plain data; bytes after its end are an error.
+
+    Returns:
+        None, bool, int, float, str, bytes, tuple, list, dict (of text, whole numbers and `Built` as keys), `Built`,
+            `Named` or `Saved`. A set is the list of its elements.
+    """
+    return _Machine(raw, allowed).run()
+
+
+class _Machine:
+    """Interpreter of one pickle: its stack, marks and memo."""
+
+    def __init__(self, raw: bytes, allowed: Collection[str]) -> None:
+        self._raw, self._at, self._allowed = raw, 0, allowed
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        """Height of the stack at each open mark."""
+        self.memo: dict[int, Any] = {}  # a dict, so that a huge number costs no more than a small one
+        self._names: dict[str, Named] = {}
+
+    def run(self) -> Any:
+        steps = _STEPS
+        try:
+            while (code := self._raw[self._at]) != _STOP:
+                self._at += 1
+                steps[code](self)
+        except IndexError:  # from the stack, the marks or the bytes: the pickle takes something that is not there
+            self._refuse("is cut or takes more from its stack than is there")
+        except KeyError as fault:
+            self._refuse(f"refers to {str(fault)[:_LONGEST_SHOWN]}, which it has not stored")
+        except (UnicodeDecodeError, struct.error) as fault:
+            self._refuse(f"holds no text or number where one is due ({fault})")
+        if self._at + 1 != len(self._raw):
+            self._refuse("goes on after its end")
+        if len(self.stack) != 1 or self.marks:
+            self._refuse("leaves something on its stack")
+        return self.stack[0]
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise PickleError(f"its pickle {reason}, at byte {self._at}")
+
+    def refuse_opcode(self) -> None:
+        self._refuse(f"holds the opcode {self._raw[self._at - 1]:#04x}, which is refused")
+
+    def take(self, count: int) -> bytes:
+        begin, self._at = self._at, self._at + count
+        if self._at > len(self._raw):
+            self._refuse("is cut")
+        return self._raw[begin : self._at]
+
+    def number(self, size: int, signed: bool = False) -> int:
+        return int.from_bytes(self.take(size), "little", signed=signed)
+
+    def sized(self, size: int) -> bytes:
+        """Reads bytes whose length, a number of `size` bytes, comes first."""
+        return self.take(self.number(size))
+
+    def pop(self) -> Any:
+        # an opcode may not reach below an open mark, as in the C unpickler
+        if self.marks and len(self.stack) <= self.marks[-1]:
+            raise IndexError
+        return self.stack.pop()
+
+    def pop_several(self, count: int) -> list[Any]:
+        return [self.pop() for _ in range(count)][::-1]
+
+    def pop_to_mark(self) -> list[Any]:
+        start = self.marks.pop()
+        found = self.stack[start:]
+        del self.stack[start:]
+        return found
+
+    def _top(self, kind: type[Any]) -> Any:
+        top = self.pop()
+        if type(top) is not kind:
+            changed = top.name if type(top) is Named else f"a value of type {type(top).__name__}"
+            self._refuse(f"changes {changed}, where an object, list or dict of its own is expected")
+        self.stack.append(top)
+        return top
+
+    def extend(self, values: list[Any]) -> None:
+        self._top(list).extend(values)
+
+    def set_items(self, pairs: list[Any]) -> None:
+        target = self._top(dict)
+        if len(pairs) % 2:
+            self._refuse("holds a key without a value")
+        for number in range(0, len(pairs), 2):
+            if type(pairs[number]) not in (str, int, Built):  # hashing a deeply nested tuple ends the process
+                self._refuse(f"has a key of type {type(pairs[number]).__name__}")
+            target[pairs[number]] = pairs[number + 1]
+
+    def memoize(self, size: int = 0) -> None:
+        """Stores the topmost value under the number of `size` bytes that follows, or else the next free one."""
+        top = self.stack[-1]
+        # the next one is the memo's size, as in Python's own unpickler
+        self.memo[self.number(size) if size else len(self.memo)] = top
+
+    def name_in_text(self) -> None:
+        """Pushes a name that is given as two lines: module and name."""
+        ends = [self._raw.find(b"\n", self._at)]
+        ends.append(self._raw.find(b"\n", ends[0] + 1) if ends[0] >= 0 else -1)
+        if ends[1] < 0:
+            self._refuse("is cut")
+        module, name = self._raw[self._at : ends[0]].decode(), self._raw[ends[0] + 1 : ends[1]].decode()
+        self._at = ends[1] + 1
+        self._push_name(module, name)
+
+    def name_on_stack(self) -> None:
+        module, name = self.pop_several(2)
+        if type(name) is not str or type(module) is not str:
+            self._refuse("names something by what is no text")
+        self._push_name(module, name)
+
+    def _push_name(self, module: str, name: str) -> None:
+        full = f"{_SAME_MODULES.get(module, module)}.{name}"
+        if full not in self._allowed:
+            shown = full[:_LONGEST_SHOWN].encode("unicode_escape").decode()
+            raise PickleError(f"it asks for {shown}, which is refused")
+        # one object per name: a name that occurs a million times costs as much as one
+        self.stack.append(self._names.setdefault(full, Named(full)))
+
+    def call(self) -> None:
+        """Pushes what stands for the result of calling a function or class with a tuple of arguments."""
+        function, arguments = self.pop_several(2)
+        if type(function) is not Named or type(arguments) is not tuple:
+            self._refuse("calls what is no name, or with what are no arguments")
+        if function.name == "collections.OrderedDict" and not arguments:
+            self.stack.append({})  # filled by the opcodes that follow
+        elif function.name == "builtins.set" and len(arguments) == 1 and type(arguments[0]) is list:
+            self.stack.append(arguments[0])
+        else:
+            self.stack.append(Built(function.name, arguments))
+
+    def give_state(self) -> None:
+        state = self.pop()
+        target = self._top(Built)
+        if target.state is not None:
+            self._refuse(f"describes a {target.name} twice")
+        target.state = state
+
+
+_STOP = ord(".")
+_Step = Callable[[_Machine], object]
+
+
+def _pushing(value_of: Callable[[_Machine], Any]) -> _Step:
+    return lambda machine: machine.stack.append(value_of(machine))
+
+
+_KNOWN: dict[bytes, _Step] = {
+    b"\x80": lambda machine: machine.take(1),  # PROTO: all opcodes of protocol 2 and up are read alike
+    b"\x95": lambda machine: machine.take(8),  # FRAME: useful only when reading from a pipe
+    b"N": _pushing(lambda machine: None),
+    b"\x88": _pushing(lambda machine: True),
+    b"\x89": _pushing(lambda machine: False),
+    b")": _pushing(lambda machine: ()),
+    b"]": _pushing(lambda machine: []),
+    b"\x8f": _pushing(lambda machine: []),  # EMPTY_SET
+    b"}": _pushing(lambda machine: {}),
+    b"K": _pushing(lambda machine: machine.number(1)),
+    b"M": _pushing(lambda machine: machine.number(2)),
+    b"J": _pushing(lambda machine: machine.number(4, signed=True)),
+    b"\x8a": _pushing(lambda machine: machine.number(machine.number(1), signed=True)),
+    b"G": _pushing(lambda machine: struct.unpack(">d", machine.take(8))[0]),
+    b"\x8c": _pushing(lambda machine: machine.sized(1).decode()),
+    b"X": _pushing(lambda machine: machine.sized(4).decode()),
+    b"C": _pushing(lambda machine: machine.sized(1)),
+    b"B": _pushing(lambda machine: machine.sized(4)),
+    b"(": lambda machine: machine.marks.append(len(machine.stack)),
+    b"0": _Machine.pop,
+    b"\x85": _pushing(lambda machine: tuple(machine.pop_several(1))),
+    b"\x86": _pushing(lambda machine: tuple(machine.pop_several(2))),
+    b"\x87": _pushing(lambda machine: tuple(machine.pop_several(3))),
+    b"t": _pushing(lambda machine: tuple(machine.pop_to_mark())),
+    b"a": lambda machine: machine.extend(machine.pop_several(1)),
+    b"e": lambda machine: machine.extend(machine.pop_to_mark()),
+    b"\x90": lambda machine: machine.extend(machine.pop_to_mark()),  # ADDITEMS, to a set
+    b"s": lambda machine: machine.set_items(machine.pop_several(2)),
+    b"u": lambda machine: machine.set_items(machine.pop_to_mark()),
+    b"\x94": _Machine.memoize,
+    b"q": lambda machine: machine.memoize(1),
+    b"r": lambda machine: machine.memoize(4),
+    b"h": _pushing(lambda machine: machine.memo[machine.number(1)]),
+    b"j": _pushing(lambda machine: machine.memo[machine.number(4)]),
+    b"c": _Machine.name_in_text,
+    b"\x93": _Machine.name_on_stack,
+    b"R": _Machine.call,
+    b"\x81": _Machine.call,  # NEWOBJ: an object of a class, before its fields
+    b"b": _Machine.give_state,
+    b"Q": _pushing(lambda machine: Saved(machine.pop())),  # BINPERSID: data that lies outside of the pickle
+}
+_STEPS: tuple[_Step, ...] = tuple(_KNOWN.get(bytes([code]), _Machine.refuse_opcode) for code in range(256))
+
 
 _METADATA = ".metadata"
 _MOST_BYTES = 1 << 28
@@ -65,14 +300,11 @@ class SavedSlice(NamedTuple):
     file: str
     """Plain name of a file in the checkpoint's folder."""
     start_bytes: int
-    """First byte in the file."""
     length_bytes: int
     """Length of the record, including everything that torch.save writes around the values."""
 
 
 class GlobalTensor(NamedTuple):
-    """Metadata of one tensor."""
-
     dtype: torch.dtype
     shape: Sizes
     slices: tuple[SavedSlice, ...]
@@ -88,12 +320,8 @@ class TensorMetadata(NamedTuple):
 
 
 def read_metadata(folder: Path) -> TensorMetadata:
-    """Reads and checks the list of tensors of a checkpoint in `torch_dist` format.
-
-    Raises:
-        DataError: The metadata are missing, damaged or too long, name code or files elsewhere, or contradict
-            themselves.
-    """
+    """Reads and checks the list of tensors of a checkpoint in `torch_dist` format; refuses metadata that are damaged or
+    too long, name code or files elsewhere, or contradict themselves."""
     path = folder / _METADATA
     try:
         return _tensor_metadata(read_inert(read_plain_file(path, _MOST_BYTES), _ALLOWED))
@@ -191,7 +419,6 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _sizes(value: Any) -> Sizes:
-    """Returns the sizes of a `torch.Size`."""
     if not isinstance(value, Built) or value.name != "torch.Size" or len(value.arguments) != 1:
         raise ValueError("it has no shape where one is due")
     (sizes,) = value.arguments

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
+import mmap
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,10 +30,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mtrain.base import pulse
+from mtrain.base.background import started
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.hashed_file import HashedFile, write_hashed
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice
 from mtrain.checkpoint.store.manifest import FileInfo
+from mtrain.core.state.host_memory import pinned_memory
 from mtrain.core.state.shard import Shard
 
 METADATA_NAME = ".metadata"
@@ -56,14 +61,10 @@ class Written(NamedTuple):
 def write_shards(
     path: Path, shards: Sequence[Shard], before_each: Callable[[int], None] = lambda number: None
 ) -> Written:
-    """Writes the shards into one file, which is on disk when this returns; no file without shards.
+    """Writes the shards, on any device, into one file, which is on disk when this returns; no file without shards.
 
     Args:
-        shards: Shards on any device; those on a GPU are copied one after the other.
         before_each: Called with the number of each shard before it is written.
-
-    Raises:
-        OSError: The disk refuses.
     """
     # mapping a file of 0 bytes would raise when it is read
     if not shards:
@@ -86,10 +87,6 @@ def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) ->
 
     Args:
         tensors: Key and saved slice of the shards of all ranks; together they must cover every tensor exactly.
-
-    Raises:
-        DataError: The shards do not cover a tensor exactly.
-        OSError: The disk refuses.
     """
     by_key: dict[str, list[GlobalTensor]] = {}
     for key, tensor in tensors:
@@ -108,7 +105,7 @@ def write_metadata(folder: Path, tensors: Iterable[tuple[str, GlobalTensor]]) ->
     common = io.BytesIO()
     torch.save({}, common)  # megatron-core needs it; nothing of ours is pickled
     contents = {
-        # a pickle since torch's reader needs one; our own reads it without building anything (`inert_pickle`)
+        # a pickle since torch's reader needs one; our own reads it without building anything (`safe_metadata`)
         METADATA_NAME: pickle.dumps(metadata),
         "common.pt": common.getvalue(),
         "metadata.json": json.dumps(_BACKENDS).encode(),
@@ -158,3 +155,74 @@ def _joined(key: str, held: Sequence[GlobalTensor]) -> GlobalTensor:
             f"{math.prod(whole.shape)} elements {list(whole.shape)}; nothing was published"
         )
     return whole
+
+
+_log = logging.getLogger(__name__)
+
+# A cache line, and a multiple of every dtype's size: every element is aligned.
+_ALIGNMENT_BYTES = 64
+
+
+class Snapshot:
+    """Host memory that is reused for each save; pinned where the state is on a GPU."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._expected: Future[torch.Tensor] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self._buffer.nbytes
+
+    def expect(self, shards: Sequence[Shard]) -> None:
+        """Allocates the memory for such shards in a thread, so that the first copy need not wait for it.
+
+        The system hands out memory page by page, at a fraction of the speed of a copy.
+        """
+        size_bytes, on_gpu = sum(map(_place_bytes, shards)), _is_on_gpu(shards)
+        if self._expected is None and size_bytes > self._buffer.nbytes:
+            self._expected = started(lambda: _touched(_memory(size_bytes, on_gpu)), "snapshot-memory")
+
+    def take(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Copies all shards; when it returns the originals may change. The next call overwrites the copies."""
+        if self._expected is not None:
+            expected, self._expected = self._expected, None
+            self._buffer = expected.result()
+        sizes, on_gpu = [_place_bytes(shard) for shard in shards], _is_on_gpu(shards)
+        # grows and never shrinks: fresh pages cost several times the copy (docs/weights/checkpoints.md, first save)
+        if sum(sizes) > self._buffer.nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._buffer = _memory(sum(sizes), on_gpu)
+        # numpy's slices keep the buffer alive as long as a copy is in use
+        memory, start, copies = self._buffer.numpy(), 0, list[Shard]()
+        for shard, size in zip(shards, sizes, strict=True):
+            place = memory[start : start + shard.data.nbytes]
+            copy = torch.frombuffer(place, dtype=shard.data.dtype) if shard.data.numel() else shard.data.detach().cpu()
+            # the same stream as training: the copy comes after the update that was enqueued before it
+            copy.copy_(shard.data.detach().flatten(), non_blocking=on_gpu)
+            copies.append(shard._replace(data=copy))
+            start += size
+        if on_gpu:
+            # the caller continues training and changes the state as soon as this returns
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+
+def _place_bytes(shard: Shard) -> int:
+    return -(-shard.data.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _is_on_gpu(shards: Sequence[Shard]) -> bool:
+    """Says whether to pin the memory: a copy from a GPU to pageable memory is not asynchronous."""
+    return any(shard.data.is_cuda for shard in shards)
+
+
+def _memory(size_bytes: int, on_gpu: bool) -> torch.Tensor:
+    return pinned_memory(size_bytes, "snapshots") if on_gpu else torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def _touched(memory: torch.Tensor) -> torch.Tensor:
+    """Writes to every page of the memory, so that the system has allocated all of it, and returns it."""
+    # numpy releases the interpreter's lock while it writes, and has no threads that training would wait for
+    memory.numpy()[:: mmap.PAGESIZE] = 0
+    return memory

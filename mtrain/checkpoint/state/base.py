@@ -17,7 +17,6 @@ from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of, shown
 from mtrain.checkpoint.store.manifest import BaseInfo, Manifest
-from mtrain.config import Config
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.adapters.adapter import adapters_of, is_adapter_key
 from mtrain.core.layers.adapters.linear import LinearAdapter
@@ -32,18 +31,10 @@ from mtrain.core.layers.sharded_parameters import (
 )
 from mtrain.core.ranks.groups import Groups
 
-DRAWN = "drawn from train.seed"
-"""Origin of a base that was not loaded."""
-
 
 def settle_base(model: RankModel) -> None:
-    """Records the base, once the frozen weights are those of the run and before its adapters are loaded. Collective.
-
-    Takes the fingerprint by one all-reduce over the world, and does what `settle_magnitudes` does.
-
-    Raises:
-        DataError: A weight is not finite; on all ranks.
-    """
+    """Records the base, once the frozen weights are those of the run and before its adapters are loaded, and does what
+    `settle_magnitudes` does. One all-reduce over the world."""
     chunks = model.chunks
     found = weights_fingerprint(chunks, model.groups, model.config.model.vocab_size)
     for chunk in chunks:
@@ -69,20 +60,12 @@ def base_of(model: RankModel) -> BaseInfo | None:
         return None
     known = unwrap(model.chunks[0]).base_fingerprint
     fingerprint = weights_fingerprint(model.chunks, model.groups, config.model.vocab_size) if known is None else known
-    return BaseInfo(origin=origin_of(config), fingerprint=fingerprint)
-
-
-def origin_of(config: Config) -> str:
-    """Says where the frozen weights of a run come from."""
-    return config.model.hf or config.checkpoint.initialize_from or DRAWN
+    origin = config.model.hf or config.checkpoint.initialize_from or "drawn from train.seed"
+    return BaseInfo(origin=origin, fingerprint=fingerprint)
 
 
 def check_base(manifest: Manifest, own: BaseInfo | None, path: object) -> None:
-    """Checks that a checkpoint of adapters resumes on the very model that they were trained on, and others on none.
-
-    Raises:
-        DataError: The frozen model is another one.
-    """
+    """Checks that a checkpoint of adapters resumes on the very model that they were trained on, and others on none."""
     saved = manifest.base
     if saved is None and own is not None:
         raise DataError(
@@ -108,20 +91,13 @@ def refused_as_model(base: BaseInfo, path: object) -> DataError:
 
 
 def weights_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size: int) -> str:
-    """Returns the fingerprint of all frozen tensors, without vocabulary padding. One all-reduce over the world.
-
-    Raises:
-        DataError: A number is not finite; on all ranks.
-    """
+    """Returns the fingerprint of all frozen tensors, without vocabulary padding; refuses numbers that are not finite.
+    One all-reduce over the world."""
     return _fingerprint(frozen_parameters(_models(chunks), groups), groups, vocab_size, "the frozen model")
 
 
 def model_fingerprint(chunks: Sequence[nn.Module], groups: Groups, vocab_size: int, with_adapters: bool) -> str:
-    """Returns the fingerprint of all tensors of a model, with adapters or without; see `weights_fingerprint`.
-
-    Raises:
-        DataError: A number is not finite; on all ranks.
-    """
+    """Returns the fingerprint of all tensors of a model, with adapters or without; see `weights_fingerprint`."""
     places = sharded_parameters(_models(chunks), groups, lambda key: with_adapters or not is_adapter_key(key))
     return _fingerprint(places, groups, vocab_size, "the model")
 

@@ -1,5 +1,4 @@
-"""Whole parameters and gradients under their global names: all at once, for comparing layouts of small models, or a
-few at a time in bounded memory."""
+"""Parameters and gradients under their global names: the shards of a rank, or whole ones, a few at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mtrain.base.tensor_slice import TensorSlice
@@ -40,63 +37,6 @@ def gradient_shards(sharded: ShardedModel, groups: Groups) -> list[Shard]:
     return _shards(sharded.chunks, groups, sharded.whole_gradients().get)
 
 
-def gather_whole(shards: Sequence[Shard]) -> dict[str, Tensor] | None:
-    """Returns global tensors by name on rank 0; None elsewhere. One gather of objects to rank 0 over the world."""
-    # pickled and sent to rank 0, where the whole model has to fit: for comparisons of small models
-    everyone: list[list[_Sent]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather_object([_Sent.of(shard) for shard in shards], everyone)
-    return None if everyone is None else assemble(sent.shard() for rank in everyone for sent in rank)
-
-
-class _Sent(NamedTuple):
-    """A shard as bytes: tensors would be pickled as files, which for hundreds takes longer than a step."""
-
-    key: str
-    global_shape: tuple[int, ...]
-    at: TensorSlice
-    dtype: torch.dtype
-    content: NDArray[np.uint8]
-
-    @classmethod
-    def of(cls, shard: Shard) -> _Sent:
-        return cls(shard.key, tuple(shard.global_shape), shard.at, shard.data.dtype, _bits(shard.data).numpy())
-
-    def shard(self) -> Shard:
-        values = torch.from_numpy(self.content).view(self.dtype).view(self.at.shape)
-        return Shard(self.key, self.global_shape, self.at, values)
-
-
-def assemble(shards: Iterable[Shard]) -> dict[str, Tensor]:
-    """Assembles whole tensors from the shards of all ranks.
-
-    Raises:
-        ValueError: Two ranks hold different values for the same element, or no rank holds an element.
-    """
-    whole: dict[str, Tensor] = {}
-    filled: dict[str, Tensor] = {}
-    for shard in shards:
-        if shard.key not in whole:
-            whole[shard.key] = torch.zeros(shard.global_shape, dtype=shard.data.dtype)
-            # zeros are a value too, so the filled part is recorded separately
-            filled[shard.key] = torch.zeros(shard.global_shape, dtype=torch.bool)
-        # Replicas are compared where an earlier shard has been: ranks that silently differ are an error of their own.
-        there, known = shard.at.of(whole[shard.key]), shard.at.of(filled[shard.key])
-        if not torch.equal(_bits(there[known]), _bits(shard.data[known])):
-            raise ValueError(f"replicas of {shard.key} at {shard.at.offset} differ between ranks")
-        there.copy_(shard.data)
-        known.fill_(True)
-    # a gap would silently compare as zeros
-    missing = [name for name, mask in filled.items() if not mask.all()]
-    if missing:
-        raise ValueError(f"no rank holds all of {', '.join(missing)}")
-    return whole
-
-
-def _bits(values: Tensor) -> Tensor:
-    """Returns [bytes]: the same NaN on two ranks is no difference between them, although it is not equal to itself."""
-    return values.flatten().view(torch.uint8)
-
-
 def _shards(chunks: Sequence[nn.Module], groups: Groups, value_of: Callable[[Tensor], Tensor | None]) -> list[Shard]:
     shards = []
     for chunk in chunks:
@@ -122,7 +62,6 @@ class _Box(NamedTuple):
 
     @property
     def kind(self) -> TensorKind:
-        """Returns the kind of the box."""
         return TensorKind(self.whole.dtype, self.at.shape)
 
 
@@ -151,16 +90,13 @@ class WholeParameters:
 
     @torch.no_grad()
     def gather(self, names: Iterable[str], receiver: int | None = None) -> dict[str, Tensor] | None:
-        """Gathers whole parameters, as new tensors on the device, on every rank or on one. Collective over the world.
+        """Gathers whole parameters by name, as new tensors on the device, on every rank or on one. Collective.
 
         Costs one broadcast (or one message to the receiver) from each rank that holds a part of any of them.
 
         Args:
             names: Names of the parameters; the same on all ranks.
-            receiver: Rank that needs them; None: every rank does.
-
-        Returns:
-            Tensors by name; None on ranks that do not need them.
+            receiver: Rank that needs them, others get None; None: every rank does.
         """
         wanted = list(names)
         by_owner: dict[int, list[_Box]] = defaultdict(list)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +17,8 @@ from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.build import unwrap
 from mtrain.core.state.loss_scaler import LossScaler
 
-
-@dataclass(frozen=True)
-class HeldWeights:
-    """What this rank's trained parameters and buffers were; frozen parameters are not copied."""
-
-    values: list[Tensor]
+HeldWeights: TypeAlias = list[Tensor]
+"""What this rank's trained parameters and buffers were; frozen parameters are not copied."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,14 @@ class HeldOptimizer:
 def held_weights(model: RankModel) -> HeldWeights:
     """Copies the trained weights. Collective, where updated parameters still have to be gathered."""
     model.sharded.gather_parameters()
-    return HeldWeights([_copy(each) for each in _trained(model)])
+    return [_copy(each) for each in _trained(model)]
 
 
 @torch.no_grad()
 def put_back_weights(held: HeldWeights, model: RankModel) -> None:
     """Makes the model compute with held weights; the optimizer's main weights stay as they are."""
     model.sharded.gather_parameters()
-    for parameter, value in zip(_trained(model), held.values, strict=True):
+    for parameter, value in zip(_trained(model), held, strict=True):
         parameter.copy_(value)
 
 
@@ -58,7 +55,6 @@ def held_optimizer(model: RankModel) -> HeldOptimizer:
 
 @torch.no_grad()
 def put_back_optimizer(held: HeldOptimizer, model: RankModel) -> None:
-    """Sets a held state of the optimizer."""
     for (_, state), value in zip(_states(model), held.states, strict=True):
         state.copy_(value)
     model.optimizer.state.set_adam_step(held.adam_step)
@@ -80,7 +76,6 @@ def held_gradients(model: RankModel) -> list[Tensor]:
 
 
 def put_back_gradients(held: list[Tensor], model: RankModel) -> None:
-    """Sets held gradients."""
     for buffer, value in zip(model.sharded.gradient_buffers(), held, strict=True):
         buffer.copy_(value)
 

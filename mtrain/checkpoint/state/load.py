@@ -19,12 +19,11 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.format.training_state import STATE_NAME, RecentUpdates, TrainingState, read_state
 from mtrain.checkpoint.state.base import base_of, check_base, refused_as_model
 from mtrain.checkpoint.state.reader import GlobalTensors, Wanted, load_parameters, load_shards, memory_for
 from mtrain.checkpoint.state.save import Provenance, Saver
 from mtrain.checkpoint.store.directory import CheckpointEntry
-from mtrain.checkpoint.store.manifest import BaseInfo
+from mtrain.checkpoint.store.manifest import STATE_NAME, BaseInfo, RecentUpdates, TrainingState, read_state
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.engine.optimizer import Optimizer
@@ -51,10 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class LoadedState(NamedTuple):
-    """Point at which a resumed run stands."""
-
     step: int
-    """Optimizer updates completed."""
     random_states_continue: bool
     """Whether random states go on; False on another layout, where the run's seed and the step seed them anew."""
     recent: RecentUpdates | None
@@ -62,22 +58,10 @@ class LoadedState(NamedTuple):
 
 
 def save_checkpoint(
-    folder: Path,
-    model: RankModel,
-    step: int,
-    tokens: int = 0,
-    inputs: Mapping[str, str] = MappingProxyType({}),
+    folder: Path, model: RankModel, step: int, tokens: int = 0, inputs: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Makes one save, published when this returns. Collective over the world.
-
-    Args:
-        folder: Folder `checkpoints` of the run, seen by all ranks.
-        tokens: Number of text tokens consumed.
-
-    Raises:
-        RunFolderError: The step is published already.
-        MachineError: A rank could not write; nothing was published. On all ranks.
-    """
+    """Makes one save, published when this returns, in the folder `checkpoints` of a run, which all ranks see.
+    Collective over the world."""
     saver = Saver(folder, model.groups, model.config, Provenance(inputs=inputs))
     saver.save(model, step, tokens=tokens)
     saver.finish()
@@ -140,9 +124,6 @@ def load_weights(entry: CheckpointEntry, model: RankModel) -> None:
 
     Reads the float32 main weights if the checkpoint has them, whatever precision it and this run compute in, and fills
     the optimizer's.
-
-    Raises:
-        DataError: The checkpoint is damaged, would run code, or is of another model. On all ranks.
     """
     model.sharded.gather_parameters()
     on_first_rank(lambda: _refuse_adapters(entry))
@@ -153,11 +134,7 @@ def load_weights(entry: CheckpointEntry, model: RankModel) -> None:
 
 @torch.no_grad()
 def load_adapters(entry: CheckpointEntry, model: RankModel) -> None:
-    """Loads trained adapters onto the frozen model; the optimizer's moments stay. Collective.
-
-    Raises:
-        DataError: The checkpoint is damaged, or of another frozen model. On all ranks.
-    """
+    """Loads trained adapters onto the frozen model; the optimizer's moments stay. Collective."""
     model.sharded.gather_parameters()
     base = base_of(model)
     on_first_rank(lambda: check_base(entry.manifest, base, entry.path))
@@ -191,9 +168,6 @@ def load_frozen_weights(
 
     Args:
         main: Whether to read the float32 main weights where they exist, rather than those that computed.
-
-    Raises:
-        DataError: See `load_weights`.
     """
     on_first_rank(lambda: _refuse_adapters(entry))
     places = base_parameters([unwrap(chunk) for chunk in chunks], groups)
@@ -217,10 +191,7 @@ class Naming:
     """Names of the weights in a checkpoint."""
 
     def __init__(self, saved: GlobalTensors, main: bool) -> None:
-        """
-        Args:
-            main: Whether to read the float32 main weights where they exist.
-        """
+        """Set `main` to read the float32 main weights where they exist."""
         self._saved, self._main = saved, main
 
     def key_of(self, key: str) -> str:
@@ -230,7 +201,6 @@ class Naming:
         return main_key if self._main and main_key in self._saved.tensors else key
 
     def may_be_left(self, key: str) -> bool:
-        """Says whether a key may stay unread."""
         is_other = key.startswith(rng.PREFIX) or _TE_STATE in key
         # moments belong to the run that saved them; those of this run stay as they are
         is_state = any(key.startswith(optimizer_key(name, "")) for name in STATES if name != MAIN or not self._main)
@@ -238,11 +208,7 @@ class Naming:
 
 
 def check_entry(entry: CheckpointEntry, model: ModelSection) -> None:
-    """Compares a checkpoint's metadata with the run that starts from its weights.
-
-    Raises:
-        DataError: The checkpoint holds adapters alone, is damaged, or has another vocabulary.
-    """
+    """Compares a checkpoint's metadata with the run that starts from its weights."""
     _refuse_adapters(entry)
     _read_state(entry, model)
 
@@ -258,15 +224,11 @@ def read_weights(
     """Reads this rank's parameters, in the precision that they have on disk. Collective over the world.
 
     Args:
-        saved: Tensors on disk.
         places: Places of the wanted parameters of this rank.
         model: Section of the architecture; a head stays as drawn where the weights are those of a language model.
         key_of: Global name of a parameter -> key on disk.
-        may_be_left: Says which keys may stay unread, see `load_shards`.
-        use: Receives parameters and values, see `load_parameters`.
-
-    Raises:
-        DataError: See `load_shards`; the model may be half overwritten then.
+        may_be_left: See `load_shards`.
+        use: See `load_parameters`.
     """
     wanted: dict[Tensor, Wanted] = {}
     replaced = {OUTPUT, key_of(OUTPUT)} if _lacks_head(saved, key_of(OUTPUT), model) else set()

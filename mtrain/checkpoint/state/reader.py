@@ -22,21 +22,16 @@ from mtrain.core.ranks.init import on_all_ranks
 from mtrain.core.state.shard import Shard
 
 _NAMES_SHOWN = 8
-"""Most names in one message."""
 
 
 class TensorInfo(Protocol):
     """Facts about a global tensor that need no reading."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Returns the dtype of the tensor."""
-        ...
+    def dtype(self) -> torch.dtype: ...
 
     @property
-    def shape(self) -> Sizes:
-        """Returns the shape of the whole tensor."""
-        ...
+    def shape(self) -> Sizes: ...
 
 
 class Wanted(NamedTuple):
@@ -45,34 +40,27 @@ class Wanted(NamedTuple):
     values: Tensor
     """Tensor of the parameter's shape, in the dtype on disk: the parameter's own memory if the dtypes agree."""
     shards: list[Shard]
-    """Shards of the values."""
 
 
 class GlobalTensors(Protocol):
     """Global tensors on disk, by key, of which slices are read."""
 
     @property
-    def folder(self) -> Path:
-        """Returns the folder, for messages."""
-        ...
+    def folder(self) -> Path: ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Returns key -> facts of each tensor."""
-        ...
 
     @property
     def others(self) -> AbstractSet[str]:
         """Returns the keys of everything that is not a tensor."""
-        ...
 
     def read(self, key: str, wanted: TensorSlice) -> Tensor:
         """Reads one slice; not to be written to."""
-        ...
 
     def expect(self, key: str, wanted: TensorSlice) -> None:
         """Lets the system read a slice that is needed soon."""
-        ...
 
 
 def load_shards(
@@ -86,13 +74,9 @@ def load_shards(
 
     Args:
         shards: Shards that this rank needs, with data of the dtype that was saved, on any device.
-        may_be_left: Says which keys of the checkpoint may stay unread.
+        may_be_left: Says which keys of the checkpoint may stay unread; any other that no rank asks for is refused.
         vocab_size: Least number of rows of a padded tensor; further rows are padding.
         after_each: Called with the number of each shard that has been read, while the system reads the next one.
-
-    Raises:
-        DataError: A tensor is missing in the checkpoint, has another shape or dtype, is not asked for by any rank, or
-            cannot be read; on all ranks.
     """
     firsts = {shard.key: shard for shard in reversed(shards)}
     # stages ask for different tensors
@@ -123,12 +107,9 @@ def load_parameters(
     """Reads one parameter after another in the order of their keys. Collective over the world.
 
     Args:
-        may_be_left: Says which keys may stay unread, see `load_shards`.
+        may_be_left: See `load_shards`.
         use: Called with each parameter and its complete values, while the system reads the next ones; values outside
             the parameter are freed afterwards.
-
-    Raises:
-        DataError: See `load_shards`; some parameters may have been used then.
     """
     owned = [(shard, parameter) for parameter, (_, shards) in wanted.items() for shard in shards]
     owned.sort(key=lambda each: (each[0].key, each[0].at.offset))  # neighbours on disk are read together
@@ -164,14 +145,10 @@ def _read(saved: GlobalTensors, shards: Sequence[Shard], after_each: Callable[[i
 
 
 def check_keys(saved: GlobalTensors, asked: AbstractSet[str], may_be_left: Callable[[str], bool]) -> None:
-    """Compares names of tensors.
+    """Compares names of tensors with the keys that the whole model has.
 
     Args:
-        asked: Keys that the whole model has.
         may_be_left: Says which keys of the checkpoint may stay unread.
-
-    Raises:
-        DataError: A key is missing, or no rank asks for it.
     """
     there = saved.tensors.keys() | saved.others
     left = {key for key in there - asked if not may_be_left(key)}
@@ -193,17 +170,11 @@ def check_shapes(
     vocab_size: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Compares shapes, and dtypes if they are given.
+    """Compares shapes of whole tensors by key, and the dtypes as which the run reads them, if they are given.
 
     Args:
         saved: Tensors on disk; has all keys.
-        shapes: Key -> shape of the whole tensor.
-        padded: Keys of tables that may have more rows than the vocabulary.
-        vocab_size: Least number of rows of these tables.
-        dtypes: Key -> dtype as which the run reads the tensor.
-
-    Raises:
-        DataError: A shape or dtype differs.
+        padded: Keys of tables that may have more rows than the vocabulary, which has `vocab_size`.
     """
     faults = []
     for key, wanted in sorted(shapes.items()):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,15 +30,12 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.core.state.finite import NonFinite, described, non_finite
 
 _MOST_RANKS = 8
-"""Most ranks that a message names."""
 _BITS = 1 << 64
 _STEP = 0x9E3779B97F4A7C15
 """Step of the coefficients, 2^64 / golden ratio, odd: its multiples are spread evenly."""
 
 
 class _Digest(NamedTuple):
-    """Digest of one slice that has replicas."""
-
     what: str
     value: int
 
@@ -100,17 +97,11 @@ def _identity(held: Held) -> int:
 def _coefficients(own: Sequence[int], groups: Groups) -> dict[int, int]:
     """Returns identity -> factor of its digest, for slices that other ranks hold as well, in the given order.
 
-    Two all-gathers, of a number and of the identities.
+    One all-gather of the identities.
     """
-    size = dist.get_world_size()
-    counts = [torch.zeros(1, dtype=torch.int64, device=groups.device) for _ in range(size)]
-    dist.all_gather(counts, torch.tensor([len(own)], device=groups.device))
-    padded = torch.zeros(max(int(count) for count in counts), dtype=torch.int64, device=groups.device)
-    padded[: len(own)] = torch.tensor(own, dtype=torch.int64)
-    rows = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(rows, padded)
-    everyone = [row[: int(count)].cpu().numpy() for row, count in zip(rows, counts)]
     mine = np.array(own, np.int64)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
     # number of ranks that hold the slice, and of those with a lower number
     holders, turns = np.zeros(len(own), np.int64), np.zeros(len(own), np.int64)
     for rank, theirs in enumerate(everyone):

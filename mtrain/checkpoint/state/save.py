@@ -13,22 +13,22 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple, TypeAlias, assert_never
 
+import torch
 import torch.distributed as dist
 
 from mtrain.base.background import started
 from mtrain.base.environment import program_versions
-from mtrain.base.errors import MachineError, MtrainError, NumericError, RunFolderError
+from mtrain.base.errors import MachineError, MtrainError, NumericError, RunFolderError, SpoiledStateError
 from mtrain.base.fault_points import fault_point
 from mtrain.base.files import disk_faults
-from mtrain.checkpoint.format.snapshot import Snapshot
-from mtrain.checkpoint.format.training_state import TrainingState, write_state
-from mtrain.checkpoint.format.writer import Written, write_metadata, write_shards
+from mtrain.checkpoint.format.writer import Snapshot, Written, write_metadata, write_shards
 from mtrain.checkpoint.state.base import base_of
-from mtrain.checkpoint.state.pending_save import Outcome, PendingSave, Stage, first_fault
 from mtrain.checkpoint.store.directory import (
     AfterPublishingError,
     StagingDir,
@@ -45,6 +45,8 @@ from mtrain.checkpoint.store.manifest import (
     CheckpointInfo,
     FileInfo,
     GitState,
+    TrainingState,
+    write_state,
 )
 from mtrain.checkpoint.store.retention import Keep, Retention, way_back
 from mtrain.checkpoint.store.steps import step_name
@@ -53,9 +55,10 @@ from mtrain.config.load import config_hash, config_yaml
 from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.training_state import local_shards
+from mtrain.core.ranks.all_reduce import AsyncVote
 from mtrain.core.ranks.groups import Groups
-from mtrain.core.ranks.init import on_first_rank
-from mtrain.core.state.finite import NonFinite, non_finite
+from mtrain.core.ranks.init import any_rank, on_first_rank
+from mtrain.core.state.finite import NonFinite, described, non_finite
 from mtrain.core.state.shard import Shard
 
 _log = logging.getLogger(__name__)
@@ -72,11 +75,75 @@ class Provenance(NamedTuple):
     """Fingerprint of the training data; needed on the first rank only."""
     git: GitState | None = None
     changes: tuple[ChangeInfo, ...] = ()
-    """Keys that the run has changed so far."""
     inputs: Mapping[str, str] = MappingProxyType({})
     """Fingerprints of what the run reads besides its training data, by key."""
     valid_measure: str | None = None
     """Fingerprint of what the run's validation losses measure."""
+
+
+class Stage(Enum):
+    """What the ranks do for a save."""
+
+    WRITING = "writing"
+    PUBLISHING = "publishing"
+    """All have written, and the first rank lists and publishes the files."""
+
+
+@dataclass
+class PendingSave:
+    staging: StagingDir
+    state: TrainingState
+    facts: CheckpointInfo
+    work: Future[Any]
+    """Work that this rank is doing for it now."""
+    began_s: float
+    blocked_s: float = 0.0
+    """Seconds that training waited for the copy; without checkpoint.async_save it waits for the whole save."""
+    stage: Stage = Stage.WRITING
+    _vote: AsyncVote | None = None
+    """Vote on whether a rank is busy."""
+
+    def was_ready(self, limit_s: float, device: torch.device) -> bool:
+        """Says whether no rank was busy at the last call, and asks for the next one; a save that takes longer than
+        `limit_s` counts as ended. Collective over the world. No rank waits for another one, and no host for its device:
+        a rank that was ready stays ready, so an answer may be late."""
+        asked, self._vote = self._vote, None
+        if asked is not None and not asked.read():
+            return True
+        self._vote = AsyncVote(self._is_busy(limit_s), device)
+        return False
+
+    def is_ready(self, limit_s: float, device: torch.device) -> bool:
+        """Says whether no rank is busy now; the host waits for all of them. Collective over the world."""
+        if self._vote is not None:
+            self._vote.read()  # every rank has to take part in it to the end
+            self._vote = None
+        return not any_rank(self._is_busy(limit_s), device)
+
+    def outcome(self) -> Outcome | None:
+        """Returns the outcome on this rank of work that is done; None if the work returns nothing."""
+        fault = self.work.exception()
+        if fault is None or isinstance(fault, MtrainError):
+            return self.work.result() if fault is None else fault
+        return MachineError(f"{type(fault).__name__}: {fault}")
+
+    def _is_busy(self, limit_s: float) -> bool:
+        return not self.work.done() and time.monotonic() - self.began_s < limit_s
+
+
+Outcome: TypeAlias = Written | NonFinite | MtrainError
+"""Result of the writing of one rank."""
+
+
+def first_fault(everyone: Sequence[Outcome | None]) -> MtrainError | None:
+    """Returns the first fault; a state that is not finite comes before a disk error."""
+    not_finite = described([outcome if isinstance(outcome, NonFinite) else None for outcome in everyone])
+    for rank, outcome in enumerate(everyone):
+        if isinstance(outcome, RunFolderError):
+            return outcome
+        if isinstance(outcome, MtrainError) and not_finite is None:
+            return MachineError(f"rank {rank}: {outcome}")
+    return None if not_finite is None else SpoiledStateError(not_finite)
 
 
 class Saver:
@@ -171,13 +238,10 @@ class Saver:
             self.wait()
 
     def poll(self) -> None:
-        """Ends or advances a save in flight when all ranks are ready; call it at every step boundary.
+        """Ends or advances a save in flight when all ranks are ready, at every step boundary; raises as `save` does.
 
         Collectives: one all-reduce of one number while a save is in flight, whose answer is read at the next boundary;
         twice per save, short objects.
-
-        Raises:
-            MtrainError: See `save`.
         """
         if self._groups.rank == 0:
             self._retention.poll()  # only the first rank deletes old checkpoints that are no longer needed
@@ -185,41 +249,41 @@ class Saver:
             self._go_on(self._flight)
 
     def _go_on(self, flight: PendingSave) -> None:
-        if (fault := self._advanced(flight)) is not None:
+        """Starts the next stage of a save, or ends it; a fault of any rank is one of all."""
+        own, fault = self._outcome(flight), None
+        match flight.stage:
+            case Stage.WRITING:
+                fault = self._after_writing(flight, own)
+            case Stage.PUBLISHING:
+                fault = on_first_rank(lambda: own if isinstance(own, MtrainError) else None)
+                if fault is None:
+                    self._land(flight)
+            case _:
+                assert_never(flight.stage)
+        if fault is not None:
             self._fail(flight, fault)
 
     def confirm(self, step: int) -> None:
-        """Confirms the weights after `step` updates, which have given a finite loss; the same on all ranks.
-
-        A checkpoint of them then counts as good, and older ones may be deleted.
-        """
+        """Confirms the weights after `step` updates, which have given a finite loss; the same on all ranks. A
+        checkpoint of them then counts as good, and older ones may be deleted."""
         self._retention.confirmed = max(step, self._retention.confirmed)
 
     def give_up(self) -> str:
-        """Ends the saves after a numeric error: those of confirmed weights are completed, others dropped.
-
-        Returns what the user can go back to.
-        """
+        """Ends the saves after a numeric error: those of confirmed weights are completed, others dropped. Returns what
+        the user can go back to."""
         self._settle()
         return on_first_rank(self._way_back)
 
     def rewind(self, step: int, changes: tuple[ChangeInfo, ...]) -> None:
-        """Goes back to an older checkpoint: what was confirmed since then no longer is.
-
-        Args:
-            changes: Keys that the run has changed up to there.
-        """
+        """Goes back to an older checkpoint, up to which the run has changed these keys: what was confirmed since then
+        no longer is."""
         self._origin = self._origin._replace(changes=changes)
         self._fault = None
         self._retention.rewind(step)
 
     def doubtful(self, below: int) -> dict[int, str]:
         """Ends the saves like `give_up`; returns step -> reason of published checkpoints that a rollback must not go
-        back to.
-
-        Args:
-            below: Step from which on checkpoints are too new.
-        """
+        back to. Those from step `below` on are too new."""
         self._settle()
         return on_first_rank(lambda: self._retention.doubtful(below))
 
@@ -240,22 +304,14 @@ class Saver:
             return f"which step to go back to is not known: {fault}"
 
     def wait(self) -> None:
-        """Waits until no save is in flight.
-
-        Raises:
-            MtrainError: See `save`.
-        """
+        """Waits until no save is in flight; raises as `save` does."""
         while (flight := self._flight) is not None:
             concurrent.futures.wait([flight.work], _POLL_S)  # at most: other ranks may wait for this one
             if flight.is_ready(self._timeout_s, self._groups.device):
                 self._go_on(flight)
 
     def finish(self) -> None:
-        """Waits until the last save is on disk.
-
-        Raises:
-            MtrainError: It is not, whatever checkpoint.on_save_failure says.
-        """
+        """Waits until the last save is on disk; raises if it is not, whatever checkpoint.on_save_failure says."""
         self.wait()
         if self._groups.rank == 0:
             self._retention.finish(self._timeout_s)
@@ -325,20 +381,6 @@ class Saver:
             publish(flight.staging, flight.facts, files, check)
         except AfterPublishingError as fault:
             _log.warning(f"warning: {fault}")
-
-    def _advanced(self, flight: PendingSave) -> MtrainError | None:
-        """Starts the next phase, or ends the save; returns what went wrong on any rank."""
-        own = self._outcome(flight)
-        match flight.stage:
-            case Stage.WRITING:
-                return self._after_writing(flight, own)
-            case Stage.PUBLISHING:
-                fault: MtrainError | None = on_first_rank(lambda: own if isinstance(own, MtrainError) else None)
-                if fault is None:
-                    self._land(flight)
-                return fault
-            case _:
-                assert_never(flight.stage)
 
     def _after_writing(self, flight: PendingSave, own: Outcome | None) -> MtrainError | None:
         """Starts publishing, on the first rank, if all ranks have written; else returns the first fault."""

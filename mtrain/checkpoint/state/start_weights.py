@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mtrain.arch import adapters as plan
-from mtrain.arch.parameters import padded_vocab_size
+from mtrain.arch.parameters import PADDED_TABLES, padded_vocab_size
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
@@ -29,7 +29,6 @@ from mtrain.checkpoint.state.reader import Wanted, check_keys, check_shapes, loa
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.megatron_checkpoint import check_format, check_run_config
 from mtrain.config import Config
-from mtrain.config.schema.adapter import AdapterSection
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.layers.adapters.adapter import is_adapter_key
 from mtrain.core.layers.build import unwrap
@@ -52,9 +51,6 @@ def load_hf_weights(folder: Path, model: RankModel) -> None:
 
     A rank reads views of the mapped files and its own shards; a tensor that is stored in another order, or in FP8 with
     scales, is read whole, one at a time. The optimizer's main weights follow.
-
-    Raises:
-        DataError: The folder is damaged or holds another model. On all ranks.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
@@ -86,9 +82,6 @@ def load_megatron_weights(folder: Path, model: RankModel) -> None:
     """Starts from the weights of another program's checkpoint; each rank reads its own shards. Collective.
 
     Reads the weights that computed, in the precision that they were saved in. The optimizer's main weights follow.
-
-    Raises:
-        DataError: The checkpoint is damaged, would run code, or is of another model; on all ranks.
     """
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
@@ -126,11 +119,7 @@ def canonical(key: str) -> str | None:
 
 
 def keys_by_our_names(saved: CheckpointTensors) -> dict[str, str]:
-    """Returns `canonical` name -> key of each weight.
-
-    Raises:
-        DataError: The checkpoint has another format than torch_dist.
-    """
+    """Returns `canonical` name -> key of each weight."""
     check_format(saved.folder, saved.tensors)
     return {named: key for key in saved.tensors if (named := canonical(key)) is not None}
 
@@ -170,19 +159,13 @@ def _spelled(shard: Shard, stacked: re.Pattern[str], name: str, axis: int) -> Sh
 
 @torch.no_grad()
 def load_peft_adapter(folder: Path, model: RankModel) -> None:
-    """Copies a folder with adapter_config.json and adapter_model.safetensors into the adapters. Collective over the
-    world.
-
-    The optimizer's main weights follow.
-
-    Raises:
-        DataError: The folder is damaged or holds another adapter. On all ranks.
-    """
+    """Copies a folder with adapter_config.json and adapter_model.safetensors into the adapters; the optimizer's main
+    weights follow. Collective over the world."""
     chunks, optimizer, groups, config = model.chunks, model.optimizer, model.groups, model.config
     model.sharded.gather_parameters()  # a gather under way would overwrite what is loaded
     adapter = config.adapter
     assert adapter is not None, "called for runs with adapters"
-    saved = on_all_ranks(lambda: _opened(folder, config, adapter))
+    saved = on_all_ranks(lambda: PeftFolder(folder, family_of_run(config), config.model, adapter))
     weights: dict[Tensor, Tensor] = {}
 
     def in_float32(parameter: Tensor) -> Tensor | None:
@@ -205,22 +188,9 @@ def load_peft_adapter(folder: Path, model: RankModel) -> None:
         fill(parameter, values)
 
 
-def _opened(folder: Path, config: Config, adapter: AdapterSection) -> PeftFolder:
-    return PeftFolder(folder, family_of_run(config), config.model, adapter)
-
-
-_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tables with a row for each token, and more rows as padding."""
-
-
 def check_weights(entry: CheckpointEntry, config: Config) -> None:
-    """Compares names and shapes, as a run that starts from the checkpoint does; no tensor is read.
-
-    If no family of Hugging Face describes the model, or it has a head, only the vocabulary is compared.
-
-    Raises:
-        DataError: The checkpoint is damaged, or of another model.
-    """
+    """Compares names and shapes, as a run that starts from the checkpoint does; no tensor is read. If no family of
+    Hugging Face describes the model, or it has a head, only the vocabulary is compared."""
     check_entry(entry, config.model)
     saved = CheckpointTensors(entry.path)
     table = _table(config)
@@ -229,16 +199,12 @@ def check_weights(entry: CheckpointEntry, config: Config) -> None:
     naming = Naming(saved, main=True)
     wanted = {naming.key_of(key): shape for key, shape in _padded(table, config).items()}
     check_keys(saved, wanted.keys(), naming.may_be_left)
-    padded = {naming.key_of(key) for key in _TABLES}
+    padded = {naming.key_of(key) for key in PADDED_TABLES}
     check_shapes(saved, wanted, padded, config.model.vocab_size)
 
 
 def check_megatron_weights(folder: Path, config: Config) -> None:
-    """Compares names and shapes of another program's checkpoint, in which layers and experts may be spelled out.
-
-    Raises:
-        DataError: The checkpoint is damaged, or of another model.
-    """
+    """Compares names and shapes of another program's checkpoint, in which layers and experts may be spelled out."""
     check_run_config(folder, config.model)
     saved = CheckpointTensors(folder)
     table = _table(config)
@@ -258,7 +224,7 @@ def shards_of(table: Table, shapes: Mapping[str, Sizes]) -> Iterator[Shard]:
         offset, size = filled.at.offset, filled.at.shape
         for index in product(*map(range, offset[:axes], map(add, offset[:axes], size[:axes]))):
             at = TensorSlice((*index, *offset[axes:]), (*[1] * axes, *size[axes:]))
-            yield Shard(filled.key, shapes[filled.key], at, torch.empty(0), filled.key in _TABLES)
+            yield Shard(filled.key, shapes[filled.key], at, torch.empty(0), filled.key in PADDED_TABLES)
 
 
 def _table(config: Config) -> Table | None:
@@ -274,4 +240,4 @@ def _table(config: Config) -> Table | None:
 def _padded(table: Table, config: Config) -> dict[str, Sizes]:
     """Returns global name -> shape of every parameter."""
     rows = padded_vocab_size(config.model, config.layout.tp)
-    return {key: (rows, *shape[1:]) if key in _TABLES else shape for key, shape in table.shapes.items()}
+    return {key: (rows, *shape[1:]) if key in PADDED_TABLES else shape for key, shape in table.shapes.items()}

@@ -17,7 +17,6 @@ from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.imported import MODEL_NAME, imported_model
 from mtrain.config import Config
 from mtrain.config.messages import readable
-from mtrain.config.schema.model import ModelSection
 from mtrain.core.layers.build import build_frozen_model
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.teacher import Teacher
@@ -25,12 +24,7 @@ from mtrain.hf.configuration import load_config
 
 
 def loaded_teacher(config: Config, entry: CheckpointEntry, groups: Groups) -> Teacher:
-    """Builds a teacher and fills it. Collective over the world.
-
-    Raises:
-        ConfigError: The layout does not fit the teacher.
-        DataError: The checkpoint is damaged or of another model.
-    """
+    """Builds a teacher and fills it. Collective over the world."""
     # the same groups, but perhaps another number of layers, hence other stages
     of_teacher = replace(groups, layout=Layout.from_config(config, groups.layout.world_size))
     chunks = build_frozen_model(config, of_teacher)
@@ -39,11 +33,8 @@ def loaded_teacher(config: Config, entry: CheckpointEntry, groups: Groups) -> Te
 
 
 def teacher_fingerprint(teacher: Teacher) -> str:
-    """Returns the fingerprint of weights and architecture, the same under every layout. One all-reduce over the world.
-
-    Raises:
-        DataError: A weight is not finite; on all ranks.
-    """
+    """Returns the fingerprint of weights and architecture, the same under every layout; refuses weights that are not
+    finite. One all-reduce over the world."""
     model = teacher.config.model
     weights = model_fingerprint(teacher.chunks, teacher.groups, model.vocab_size, with_adapters=False)
     # without defaults, so that a key that is added to the program changes none
@@ -62,12 +53,17 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
 
     Raises:
         ConfigError: Nothing says what model it is, its vocabulary is another one, or the layout does not fit.
-        DataError: The import's model cannot be understood.
     """
     # an import says itself what it holds; a run's checkpoint lies next to the configuration of its run
     path, model = checkpoint / MODEL_NAME, imported_model(checkpoint)
     if model is None:
-        path, model = _run_model(checkpoint)
+        path = checkpoint.resolve().parent.parent / "config.yaml"
+        if not path.exists():
+            raise ConfigError(
+                f"loss.teacher.checkpoint: {path} is not there, which says what model {checkpoint} holds; name a run "
+                "folder, a checkpoint directory inside one, or an import"
+            )
+        model = load_config([path], []).model
     if model.vocab_size != config.model.vocab_size:
         raise ConfigError(
             f"loss.teacher.checkpoint: the teacher's vocabulary has {model.vocab_size} tokens ({path}), but "
@@ -87,14 +83,3 @@ def teacher_config(config: Config, checkpoint: Path) -> Config:
         raise ConfigError(
             f"the layout does not fit the teacher of loss.teacher.checkpoint ({path}): {reasons}"
         ) from None
-
-
-def _run_model(checkpoint: Path) -> tuple[Path, ModelSection]:
-    """Returns the configuration file of the run that a checkpoint lies in, and its model."""
-    path = checkpoint.resolve().parent.parent / "config.yaml"
-    if not path.exists():
-        raise ConfigError(
-            f"loss.teacher.checkpoint: {path} is not there, which says what model {checkpoint} holds; name a run "
-            "folder, a checkpoint directory inside one, or an import"
-        )
-    return path, load_config([path], []).model

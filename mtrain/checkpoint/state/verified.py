@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.base.plain_files import read_plain_file
-from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, reading
+from mtrain.checkpoint.store.directory import CheckpointEntry, Newest, files_of_reader, reading, verify_files
 from mtrain.checkpoint.store.manifest import MANIFEST_NAME, MOST_BYTES, parsed_manifest
-from mtrain.checkpoint.store.verification import files_of_reader, verify_files
 from mtrain.core.ranks.init import on_all_ranks, on_first_rank
 
 _MOST_THREADS = 4
@@ -29,14 +28,8 @@ def opened_checkpoint(find: Find, tell: Callable[[str], None]) -> Iterator[Newes
     """Yields the newest checkpoint that passes; nothing deletes it inside the `with` block. Collective over the world.
 
     All files are read once, divided among the ranks: about size / (ranks x 1 to 4 GB/s) seconds, after which loading
-    finds them in memory if that suffices. A checkpoint with a changed byte is skipped for an older one.
-
-    Args:
-        find: Finds the newest checkpoint; called on the first rank.
-        tell: Called there with each line for the user.
-
-    Raises:
-        DataError: There are checkpoints and none is good, or a rank finds another one than rank 0; on all ranks.
+    finds them in memory if that suffices. A checkpoint with a changed byte is skipped for an older one; DataError if
+    none is good. The first rank calls `find`, and `tell` with each line for the user.
     """
     unusable: dict[int, str] = {}
     while True:

@@ -7,19 +7,18 @@ slice at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mtrain.base.tensor_slice import Sizes, TensorSlice
+from mtrain.arch.parameters import PADDED_TABLES
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor
-from mtrain.checkpoint.format.training_state import STATE_NAME, TrainingState, read_state
 from mtrain.checkpoint.store.directory import checkpoint_at
-from mtrain.checkpoint.store.manifest import Manifest
+from mtrain.checkpoint.store.manifest import STATE_NAME, Manifest, TrainingState, read_state
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 
 OPTIMIZER, RANDOM = "optimizer", "random states"
@@ -39,20 +38,13 @@ class Contents(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Size of a group of tensors."""
-
     num_tensors: int
     num_elements: int
     size_bytes: int
 
 
 def contents_of(path: Path) -> Contents:
-    """Opens a checkpoint, a run folder (its newest good checkpoint), or a checkpoint of Megatron-LM or Bridge.
-
-    Raises:
-        DataError: There is no checkpoint, or it is not whole.
-        MachineError: The checkpoint cannot be read.
-    """
+    """Opens a checkpoint, a run folder (its newest good checkpoint), or a checkpoint of Megatron-LM or Bridge."""
     megatron = megatron_folder(path)
     if megatron is not None:
         return Contents(megatron, CheckpointTensors(megatron), None, None, ())
@@ -83,9 +75,7 @@ def totals(contents: Contents) -> dict[tuple[str, str], Total]:
         kind = group_of(key), str(tensor.dtype).removeprefix("torch.")
         known = found.get(kind, Total(0, 0, 0))
         found[kind] = Total(
-            known.num_tensors + 1,
-            known.num_elements + math.prod(tensor.shape),
-            known.size_bytes + size_bytes(tensor),
+            known.num_tensors + 1, known.num_elements + math.prod(tensor.shape), known.size_bytes + size_bytes(tensor)
         )
     return found
 
@@ -118,9 +108,6 @@ def described(contents: Contents) -> dict[str, str]:
         shown["left out"] = "; ".join(f"step {each.step}: {each.reason}" for each in manifest.skipped)
     size = sum(facts.size_bytes for facts in manifest.files.values())
     return shown | {"files": f"{len(manifest.files)}, {size:,} bytes"}
-
-
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class Compared(NamedTuple):
@@ -165,13 +152,8 @@ class Differences(NamedTuple):
 
 
 def differences(a: Contents, b: Contents) -> Differences:
-    """Compares all tensors; needs memory for two slices.
-
-    Padding rows of the vocabulary are left out if both checkpoints say how many rows are tokens.
-
-    Raises:
-        DataError: A file is cut or damaged.
-    """
+    """Compares all tensors; needs memory for two slices. Padding rows of the vocabulary are left out if both
+    checkpoints say how many rows are tokens."""
     ours, theirs = a.tensors.tensors, b.tensors.tensors
     both = [key for key in ours if key in theirs]
     shapes = {key: _shapes(key, a, b) for key in both}
@@ -191,7 +173,7 @@ def differences(a: Contents, b: Contents) -> Differences:
 def _shapes(key: str, a: Contents, b: Contents) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the tensor's shape in both, without padding rows if their number is known."""
     shapes = (a.tensors.tensors[key].shape, b.tensors.tensors[key].shape)
-    if not key.endswith(_VOCABULARY) or a.state is None or b.state is None:
+    if not key.endswith(PADDED_TABLES) or a.state is None or b.state is None:
         return shapes
     first, second = ((min(state.vocab_size, shape[0]), *shape[1:]) for state, shape in zip((a.state, b.state), shapes))
     return first, second
@@ -201,7 +183,10 @@ def _compared(key: str, shape: tuple[int, ...], a: Contents, b: Contents) -> Com
     ours, theirs = a.tensors.tensors[key], b.tensors.tensors[key]
     count, worst, largest = 0, 0.0, 0.0
     # the first one's own slices: reading them copies nothing, and the second copies where its layout differs
-    for wanted in _slices(ours, shape):
+    for saved in ours.slices:
+        wanted = saved.at.intersect(TensorSlice.whole(shape))
+        if wanted is None:
+            continue
         own, other = (each.tensors.read(key, wanted) for each in (a, b))
         largest = max(largest, _largest(own))
         # the usual case, without a temporary; bits, so that -0.0 and payloads of nan count as different
@@ -212,13 +197,6 @@ def _compared(key: str, shape: tuple[int, ...], a: Contents, b: Contents) -> Com
         worst = max(worst, _largest_difference(own, other, differing))
     dtypes = (str(ours.dtype).removeprefix("torch."), str(theirs.dtype).removeprefix("torch."))
     return Compared(key, math.prod(shape), count, worst, largest, dtypes)
-
-
-def _slices(tensor: GlobalTensor, shape: Sizes) -> Iterator[TensorSlice]:
-    """Yields the saved slices, cut to the shape."""
-    for saved in tensor.slices:
-        if (shared := saved.at.intersect(TensorSlice.whole(shape))) is not None:
-            yield shared
 
 
 def _differing(own: Tensor, other: Tensor) -> Tensor:

@@ -8,20 +8,21 @@
         .trash-*                       being deleted
 
 A staging directory becomes a checkpoint by one rename, so a process killed at any moment leaves the older ones intact
-and its own staging directory invisible. In a distributed run one rank calls `begin_staging` and `publish`; the others
-get the directory from it, write their files in between, and are waited for before `publish`.
+and its own staging directory invisible. In a distributed run one rank calls `named_staging` and `publish`; the others
+get the name from it, write their files in between, and are waited for before `publish`.
 """
 
 import fcntl
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from mtrain.base.background import mapped
 from mtrain.base.errors import DataError, MachineError, RunFolderError
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, sync_folder, try_lock, write_atomically
 from mtrain.checkpoint.format.hashed_file import read_facts
@@ -48,7 +49,6 @@ class CheckpointEntry:
 
     @property
     def step(self) -> int:
-        """Optimizer updates completed."""
         return self.manifest.step
 
 
@@ -59,7 +59,6 @@ class StagingDir:
     root: Path
     step: int
     path: Path
-    """Folder to write into."""
 
 
 class AfterPublishingError(MachineError):
@@ -76,12 +75,8 @@ class Newest(NamedTuple):
 
 
 def load_entry(path: Path) -> CheckpointEntry:
-    """Loads the entry of the checkpoint in this folder, checked as `read_manifest` does.
-
-    Raises:
-        DataError: The checkpoint is not whole, or its name and its manifest disagree on the step.
-        MachineError: The checkpoint cannot be read.
-    """
+    """Loads the entry of the checkpoint in this folder, checked as `read_manifest` does; raises DataError if it is not
+    whole, or its name and its manifest disagree on the step."""
     with disk_faults(f"read the checkpoint {path}"):
         manifest = read_manifest(path)
     # a folder with another name (an import, a copy of a user) may hold any step
@@ -121,14 +116,7 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
 
 
 def checkpoint_at(path: Path, unusable: Mapping[int, str] | None = None) -> Newest:
-    """Finds the checkpoint in this folder, or the newest good one of a run folder.
-
-    Args:
-        unusable: Step -> reason, as in `newest_good`.
-
-    Raises:
-        DataError: The path is neither, or nothing good is left there.
-    """
+    """Finds the checkpoint in this folder, or the newest good one of a run folder; `unusable` as in `newest_good`."""
     if (path / MANIFEST_NAME).exists():
         entry = load_entry(path)
         if unusable is not None and entry.step in unusable:
@@ -148,29 +136,11 @@ def named_staging(root: Path, step: int) -> StagingDir:
 
 
 def open_staging(staging: StagingDir, check: Callable[[], None] = lambda: None) -> None:
-    """Creates the staging directory; several ranks may do so.
-
-    Args:
-        check: Called if the step is published already; raises if another run has done so.
-
-    Raises:
-        RunFolderError: The step is published already.
-        MachineError: The folder cannot be created.
-    """
+    """Creates the staging directory; several ranks may do so. Raises RunFolderError if the step is published already,
+    after `check`, which raises if another run has done so."""
     _refuse_published(staging.root, staging.step, check)
     with disk_faults(f"begin {step_name(staging.step)} in {staging.root}"):
         staging.path.mkdir(parents=True, exist_ok=True)
-
-
-def begin_staging(root: Path, step: int) -> StagingDir:
-    """Creates a new empty folder to save the step into.
-
-    Raises:
-        RunFolderError, MachineError: as `open_staging` does.
-    """
-    staging = named_staging(root, step)
-    open_staging(staging)
-    return staging
 
 
 def publish(
@@ -189,10 +159,8 @@ def publish(
             raises if this run may no longer write here.
 
     Raises:
-        DataError: The staging directory holds no file, or not the files in `known`.
         RunFolderError: The step was published in the meantime.
         AfterPublishingError: The disk refuses what follows the rename; the checkpoint is published.
-        MachineError: The disk refuses; the staging directory stays unpublished.
     """
     assert facts.step == staging.step, (facts.step, staging.step)
     with disk_faults(f"publish the checkpoint of step {staging.step} in {staging.root}"):
@@ -224,14 +192,8 @@ def publish(
 
 
 def delete_checkpoint(root: Path, step: int) -> bool:
-    """Deletes a published checkpoint, unless someone is `reading` it; returns whether it is gone.
-
-    If the process is killed in between, the checkpoint is no longer listed and `clean_leftovers` completes the
-    deletion.
-
-    Raises:
-        MachineError: The disk refuses.
-    """
+    """Deletes a published checkpoint, unless someone is `reading` it; returns whether it is gone. If the process is
+    killed in between, the checkpoint is no longer listed and `clean_leftovers` completes the deletion."""
     path = root / step_name(step)
     if _reading_here[path.absolute()]:  # needed where the file system has no locks
         return False
@@ -250,12 +212,7 @@ def delete_checkpoint(root: Path, step: int) -> bool:
 @contextmanager
 def reading(entry: CheckpointEntry) -> Iterator[None]:
     """Keeps every process from deleting the checkpoint inside the block; on file systems without locks only this
-    process.
-
-    Raises:
-        DataError: The checkpoint has been deleted meanwhile.
-        MachineError: The checkpoint cannot be read.
-    """
+    process. Raises DataError if it has been deleted meanwhile."""
     place, manifest = entry.path.absolute(), entry.path / MANIFEST_NAME
     with disk_faults(f"read the checkpoint {entry.path}"):
         try:
@@ -316,7 +273,9 @@ def _refuse_published(root: Path, step: int, check: Callable[[], None]) -> None:
 def _measured_files(folder: Path, known: Mapping[str, FileInfo]) -> dict[str, FileInfo]:
     """Returns the facts of every file below the folder, except the manifest; reads and syncs files not in `known`."""
     files: dict[str, FileInfo] = {}
-    for path in _files_below(folder):
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() or path == folder / MANIFEST_NAME:
+            continue
         name = path.relative_to(folder).as_posix()
         if name not in known:
             sync_file(path)
@@ -327,14 +286,6 @@ def _measured_files(folder: Path, known: Mapping[str, FileInfo]) -> dict[str, Fi
     if missing := sorted(known.keys() - files.keys()):
         raise DataError(f"{folder / missing[0]} was written and is gone")
     return files
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        for name in sorted(names):
-            path = Path(parent, name)
-            if path != folder / MANIFEST_NAME:
-                yield path
 
 
 def _unknown_folders(root: Path) -> list[Path]:
@@ -356,3 +307,35 @@ def _delete(path: Path) -> None:
     if trash != path:
         path.rename(trash)
     remove(trash)
+
+
+def files_of_reader(files: Mapping[str, FileInfo], reader: int, num_readers: int) -> list[str]:
+    """Returns the files that one of several readers verifies: the largest file left goes to the reader with the fewest
+    bytes. Every file has exactly one reader."""
+    loads, by_reader = [0] * num_readers, [list[str]() for _ in range(num_readers)]
+    # Sorted by size and then by name: every rank computes the same lists from the manifest, without communication.
+    for name, facts in sorted(files.items(), key=lambda item: (-item[1].size_bytes, item[0])):
+        least = loads.index(min(loads))
+        loads[least] += facts.size_bytes
+        by_reader[least].append(name)
+    return by_reader[reader]
+
+
+def verify_files(entry: CheckpointEntry, names: Collection[str], num_threads: int = 1) -> None:
+    """Reads files of a checkpoint, whose sizes have been compared, and compares their digests with the manifest's.
+
+    Args:
+        num_threads: Number of files hashed at the same time; one thread does 1 to 3 GB/s.
+
+    Raises:
+        DataError: A file holds other bytes than were saved; names all such files.
+    """
+    with disk_faults(f"read the checkpoint {entry.path}"):
+        # threads suffice: both algorithms release the interpreter's lock while they hash
+        saved = entry.manifest.files
+        found = mapped(lambda name: read_facts(entry.path / name, saved[name].algorithm), names, num_threads)
+    changed = [name for name, facts in zip(names, found, strict=True) if facts != saved[name]]
+    if changed:
+        more = f" (and {len(changed) - 1} more files)" if len(changed) > 1 else ""
+        shown = saved[changed[0]].algorithm.shown
+        raise DataError(f"{entry.path / changed[0]}{more} was saved with other bytes ({shown} differs)")

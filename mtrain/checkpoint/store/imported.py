@@ -16,11 +16,7 @@ _MOST_BYTES = 1 << 20
 
 
 def imported_model(checkpoint: Path) -> ModelSection | None:
-    """Reads the model section of an import; None where the folder is not an import.
-
-    Raises:
-        DataError: The file cannot be understood.
-    """
+    """Reads the model section of an import; None where the folder is not an import."""
     path = checkpoint / MODEL_NAME
     if not path.exists():
         return None

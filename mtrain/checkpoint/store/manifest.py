@@ -1,7 +1,7 @@
-"""mtrain.json: facts and files of a checkpoint; written last, so its presence means that the checkpoint is complete.
+"""mtrain.json: facts and files of a checkpoint; and training_state.json: the counters of the run, next to the tensors.
 
-Its last line is the SHA-256 of the bytes before it, so any changed bit is found, and a later version with more fields
-can still verify an old manifest.
+mtrain.json is written last, so its presence means that the checkpoint is complete. Its last line is the SHA-256 of the
+bytes before it, so any changed bit is found, and a later version with more fields can still verify an old manifest.
 """
 
 import errno
@@ -28,7 +28,69 @@ from pydantic import (
 from mtrain.base.errors import DataError
 from mtrain.base.files import write_atomically
 from mtrain.base.plain_files import NOT_A_PLAIN_FILE, read_plain_file
-from mtrain.checkpoint.format.training_state import RecentUpdates
+from mtrain.core.state.loss_scaler import LossScaler
+
+STATE_NAME = "training_state.json"
+_MOST_STATE_BYTES = 1 << 20
+_MOST_COUNT = 1 << 53
+"""Largest count: more steps, samples, tokens or bytes than there will be, and still exact in torch."""
+
+
+class RecentUpdates(BaseModel):
+    """Latest updates, by which train.on_spike judges the next step; the oldest first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    losses: tuple[float, ...] = ()
+    grad_norms: tuple[float, ...] = ()
+
+
+class TrainingState(BaseModel):
+    """State of a run in a checkpoint besides its tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    step: int = Field(ge=0, le=_MOST_COUNT)
+    """Optimizer updates completed, as the run counts them."""
+    consumed_samples: int = Field(ge=0)
+    adam_step: int = Field(ge=0)
+    """Number of updates that changed the weights: after an overflow of fp16 or an empty batch it stays."""
+    loss_scaler: LossScaler | None
+    """Loss scaler of an fp16 run; else None."""
+    layout: str
+    device: str
+    """Kind of device, cpu or cuda: random states of one are meaningless to the other."""
+    vocab_size: int = Field(gt=0)
+    """Number of embedding rows that are tokens; the others are padding, which depends on the layout."""
+    recent: RecentUpdates | None = None
+    """Latest updates where train.on_spike is set; else None."""
+
+
+def write_state(folder: Path, state: TrainingState) -> None:
+    """Writes the state into a checkpoint's folder; raises OSError where the disk refuses."""
+    # in place: the folder is published as a whole, and the manifest has the digest of this file
+    # left out where it is None: versions that do not know the key can read the rest
+    absent = {"recent"} if state.recent is None else set[str]()
+    (folder / STATE_NAME).write_text(state.model_dump_json(indent=1, exclude=absent) + "\n", encoding="utf-8")
+
+
+def read_state(folder: Path) -> TrainingState:
+    path = folder / STATE_NAME
+    try:
+        state = TrainingState.model_validate_json(read_plain_file(path, _MOST_STATE_BYTES))
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
+    except ValidationError as fault:
+        # cut: pydantic repeats its input, which can be anything in a damaged file
+        raise DataError(f"{path} cannot be understood: {fault.errors()[0]['msg'][:500]}") from fault
+    # each value is valid alone, but together they would give Adam a bias correction that no run had
+    if state.adam_step > state.step:
+        raise DataError(
+            f"{path} cannot be understood: adam_step={state.adam_step}, but only {state.step} steps were made"
+        )
+    return state
+
 
 MANIFEST_NAME = "mtrain.json"
 CONFIG_NAME = "config.yaml"
@@ -37,8 +99,6 @@ _CONFIG_NAMES = (CONFIG_NAME, "model.yaml")
 """Files whose SHA-256 is `config_hash`: of a run, or of an import, which has only a part."""
 MOST_BYTES = 1 << 26
 """Largest size of a manifest; it has one line per file."""
-_MOST_COUNT = 1 << 53
-"""Largest count: more steps, tokens or bytes than there will be."""
 _SEAL = b',\n "sha256": "%s"\n}\n'
 # Only at the very end: the same text inside a value of the manifest is no seal.
 _SEALED = re.compile(re.escape(_SEAL).replace(b"%s", b"([0-9a-f]{64})") + rb"\Z")
@@ -55,13 +115,10 @@ class DigestAlgorithm(Enum):
 
     @property
     def shown(self) -> str:
-        """Name of the algorithm in messages."""
         return {DigestAlgorithm.SHA256: "SHA-256", DigestAlgorithm.BLAKE3: "BLAKE3"}[self]
 
 
 class FileInfo(BaseModel):
-    """Size and digest of one file."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     size_bytes: int = Field(ge=0, le=_MOST_COUNT)
@@ -82,13 +139,10 @@ class FileInfo(BaseModel):
 
     @property
     def algorithm(self) -> DigestAlgorithm:
-        """Algorithm of the file's digest."""
         return DigestAlgorithm.SHA256 if self.blake3 is None else DigestAlgorithm.BLAKE3
 
 
 class GitState(BaseModel):
-    """State of the program's source."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     commit: str
@@ -104,7 +158,6 @@ class ChangeInfo(BaseModel):
     step: int = Field(ge=0, le=_MOST_COUNT)
     """Number of updates before the change; later ones use the new value."""
     key: str
-    """Dotted key."""
     old: str | None
     """Old value as JSON; None if the key was missing."""
     new: str | None
@@ -172,8 +225,6 @@ class CheckpointInfo(BaseModel):
 
 
 class Manifest(CheckpointInfo):
-    """Facts of one checkpoint and its files."""
-
     format: Literal[2, 3, 4] = 4
     """Format of this file; a program that does not know the number does not touch the checkpoint. 2 has no
     SHA-256 of itself; up to 3 every file has a SHA-256."""
@@ -211,11 +262,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def parsed_manifest(raw: bytes) -> Manifest:
-    """Parses the bytes of a manifest's file.
-
-    Raises:
-        ValueError: The bytes were changed after writing, or cannot be understood.
-    """
+    """Parses the bytes of a manifest's file; raises ValueError if they were changed after writing, or cannot be
+    understood."""
     sealed = _SEALED.search(raw)
     body = raw if sealed is None else raw[: sealed.start()] + b"\n}"
     # before the content is parsed: a damaged manifest is not interpreted
@@ -229,10 +277,9 @@ def parsed_manifest(raw: bytes) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a published checkpoint's manifest and compares it with the files in the folder.
+    """Reads a published checkpoint's manifest and compares it with the files in the folder, by presence and size.
 
-    Files are compared by presence and size; `verification` reads their bytes. A file that the manifest does not name
-    cannot be verified, so it is not allowed.
+    `verification` reads their bytes. A file that the manifest does not name cannot be verified, so it is not allowed.
 
     Raises:
         DataError: The manifest is missing or cannot be understood, or a file is missing, has another size, is a link or
@@ -310,4 +357,3 @@ class BadStepHistory(NamedTuple):
 
 
 NO_BAD_STEPS = BadStepHistory()
-"""History of a run that begins."""

@@ -33,15 +33,8 @@ rank."""
 
 
 def megatron_folder(path: Path) -> Path | None:
-    """Returns the folder with the tensors of another program's checkpoint; None if the path holds none.
-
-    Args:
-        path: Folder of one iteration, or of several: then the latest one is used.
-
-    Raises:
-        DataError: The latest iteration is missing or unknown, or it has the old format of one file per rank.
-        MachineError: The folder cannot be read.
-    """
+    """Returns the folder with the tensors of another program's checkpoint; None if the path holds none. The path is the
+    folder of one iteration, or of several: then the latest one is used."""
     with disk_faults(f"read {path}"):
         # ours has a .metadata and a manifest
         if (path / MANIFEST_NAME).exists():
@@ -65,11 +58,7 @@ def megatron_folder(path: Path) -> Path | None:
 
 
 def check_format(folder: Path, keys: Iterable[str]) -> None:
-    """Refuses what Megatron-FSDP wrote, which saves the halves of SwiGLU separately.
-
-    Raises:
-        DataError: A key is one of such a half.
-    """
+    """Refuses what Megatron-FSDP wrote, which saves the halves of SwiGLU separately."""
     if (key := next((key for key in keys if _HALF.search(key)), None)) is not None:
         raise DataError(
             f"{folder} has the format fsdp_dtensor of Megatron-FSDP, as {key} shows, which is not read; save it there "
@@ -116,11 +105,7 @@ def _legacy(folder: Path) -> DataError:
 
 
 def check_run_config(folder: Path, model: ModelSection) -> None:
-    """Compares the model with Bridge's run_config.yaml, for values that shapes do not show.
-
-    Raises:
-        DataError: A value differs, or the file cannot be understood.
-    """
+    """Compares the model with Bridge's run_config.yaml, for values that shapes do not show."""
     path = folder / _RUN_CONFIG
     if not path.exists():
         return

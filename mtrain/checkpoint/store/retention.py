@@ -42,12 +42,7 @@ def to_delete(
     valid_losses: Mapping[int, float] | None = None,
     measures: Mapping[int, str | None] | None = None,
 ) -> list[int]:
-    """Returns the steps that may be deleted, ascending.
-
-    Args:
-        valid_losses: Step -> validation loss, for those that have one.
-        measures: Step -> fingerprint of what the loss measures: only losses of one measure compare. By default all do.
-    """
+    """Returns the steps that may be deleted, ascending; only losses of one measure compare, by default all do."""
     assert keep.last > 0, "the newest checkpoint is never deleted"
     losses, of_step = valid_losses or {}, measures or {}
     # among all, including the newest: a step that is kept for two reasons does not make room for another
@@ -60,14 +55,8 @@ def to_delete(
 
 
 def apply_retention(root: Path, keep: Keep, confirmed: int) -> list[int]:
-    """Deletes the checkpoints that may go; returns their steps.
-
-    Damaged and unconfirmed checkpoints neither count nor are deleted, so the newest good one always stays; so does one
-    that is being read.
-
-    Raises:
-        MachineError: The disk refuses.
-    """
+    """Deletes the checkpoints that may go; returns their steps. Damaged and unconfirmed checkpoints neither count nor
+    are deleted, so the newest good one always stays; so does one that is being read."""
     good = {step: manifest for step, manifest in whole_steps(root).items() if step <= confirmed}
     losses = {step: each.valid_loss for step, each in good.items() if each.valid_loss is not None}
     measures = {step: each.valid_measure for step, each in good.items()}
@@ -124,10 +113,8 @@ class Retention:
     def doubtful(self, below: int) -> dict[int, str]:
         """Returns step -> reason, for published checkpoints that a run must not go back to after a numeric error.
 
-        If none is confirmed, as in the first step of a start, any whole one from before `below` has to do.
-
-        Args:
-            below: Step from which on checkpoints are too new.
+        Those from step `below` on are too new. If none is confirmed, as in the first step of a start, any whole one
+        from before it has to do.
         """
         steps = list(whole_steps(self._root))
         limit = max((step for step in steps if step < below and step <= self.confirmed), default=below - 1)

@@ -11,7 +11,6 @@ STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 def step_name(step: int) -> str:
-    """Returns the name of a step's folder."""
     return f"step_{step:08d}"
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from mtrain.base.tensor_slice import TensorSlice
 
-TABLES = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
-"""Tensors with a row for each token."""
 _ROWS_AT_ONCE = 4096
 
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.arch.parameters import PADDED_TABLES
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.io.added_rows import TABLES, AddedRows, mean_row
+from mtrain.hf.io.added_rows import AddedRows, mean_row
 from mtrain.hf.io.block_scaled import Weights, plain_weights
 from mtrain.hf.io.folder import HfFolder
 from mtrain.hf.io.matching import check_names
@@ -125,7 +126,7 @@ class FolderTensors:
         self._reordered: tuple[FilledSlice, Tensor] | None = None
         self._added, self._means = source.added, dict[str, Tensor]()
         if self._added is not None:
-            for key in TABLES & self.tensors.keys():
+            for key in {*PADDED_TABLES} & self.tensors.keys():
                 facts = self.tensors[key]
                 self.tensors[key] = facts._replace(shape=(self._added.num_rows, *facts.shape[1:]))
 
@@ -138,7 +139,7 @@ class FolderTensors:
         Raises:
             DataError: The table does not cover the slice.
         """
-        if self._added is not None and key in TABLES and self._added.are_in(wanted):
+        if self._added is not None and key in PADDED_TABLES and self._added.are_in(wanted):
             return self._added.filled(wanted, self._mean(key), lambda own: self._read(key, own))
         return self._read(key, wanted)
 

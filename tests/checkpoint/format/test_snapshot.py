@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mtrain.base.tensor_slice import TensorSlice
-from mtrain.checkpoint.format import snapshot as snapshots
-from mtrain.checkpoint.format.snapshot import Snapshot
+from mtrain.checkpoint.format import writer as snapshots
+from mtrain.checkpoint.format.writer import Snapshot
 from mtrain.core.state.host_memory import pinned_memory
 from mtrain.core.state.shard import Shard
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.format.training_state import STATE_NAME, TrainingState, read_state, write_state
+from mtrain.checkpoint.store.manifest import STATE_NAME, TrainingState, read_state, write_state
 from mtrain.core.state.loss_scaler import LossScaler
 from tests.fault_table import Notice
 from tests.messages import refuses

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.hashed_file import HashedFile, read_facts
-from mtrain.checkpoint.format.snapshot import Snapshot
-from mtrain.checkpoint.format.writer import write_metadata, write_shards
+from mtrain.checkpoint.format.writer import Snapshot, write_metadata, write_shards
 from mtrain.checkpoint.store.manifest import DigestAlgorithm
 from mtrain.core.state.shard import Shard
 from tests.messages import refuses

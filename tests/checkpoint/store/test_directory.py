@@ -14,7 +14,6 @@ from mtrain.base.errors import DataError, MachineError, RunFolderError
 from mtrain.checkpoint.format.hashed_file import read_facts
 from mtrain.checkpoint.store.directory import (
     abandon,
-    begin_staging,
     checkpoint_at,
     clean_leftovers,
     named_staging,
@@ -24,7 +23,16 @@ from mtrain.checkpoint.store.directory import (
     set_aside,
 )
 from mtrain.checkpoint.store.steps import published_steps
-from tests.checkpoint.checkpoints import FILES, change_manifest, damage, facts, publish_staging, save, write_files
+from tests.checkpoint.checkpoints import (
+    FILES,
+    begin_staging,
+    change_manifest,
+    damage,
+    facts,
+    publish_staging,
+    save,
+    write_files,
+)
 from tests.fault_table import Notice
 from tests.messages import refuses
 

@@ -9,7 +9,6 @@ import pytest
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.store.directory import (
-    begin_staging,
     checkpoint_at,
     clean_leftovers,
     delete_checkpoint,
@@ -20,7 +19,7 @@ from mtrain.checkpoint.store.directory import (
 from mtrain.checkpoint.store.retention import Keep, apply_retention
 from mtrain.checkpoint.store.steps import published_steps
 from tests.base.crash import killed_at_every_file_operation
-from tests.checkpoint.checkpoints import FILES, damage, facts, save, write_files
+from tests.checkpoint.checkpoints import FILES, begin_staging, damage, facts, save, write_files
 from tests.checkpoint.store.test_directory import newest_step
 from tests.fault_table import Notice
 from tests.messages import refuses

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.checkpoint.format.hashed_file import read_facts
-from mtrain.checkpoint.store.directory import load_entry
+from mtrain.checkpoint.store.directory import files_of_reader, load_entry, verify_files
 from mtrain.checkpoint.store.manifest import DigestAlgorithm, FileInfo
-from mtrain.checkpoint.store.verification import files_of_reader, verify_files
 from tests.checkpoint.checkpoints import FILES, change_manifest, save
 from tests.fault_table import Notice
 from tests.messages import refuses

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtrain.base.errors import DataError
 from mtrain.checkpoint.state.base import base_of, settle_base
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.checkpoint.state.load import load_checkpoint, load_weights, save_checkpoint
 from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.config import Config
@@ -25,6 +25,7 @@ from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.groups import Groups
 from mtrain.verify.core.samples import Batches, SamplePlan
 from mtrain.verify.core.weights import drawn, set_weights
+from tests.core.state.gathering import gather_whole
 
 Weights = dict[str, Tensor]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config import Config
 from mtrain.core.engine.rank_model import build_rank_model
 from mtrain.core.layers.adapters.adapter import adapters_off, is_adapter_key
@@ -18,6 +18,7 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.training.resume import initialize
 from mtrain.verify.core.samples import Batches, SamplePlan
 from tests.core.adapters.adapter_ranks import Weights, logits_of
+from tests.core.state.gathering import gather_whole
 
 
 class First(NamedTuple):

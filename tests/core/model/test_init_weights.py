@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from mtrain.arch.layout import Layout
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config import Config
 from mtrain.core.engine.rank_model import build_model
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.init_weights import draw, sharded_tensors
 from mtrain.core.ranks.groups import Groups
+from tests.core.state.gathering import gather_whole
 from tests.parity.batches import VOCAB
 from tests.parity.cases import Case, case
 from tests.parity.compare import without_padding

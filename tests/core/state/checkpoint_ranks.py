@@ -17,7 +17,7 @@ from torch import Tensor
 from mtrain.base.errors import MtrainError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.safe_metadata import read_metadata
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.checkpoint.state.load import LoadedState, load_checkpoint, load_weights, save_checkpoint
 from mtrain.checkpoint.state.save import Saver
 from mtrain.checkpoint.store.directory import load_entry, newest_good
@@ -34,6 +34,7 @@ from mtrain.core.state.shard import Shard
 from mtrain.core.step.step import TrainingStep
 from mtrain.data.loader import StepLoader
 from tests.base.crash import kill_self_before_operation
+from tests.core.state.gathering import gather_whole
 from tests.core.state.whole_states import whole_states
 
 Arrays = dict[str, Any]

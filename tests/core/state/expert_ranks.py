@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.checkpoint.state.load import load_checkpoint, load_weights, save_checkpoint
 from mtrain.config import Config
 from mtrain.core.engine.rank_model import build_model
@@ -16,6 +16,7 @@ from mtrain.core.layers.build import unwrap
 from mtrain.core.ranks.all_reduce import AsyncAllReduce
 from mtrain.core.ranks.groups import Groups
 from tests.core.state.checkpoint_ranks import Arrays, Parts, _arrays, _entry, build
+from tests.core.state.gathering import gather_whole
 
 
 def initial_weights(groups: Groups, config: Config) -> Arrays:

@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.nn import functional
 
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config import Config
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from mtrain.runs.folder import RunFolder
 from mtrain.training.resume import Progress, resume_or_initialize
 from tests.core.state.checkpoint_ranks import build
+from tests.core.state.gathering import gather_whole
 from tests.known_issues.expert_ranks import with_their_router
 from tests.known_issues.plain import plain_config
 

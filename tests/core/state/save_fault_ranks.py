@@ -17,8 +17,7 @@ import torch.distributed as dist
 from mtrain.base import fault_points
 from mtrain.base.errors import MtrainError
 from mtrain.checkpoint.state.load import load_checkpoint
-from mtrain.checkpoint.state.pending_save import PendingSave
-from mtrain.checkpoint.state.save import Saver
+from mtrain.checkpoint.state.save import PendingSave, Saver
 from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import newest_good
 from mtrain.checkpoint.store.steps import published_steps

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from mtrain.base.tensor_slice import TensorSlice
-from mtrain.checkpoint.state.gather import assemble
 from mtrain.core.state.shard import Shard
+from tests.core.state.gathering import assemble
 from tests.messages import refuses
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import DataError
-from mtrain.checkpoint.store.directory import begin_staging, load_entry, publish
+from mtrain.checkpoint.store.directory import load_entry, publish
 from mtrain.checkpoint.store.manifest import CheckpointInfo
 from mtrain.checkpoint.store.steps import published_steps, step_name
 from mtrain.config import Config
+from tests.checkpoint.checkpoints import begin_staging
 from tests.core.state import checkpoint_ranks as ranks
 from tests.core.state.checkpoint_ranks import Arrays, Outcome, Standing, Whole, newest_step
 from tests.fault_table import Notice

@@ -10,9 +10,8 @@ import pytest
 
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import MachineError, RunFolderError
-from mtrain.checkpoint.store.directory import CheckpointEntry, clean_leftovers, load_entry, newest_good
+from mtrain.checkpoint.store.directory import CheckpointEntry, clean_leftovers, load_entry, newest_good, verify_files
 from mtrain.checkpoint.store.steps import published_steps, step_name
-from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
 from tests.core.state import checkpoint_ranks
 from tests.core.state import save_fault_ranks as ranks

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from mtrain.data.prefetch import Prefetch
 
 from mtrain.base import fault_points
 from mtrain.base.signals import StopSignal
-from mtrain.checkpoint.state.gather import gather_whole, parameter_shards
+from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.training_state import local_state
@@ -19,10 +20,10 @@ from mtrain.core.loss.pair import LossPair, TermInputs, weigh
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
 from mtrain.data.loader import StepLoader
-from mtrain.data.prefetch import Prefetch
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.trainer import train_on
+from tests.core.state.gathering import gather_whole
 from tests.training.faults.numeric_fault_ranks import Ending, run
 
 

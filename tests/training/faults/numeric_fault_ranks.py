@@ -13,15 +13,15 @@ import torch
 from mtrain.base import fault_points
 from mtrain.base.errors import MtrainError
 from mtrain.base.signals import StopSignal
-from mtrain.checkpoint.format.training_state import TrainingState, write_state
 from mtrain.checkpoint.format.writer import write_metadata, write_shards
-from mtrain.checkpoint.store.directory import begin_staging, publish
-from mtrain.checkpoint.store.manifest import CheckpointInfo
+from mtrain.checkpoint.store.directory import publish
+from mtrain.checkpoint.store.manifest import CheckpointInfo, TrainingState, write_state
 from mtrain.config import Config
 from mtrain.core.engine.training_state import local_shards
 from mtrain.core.ranks.groups import Groups
 from mtrain.training.build import build_run
 from mtrain.training.trainer import Build, train_on
+from tests.checkpoint.checkpoints import begin_staging
 from tests.core.state.checkpoint_ranks import build
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mtrain.checkpoint.store.directory import newest_good
-from mtrain.checkpoint.store.verification import verify_files
+from mtrain.checkpoint.store.directory import newest_good, verify_files
 from mtrain.report.metrics.jsonl import read_records
 from tests.fault_table import Notice
 from tests.tools.small_disk import play

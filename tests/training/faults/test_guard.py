@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import NonFiniteError, NumericError, SpikeError, SpoiledStateError
-from mtrain.checkpoint.format.training_state import RecentUpdates
-from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory
+from mtrain.checkpoint.store.manifest import NO_BAD_STEPS, BadStepHistory, RecentUpdates
 from mtrain.config.schema.train import TrainSection
 from mtrain.training.bad_steps import Guard, highest
 from tests.messages import refuses

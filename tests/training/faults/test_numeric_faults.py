@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from mtrain.arch.layout import Layout
-from mtrain.checkpoint.store.directory import load_entry
+from mtrain.checkpoint.store.directory import load_entry, verify_files
 from mtrain.checkpoint.store.steps import published_steps, step_name
-from mtrain.checkpoint.store.verification import verify_files
 from mtrain.config import Config
 from tests.core.state.test_save_and_load import configured
 from tests.fault_table import Notice
