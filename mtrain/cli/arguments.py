@@ -112,7 +112,7 @@ def loaded_config(
     if config.train.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core takes a GPU that it sees; read when CUDA starts
     if counts_epochs and config.train.num_epochs is not None:
-        from mtrain.data.epochs import with_num_steps  # numpy, which most configurations do without
+        from mtrain.data.sources import with_num_steps  # numpy, which most configurations do without
 
         return with_num_steps(config)
     return config

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,20 +22,9 @@ from mtrain.base.files import disk_faults, remove, replacing
 from mtrain.config.derived import DataPhase
 from mtrain.core.batch.order import SamplePosition
 from mtrain.core.batch.sample import Sample
-from mtrain.data.curriculum import fingerprint_until
-from mtrain.data.steps import known_until, windows_in
+from mtrain.data.steps import fingerprint_until, known_until, windows_in
 
 _DIGESTS = 1 << 64
-
-
-class ReadSlots(Protocol):
-    def sample(self, slot: int) -> Sample | None:
-        """Returns the sample in a slot; None beyond the end of a set."""
-
-    def width(self, slot: int) -> int:
-        """Returns the positions that the sample takes in a row."""
-
-    def place(self, slot: int) -> SamplePosition: ...
 
 
 @dataclass(frozen=True)
@@ -84,45 +73,29 @@ class StartEntry:
     """Phases of a curriculum, each with its first step."""
 
 
-class NotedSlots:
-    """The samples of a step, each recorded when it is read."""
+def step_entry(step: int, num_samples: int, read: Collection[tuple[SamplePosition, Sample]]) -> StepEntry:
+    """Builds the entry of the samples that a rank has read for a step of `num_samples` over all ranks."""
+    parts = []
+    for place, sample in read:
+        num_loss_tokens = int(np.count_nonzero(sample.mask)) if sample.weight else 0
+        parts.append(SourceEntry(place.source, place.epoch, (place.index,), len(sample.tokens), num_loss_tokens))
+    return StepEntry(step, num_samples, sum(_digest(sample) for _, sample in read) % _DIGESTS, _merged(parts))
 
-    def __init__(self, samples: ReadSlots) -> None:
-        self._samples = samples
-        self._read: dict[int, Sample] = {}
 
-    def sample(self, slot: int) -> Sample | None:
-        """Reads and records the sample in a slot; None beyond the end of a set."""
-        found = self._samples.sample(slot)
-        if found is not None:
-            self._read[slot] = found
-        return found
-
-    def width(self, slot: int) -> int:
-        """Returns the positions that the sample takes in a row; not recorded, since every rank asks for all widths."""
-        return self._samples.width(slot)
-
-    def entry(self, step: int, num_samples: int) -> StepEntry:
-        """Builds the entry of the samples that were read."""
-        places: dict[tuple[int, int], list[tuple[int, Sample]]] = {}
-        for slot, sample in self._read.items():
-            place = self._samples.place(slot)
-            places.setdefault((place.source, place.epoch), []).append((place.index, sample))
-        sources = tuple(
-            SourceEntry(
-                source,
-                epoch,
-                tuple(sorted(index for index, _ in found)),
-                sum(len(sample.tokens) for _, sample in found),
-                sum(_num_loss_tokens(sample) for _, sample in found),
-            )
-            for (source, epoch), found in sorted(places.items())
+def _merged(parts: Iterable[SourceEntry]) -> tuple[SourceEntry, ...]:
+    """Merges what was read of the same epoch of a source; ascending."""
+    epochs: dict[tuple[int, int], list[SourceEntry]] = {}
+    for part in parts:
+        epochs.setdefault((part.source, part.epoch), []).append(part)
+    return tuple(
+        SourceEntry(
+            *epoch,
+            tuple(sorted(index for part in found for index in part.ids)),
+            sum(part.tokens for part in found),
+            sum(part.loss_tokens for part in found),
         )
-        return StepEntry(step, num_samples, sum(map(_digest, self._read.values())) % _DIGESTS, sources)
-
-
-def _num_loss_tokens(sample: Sample) -> int:
-    return int(np.count_nonzero(sample.mask)) if sample.weight else 0
+        for epoch, found in sorted(epochs.items())
+    )
 
 
 def _digest(sample: Sample) -> int:
@@ -139,13 +112,14 @@ def rewind_ledger(folder: Path, resume_step: int) -> None:
             if resume_step == 0:
                 remove(path)
                 continue
-            kept = [to_line(each) for each in read_file(path) if _lies_before(each, resume_step)]
+            entries = read_file(path)
+            kept = [
+                to_line(each)
+                for each in entries
+                if (each.start < resume_step if isinstance(each, StartEntry) else each.step <= resume_step)
+            ]
             with replacing(path) as new:
                 new.write_bytes(b"".join(kept))
-
-
-def _lies_before(entry: StartEntry | StepEntry, resume_step: int) -> bool:
-    return entry.start < resume_step if isinstance(entry, StartEntry) else entry.step <= resume_step
 
 
 def read_file(path: Path) -> Iterator[StartEntry | StepEntry]:
@@ -216,7 +190,6 @@ class EpochTotals:
     tokens: int
     loss_tokens: int
     repeated: tuple[int, ...]
-    """Samples that were read more than once."""
     lost: int
     """Samples that were not read although the next epoch has begun, beyond those in an unfinished window."""
 
@@ -227,14 +200,10 @@ class PhaseTotals:
 
     phase: DataPhase
     last_step: int
-    """Last step so far."""
     samples: dict[str, int]
-    """Samples read, by name of the source."""
 
 
 class Ledger:
-    """The entries of all ranks of a run."""
-
     def __init__(self, folder: Path) -> None:
         paths = sorted(folder.glob("dp_*.jsonl"))
         if not paths:
@@ -242,7 +211,6 @@ class Ledger:
         self.starts: dict[int, StartEntry] = {}
         """Updates completed before a start -> its entry."""
         self.steps: dict[int, list[StepEntry]] = {}
-        """Step -> the entries of all ranks."""
         for entry in (entry for path in paths for entry in read_file(path)):
             if isinstance(entry, StartEntry):
                 self.starts[entry.start] = entry
@@ -255,21 +223,9 @@ class Ledger:
         return self.starts[max(start for start in self.starts if start < step)]
 
     def step(self, step: int) -> StepEntry:
-        """Merges all ranks' entries of a step."""
         if step not in self.steps:
             raise DataError(f"step {step} is not in the ledger, which has {min(self.steps)} to {max(self.steps)}")
-        merged: dict[tuple[int, int], list[SourceEntry]] = {}
-        for part in (part for entry in self.steps[step] for part in entry.sources):
-            merged.setdefault((part.source, part.epoch), []).append(part)
-        sources = tuple(
-            SourceEntry(
-                *key,
-                tuple(sorted(index for part in parts for index in part.ids)),
-                sum(part.tokens for part in parts),
-                sum(part.loss_tokens for part in parts),
-            )
-            for key, parts in sorted(merged.items())
-        )
+        sources = _merged(part for entry in self.steps[step] for part in entry.sources)
         digest = sum(entry.digest for entry in self.steps[step]) % _DIGESTS
         first = self.steps[step][0]
         return StepEntry(step, first.num_samples, digest, sources, first.skipped)
@@ -336,14 +292,14 @@ class Ledger:
         last = max(self.steps)
         phases = [phase for phase in self.start_of(last).phases if phase.from_step < last]
         ends = [*(phase.from_step for phase in phases[1:]), last]
-        return [self._of_phase(phase, end) for phase, end in zip(phases, ends)]
-
-    def _of_phase(self, phase: DataPhase, last: int) -> PhaseTotals:
-        samples: Counter[str] = Counter()
-        for step in range(phase.from_step + 1, last + 1):
-            for part in self.step(step).sources if step in self.steps else ():
-                samples[self.start_of(step).sources[part.source]] += len(part.ids)
-        return PhaseTotals(phase, last, dict(samples))
+        totals = []
+        for phase, end in zip(phases, ends):
+            samples: Counter[str] = Counter()
+            for step in range(phase.from_step + 1, end + 1):
+                for part in self.step(step).sources if step in self.steps else ():
+                    samples[self.start_of(step).sources[part.source]] += len(part.ids)
+            totals.append(PhaseTotals(phase, end, dict(samples)))
+        return totals
 
     def _totals(
         self,

@@ -9,11 +9,13 @@ a step holds the same samples under any layout.
 """
 
 import itertools
+import queue
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +25,91 @@ from mtrain.config import Config
 from mtrain.config.derived import data_phases
 from mtrain.core.batch.batch import Microbatch, PlacedMember
 from mtrain.core.batch.collate import Place, RowForm, collate
-from mtrain.core.batch.order import SamplePosition, slots
+from mtrain.core.batch.order import slots
 from mtrain.core.batch.sample import Sample
-from mtrain.data.ledger import NotedSlots, StartEntry, StepEntry
-from mtrain.data.packing.best_fit import PackedRows
-from mtrain.data.packing.step_plan import StepShape, plan_rows, plan_step
-from mtrain.data.prefetch import Prefetch
+from mtrain.data.ledger import StartEntry, StepEntry, step_entry
+from mtrain.data.packing.step_plan import PackedRows, StepPlan, StepShape, plan_rows, plan_step
 from mtrain.data.shown import ShownStep, shown_step
-from mtrain.data.sources import REFERENCES, HeldOut, MockHeldOut, OpenedData, SampleStream
+from mtrain.data.sources import REFERENCES, HeldOut, MockSamples, OpenedData
+from mtrain.data.steps import SampleStream
+
+Item = TypeVar("Item")
+
+
+class Prefetch(Generic[Item], Iterator[Item]):
+    """The items read(first), read(first + 1), ... without end, read up to `depth` ahead.
+
+    A fault in the thread is raised by the `next` that would have returned its item, and by every later one. `close`, or
+    the end of the `with` block, stops the thread and waits for it.
+    """
+
+    def __init__(self, read: Callable[[int], Item], first: int, depth: int) -> None:
+        """Args:
+        read: Makes the item of a number; called from one thread at a time.
+        depth: Most items that wait; 0 reads in the caller, without a thread.
+        """
+        self._read, self._next = read, first
+        self._fault: Exception | None = None
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        if depth > 0:
+            # a semaphore and an unbounded queue, not queue.Queue(depth): a put that blocks could not be woken by
+            # `close`
+            self._free = threading.Semaphore(depth)
+            self._ready: queue.SimpleQueue[Item | _Fault] = queue.SimpleQueue()
+            # daemon: if nobody closes it, a read that hangs must not keep the process from ending
+            self._thread = threading.Thread(target=self._run, args=(first,), name="prefetch", daemon=True)
+            self._thread.start()
+
+    def __next__(self) -> Item:
+        if self._is_closed:
+            raise StopIteration
+        if self._fault is not None:
+            raise self._fault
+        if self._thread is None:
+            item = self._read(self._next)
+            self._next += 1
+            return item
+        found = self._ready.get()
+        if isinstance(found, _Fault):
+            # kept: else a second `next` would wait for ever for a thread that has ended
+            self._fault = found.error
+            raise found.error
+        self._free.release()
+        return found
+
+    def _run(self, number: int) -> None:
+        while True:
+            # before reading, so that no more than `depth` items exist, the one being made included
+            self._free.acquire()
+            if self._is_closed:
+                return
+            try:
+                self._ready.put(self._read(number))
+            except Exception as error:  # every kind: it is raised again in the caller, who cannot see this thread
+                self._ready.put(_Fault(error))
+                return
+            number += 1
+
+    def close(self) -> None:
+        """Stops reading; waits for the item that is being read. Idempotent."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._free.release()
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Fault:
+    """Exception of the thread, in the place of an item."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 class Slots(Protocol):
@@ -41,17 +120,6 @@ class Slots(Protocol):
 
     def width(self, slot: int) -> int:
         """Returns the positions that the sample takes in a row; 0 beyond the end of a set."""
-
-
-class RowPlan(Protocol):
-    """Assignment of slots to the rows of every rank."""
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of forward passes, the same on every rank."""
-
-    def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the slots of each row of one forward pass; a row that fills up the microbatch has none."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +135,10 @@ class OneSampleEach:
         # slots are dealt out by (microbatch, rank), so a step holds the same samples whatever dp is
         own = slots(microbatch, dp_rank, self.dp_size, self.micro_batch_size)
         return tuple((slot,) if slot < self.num_slots else () for slot in own)
+
+
+RowPlan: TypeAlias = OneSampleEach | StepPlan
+"""Assignment of slots to the rows of every rank."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +169,7 @@ class HeldOutBatches:
     All ranks make equally many passes and microbatches; rows beyond the end of the set have weights and shares 0.
     """
 
-    def __init__(self, rows: "RowsOfRank", samples: HeldOut | MockHeldOut) -> None:
+    def __init__(self, rows: "RowsOfRank", samples: HeldOut | MockSamples) -> None:
         self._rows, self._samples = rows, samples
         self.num_samples = len(samples)
         """Samples in the set, over all ranks."""
@@ -105,7 +177,6 @@ class HeldOutBatches:
         """Number of calls of the pipeline schedule."""
 
     def batches(self) -> Iterator[list[Microbatch]]:
-        """Yields the microbatches of each pass."""
         for number in range(self.num_passes):
             yield self._rows.of_step(
                 HeldOutSlots(self._samples, number * self._rows.global_batch_size), has_first=number == 0
@@ -114,9 +185,7 @@ class HeldOutBatches:
 
 @dataclass(frozen=True)
 class HeldOutSlots:
-    """A global batch of a held-out set."""
-
-    samples: HeldOut | MockHeldOut
+    samples: HeldOut | MockSamples
     start: int
 
     def sample(self, slot: int) -> Sample | None:
@@ -130,14 +199,14 @@ class HeldOutSlots:
 
 @dataclass(frozen=True)
 class TrainingSlots:
-    """A global batch of the training samples."""
-
     stream: SampleStream
     numbers: NDArray[np.int64]
     """[slots]: number of each slot's sample in the order of the run."""
+    read: dict[int, Sample] = field(default_factory=dict)
 
     def sample(self, slot: int) -> Sample:
-        return self.stream.sample(int(self.numbers[slot]))
+        self.read[slot] = self.stream.sample(int(self.numbers[slot]))
+        return self.read[slot]
 
     def width(self, slot: int) -> int:
         return int(self._widths[slot])
@@ -146,31 +215,22 @@ class TrainingSlots:
     def _widths(self) -> NDArray[np.int64]:
         return self.stream.widths(self.numbers)
 
-    def place(self, slot: int) -> SamplePosition:
-        return self.stream.locate(int(self.numbers[slot]))
+    def entry(self, step: int) -> StepEntry:
+        """Builds the ledger's entry of the samples that were read for a step."""
+        read = [(self.stream.locate(int(self.numbers[slot])), sample) for slot, sample in self.read.items()]
+        return step_entry(step, len(self.numbers), read)
 
 
-class StepLoader:
+class StepLoader(OpenedData):
     """Batches of one data-parallel rank: a pure function of the configuration, the files and the step."""
 
     def __init__(self, config: Config, dp_rank: int, dp_size: int, extras: Sequence[str] = ()) -> None:
-        """Opens and checks everything that the configuration names.
-
-        Raises:
-            ConfigError: The global batch does not divide over the ranks.
-            DataError: A file is missing, damaged, too small, or does not fit the model.
-        """
+        """Opens and checks everything that the configuration names; raises as `RowsOfRank` and `OpenedData` do."""
         self._rows = RowsOfRank(config, dp_rank, dp_size, extras)
+        super().__init__(config)
         self.dp_size = dp_size
         self._config = config
-        self._data = OpenedData(config)
-        self.tokenizer = self._data.tokenizer
-        self._stream, self._steps = self._data.stream, self._data.steps
-        self.preferences = self._data.preferences
-        """Sources of compared sequences, by fingerprint."""
         self._references = ""
-        self.notes = self._data.notes
-        """Lines for the user on parts of the files that are not trained, or not as they stand."""
         self._depth = config.data.prefetch_steps
         # steps read ahead, the one in the trainer's hands, and the one being made
         self._read: deque[StepEntry] = deque(maxlen=self._depth + 3)
@@ -178,17 +238,12 @@ class StepLoader:
     @property
     def fingerprint(self) -> str:
         """Identifies the training data and how they are cut, whatever the rank, layout and step."""
-        return self._data.fingerprint + self._references
-
-    @property
-    def earlier_fingerprints(self) -> tuple[str, ...]:
-        """Lists the fingerprints that earlier versions gave the same data."""
-        return self._data.earlier_fingerprints
+        return super().fingerprint + self._references
 
     @property
     def valid_fingerprints(self) -> dict[str, str]:
         """Returns the fingerprints of the validation sets, by name, in the order of the configuration."""
-        return {name: samples.fingerprint for name, samples in self._data.held_out["valid"].items()}
+        return {name: samples.fingerprint for name, samples in self.sets["valid"].items()}
 
     @property
     def num_slots(self) -> int:
@@ -210,28 +265,21 @@ class StepLoader:
 
     def start_entry(self, step: int) -> StartEntry:
         """Returns what the ledger's entries after `step` updates share."""
-        names, sizes = zip(*self._stream.named_sizes)
+        names, sizes = zip(*self.stream.named_sizes)
         return StartEntry(step, self.fingerprint, names, sizes, data_phases(self._config.data))
 
-    def samples(self, step: int) -> Slots:
+    def samples(self, step: int) -> TrainingSlots:
         """Returns the samples of the step after `step` updates, by slot."""
-        return TrainingSlots(self._stream, self.numbers(step))
-
-    def numbers(self, step: int) -> NDArray[np.int64]:
-        """Returns [num_slots]: the numbers of a step's samples in the order of the run."""
-        return self._steps.samples(step).numbers
-
-    def locate(self, number: int) -> SamplePosition:
-        return self._stream.locate(number)
+        return TrainingSlots(self.stream, self.steps.samples(step).numbers)
 
     def plan(self, step: int) -> RowPlan:
         """Assigns the slots of a step to rows; the same on every rank."""
-        held = self._steps.samples(step)
-        return self._rows.plan(TrainingSlots(self._stream, held.numbers), len(held.numbers), held.rows)
+        held = self.steps.samples(step)
+        return self._rows.plan(TrainingSlots(self.stream, held.numbers), len(held.numbers), held.rows)
 
     def shown(self, step: int, count: int) -> ShownStep:
         """Returns the first `count` samples of a step, counted from 1, for people."""
-        return shown_step(self._config, self._stream, self.tokenizer, step, count)
+        return shown_step(self._config, self.stream, self.tokenizer, step, count)
 
     def iterate(self, from_step: int, pinned: bool = False) -> Prefetch[list[Microbatch]]:
         """Yields batches(from_step), batches(from_step + 1), ... without end, read ahead; use it in a `with` block.
@@ -242,16 +290,12 @@ class StepLoader:
         self._read.clear()
 
         def read(step: int) -> list[Microbatch]:
-            batches = self._noted(step)
+            samples = self.samples(step)
+            batches = self._rows.microbatches(self.plan(step), samples, has_first=True)
+            self._read.append(samples.entry(step + 1))
             return [batch.map(lambda rows: rows.pin_memory()) for batch in batches] if pinned else batches
 
         return Prefetch(read, from_step, self._depth)
-
-    def _noted(self, step: int) -> list[Microbatch]:
-        samples = NotedSlots(TrainingSlots(self._stream, self.numbers(step)))
-        batches = self._rows.microbatches(self.plan(step), samples, has_first=True)
-        self._read.append(samples.entry(step + 1, len(self.numbers(step))))
-        return batches
 
     def held_out(self, split: Literal["valid", "test"] = "valid") -> HeldOutBatches | None:
         """Returns the only or first validation or test set; None if there is none."""
@@ -259,7 +303,7 @@ class StepLoader:
 
     def held_out_sets(self, split: Literal["valid", "test"]) -> dict[str, HeldOutBatches]:
         """Returns all validation or test sets by name, in the order of the configuration."""
-        return {name: HeldOutBatches(self._rows, samples) for name, samples in self._data.held_out[split].items()}
+        return {name: HeldOutBatches(self._rows, samples) for name, samples in self.sets[split].items()}
 
 
 class RowsOfRank:
@@ -291,11 +335,8 @@ class RowsOfRank:
         return OneSampleEach(num_slots, count, self._micro_batch_size, self._dp_size)
 
     def microbatches(self, plan: RowPlan, samples: Slots, has_first: bool) -> list[Microbatch]:
-        """Builds this rank's part of a plan.
-
-        Args:
-            has_first: Whether slot 0 carries the 1 of the aggregations whose denominator is 1.
-        """
+        """Builds this rank's part of a plan; `has_first` says whether slot 0 carries the 1 of the aggregations whose
+        denominator is 1."""
         return [
             self._microbatch(plan.rows(number, self._dp_rank), samples, has_first)
             for number in range(plan.num_microbatches)

@@ -21,7 +21,7 @@ from mtrain.core.batch.sample import SampleEncoder
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.cache.opening import CacheOptions, default_folder, token_cache
-from mtrain.data.encoding.encoder import source_encoder
+from mtrain.data.encoding.compared import source_encoder
 from mtrain.data.formats.record_files import left_out, record_files, source_files
 from mtrain.hf.tokenizer.tokenizer import AddedTokens, Tokenizer, load_tokenizer
 
@@ -62,12 +62,9 @@ class SftCaches:
 
     def open(self, path: str) -> TokenCache:
         """Opens the tokens of one source, or builds them."""
-        if path not in self._opened:
-            self._opened[path] = self._open(path)
-        return self._opened[path]
-
-    def _open(self, path: str) -> TokenCache:
-        section = self._section
+        if path in self._opened:
+            return self._opened[path]
+        section, vocab_size = self._section, self._model.vocab_size
         job = EncodingJob(tuple(record_files(path)), partial(_new_encoder, section, self._added, *self._of_records))
         options = CacheOptions(
             self._folder,
@@ -77,15 +74,13 @@ class SftCaches:
         )
         cache = token_cache(job, self._fingerprint, options)
         _check_bad(cache, path, section)
-        _check_extras(cache, self._columns)
-        vocab_size = self._model.vocab_size
-        _check_top_k(cache, self._columns, vocab_size)
-        _check_experts(cache, self._columns, self._model)
+        _check_extras(cache, self._columns, self._model)
         if cache.highest_id >= vocab_size:
             raise DataError(
                 f"{path} holds token {cache.highest_id}, but model.vocab_size is {vocab_size}; take the model's "
                 "own tokenizer or raise model.vocab_size"
             )
+        self._opened[path] = cache
         return cache
 
     def notes(self) -> Iterator[str]:
@@ -93,8 +88,8 @@ class SftCaches:
         for path, cache in self._opened.items():
             if empty := source_files(path).empty:
                 yield f"{path}: {left_out(empty)}"
-            if cache.bad.count:
-                count = f"{cache.bad.count:,} of {cache.num_records:,} records"
+            if cache.num_bad:
+                count = f"{cache.num_bad:,} of {cache.num_records:,} records"
                 yield f"{path}: {count} are bad and left out: {_shown(cache)}"
 
 
@@ -111,7 +106,7 @@ def _new_encoder(
 
 def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
     """Checks the bad records of an entry that a run with another data.on_bad may have made."""
-    count, most = cache.bad.count, section.max_bad
+    count, most = cache.num_bad, section.max_bad
     if count == 0:
         return
     if section.on_bad == "refuse":
@@ -123,19 +118,28 @@ def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
         )
 
 
-def _check_extras(cache: TokenCache, names: Sequence[str]) -> None:
-    """Refuses extras that are not finite."""
+def _check_extras(cache: TokenCache, names: Sequence[str], model: ModelSection) -> None:
+    """Refuses numbers that are not finite, log-probabilities that cannot come from a teacher, and experts that the
+    model does not have or that stand twice."""
     is_bad = ~np.isfinite(cache.extras)
-    if not is_bad.any():
-        _check_temperatures(cache, names)
-        return
-    token, column = (int(each[0]) for each in np.nonzero(is_bad))
-    place, number = _place_of_token(cache, token)
-    raise NumericError(
-        f"{place}: has an extra {names[column]!r} that is {cache.extras[token, column]} at token {number}; every "
-        "number of it must be finite in float32, also where the mask is 0: look at what has made it, and write 0 where "
-        "there is none"
-    )
+    if is_bad.any():
+        token, column = (int(each[0]) for each in np.nonzero(is_bad))
+        place, number = _place_of_token(cache, token)
+        raise NumericError(
+            f"{place}: has an extra {names[column]!r} that is {cache.extras[token, column]} at token {number}; every "
+            "number of it must be finite in float32, also where the mask is 0: look at what has made it, and write 0 "
+            "where there is none"
+        )
+    _check_temperatures(cache, names)
+    teacher = top_k_fault(cache.extras, names, cache.is_counted, model.vocab_size) if names else None
+    if teacher is not None:
+        place, number = _place_of_token(cache, teacher.row)
+        raise DataError(f"{place}: has, at token {number}, {teacher.why}")
+    columns, _ = choice_columns(names)
+    fault = expert_fault(cache.extras, columns, model) if columns else None
+    if fault is not None:
+        place, number = _place_of_token(cache, fault.token)
+        raise DataError(f"{place}: {ROUTED_EXPERTS} of token {number} {fault.why}")
 
 
 def _check_temperatures(cache: TokenCache, names: Sequence[str]) -> None:
@@ -153,27 +157,6 @@ def _check_temperatures(cache: TokenCache, names: Sequence[str]) -> None:
         )
 
 
-def _check_top_k(cache: TokenCache, names: Sequence[str], vocab_size: int) -> None:
-    """Refuses cached log-probabilities that cannot come from a teacher."""
-    fault = top_k_fault(cache.extras, names, cache.is_counted, vocab_size) if names else None
-    if fault is not None:
-        place, number = _place_of_token(cache, fault.row)
-        raise DataError(f"{place}: has, at token {number}, {fault.why}")
-
-
-def _check_experts(cache: TokenCache, names: Sequence[str], model: ModelSection) -> None:
-    """Refuses experts that the model does not have.
-
-    Raises:
-        DataError: A number is no expert, or an expert stands twice.
-    """
-    places, _ = choice_columns(names)
-    fault = expert_fault(cache.extras, places, model) if places else None
-    if fault is not None:
-        place, number = _place_of_token(cache, fault.token)
-        raise DataError(f"{place}: {ROUTED_EXPERTS} of token {number} {fault.why}")
-
-
 def _place_of_token(cache: TokenCache, token: int) -> tuple[str, int]:
     """Finds the record of a token, and the token's number there."""
     index = int(np.searchsorted(cache.starts, token, side="right")) - 1
@@ -181,5 +164,5 @@ def _place_of_token(cache: TokenCache, token: int) -> tuple[str, int]:
 
 
 def _shown(cache: TokenCache) -> str:
-    more = cache.bad.count - _MOST_SHOWN
+    more = cache.num_bad - _MOST_SHOWN
     return "; ".join([*cache.bad_places()[:_MOST_SHOWN], *([f"and {more:,} more"] if more > 0 else [])])

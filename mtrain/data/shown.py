@@ -16,15 +16,13 @@ import numpy as np
 from mtrain.config import Config
 from mtrain.config.derived import compared, data_phases, phase_number
 from mtrain.config.extras import ROUTED_EXPERTS
-from mtrain.config.schema.data import AnyData
-from mtrain.config.schema.model import ModelSection
 from mtrain.core.batch.choices import choosing_layers
 from mtrain.core.batch.sample import Sample
 from mtrain.core.loss.aggregation import aggregate
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sft import SftDataset
-from mtrain.data.sources import Blended, SampleStream
-from mtrain.data.steps import steps_of
+from mtrain.data.sources import Blended
+from mtrain.data.steps import SampleStream, steps_of
 from mtrain.hf.tokenizer.tokenizer import Tokenizer
 
 _WINDOW = 4
@@ -69,7 +67,6 @@ class ShownStep:
     step: int
     """Counted from 1, as in metrics.jsonl."""
     num_samples: int
-    """Samples in the whole batch."""
     denominator: float
     """Denominator of the main term for the whole batch."""
     aggregation: str
@@ -86,13 +83,8 @@ class ShownStep:
 
 
 def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None, step: int, count: int) -> ShownStep:
-    """Reads the first samples of a step with the weights of their tokens.
-
-    Args:
-        tokenizer: Writes tokens as text; None shows ids.
-        step: Number of the step, counted from 1.
-        count: Number of samples to show; all samples of the step are read, for the denominator.
-    """
+    """Reads the first `count` samples of a step, counted from 1, with the weights of their tokens; without a tokenizer
+    they show ids. All samples of the step are read, for the denominator."""
     numbers = steps_of(config, stream).samples(step - 1).numbers.tolist()
     denominators, samples, compares = [], [], compared(config.loss, config.data)
     for slot, number in enumerate(numbers):
@@ -103,10 +95,15 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
         denominators.append(math.fsum(terms.denominator_weights))
         if slot < count:
             tokens = tuple(_tokens(sample, terms.weights.tolist(), tokenizer))
-            routed = _num_routed(sample, config.model)
+            experts, routed = sample.choices.get(ROUTED_EXPERTS), None
+            if experts is not None:
+                routed = int((experts[:, choosing_layers(config.model)] >= 0).any(axis=(1, 2)).sum())
             samples.append(ShownSample(slot, _place(stream, number), sample.weight, tokens, routed))
     total = math.fsum(denominators)
-    return ShownStep(step, len(numbers), total, config.loss.aggregation, tuple(samples), _phase(config.data, step))
+    phases = data_phases(config.data)
+    phase = phase_number(phases, step)
+    of_phase = f" (phase {phase} of the curriculum, {phases[phase - 1]})" if phase else ""
+    return ShownStep(step, len(numbers), total, config.loss.aggregation, tuple(samples), of_phase)
 
 
 def _weight(sample: Sample, compares: Literal["pairs", "answers"] | None) -> float:
@@ -114,17 +111,6 @@ def _weight(sample: Sample, compares: Literal["pairs", "answers"] | None) -> flo
     all."""
     role = None if sample.member is None else sample.member.role
     return 0.0 if role == "mismatched" or (role == "rejected" and compares == "pairs") else sample.weight
-
-
-def _num_routed(sample: Sample, model: ModelSection) -> int | None:
-    experts = sample.choices.get(ROUTED_EXPERTS)
-    return None if experts is None else int((experts[:, choosing_layers(model)] >= 0).any(axis=(1, 2)).sum())
-
-
-def _phase(data: AnyData, step: int) -> str:
-    phases = data_phases(data)
-    number = phase_number(phases, step)
-    return f" (phase {number} of the curriculum, {phases[number - 1]})" if number else ""
 
 
 def _tokens(sample: Sample, weights: Sequence[float], tokenizer: Tokenizer | None) -> Iterator[ShownToken]:
@@ -165,9 +151,7 @@ def _place(stream: SampleStream, g: int) -> str:
 
 def as_text(shown: ShownStep) -> str:
     """Writes a step as plain text for files and logs."""
-    lines = [
-        f"{shown.headline}. What is trained stands between {_TRAINED} and {_END}; {_DOCUMENT} begins a document.",
-    ]
+    lines = [f"{shown.headline}. What is trained stands between {_TRAINED} and {_END}; {_DOCUMENT} begins a document."]
     for sample in shown.samples:
         lines += ["", headline(sample), "".join(_marked(sample.tokens))]
     return "\n".join(lines) + "\n"

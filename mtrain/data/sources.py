@@ -2,61 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache
-from typing import Literal, Protocol, assert_never
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.base.errors import ConfigError, NothingToLearnError
+from mtrain.base.errors import ConfigError, DataError, NothingToLearnError
 from mtrain.config import Config
 from mtrain.config.derived import compared, label_columns
-from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection, SourceSection
-from mtrain.core.batch.order import Blend, BlendPhase, BlendPhases, SampleOrder, SamplePosition, key_of
-from mtrain.core.batch.sample import Sample, SampleSource
+from mtrain.config.load import Given, whole
+from mtrain.config.schema.data import (
+    FilesSection,
+    IndexedSection,
+    MockSection,
+    PackingSection,
+    SftSection,
+    SourceSection,
+)
+from mtrain.core.batch.order import Blend, BlendPhase, BlendPhases, SampleOrder, SamplePosition, key_of, mix
+from mtrain.core.batch.sample import Sample, SampleSource, shifted
 from mtrain.data.cache.entry import TokenCache
-from mtrain.data.curriculum import BlendFrom, later_blends, with_later
 from mtrain.data.formats.megatron_indexed import Corpus, document_ranges
-from mtrain.data.formats.mock import MockSamples
-from mtrain.data.own_tokenizer import check_own_tokenizer
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.pretrain import PretrainDataset
-from mtrain.data.samples.sft import SftDataset
-from mtrain.data.samples.too_long import RowLimit
+from mtrain.data.samples.sft import RowLimit, SftDataset
 from mtrain.data.sft_caches import SftCaches
-from mtrain.data.steps import Steps, steps_of
-from mtrain.hf.tokenizer.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
+from mtrain.data.steps import SampleStream, Steps, later_blends, steps_of, with_later
+from mtrain.hf.schema.registry import ORIGIN
+from mtrain.hf.tokenizer.tokenizer import AddedTokens, Tokenizer, check_vocabulary, load_tokenizer, tokenizer_of
 
 Split = Literal["train", "valid", "test"]
 _SPLITS: tuple[Split, ...] = ("train", "valid", "test")
-
-
-class SampleStream(Protocol):
-    """The endless sequence of training samples."""
-
-    fingerprint: str
-    """Changes when the data or their order change, for the same seed."""
-
-    earlier_fingerprints: tuple[str, ...]
-    """Fingerprints that earlier versions gave the same samples in the same order."""
-
-    def sample(self, g: int) -> Sample:
-        """Returns sample g of the run, counted from 0."""
-
-    def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns [n]: positions that each of [n] samples takes in a row."""
-
-    def locate(self, g: int) -> SamplePosition: ...
-
-    def next_epoch(self, g: int) -> int | None:
-        """Returns the first sample after g whose source has meanwhile used up the epoch that it was in; None for an
-        endless source."""
-
-    @property
-    def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
-        """Lists (name, samples in an epoch) of each source; None for an endless source."""
 
 
 class Blended:
@@ -69,7 +52,7 @@ class Blended:
         sources: Sequence[SampleSource],
         of_0_1_0: Sequence[str | None] = (),
         names: Sequence[str] = (),
-        later: Sequence[BlendFrom] = (),
+        later: Mapping[int, BlendPhase] = MappingProxyType({}),
         group_size: int = 1,
     ) -> None:
         """Args:
@@ -80,7 +63,7 @@ class Blended:
             same.
         """
         first = BlendPhase(0, tuple(range(len(weights))), tuple(weights))
-        phases = [first, *(blend.phase for blend in later)]
+        phases = [first, *later.values()]
         self._first = Blend(weights)
         dealer = BlendPhases(phases, len(sources)) if later else self._first
         self.order = SampleOrder(seed, dealer, [len(source) // group_size for source in sources])
@@ -136,7 +119,6 @@ class HeldOut:
         total = sum(len(source) for source in sources)
         self._size = total if max_samples is None else min(total, max_samples)
         self.fingerprint = f"{self._size} of {' + '.join(source.fingerprint for source in sources)}"
-        """Changes when any of the samples changes."""
 
     def __len__(self) -> int:
         return self._size
@@ -161,21 +143,74 @@ class HeldOut:
         raise IndexError(index)
 
 
-class MockHeldOut:
-    """Random samples for validation: as many as a global batch has, or as `valid.max_samples` says."""
+_TRAIN, _HELD_OUT = 0, 1
 
-    def __init__(self, samples: MockSamples, size: int) -> None:
-        self._samples, self._size = samples, size
-        self.fingerprint = f"{size} of {samples.fingerprint}"
+
+class MockSamples:
+    """Samples of uniformly random tokens below `vocab_size`: a pure function of (seed, g)."""
+
+    def __init__(self, seed: int, seq_length: int, vocab_size: int, size: int | None = None) -> None:
+        """`size` is the number of samples in a held-out set; None for training, which has no end."""
+        self._seed, self._seq_length, self._vocab_size, self._size = seed, seq_length, vocab_size, size
+        self._part = _TRAIN if size is None else _HELD_OUT
+        self.earlier_fingerprints: tuple[str, ...] = ()
+        name = f"mock-{key_of(seed, seq_length, vocab_size, self._part):016x}"
+        self.fingerprint = name if size is None else f"{size} of {name}"
 
     def __len__(self) -> int:
+        assert self._size is not None, "a held-out set"
         return self._size
 
-    def sample(self, index: int) -> Sample:
-        return self._samples.sample(index)
+    def sample(self, g: int) -> Sample:
+        # part of the key, so that validation never sees a training sample
+        key = np.uint64(key_of(self._seed, self._part, g))
+        words = mix(np.arange(self._seq_length + 1, dtype=np.uint64) ^ key)
+        ids = (words % np.uint64(self._vocab_size)).astype(np.int64)
+        return shifted(ids, np.ones(self._seq_length))
+
+    def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.full(len(numbers), self._seq_length, np.int64)
 
     def width(self, index: int) -> int:
-        return int(self._samples.widths(np.array([index]))[0])
+        return self._seq_length
+
+    def locate(self, g: int) -> SamplePosition:
+        """Says where sample g lies; every sample is new."""
+        return SamplePosition(source=0, epoch=0, index=g)
+
+    def next_epoch(self, g: int) -> None: ...
+
+    @property
+    def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
+        return (("mock", None),)
+
+
+def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """Refuses a tokenizer that gives other ids than the one stored with the weights: the model would read other words.
+
+    Nothing is compared if no readable tokenizer lies with the weights, if `data.allow_other_tokenizer` is set, or in a
+    run that resumes from its own checkpoint.
+    """
+    if config.data.allow_other_tokenizer or any(Path(config.run.dir, "checkpoints").glob("step_*")):
+        return
+    start = config.checkpoint.initialize_from
+    places = [*([Path(config.model.hf)] if config.model.hf is not None else [])]
+    places += [Path(start) / ORIGIN] if start is not None else []
+    for place in places:
+        own = _tokenizer_at(place, tokenizer.added)
+        if own is not None and own.path.resolve() != tokenizer.path.resolve() and not own.encodes_like(tokenizer):
+            raise DataError(
+                f"data.tokenizer={config.data.tokenizer} gives other ids than {own.path}, which came with the weights, "
+                f"so the model would read other words than it has learned; set data.tokenizer={place}, or "
+                "data.allow_other_tokenizer=true to train with the other one"
+            )
+
+
+def _tokenizer_at(folder: Path, added: AddedTokens) -> Tokenizer | None:
+    try:
+        return load_tokenizer(folder, added) if folder.is_dir() else None
+    except DataError:  # there is no tokenizer, or one that no run could use
+        return None
 
 
 class Sources:
@@ -211,12 +246,7 @@ class Sources:
         """Opened sources of groups, by fingerprint."""
 
     def training(self) -> SampleStream:
-        """Opens the training samples.
-
-        Raises:
-            DataError: A source is missing, damaged, too small, or does not fit the model.
-            NothingToLearnError: No sample of any source has anything to learn.
-        """
+        """Opens the training samples; refuses them if no sample of any source has anything to learn."""
         data, seed = self._config.data, self._config.order_seed
         match data:
             case MockSection():
@@ -233,7 +263,7 @@ class Sources:
             case _:
                 assert_never(data)
 
-    def held_out(self, split: Literal["valid", "test"]) -> dict[str, HeldOut | MockHeldOut]:
+    def held_out(self, split: Literal["valid", "test"]) -> dict[str, HeldOut | MockSamples]:
         """Opens the validation or test sets, by name and in order; a lone set has the name of its split."""
         data, limit = self._config.data, self._config.valid.max_samples
         limit = None if limit is None else limit * self._config.sequences_per_sample
@@ -241,8 +271,8 @@ class Sources:
             case MockSection():
                 # valid and test are different sequences, and neither is the training one
                 seed = key_of(self._config.order_seed, _SPLITS.index(split))
-                samples = MockSamples(seed, data.seq_length, self._config.model.vocab_size, held_out=True)
-                return {split: MockHeldOut(samples, self._config.train.global_batch_size if limit is None else limit)}
+                size = self._config.train.global_batch_size if limit is None else limit
+                return {split: MockSamples(seed, data.seq_length, self._config.model.vocab_size, size)}
             case IndexedSection() | SftSection():
                 return {
                     name: HeldOut([self._open(data, each, split, None) for each in sections], limit)
@@ -329,20 +359,13 @@ class OpenedData:
     """The data of a configuration, as every rank that reads data opens them."""
 
     def __init__(self, config: Config) -> None:
-        """Opens and checks everything that the configuration names.
-
-        Held-out sets are opened with the training data, so that a missing file is reported before the first step.
-
-        Raises:
-            ConfigError: A share of a blend cannot be met, or the loss needs other data.
-            DataError: A file is missing, damaged, too small, or does not fit the model.
-            MachineError: No folder can hold the token cache.
-        """
+        """Opens and checks everything that the configuration names. Held-out sets are opened with the training data, so
+        that a missing file is reported before the first step."""
         sources = Sources(config)
         self.tokenizer: Tokenizer | None = sources.tokenizer
         self.stream: SampleStream = sources.training()
         self.steps: Steps = steps_of(config, self.stream)
-        self.held_out: Mapping[str, Mapping[str, HeldOut | MockHeldOut]] = {
+        self.sets: Mapping[str, Mapping[str, HeldOut | MockSamples]] = {
             split: sources.held_out(split) for split in ("valid", "test")
         }
         """Held-out sets by name, for each of "valid" and "test"."""
@@ -360,3 +383,56 @@ class OpenedData:
     def earlier_fingerprints(self) -> tuple[str, ...]:
         """Lists the fingerprints that earlier versions gave the same data."""
         return tuple(each + self.steps.fingerprint for each in self.stream.earlier_fingerprints)
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Passes through the only source of a run."""
+
+    config: Config
+    stream: SampleStream
+
+    @property
+    def num_sequences(self) -> int:
+        ((_, size),) = self.stream.named_sizes
+        assert size is not None, "files have an end"
+        return size
+
+    @property
+    def packing(self) -> PackingSection | None:
+        """Returns the packing with a window of at most an epoch. It is recorded, so that runs of earlier versions
+        continue with theirs."""
+        packing = self.config.data.packing
+        if packing is None or not self.config.steps_count_rows:
+            return packing
+        return packing.model_copy(update={"window": min(packing.window, self.num_sequences)})
+
+    def num_steps(self, num_sequences: int) -> int:
+        """Returns the fewest steps that hold so many sequences."""
+        data = self.config.data.model_copy(update={"packing": self.packing})
+        return steps_of(self.config.model_copy(update={"data": data}), self.stream).holding(num_sequences)
+
+
+def with_num_steps(config: Config) -> Config:
+    """Returns the configuration with `train.num_steps` in place of `train.num_epochs`; opens the training data.
+
+    These are the fewest steps that hold all samples of these epochs. `optimizer.warmup_ratio` becomes steps as well.
+    """
+    if config.train.num_epochs is None:
+        return config
+    key, data = f"train.num_epochs={config.train.num_epochs:g}", config.data
+    if not isinstance(data, FilesSection):
+        raise ConfigError(f"{key}, but data.kind={data.kind} has no end; set train.num_steps")
+    if len(data.all_sources) > 1:
+        raise ConfigError(
+            f"{key} counts passes through one source, but data.train and data.curriculum name {len(data.all_sources)}, "
+            "of which weights decide how often each is passed; name their files by one pattern or folder, or set "
+            "train.num_steps"
+        )
+    epochs = Epochs(config, Sources(config).training())
+    # as text: 0.1 is a tenth here, not the float next to it
+    num_sequences = math.ceil(Fraction(str(config.train.num_epochs)) * epochs.num_sequences)
+    content = config.model_dump()
+    content["data"]["packing"] = None if epochs.packing is None else epochs.packing.model_dump()
+    content["train"] |= {"num_epochs": None, "num_steps": epochs.num_steps(num_sequences)}
+    return Given(content, ()).config(whole)

@@ -13,7 +13,7 @@ from mtrain.config.derived import compared, label_columns
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.core.batch.sample import SampleEncoder, TokenizedSample
 from mtrain.data.formats.megatron_indexed import check_pair
-from mtrain.data.own_tokenizer import check_own_tokenizer
+from mtrain.data.sources import check_own_tokenizer
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, check_vocabulary, tokenizer_of
 from mtrain.preflight.findings import Findings
 
@@ -81,11 +81,10 @@ class _Texts:
     def look_at_records(self, data: SftSection) -> None:
         config, findings = self.config, self.findings
         vocab_size, compares = config.model.vocab_size, compared(config.loss, data)
-        from mtrain.data.encoding.encoder import (
+        from mtrain.data.encoding.compared import (
             source_encoder,  # jinja2 and its limited process, which pretraining does without
         )
-        from mtrain.data.formats.record_files import RecordFile, left_out, source_files
-        from mtrain.data.formats.records import chunks
+        from mtrain.data.formats.record_files import RecordFile, chunks, left_out, source_files
 
         encoder = None
         with findings.looking():
@@ -129,8 +128,7 @@ class _Texts:
 
     def _look_for_learnable(self, data: SftSection, encoder: SampleEncoder) -> None:
         """Opens the data as a run does if none of the first records shows that there is something to learn."""
-        from mtrain.data.formats.record_files import record_files
-        from mtrain.data.formats.records import chunks
+        from mtrain.data.formats.record_files import chunks, record_files
 
         for source in data.all_sources:
             chunk = next(chunks(record_files(source.path)))

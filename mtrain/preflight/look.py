@@ -64,7 +64,7 @@ def look_at_start(config: Config, findings: Findings, needs_weights: bool, is_no
             data = OpenedData(config)
             for note in data.notes:
                 findings.fact("note", note)
-            from mtrain.data.epochs import Epochs
+            from mtrain.data.sources import Epochs
             from mtrain.preflight.sizes import look_at_sizes, packed_steps
 
             epochs = Epochs(config, data.stream)

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from mtrain.config.schema.data import FilesSection
 from mtrain.core.batch.sample import SampleSource
-from mtrain.data.epochs import Epochs
-from mtrain.data.packing.best_fit import packed
-from mtrain.data.packing.step_plan import StepShape, num_microbatches_of
+from mtrain.data.packing.step_plan import StepShape, num_microbatches_of, packed
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sft import SftDataset
-from mtrain.data.sources import Blended
+from mtrain.data.sources import Blended, Epochs
 from mtrain.data.steps import steps_of
 from mtrain.plan.search.layer_cost import PackedSteps
 from mtrain.preflight.findings import Findings

@@ -22,10 +22,9 @@ from mtrain.config.consent import is_permitted
 from mtrain.config.schema.data import AnyData, IndexedSection
 from mtrain.config.schema.loss import LossSection
 from mtrain.config.schema.run import CheckpointSection
-from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.formats.megatron_indexed import same_fingerprint
 from mtrain.data.sources import REFERENCES
-from mtrain.data.steps import Windows, known_until, windows_in
+from mtrain.data.steps import Windows, fingerprint_until, has_phases, known_until, windows_in
 from mtrain.report.metrics.record import ChangeRecord
 from mtrain.runs.continuation import REFERENCE, TEACHER, allowed_changes, continued
 from mtrain.runs.folder import RunFolder

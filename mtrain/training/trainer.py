@@ -45,13 +45,15 @@ from mtrain.core.ranks.init import (
     with_the_slowest,
 )
 from mtrain.core.ranks.party import purpose_of
-from mtrain.data.epochs import with_num_steps
 from mtrain.data.shown import as_text
+from mtrain.data.sources import with_num_steps
 from mtrain.hf.schema.registry import refuse_unexportable
 from mtrain.report.metrics.sinks import Sinks
 from mtrain.runs.failure import clear_summary, recording
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.goodput import StartAccount
+from mtrain.runs.lock import RunLock
+from mtrain.training.bad_steps import Guard, RollBackError, StepOutcome, StepTrial, named, roll_back
 from mtrain.training.build import Run, build_run
 from mtrain.training.changed import valid_measure
 from mtrain.training.checkpoint_self_test import run_self_test

@@ -94,7 +94,7 @@ RECORDS = """
 import sys
 from pathlib import Path
 from mtrain.data.formats.record_files import record_files
-from mtrain.data.formats.records import chunks
+from mtrain.data.formats.record_files import chunks
 for each in sys.argv[1:]:
     print([chunk.record(n) for chunk in chunks(record_files(each)) for n in range(len(chunk))])
 """

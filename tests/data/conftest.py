@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import mtrain.core.ranks  # noqa: F401 - its CPU emulation has to be there before megatron-core is imported
 from mtrain.config import Config
-from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", *"abcdefghij", "###", "user", "assistant", "system"]
 """Token ids are positions in this list: a is 4, b is 5, ..."""

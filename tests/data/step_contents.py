@@ -25,17 +25,17 @@ class PlacedSample:
     """Number of the sample in its row, counted from 0."""
 
 
-def contents(loader: StepLoader, step: int) -> Iterator[PlacedSample]:
+def contents(loader: StepLoader, step: int, dp_size: int = 1) -> Iterator[PlacedSample]:
     """Yields everything that the step after `step` completed updates trains, microbatch by microbatch and rank by rank.
 
     The result depends only on the configuration, the lengths of samples and the number of ranks; the loader's batches
     are compared with it.
     """
-    numbers, plan = loader.numbers(step), loader.plan(step)
+    numbers, plan = loader.steps.samples(step).numbers, loader.plan(step)
     for microbatch in range(plan.num_microbatches):
-        for dp_rank in range(loader.dp_size):
+        for dp_rank in range(dp_size):
             for row, slots in enumerate(plan.rows(microbatch, dp_rank)):
                 for place, slot in enumerate(slots):
                     number = int(numbers[slot])
-                    position = loader.locate(number)
+                    position = loader.stream.locate(number)
                     yield PlacedSample(number, position, slot, microbatch, dp_rank, row, place)

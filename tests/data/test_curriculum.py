@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from mtrain.config import Config
 from mtrain.core.batch.order import BlendPhase, BlendPhases, SampleOrder
-from mtrain.data.curriculum import fingerprint_until, has_phases
 from mtrain.data.loader import StepLoader
 from mtrain.data.shown import as_text
+from mtrain.data.steps import fingerprint_until, has_phases
 from tests.data.test_loader import assert_same, global_batch
 from tests.data.test_packed_loader import Sequences, sequences
 
@@ -143,7 +143,7 @@ def blends(paths: Sequence[str]) -> dict[str, Any]:
 
 def sources_of(config: Config, step: int) -> Counter[int]:
     loader = StepLoader(config, 0, 1)
-    return Counter(loader.locate(int(number)).source for number in loader.numbers(step))
+    return Counter(loader.stream.locate(int(number)).source for number in loader.steps.samples(step).numbers)
 
 
 def test_each_step_reads_the_blend_that_holds_for_it(config: Config) -> None:
@@ -183,9 +183,11 @@ def test_reading_from_a_step_on_is_resuming_there(config: Config) -> None:
 
 def test_the_samples_of_an_epoch_come_once_across_borders(config: Config) -> None:
     loader = StepLoader(config, 0, 1)
-    found = Counter(loader.locate(int(number)) for step in range(STEPS) for number in loader.numbers(step))
+    found = Counter(
+        loader.stream.locate(int(number)) for step in range(STEPS) for number in loader.steps.samples(step).numbers
+    )
     assert set(found.values()) == {1}
-    sizes = [size for _, size in loader._stream.named_sizes]
+    sizes = [size for _, size in loader.stream.named_sizes]
     for source, size in enumerate(sizes):
         epochs = sorted({place.epoch for place in found if place.source == source})
         assert epochs == list(range(len(epochs)))
@@ -233,6 +235,6 @@ def test_fingerprints_are_equal_up_to_the_first_step_that_differs(config: Config
     for name, loader in prints.items():
         until = parting("all", name) if name != "all" else STEPS
         for step in range(until):
-            assert [loader.locate(int(n)) for n in loader.numbers(step)] == [
-                prints["all"].locate(int(n)) for n in prints["all"].numbers(step)
+            assert [loader.stream.locate(int(n)) for n in loader.steps.samples(step).numbers] == [
+                prints["all"].stream.locate(int(n)) for n in prints["all"].steps.samples(step).numbers
             ]

@@ -11,8 +11,8 @@ import pytest
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.load import config_yaml
-from mtrain.data.epochs import with_num_steps
 from mtrain.data.loader import StepLoader
+from mtrain.data.sources import with_num_steps
 from mtrain.hf.configuration import load_config
 from tests.config.samples import content
 from tests.config.yaml_files import write
@@ -42,8 +42,8 @@ def config_of(
 def samples_of(config: Config, num_steps: int) -> Counter[int]:
     """Counts how often the first steps hold each sample of the file."""
     loader = StepLoader(config, 0, 1)
-    numbers = [int(number) for step in range(num_steps) for number in loader.numbers(step)]
-    return Counter(loader.locate(number).index for number in numbers)
+    numbers = [int(number) for step in range(num_steps) for number in loader.steps.samples(step).numbers]
+    return Counter(loader.stream.locate(number).index for number in numbers)
 
 
 PACKINGS: dict[str, dict[str, Any] | None] = {

@@ -14,7 +14,6 @@ from mtrain.core.batch.order import SamplePosition
 from mtrain.core.batch.sample import Sample
 from mtrain.data.ledger import (
     Ledger,
-    NotedSlots,
     SourceEntry,
     StartEntry,
     StepEntry,
@@ -22,6 +21,7 @@ from mtrain.data.ledger import (
     ranges,
     read_file,
     rewind_ledger,
+    step_entry,
     to_line,
 )
 from mtrain.training.recording import LedgerSink
@@ -70,32 +70,13 @@ def sample(first: int, weight: float = 1.0) -> Sample:
     return Sample(tokens=ids[:-1], labels=ids[1:], mask=np.array([0.0, 1.0, 1.0]), weight=weight)
 
 
-class Row:
-    """Slots of a source of samples that differ."""
-
-    def __init__(self, weight: float = 1.0) -> None:
-        self._weight = weight
-
-    def sample(self, slot: int) -> Sample | None:
-        return None if slot == 9 else sample(slot, self._weight)
-
-    def width(self, slot: int) -> int:
-        return 3
-
-    def place(self, slot: int) -> SamplePosition:
-        return SamplePosition(slot % 2, 0, slot)
-
-
 def read(slots: list[int], weight: float = 1.0) -> StepEntry:
-    noted = NotedSlots(Row(weight))
-    for slot in slots:
-        noted.width(slot + 20)
-        noted.sample(slot)
-    return noted.entry(3, 9)
+    """Builds the entry of samples of two sources that differ."""
+    return step_entry(3, 9, [(SamplePosition(slot % 2, 0, slot), sample(slot, weight)) for slot in slots])
 
 
 def test_an_entry_is_of_what_was_read_in_any_order() -> None:
-    entry = read([2, 0, 1, 9])
+    entry = read([2, 0, 1])
     assert entry == read([0, 1, 2])
     assert entry.sources == (SourceEntry(0, 0, (0, 2), 6, 4), SourceEntry(1, 0, (1,), 3, 2))
     assert (read([0, 1]).digest + read([2]).digest) % 2**64 == entry.digest, "ranks add up"

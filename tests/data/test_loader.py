@@ -15,7 +15,7 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.collate import loss_terms
-from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.data.loader import StepLoader
 from tests.fault_table import Notice
 from tests.messages import refuses

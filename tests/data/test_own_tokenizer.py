@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.own_tokenizer import check_own_tokenizer
+from mtrain.data.sources import check_own_tokenizer
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.config.samples import config
 from tests.fault_table import Notice

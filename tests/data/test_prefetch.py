@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.prefetch import Prefetch
+from mtrain.data.loader import Prefetch
 from tests.messages import refuses
 
 

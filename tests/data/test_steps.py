@@ -102,8 +102,8 @@ def test_contents_say_who_computes_which_sample(config_of: Callable[..., Config]
     stream = Sources(config).training()
     for step in (0, 2):
         rows: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-        placed = list(contents(loaders[0], step))
-        assert placed == list(contents(loaders[1], step))
+        placed = list(contents(loaders[0], step, 2))
+        assert placed == list(contents(loaders[1], step, 2))
         for each in placed:
             row = rows[each.microbatch, each.dp_rank, each.row]
             assert len(row) == 0 if each.place == 0 else len(row) > 0

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mtrain.convert.importing import import_hf
-from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.hf.schema.description import described_model
 from mtrain.runs.folder import RunFolder
 from tests.cli.command_line import call

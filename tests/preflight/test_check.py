@@ -14,8 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from mtrain.data.formats.corpus_writer import writing_corpus
-from mtrain.data.formats.megatron_indexed import Corpus, check_pair
+from mtrain.data.formats.megatron_indexed import Corpus, check_pair, writing_corpus
 from tests.cli.command_line import call
 from tests.config.samples import content
 from tests.config.yaml_files import write

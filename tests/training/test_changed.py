@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mtrain.base import fault_points
-from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.report.compare.report import report_comparison
 from tests.fault_table import Notice
 from tests.training.test_trainer import command, finished, numbers, records, start

@@ -205,7 +205,7 @@ def test_the_numbers_are_those_of_mtrain_train(
     """Numbers agree bit for bit, on the samples that the trainer has read."""
     num_steps = 3 if "train__precision" in changes else 2
     config = small(run__dir=str(tmp_path), train__num_steps=num_steps, **changes)
-    stream = StepLoader(config, 0, 1)._stream
+    stream = StepLoader(config, 0, 1).stream
     batches = [[datum_of(stream.sample(16 * step + slot)) for slot in range(16)] for step in range(num_steps)]
     pool.run(train_fresh, layout, config, seed=config.train.seed)
     ours = pool.run(engine_ranks.train, layout, config, batches, 16, seed=config.train.seed)[0]

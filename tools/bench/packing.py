@@ -39,8 +39,7 @@ from numpy.typing import NDArray
 if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[2]))
 
-from mtrain.data.packing.best_fit import packed
-from mtrain.data.packing.step_plan import costs, dealt
+from mtrain.data.packing.step_plan import costs, dealt, packed
 
 LONGEST = 32768
 NUM_RANKS, ROWS_A_RANK = 64, 8

@@ -20,9 +20,8 @@ from mtrain.base.environment import with_package
 from mtrain.base.errors import DataError, MachineError, MtrainError
 from mtrain.base.signals import ignore_stop_signals, leave_if_stopped
 from mtrain.core.batch.sample import SampleEncoder, TokenizedSample
-from mtrain.data.cache.arrays import EncodedChunk, encoded
-from mtrain.data.formats.record_files import RecordFile
-from mtrain.data.formats.records import Chunk, chunks
+from mtrain.data.cache.entry import EncodedChunk, encoded
+from mtrain.data.formats.record_files import Chunk, RecordFile, chunks
 
 TOKENISING = "the data were tokenised"
 _POLL_S = 0.5

@@ -1,23 +1,197 @@
-"""One entry of the cache: the tokenised samples of a source, mapped into memory."""
+"""One entry of the cache: the tokenised samples of a source, plain arrays that are mapped into memory.
+
+The weights of tokens are kept as runs of equal weights: a conversation has few runs, and a sample with a weight for
+every token loses nothing. Runs are as long as possible, so the same samples give the same bytes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import zlib
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import TokenizedSample
-from mtrain.data.cache.arrays import DTYPES, EXTRAS, OF_SAMPLES, ArrayWriter, checksum, fingerprint_of
 from mtrain.data.formats.record_files import RecordFile
 
+DTYPES: dict[str, type[np.generic]] = {
+    "ids": np.int32,
+    "run_lengths": np.int32,
+    "run_weights": np.float32,
+    "offsets": np.int64,
+    "run_offsets": np.int64,
+    "weights": np.float64,
+    "records": np.int64,
+    "checksums": np.uint32,
+}
+"""Element type of each array. [samples + 1]: offsets, run_offsets. [samples]: weights; records, the number of each
+sample's record in its source, counted from 0; checksums, CRC-32 of ids and runs, so that reading one sample notices a
+flipped bit."""
+
+EXTRAS = "extras"
+"""Name of an array that only samples with extras have: float32, [tokens, extras]."""
+_ALL_DTYPES = DTYPES | {EXTRAS: np.float32}
+OF_SAMPLES = ("ids", "run_lengths", "run_weights")
+"""Large arrays, verified sample by sample when they are read; the others are verified when the entry is opened."""
+
+_OF_TRAINING = ("ids", "offsets", "run_lengths", "run_weights", "run_offsets", "weights", EXTRAS)
+"""Arrays that training reads; the fingerprint of the data covers them."""
+
+
+class Runs(NamedTuple):
+    """Runs of equal weights, as long as possible; no run crosses the end of a sample."""
+
+    lengths: NDArray[np.int32]
+    weights: NDArray[np.float32]
+    counts: NDArray[np.int32]
+
+
+def runs_of(loss_weights: NDArray[np.float32], lengths: NDArray[np.int32]) -> Runs:
+    """Finds the runs of equal weights of several samples laid end to end; `lengths` are at least 1."""
+    if len(lengths) == 0:
+        return Runs(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    is_edge = np.empty(len(loss_weights), np.bool_)
+    is_edge[1:] = loss_weights[1:] != loss_weights[:-1]
+    is_edge[starts] = True
+    edges = np.flatnonzero(is_edge)
+    run_lengths = np.diff(edges, append=len(loss_weights)).astype(np.int32)
+    return Runs(run_lengths, loss_weights[edges], np.add.reduceat(is_edge, starts, dtype=np.int32))
+
+
+class EncodedChunk(NamedTuple):
+    """Samples of consecutive records, as a worker returns them."""
+
+    file: int
+    first: int
+    """Number of the first record in its file, counted from 1."""
+    num_records: int
+    """Bad records are counted too."""
+    ids: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    runs: Runs
+    weights: NDArray[np.float64]
+    numbers: NDArray[np.int64]
+    """Number of each sample's record in its file, counted from 1."""
+    extras: NDArray[np.float32]
+    """[tokens, extras]; nothing where data.extras names none."""
+    bad: tuple[tuple[int, str], ...]
+    """Number and fault of each bad record."""
+
+
+def checksum(
+    ids: NDArray[np.int32],
+    run_lengths: NDArray[np.int32],
+    run_weights: NDArray[np.float32],
+    extras: NDArray[np.float32],
+) -> int:
+    crc = zlib.crc32(ids.data)
+    crc = zlib.crc32(run_lengths.data, crc)
+    crc = zlib.crc32(run_weights.data, crc)
+    return zlib.crc32(extras.tobytes(), crc)
+
+
+def encoded(
+    file: int,
+    first: int,
+    num_records: int,
+    samples: Sequence[tuple[int, TokenizedSample]],
+    bad: Sequence[tuple[int, str]],
+) -> EncodedChunk:
+    lengths = np.array([len(sample.ids) for _, sample in samples], np.int32)
+    return EncodedChunk(
+        file,
+        first,
+        num_records,
+        ids=_joined([sample.ids for _, sample in samples], np.int32),
+        lengths=lengths,
+        runs=runs_of(_joined([sample.loss_weights for _, sample in samples], np.float32), lengths),
+        weights=np.array([sample.weight for _, sample in samples], np.float64),
+        numbers=np.array([number for number, _ in samples], np.int64),
+        extras=_joined([sample.extras for _, sample in samples if sample.extras is not None], np.float32),
+        bad=tuple(bad),
+    )
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+class ArrayWriter:
+    """Writes the arrays of a new entry, one after the other; use it in a `with` block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, BinaryIO] = {}
+        self._digests: dict[str, hashlib._Hash] = {}
+        self._sizes: dict[str, int] = {}
+        self.num_tokens = self.num_runs = self.num_samples = 0
+
+    def __enter__(self) -> Self:
+        for name in DTYPES:
+            self._write(name, np.zeros(1 if name in ("offsets", "run_offsets") else 0))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add(self, chunk: EncodedChunk, first_of_file: int) -> None:
+        """Appends the samples of a chunk; `first_of_file` records lie in the files before."""
+        ends = np.cumsum(chunk.lengths, dtype=np.int64)
+        runs, run_ends = chunk.runs, np.cumsum(chunk.runs.counts, dtype=np.int64)
+        checksums = [
+            checksum(chunk.ids[start:end], runs.lengths[low:high], runs.weights[low:high], chunk.extras[start:end])
+            for start, end, low, high in zip(ends - chunk.lengths, ends, run_ends - runs.counts, run_ends)
+        ]
+        self._write("ids", chunk.ids)
+        self._write("run_lengths", runs.lengths)
+        self._write("run_weights", runs.weights)
+        self._write("offsets", ends + self.num_tokens)
+        self._write("run_offsets", run_ends + self.num_runs)
+        self._write("weights", chunk.weights)
+        self._write("records", chunk.numbers - 1 + first_of_file)
+        self._write("checksums", np.array(checksums, np.uint32))
+        if chunk.extras.size:
+            self._write(EXTRAS, chunk.extras)
+        self.num_tokens += len(chunk.ids)
+        self.num_runs += len(runs.lengths)
+        self.num_samples += len(chunk.lengths)
+
+    def flush(self) -> None:
+        """Flushes to the operating system; a full disk is noticed here at the latest."""
+        for file in self._files.values():
+            file.flush()
+
+    def _write(self, name: str, values: NDArray[Any]) -> None:
+        if name not in self._files:
+            self._files[name] = (self._folder / name).open("wb")
+            self._digests[name], self._sizes[name] = hashlib.sha256(), 0
+        data = np.ascontiguousarray(values, _ALL_DTYPES[name]).tobytes()
+        self._files[name].write(data)
+        self._digests[name].update(data)
+        self._sizes[name] += len(data)
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Returns the size in bytes and the SHA-256 of each array, by name."""
+        return {name: {"bytes": self._sizes[name], "sha256": self._digests[name].hexdigest()} for name in self._files}
+
+
+def fingerprint_of(facts: dict[str, dict[str, Any]]) -> str:
+    """Identifies everything that training reads, whatever the form, path and numbering of the records."""
+    return hashlib.sha256("".join(facts[name]["sha256"] for name in _OF_TRAINING if name in facts).encode()).hexdigest()
+
+
 _FACTS = "entry.json"
+_MOST_NAMED = 10
+"""Number of bad records that are kept with their faults."""
 FORMAT = 1
 """Version of the files of an entry, part of its key; raised when their meaning changes."""
 
@@ -26,22 +200,12 @@ class DamagedEntryError(Exception):
     """An entry cannot be used; it can be rebuilt."""
 
 
-@dataclass(frozen=True)
-class BadRecords:
-    count: int
-    first: tuple[tuple[int, int, str], ...]
-    """(file, record in the file, fault) of the first few bad records."""
-
-
 class TokenCache:
     """Samples of one source in the order of its records; thread-safe."""
 
     def __init__(self, folder: Path, files: tuple[RecordFile, ...], file_digests: tuple[str, ...]) -> None:
-        """Maps the arrays and verifies all but the tokens, which are verified when they are read.
-
-        Raises:
-            DamagedEntryError: A file is missing or differs from what was written.
-        """
+        """Maps the arrays and verifies all but the tokens, which are verified when they are read; raises
+        DamagedEntryError."""
         self.folder, self.files, self.file_digests = folder, files, file_digests
         facts = _read_facts(folder)
         self.num_records: int = facts["num_records"]
@@ -49,10 +213,13 @@ class TokenCache:
         self.file_starts: tuple[int, ...] = tuple(facts["file_starts"])
         """Number of records before each file."""
         self.highest_id: int = facts["highest_id"]
-        self.bad = BadRecords(facts["bad"]["count"], tuple((*each,) for each in facts["bad"]["first"]))
+        self.num_bad: int = facts["bad"]["count"]
+        self._first_bad: list[tuple[int, int, str]] = facts["bad"]["first"]
         arrays = {name: _mapped(folder, name, facts["arrays"][name]) for name in DTYPES}
         self._ids, self._run_lengths, self._run_weights = (arrays[name] for name in OF_SAMPLES)
-        self._offsets, self._run_offsets = arrays["offsets"], arrays["run_offsets"]
+        self.starts: NDArray[np.int64] = arrays["offsets"]
+        """[samples + 1]: where each sample begins when all are laid end to end."""
+        self._run_offsets = arrays["run_offsets"]
         self._records, self._checksums = arrays["records"], arrays["checksums"]
         self.weights: NDArray[np.float64] = arrays["weights"]
         """[samples]: weight of each sample; negative for an unwanted answer."""
@@ -68,12 +235,12 @@ class TokenCache:
 
     @property
     def num_tokens(self) -> int:
-        return int(self._offsets[-1])
+        return int(self.starts[-1])
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Returns [samples]: tokens in each sample."""
-        return np.diff(self._offsets)
+        return np.diff(self.starts)
 
     @cached_property
     def prompt_lengths(self) -> NDArray[np.int64]:
@@ -83,7 +250,7 @@ class TokenCache:
 
     def read(self, index: int) -> TokenizedSample:
         """Reads a sample; raises DataError where it differs from what was written."""
-        start, end = self._offsets[index], self._offsets[index + 1]
+        start, end = self.starts[index], self.starts[index + 1]
         low, high = self._run_offsets[index], self._run_offsets[index + 1]
         ids, lengths, weights = self._ids[start:end], self._run_lengths[low:high], self._run_weights[low:high]
         extras = self.extras[start:end]
@@ -106,8 +273,7 @@ class TokenCache:
         return self.files[file].place(record - self.file_starts[file] + 1)
 
     def bad_places(self) -> list[str]:
-        """Describes the first few bad records."""
-        return [f"{self.files[file].place(number)}: {why}" for file, number, why in self.bad.first]
+        return [f"{self.files[file].place(number)}: {why}" for file, number, why in self._first_bad]
 
     def trained_before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Counts the tokens in the loss before each position of `ids`, all samples laid end to end."""
@@ -122,13 +288,8 @@ class TokenCache:
     def is_counted(self) -> NDArray[np.bool_]:
         """Returns [tokens]: whether predicting each token counts; the first token of a sample is never predicted."""
         found: NDArray[np.bool_] = np.repeat(self._run_weights > 0, self._run_lengths)
-        found[self._offsets[:-1]] = False
+        found[self.starts[:-1]] = False
         return found
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """Returns [samples + 1]: where each sample begins when all are laid end to end."""
-        return self._offsets
 
     @cached_property
     def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
@@ -138,27 +299,41 @@ class TokenCache:
         return np.cumsum(self._run_lengths, dtype=np.int64), trained, is_trained
 
 
-@dataclass(frozen=True)
 class EntryFacts:
-    """Facts that are known once the arrays are written."""
+    """Facts of an entry, counted while its arrays are written."""
 
-    file_starts: tuple[int, ...]
-    num_records: int
-    highest_id: int
-    bad: BadRecords
+    def __init__(self) -> None:
+        self.num_records = self.num_bad = self._highest_id = 0
+        self.bad: list[tuple[int, int, str]] = []
+        """(file, record in the file, fault) of the first few bad records."""
+        self._file_starts: list[int] = []
 
+    def first_of_file(self, chunk: EncodedChunk) -> int:
+        """Returns the number of records before the chunk's file; a file without records begins where the next one
+        does."""
+        while len(self._file_starts) <= chunk.file:
+            self._file_starts.append(self.num_records)
+        return self._file_starts[chunk.file]
 
-def write_facts(folder: Path, writer: ArrayWriter, facts: EntryFacts) -> None:
-    content = {
-        "format": FORMAT,
-        "arrays": writer.facts(),
-        "file_starts": facts.file_starts,
-        "num_records": facts.num_records,
-        "highest_id": facts.highest_id,
-        "bad": {"count": facts.bad.count, "first": facts.bad.first},
-    }
-    text = json.dumps(content, sort_keys=True)
-    (folder / _FACTS).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
+    def add(self, chunk: EncodedChunk) -> None:
+        self.num_records += chunk.num_records
+        self.num_bad += len(chunk.bad)
+        room = _MOST_NAMED - len(self.bad)
+        self.bad += [(chunk.file, number, why) for number, why in chunk.bad[:room]]
+        if len(chunk.ids):
+            self._highest_id = max(self._highest_id, int(chunk.ids.max()))
+
+    def write(self, folder: Path, arrays: dict[str, dict[str, Any]], num_files: int) -> None:
+        content = {
+            "format": FORMAT,
+            "arrays": arrays,
+            "file_starts": [*self._file_starts, *[self.num_records] * (num_files - len(self._file_starts))],
+            "num_records": self.num_records,
+            "highest_id": self._highest_id,
+            "bad": {"count": self.num_bad, "first": self.bad},
+        }
+        text = json.dumps(content, sort_keys=True)
+        (folder / _FACTS).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain.base import pulse
@@ -30,9 +30,8 @@ from mtrain.base.fault_points import fault_point
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, try_lock
 from mtrain.base.signals import leave_if_stopped
 from mtrain.base.steady_files import SteadyFile
-from mtrain.data.cache.arrays import EXTRAS, OF_SAMPLES, ArrayWriter, EncodedChunk
 from mtrain.data.cache.encoding_workers import TOKENISING, EncodingJob, encoded_chunks
-from mtrain.data.cache.entry import FORMAT, BadRecords, DamagedEntryError, EntryFacts, TokenCache, write_facts
+from mtrain.data.cache.entry import EXTRAS, FORMAT, OF_SAMPLES, ArrayWriter, DamagedEntryError, EntryFacts, TokenCache
 from mtrain.data.formats.record_files import RecordFile
 
 _SETTLED_NS = 10 * 10**9
@@ -40,62 +39,52 @@ _SETTLED_NS = 10 * 10**9
 _BLOCK_BYTES = 1 << 22
 
 
-@dataclass(frozen=True)
-class FileState:
-    """Properties that change with every write to a file."""
-
-    bytes: int
-    inode: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, path: Path) -> FileState:
-        try:
-            found = os.stat(path)
-        except OSError as fault:
-            raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
-        return cls(found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
+def _state_of(path: Path) -> dict[str, int]:
+    """Returns properties that change with every write to a file."""
+    try:
+        found = os.stat(path)
+    except OSError as fault:
+        raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
+    times = {"mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
+    return {"bytes": found.st_size, "inode": found.st_ino, **times}
 
 
 @dataclass(frozen=True)
 class FileContent:
-    """Content of a file at one moment."""
-
     path: Path
-    state: FileState
+    state: Mapping[str, int]
     sha256: str
 
     def check_unchanged(self) -> None:
         """Refuses a file that has been written to since."""
-        if FileState.of(self.path) != self.state:
+        if _state_of(self.path) != self.state:
             raise DataError(f"{self.path} was changed while it was read; start again when nothing writes to it")
 
 
 def content_of(path: Path, memory: Path, reads_all: bool) -> FileContent:
     """Returns a file's digest, remembered in `memory` where that is safe; if `memory` cannot be written, nothing is
     remembered."""
-    state = FileState.of(path)
+    state = _state_of(path)
     note = memory / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()}.json"
     if not reads_all and (known := _remembered(note, state)) is not None:
         return FileContent(path, state, known)
     began_ns = time.time_ns()
     content = FileContent(path, state, _hashed(path))
     content.check_unchanged()
-    if max(state.mtime_ns, state.ctime_ns) < began_ns - _SETTLED_NS:
+    if max(state["mtime_ns"], state["ctime_ns"]) < began_ns - _SETTLED_NS:
         with contextlib.suppress(OSError):  # a folder that cannot be written costs time, not correctness
             memory.mkdir(parents=True, exist_ok=True)
             new = note.with_suffix(f".{secrets.token_hex(4)}")
-            new.write_text(json.dumps(asdict(state) | {"sha256": content.sha256}))
+            new.write_text(json.dumps(state | {"sha256": content.sha256}))
             new.replace(note)  # not synced: half a note is none
     return content
 
 
-def _remembered(note: Path, state: FileState) -> str | None:
+def _remembered(note: Path, state: dict[str, int]) -> str | None:
     try:
         known = json.loads(note.read_bytes())
         digest = str(known.pop("sha256"))
-        return digest if known == asdict(state) and len(digest) == hashlib.sha256().digest_size * 2 else None
+        return digest if known == state and len(digest) == hashlib.sha256().digest_size * 2 else None
     except (OSError, ValueError, KeyError, AttributeError):
         return None
 
@@ -112,8 +101,6 @@ def _hashed(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
 
 
-_MOST_NAMED = 10
-"""Number of bad records that are kept with their faults."""
 _LINE_S = 10.0
 
 
@@ -141,14 +128,8 @@ class Progress:
 
 
 def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad: bool, progress: Progress) -> None:
-    """Fills an empty folder with an entry; the same records give the same bytes whatever the number of workers.
-
-    Raises:
-        DataError: A file is damaged, a record is bad, or there is no sample.
-        MachineError: A worker died.
-        OSError: The disk is full.
-    """
-    facts = _Facts()
+    """Fills an empty folder with an entry; the same records give the same bytes whatever the number of workers."""
+    facts = EntryFacts()
     with ArrayWriter(staging) as writer:
         for number, chunk in enumerate(encoded_chunks(job, num_workers)):
             fault_point("tokenise", 0, number)
@@ -170,37 +151,8 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
     for name in (*OF_SAMPLES, EXTRAS):
         if (staging / name).exists():
             sync_file(staging / name)  # after a crash, opening the entry notices an array that is not whole
-    write_facts(staging, writer, facts.of_entry(len(job.files)))
+    facts.write(staging, writer.facts(), len(job.files))
     progress.finish(facts.num_records, writer.num_tokens)
-
-
-class _Facts:
-    """Facts that are counted while an entry is written."""
-
-    def __init__(self) -> None:
-        self.num_records = self.num_bad = 0
-        self.bad: list[tuple[int, int, str]] = []
-        self._file_starts: list[int] = []
-        self._highest_id = 0
-
-    def first_of_file(self, chunk: EncodedChunk) -> int:
-        """Returns the number of records before the chunk's file; a file without records begins where the next one
-        does."""
-        while len(self._file_starts) <= chunk.file:
-            self._file_starts.append(self.num_records)
-        return self._file_starts[chunk.file]
-
-    def add(self, chunk: EncodedChunk) -> None:
-        self.num_records += chunk.num_records
-        self.num_bad += len(chunk.bad)
-        room = _MOST_NAMED - len(self.bad)
-        self.bad += [(chunk.file, number, why) for number, why in chunk.bad[:room]]
-        if len(chunk.ids):
-            self._highest_id = max(self._highest_id, int(chunk.ids.max()))
-
-    def of_entry(self, num_files: int) -> EntryFacts:
-        starts = (*self._file_starts, *[self.num_records] * (num_files - len(self._file_starts)))
-        return EntryFacts(starts, self.num_records, self._highest_id, BadRecords(self.num_bad, tuple(self.bad)))
 
 
 _POLL_S = 0.2
@@ -210,8 +162,6 @@ _BUILDING = ".building-"
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How an entry is made, and where."""
-
     folder: Path
     reads_all: bool = False
     """Whether every file is hashed at every start."""
@@ -219,7 +169,6 @@ class CacheOptions:
     """Number of tokenising processes; None: as many as the data are worth, up to the processors of this process."""
     stops_at_bad: bool = True
     say: Callable[[str], None] = lambda line: None
-    """Receives progress lines."""
 
 
 def default_folder() -> Path:
@@ -232,33 +181,28 @@ def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> To
 
     Args:
         fingerprint: Text that changes with everything but the files that decides the tokens or which records are bad.
-
-    Raises:
-        DataError: A file is missing or damaged, a record is bad and ends the build, or there is no sample.
-        MachineError: The disk is full or cannot be written, or a worker died.
     """
     contents = [content_of(file.path, options.folder / "files", options.reads_all) for file in job.files]
     digests = tuple(content.sha256 for content in contents)
-    key = _key(digests, fingerprint)
+    key = hashlib.sha256(json.dumps([FORMAT, fingerprint, *digests]).encode()).hexdigest()
     entry = options.folder / "entries" / key
-    found = _opened(entry, job.files, digests, options.say)
-    if found is not None:
+
+    def opened() -> TokenCache | None:
+        return _opened(entry, job.files, digests, options.say)
+
+    if (found := opened()) is not None:
         return found
     with disk_faults(f"write the token cache {options.folder} (data.cache_dir)"):
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry, options.say) as outcome:
             # another process may have built it while this one waited
-            found = _opened(entry, job.files, digests, options.say)
+            found = opened()
             if found is None:
                 if outcome is LockOutcome.TAKEN:
                     _clean(entry.parent)
-                _build(entry, job, contents, digests, options)
+                _build(entry, job, contents, options, lambda: opened() is not None)
                 found = TokenCache(entry, job.files, digests)
     return found
-
-
-def _key(contents: Sequence[str], fingerprint: str) -> str:
-    return hashlib.sha256(json.dumps([FORMAT, fingerprint, *contents]).encode()).hexdigest()
 
 
 def _opened(
@@ -275,16 +219,20 @@ def _opened(
 
 
 def _build(
-    entry: Path, job: EncodingJob, contents: Sequence[FileContent], digests: tuple[str, ...], options: CacheOptions
+    entry: Path, job: EncodingJob, contents: Sequence[FileContent], options: CacheOptions, is_usable: Callable[[], bool]
 ) -> None:
     staging = entry.with_name(f"{_BUILDING}{entry.name}-{secrets.token_hex(4)}")
-    progress = Progress(sum(content.state.bytes for content in contents), contents[0].path, options.say)
+    size = sum(content.state["bytes"] for content in contents)
+    progress = Progress(size, contents[0].path, options.say)
+    num_workers = options.num_workers
+    if num_workers is None:
+        num_workers = max(1, min(len(os.sched_getaffinity(0)), size // _BYTES_A_WORKER))
     staging.mkdir()
     try:
-        build_entry(staging, job, _num_workers(contents, options), options.stops_at_bad, progress)
+        build_entry(staging, job, num_workers, options.stops_at_bad, progress)
         for content in contents:
             content.check_unchanged()  # else the key would belong to other content
-        _publish(staging, entry, lambda: _opened(entry, job.files, digests, options.say) is not None)
+        _publish(staging, entry, is_usable)
     finally:
         with suppress(FileNotFoundError):
             remove(staging)
@@ -309,13 +257,6 @@ def _publish(staging: Path, entry: Path, is_usable: Callable[[], bool]) -> None:
 
 _BYTES_A_WORKER = 4 << 20
 """Data that take about as long to tokenise as a process takes to start."""
-
-
-def _num_workers(contents: Sequence[FileContent], options: CacheOptions) -> int:
-    if options.num_workers is not None:
-        return options.num_workers
-    size = sum(content.state.bytes for content in contents)
-    return max(1, min(len(os.sched_getaffinity(0)), size // _BYTES_A_WORKER))
 
 
 @contextmanager

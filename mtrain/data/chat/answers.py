@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from mtrain.base.errors import DataError
 from mtrain.data.chat.conversation import ANSWERS, Conversation, texts_of
-from mtrain.data.chat.marks import RenderOther, marks_of
-from mtrain.data.chat.spans import AnswerFinder, Compare, SpecialTexts
+from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered, Renderer
+from mtrain.data.chat.spans import AnswerFinder, SpecialTexts, refused
 
 
 class Answer(NamedTuple):
@@ -20,7 +25,6 @@ class Answer(NamedTuple):
     after: int
     """End of the special token that follows at once; else that of the last piece."""
     weight: float
-    """Weight of each token in the loss."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -28,17 +32,15 @@ class Answer(NamedTuple):
 
 
 class Rendering(NamedTuple):
-    """A rendered conversation."""
-
     text: str
     answers: list[Answer]
     """Answers in the loss, ascending."""
 
 
-def found_answers(conversation: Conversation, compare: Compare, special: SpecialTexts) -> Rendering:
+def found_answers(conversation: Conversation, renderer: Renderer, special: SpecialTexts) -> Rendering:
     """Renders a conversation under a template that does not mark answers."""
     messages, weights = conversation.messages, conversation.answer_weights
-    finder = AnswerFinder(len(messages), compare, special)
+    finder = AnswerFinder(renderer, special)
     spans = finder.find({number: list(_own_words(messages[number])) for number in weights})
     full = finder.full
     answers = [
@@ -48,13 +50,11 @@ def found_answers(conversation: Conversation, compare: Compare, special: Special
     return Rendering(full, answers)
 
 
-def marked_answers(
-    conversation: Conversation, compare: Compare, render_other: RenderOther, special: SpecialTexts
-) -> Rendering:
+def marked_answers(conversation: Conversation, renderer: Renderer, special: SpecialTexts) -> Rendering:
     """Renders a conversation under a template that marks answers by `{% generation %}`."""
     messages, weights = conversation.messages, conversation.answer_weights
     numbers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
-    full, spans = marks_of(messages, numbers, compare, render_other)
+    full, spans = marks_of(numbers, renderer)
     for number in weights:
         if not spans[number]:
             raise DataError(f"the template marks nothing of messages[{number}] by {{% generation %}}; correct it")
@@ -71,3 +71,130 @@ def _own_words(message: Mapping[str, Any]) -> Iterator[str]:
     yield from texts_of(message.get("content", ""))
     for call in message.get("tool_calls", ()):
         yield call.get("function", call)["name"]
+
+
+_FIRST, _LAST = "\U000f0006", "\U000f0007"
+_MARK = re.compile(f"[{OPEN}{CLOSE}]|{_FIRST}([0-9]+){_LAST}")
+_TAG_OR_CHAR = re.compile(r"<[^<>]*>|(\S)")
+
+
+def marks_of(answers: Sequence[int], renderer: Renderer) -> tuple[str, dict[int, list[tuple[int, int]]]]:
+    """Returns the rendering, and what the template marks of each answer, without empty marks; `answers` ascend.
+
+    Each message carries its number in its texts, so a mark belongs to the answer whose number it contains, or to the
+    one answer between the numbers around it. If a template does more with the texts than print them, its marks are
+    counted in the renderings of all beginnings instead.
+    """
+    size = len(renderer.messages)
+    (found,) = renderer.compare([renderer.whole])
+    if isinstance(found, NotRendered):
+        raise refused(found)
+    full = found.rest
+    numbered = replace(renderer, messages=_with_numbers(renderer.messages)).render(Cut(size, False, True))
+    if isinstance(numbered, str) and _MARK.sub("", numbered) == full:
+        _check_marks(numbered)
+        owned = _owned(numbered, answers, size)
+        if owned is not None:
+            return full, owned
+    return full, _counted(full, answers, renderer)
+
+
+def _with_numbers(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Puts the number of each message into its texts, at places that templates are unlikely to change."""
+    numbered: list[dict[str, Any]] = copy.deepcopy([dict(message) for message in messages])
+    for number, message in enumerate(numbered):
+        calls = [call.get("function", call) for call in message.get("tool_calls", ())]
+        content = message.get("content")
+        places = [(part, "text") for part in content] if isinstance(content, list) else [(message, "content")]
+        places += [(message, "reasoning_content"), (message, "thinking"), *((call, "name") for call in calls)]
+        for holder, key in places:
+            if key not in holder:
+                continue
+            holder[key] = with_mark(holder[key], f"{_FIRST}{number}{_LAST}")
+    return numbered
+
+
+def with_mark(text: str, mark: str) -> str:
+    """Inserts a mark before the last character that is neither white space nor part of a tag, since templates cut those
+    away."""
+    end = len(text.rstrip())
+    if end and text[end - 1] == ">":
+        end = max((match.end() for match in _TAG_OR_CHAR.finditer(text) if match[1]), default=0)
+    return text[: end - 1] + mark + text[end - 1 :] if end else text
+
+
+def _check_marks(marked: str) -> None:
+    """Refuses nested or cut marks."""
+    marks = re.findall(f"[{OPEN}{CLOSE}]", marked)
+    if marks != [OPEN, CLOSE] * (len(marks) // 2):
+        raise _unclear()
+
+
+def _unclear() -> DataError:
+    return DataError(
+        "the template nests, cuts or changes what it marks by {% generation %}, so what is in the loss is not clear; "
+        "write the blocks directly where the text is printed"
+    )
+
+
+class _Span(NamedTuple):
+    start: int
+    end: int
+    numbers: tuple[int, ...]
+    """Numbers of the messages whose texts lie in the span."""
+
+
+def _spans(marked: str) -> Iterator[_Span]:
+    """Yields the marked places, and the texts between them as empty spans."""
+    position = start = last = 0
+    numbers: list[int] = []
+    for match in _MARK.finditer(marked):
+        position, last = position + match.start() - last, match.end()
+        if match[1] is not None:
+            numbers.append(int(match[1]))
+            continue
+        is_end = match.group() == CLOSE
+        yield _Span(start if is_end else position, position, tuple(numbers))
+        start, numbers = position, []
+    yield _Span(position, position, tuple(numbers))
+
+
+def _owned(numbered: str, answers: Sequence[int], size: int) -> dict[int, list[tuple[int, int]]] | None:
+    """Assigns marks to answers by the numbers around them; None if these do not decide."""
+    found: dict[int, list[tuple[int, int]]] = {answer: [] for answer in answers}
+    spans = list(_spans(numbered))
+    before = [-1, *accumulate((max(span.numbers, default=-1) for span in spans), max)]
+    after = [*accumulate((min(span.numbers, default=size) for span in reversed(spans)), min, initial=size)][::-1]
+    for place, span in enumerate(spans):
+        if span.start == span.end:
+            continue
+        is_numbered = len(span.numbers) > 0
+        first, last = (min(span.numbers), max(span.numbers)) if is_numbered else (before[place], after[place + 1])
+        owners = answers[bisect_left(answers, first) : bisect_right(answers, last)]
+        if len(owners) != 1 or (is_numbered and (before[place] > first or last > after[place + 1])):
+            return None
+        found[owners[0]].append((span.start, span.end))
+    return found
+
+
+def _counted(full: str, answers: Sequence[int], renderer: Renderer) -> dict[int, list[tuple[int, int]]]:
+    """Assigns marks to answers by counting them in the rendering of each beginning."""
+    cuts = [Cut(len(renderer.messages), False, True), *(Cut(answer + 1, False, True) for answer in answers[:-1])]
+    rendered = []
+    for each in renderer.compare(cuts):
+        if isinstance(each, NotRendered):
+            raise refused(each)
+        rendered.append(each)
+    marked = rendered[0].rest
+    _check_marks(marked)
+    if _MARK.sub("", marked) != full:
+        raise _unclear()
+    spans = [(span.start, span.end) for span in list(_spans(marked))[1::2]]
+    counts = [marked.count(OPEN, 0, each.common) + each.rest.count(OPEN) for each in rendered[1:]]
+    counts = [0, *counts, len(spans)]
+    if any(earlier > later for earlier, later in pairwise(counts)):
+        raise DataError("the template marks fewer answers by {% generation %} when more follow; correct it")
+    return {
+        answer: [span for span in spans[first:last] if span[0] < span[1]]
+        for answer, (first, last) in zip(answers, pairwise(counts), strict=True)
+    }

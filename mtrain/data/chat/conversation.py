@@ -10,7 +10,7 @@ from typing import Any, Literal, assert_never
 from mtrain.base.errors import DataError
 from mtrain.core.batch.numbers import whole_number
 from mtrain.data.encoding.checks import check_keys, check_text, check_weight
-from mtrain.data.formats.records import without_nulls
+from mtrain.data.formats.record_files import without_nulls
 
 LossOn = Literal["all_answers", "last_answer"]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -129,7 +129,6 @@ def _content(content: object, place: str) -> str | list[dict[str, str]]:
 
 
 def texts_of(content: str | list[dict[str, str]]) -> list[str]:
-    """Returns the texts of a content."""
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
@@ -220,12 +219,9 @@ def answers_in_loss(messages: Sequence[dict[str, Any]], loss_on: LossOn) -> dict
         case _:
             assert_never(loss_on)
     counted = {number: weights[number] for number in answers if weights[number] > 0}
-    if not any(_says_something(messages[number]) for number in counted):
+    texts = ("content", "tool_calls", *_REASONING_KEYS)
+    if not any(messages[number].get(key) for number in counted for key in texts):
         raise DataError(
             f"'messages' has no answer by the role {ANSWERS} that counts, so there is nothing to learn; remove the line"
         )
     return counted
-
-
-def _says_something(message: dict[str, Any]) -> bool:
-    return any(message.get(key) for key in ("content", "tool_calls", *_REASONING_KEYS))

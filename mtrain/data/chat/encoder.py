@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import TokenizedSample
-from mtrain.data.chat.answers import Answer, Rendering, found_answers, marked_answers
-from mtrain.data.chat.conversation import ANSWERS, RESERVED, Conversation, LossOn, conversation_of
+from mtrain.data.chat.answers import Answer, Rendering, found_answers, marked_answers, with_mark
+from mtrain.data.chat.conversation import ANSWERS, RESERVED, Conversation, LossOn, conversation_of, texts_of
 from mtrain.data.chat.ends import TOOLS, EndFinder, Weighed, up_to_stops
-from mtrain.data.chat.parts import as_read
-from mtrain.data.chat.sandbox import Cut, LimitError, NotRendered, Rendered, RenderLimits, Sandbox
+from mtrain.data.chat.sandbox import Cut, LimitError, NotRendered, Renderer, RenderLimits, Sandbox
 from mtrain.data.chat.shown import check_shown
 from mtrain.data.chat.spans import SpecialTexts, UntrainableError, refused, special_texts
 from mtrain.data.chat.template import ChatTemplate, ChatTemplates
@@ -39,8 +38,6 @@ _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options of conversations."""
-
     ignored: frozenset[str] = frozenset()
     """Unknown keys that are dropped on purpose."""
     loss_on: LossOn = "all_answers"
@@ -59,7 +56,6 @@ class Ends(NamedTuple):
     ids: list[int]
     """Tokens that end answers, that of a plain text first."""
     inside: list[int]
-    """Tokens that stand inside answers."""
 
 
 class ChatEncoder:
@@ -125,7 +121,8 @@ class ChatEncoder:
             if name not in conversation.variables
         )
         ways = [(text, replace(conversation, variables={**conversation.variables, **to})) for text, to in switched]
-        weights, last = conversation.answer_weights, _last_answer(conversation)
+        weights = conversation.answer_weights
+        last = max(number for number, message in enumerate(conversation.messages) if message["role"] == ANSWERS)
         if len(weights) > 1 and last in weights:
             ways.append(("data.loss_on=last_answer", replace(conversation, answer_weights={last: weights[last]})))
         if len(weights) > 1 and fault.message in weights:
@@ -138,8 +135,8 @@ class ChatEncoder:
         """Returns the ids of messages and the beginning of an answer, encoded as in training, for sampling."""
         conversation = conversation_of(record, self._options.ignored, None)
         form, conversation = self._read(conversation)
-        variables, whole = {**self._variables, **conversation.variables}, Cut(len(conversation.messages), True)
-        text = form.sandbox.render(conversation.messages, conversation.tools, variables, whole)
+        renderer, whole = self._renderer(form, conversation), Cut(len(conversation.messages), True)
+        text = renderer.render(whole)
         if isinstance(text, NotRendered):
             raise refused(text)
         return self._encoded(form, conversation, whole, text, []).ids
@@ -156,11 +153,8 @@ class ChatEncoder:
         return self._stop_ids
 
     def ends(self) -> Ends:
-        """Finds the tokens that end answers under the templates.
-
-        Raises:
-            DataError: No template takes a question and its answer, or one exceeds a limit.
-        """
+        """Finds the tokens that end answers under the templates; raises DataError if none takes a question and its
+        answer."""
         eos = self._tokenizer.name(self._tokenizer.eos_id)
         is_one, found, inside, fault = self._with_tools is self._default, dict[str, None](), dict[str, None](), None
         for form in dict.fromkeys((self._default, self._with_tools)):
@@ -189,41 +183,23 @@ class ChatEncoder:
 
     def _rendered(self, form: _Format, conversation: Conversation) -> Rendering:
         """Renders a conversation, finds its answers, and checks that the template shows all of it."""
-        variables = {**self._variables, **conversation.variables}
-
-        def render_other(other: dict[str, Any]) -> str | NotRendered:
-            whole = Cut(len(conversation.messages), False)
-            return form.sandbox.render(other["messages"], other["tools"], variables, whole)
-
-        rendering = self._located(form, conversation)
+        renderer = self._renderer(form, conversation)
+        answers_of = marked_answers if form.marks_answers else found_answers
+        rendering = answers_of(conversation, renderer, self._stops)
         places = {answer.message: answer.place for answer in rendering.answers}
-        check_shown(conversation, rendering.text, places, form.template.text, render_other)
+        check_shown(conversation, rendering.text, places, form.template.text, renderer)
         return rendering
 
-    def _located(self, form: _Format, conversation: Conversation) -> Rendering:
+    def _renderer(self, form: _Format, conversation: Conversation) -> Renderer:
         variables = {**self._variables, **conversation.variables}
-
-        def compare(cuts: Sequence[Cut]) -> list[Rendered | NotRendered]:
-            return form.sandbox.compare(conversation.messages, conversation.tools, variables, cuts)
-
-        def render_numbered(messages: Sequence[Mapping[str, Any]], cut: Cut) -> str | NotRendered:
-            return form.sandbox.render(messages, conversation.tools, variables, cut)
-
-        if form.marks_answers:
-            return marked_answers(conversation, compare, render_numbered, self._stops)
-        return found_answers(conversation, compare, self._stops)
+        return Renderer(form.sandbox, conversation.messages, conversation.tools, variables)
 
     def _read(self, conversation: Conversation) -> tuple[_Format, Conversation]:
         """Chooses the template of a conversation, and adapts the conversation to it."""
         if holds(_texts_of(conversation), PRIVATE):
             raise DataError(_HOLDS_PRIVATE)
         form = self._default if conversation.tools is None else self._with_tools
-        variables, whole = {**self._variables, **conversation.variables}, Cut(len(conversation.messages), False)
-
-        def render(messages: Sequence[Mapping[str, Any]]) -> str | NotRendered:
-            return form.sandbox.render(messages, conversation.tools, variables, whole)
-
-        return form, as_read(conversation, render)
+        return form, _as_read(conversation, self._renderer(form, conversation))
 
     def _encoded(
         self, form: _Format, conversation: Conversation, cut: Cut, text: str, ends: Sequence[int]
@@ -236,11 +212,8 @@ class ChatEncoder:
         return self._with_literals(text, self._literals(form, given, cut, text, ends))
 
     def _check_prompt(self, text: str, encoded: EncodedText, answer: Answer) -> None:
-        """Refuses an answer before which the text has other ids once the answer follows.
-
-        Raises:
-            UntrainableError: A token holds the end of the prompt and the beginning of the answer, or changes with it.
-        """
+        """Refuses an answer before which the text has other ids once the answer follows: a token holds the end of the
+        prompt and the beginning of the answer, or changes with it."""
         border, special, places = answer.place[0], self._special.pattern, encoded.offsets
         end = start = bisect_left(places, border, key=lambda place: place[0])
         # no token reaches over a special one, so the text from the last of these on is enough
@@ -268,7 +241,7 @@ class ChatEncoder:
     def _literals(self, form: _Format, given: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> frozenset[int]:
         """Returns where special tokens from the conversation's texts begin in the rendering."""
         messages, tools, own = with_marks(given, self._special.pattern)
-        marked = form.sandbox.render(messages, tools, {**self._variables, **own}, cut)
+        marked = Renderer(form.sandbox, messages, tools, {**self._variables, **own}).render(cut)
         if isinstance(marked, NotRendered):
             raise refused(marked)
         literals = literal_places(text, marked)
@@ -280,11 +253,8 @@ class ChatEncoder:
         return literals
 
     def _with_literals(self, text: str, literals: frozenset[int]) -> EncodedText:
-        """Encodes a rendering in which some special tokens are text.
-
-        The text is cut at the real ones. Some tokenizers give other ids for pieces than for the whole text, so both are
-        compared first with all of them taken as tokens.
-        """
+        """Encodes a rendering in which some special tokens are text: it is cut at the real ones. Some tokenizers give
+        other ids for pieces than for the whole text, so both are compared first with all of them taken as tokens."""
         places = [(match.start(), match.end()) for match in self._special.pattern.finditer(text)]
         real = [place for place in places if place[0] not in literals]
         if self._in_pieces(text, places).ids != self._tokenizer.encode_with_offsets(text, special_tokens=True).ids:
@@ -319,10 +289,6 @@ def _texts_of(conversation: Conversation) -> list[Any]:
     return [conversation.messages, conversation.tools, conversation.variables]
 
 
-def _last_answer(conversation: Conversation) -> int:
-    return max(number for number, message in enumerate(conversation.messages) if message["role"] == ANSWERS)
-
-
 def _ends_of(rendering: Rendering, special: SpecialTexts) -> list[int]:
     """Returns the ends of special tokens after which an answer has only white space."""
     places = (answer.place for answer in rendering.answers)
@@ -332,6 +298,42 @@ def _ends_of(rendering: Rendering, special: SpecialTexts) -> list[int]:
         for match in special.pattern.finditer(rendering.text, start, end)
         if not rendering.text[match.end() : end].strip()
     ]
+
+
+_PART, _KEY = "\U000f0008", "no_key_of_a_part"
+
+
+def _as_read(conversation: Conversation, renderer: Renderer) -> Conversation:
+    """Joins the parts of each content that the template would not read as a list.
+
+    A template may read lists for some roles only. One that prints a list as it is, with the keys of its parts, does not
+    read it.
+    """
+    roles = {each["role"] for each in conversation.messages if isinstance(each.get("content"), list)}
+    if not roles:
+        return conversation
+    read = set()
+    for role in roles:
+        messages = _with_lists(conversation.messages, {role}, _marked)
+        text = replace(renderer, messages=messages).render(renderer.whole)
+        if isinstance(text, str) and _PART in text and _KEY not in text:
+            read.add(role)
+    return replace(conversation, messages=_with_lists(conversation.messages, read, list))
+
+
+def _with_lists(
+    messages: Sequence[dict[str, Any]], roles: Set[str], change: Callable[[list[dict[str, str]]], object]
+) -> list[dict[str, Any]]:
+    """Keeps lists for these roles only."""
+
+    def content(message: dict[str, Any]) -> object:
+        return change(message["content"]) if message["role"] in roles else "".join(texts_of(message["content"]))
+
+    return [{**each, "content": content(each)} if isinstance(each.get("content"), list) else each for each in messages]
+
+
+def _marked(parts: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{**part, "text": with_mark(part["text"], _PART), _KEY: _KEY} for part in parts]
 
 
 class _Format:

@@ -28,23 +28,16 @@ class Weighed(NamedTuple):
     start: int
     end: int
     weight: float
-    """Weight of each token."""
 
 
 def up_to_stops(
     rendering: Rendering, stops: Sequence[tuple[int, int]], num_messages: int, special: SpecialTexts
 ) -> tuple[list[Weighed], float | None]:
-    """Returns the characters in the loss: each answer up to the token that ends it.
+    """Returns the characters in the loss, each answer up to the token that ends it, and the weight of an end token to
+    append if the last answer has none, else None. Refuses an answer without a stop, or beyond one.
 
     Args:
         stops: First character and end of every token at which an answer may stop, ascending.
-
-    Returns:
-        The characters, ascending, and the weight of the end token that must be appended because the last answer has
-        none; None if nothing must be appended.
-
-    Raises:
-        UntrainableError: An answer has no stop, or continues after it.
     """
     weighed: list[Weighed] = []
     for answer in rendering.answers:
@@ -88,7 +81,6 @@ def _end(
 
 
 Find = Callable[[Conversation], Rendering]
-"""Finds the answers of a conversation."""
 _TOOL_ROLES = ("tool", "function", "ipython")
 _QUESTION, _ANSWER, _THOUGHT, _FUNCTION = "ques7tion", "ans7wer", "tho7ught", "func7tion"
 """Texts that no template holds."""
@@ -108,7 +100,6 @@ _CALLS: tuple[tuple[dict[str, Any], int], ...] = (
 _SWITCHED_TO: tuple[object, ...] = (False, True, [])
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
 TOOLS = [{"type": "function", "function": {"name": _FUNCTION, "description": "d", "parameters": _PARAMETERS}}]
-"""Tools of the probing conversations."""
 
 
 class _Shown(NamedTuple):
@@ -129,6 +120,13 @@ class _Kind(NamedTuple):
     alone: _Shown | None
 
 
+class _Setting(NamedTuple):
+    """What a conversation has besides its messages."""
+
+    tools: list[Any] | None
+    variables: dict[str, Any]
+
+
 class EndFinder:
     """Finds the tokens at which the answers of one template stop."""
 
@@ -142,11 +140,16 @@ class EndFinder:
     def find(self, tools: list[Any] | None, tools_of_calls: list[Any] | None, switches: Sequence[str]) -> list[str]:
         """Finds the ends, that of a plain text first; eos stands for an end that the template leaves out."""
         for self._change in (*_CHANGES, list):
-            if self._shown([_message("user"), {"role": ANSWERS, **_TEXTS[0]}], 1, tools) is not None:
+            if self._shown([_message("user"), {"role": ANSWERS, **_TEXTS[0]}], 1, _Setting(tools, {})) is not None:
                 break
-        kinds = [*self._texts(tools), *self._calls(tools_of_calls)]
+        first, *others = _TEXTS
+        kinds = [self._kind([], first, ROLES, _Setting(tools, {}))]
+        kinds += [self._kind([], answer, ("user",), _Setting(tools, {})) for answer in others]
+        kinds += self._calls(_Setting(tools_of_calls, {}))
         for name, value in product(switches, _SWITCHED_TO):
-            kinds += self._switched(tools, tools_of_calls, {name: value})
+            call = {"content": "", **_calls({"x": "y"}, 1)}
+            kinds.append(self._kind([], _TEXTS[0], ("user",), _Setting(tools, {name: value})))
+            kinds.append(self._kind([], call, ("tool",), _Setting(tools_of_calls, {name: value})))
         shown = [each for kind in kinds for each in (*kind.followed, kind.alone) if each is not None]
         if not shown:
             assert self._fault is not None, "each one was refused"
@@ -159,60 +162,37 @@ class EndFinder:
             found |= dict.fromkeys(self._ends(kind, inside, frozenset() if is_held else inside))
         return list(found)
 
-    def _texts(self, tools: list[Any] | None) -> Iterator[_Kind]:
-        first, *others = _TEXTS
-        yield self._kind([], first, ROLES, tools)
-        for answer in others:
-            yield self._kind([], answer, ("user",), tools)
-
-    def _calls(self, tools: list[Any] | None) -> Iterator[_Kind]:
+    def _calls(self, setting: _Setting) -> Iterator[_Kind]:
         # some templates write arguments as they are, others as JSON
         arguments: list[object] = [{"x": "y"}, '{"x": "y"}']
         by_form = [[({**texts, **_calls(each, count)}) for texts, count in _CALLS] for each in arguments]
         for first, *others in by_form:
-            found = self._kind([], first, (*_TOOL_ROLES, "user", ANSWERS), tools)
+            found = self._kind([], first, (*_TOOL_ROLES, "user", ANSWERS), setting)
             if found.alone is None and not found.followed:
                 continue
             yield found
             for answer in others:
-                yield self._kind([], answer, ("tool", "user"), tools)
+                yield self._kind([], answer, ("tool", "user"), setting)
             result = _message("tool")
-            yield self._kind([{"role": ANSWERS, **first}, result], _TEXTS[0], ("user",), tools)
+            yield self._kind([{"role": ANSWERS, **first}, result], _TEXTS[0], ("user",), setting)
             return
 
-    def _switched(
-        self, tools: list[Any] | None, tools_of_calls: list[Any] | None, to: dict[str, Any]
-    ) -> Iterator[_Kind]:
-        yield self._kind([], _TEXTS[0], ("user",), tools, to)
-        yield self._kind([], {"content": "", **_calls({"x": "y"}, 1)}, ("tool",), tools_of_calls, to)
-
     def _kind(
-        self,
-        before: list[dict[str, Any]],
-        answer: dict[str, Any],
-        roles: Sequence[str],
-        tools: list[Any] | None,
-        variables: dict[str, Any] | None = None,
+        self, before: list[dict[str, Any]], answer: dict[str, Any], roles: Sequence[str], setting: _Setting
     ) -> _Kind:
         asked = [_message("user"), *before, {"role": ANSWERS, **answer}]
         followed = [
             each
             for role in roles
-            if (each := self._shown([*asked, _message(role)], len(asked) - 1, tools, variables)) is not None
+            if (each := self._shown([*asked, _message(role)], len(asked) - 1, setting)) is not None
         ]
-        return _Kind(followed, self._shown(asked, len(asked) - 1, tools, variables))
+        return _Kind(followed, self._shown(asked, len(asked) - 1, setting))
 
-    def _shown(
-        self,
-        messages: list[dict[str, Any]],
-        answer: int,
-        tools: list[Any] | None,
-        variables: dict[str, Any] | None = None,
-    ) -> _Shown | None:
+    def _shown(self, messages: list[dict[str, Any]], answer: int, setting: _Setting) -> _Shown | None:
         changed = self._change(messages)
         place = answer + len(changed) - len(messages)
         try:
-            return self._read(self._find(Conversation(changed, tools, variables or {}, {place: 1.0}, 1.0)))
+            return self._read(self._find(Conversation(changed, *setting, {place: 1.0}, 1.0)))
         except LimitError:
             raise
         except DataError as fault:

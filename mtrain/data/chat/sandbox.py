@@ -32,8 +32,6 @@ _KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "T
 
 @dataclass(frozen=True)
 class RenderLimits:
-    """Limits of the renderings of one conversation."""
-
     cpu_s: float = 10.0
     """Processor time of each rendering, in seconds, so that a busy machine refuses nothing."""
     wall_s: float = 600.0
@@ -74,10 +72,8 @@ class LimitError(DataError):
 
 
 class Sandbox:
-    """A template and the process that renders it, started at the first request and restarted after it ended.
-
-    Can be pickled and used in forked processes and threads.
-    """
+    """A template and the process that renders it, started at the first request and restarted after it ended. Can be
+    pickled and used in forked processes and threads."""
 
     def __init__(self, template: str, name: str, date: str | None, limits: RenderLimits) -> None:
         """`date` is YYYY-MM-DD for `strftime_now`; None refuses a template that asks for it."""
@@ -98,12 +94,7 @@ class Sandbox:
         return None if self._process is None or self._owner != os.getpid() else self._process.id
 
     def variables(self) -> list[str]:
-        """Returns the names that the template reads and does not set, in alphabetical order.
-
-        Raises:
-            LimitError: The template is damaged.
-            MachineError: No process can be started.
-        """
+        """Returns the names that the template reads and does not set, in alphabetical order."""
         with self._locked():
             self._running()
             return self._variables
@@ -115,33 +106,8 @@ class Sandbox:
         self.__dict__.update(state)
         self._reset()
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[object] | None,
-        variables: Mapping[str, object],
-        cut: Cut,
-    ) -> str | NotRendered:
-        """Renders one text; arguments and errors are those of `compare`."""
-        (found,) = self.compare(messages, tools, variables, [cut])
-        return found if isinstance(found, NotRendered) else found.rest
-
-    def compare(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[object] | None,
-        variables: Mapping[str, object],
-        cuts: Sequence[Cut],
-    ) -> list[Rendered | NotRendered]:
-        """Renders one text for each cut, as its difference from the first, so that results grow with the conversation
-        and not with its square.
-
-        Raises:
-            LimitError: The template is damaged, or exceeds a limit.
-            DataError: A value is not JSON.
-            MachineError: No process can be started.
-        """
-        asked = {"messages": messages, "tools": tools, "variables": variables, "cuts": cuts}
+    def answer(self, asked: Mapping[str, object]) -> list[Rendered | NotRendered]:
+        """Renders what `Renderer.compare` asks for, within the limits."""
         try:
             line = json.dumps(asked).encode()
         except (TypeError, ValueError, RecursionError) as fault:
@@ -160,7 +126,8 @@ class Sandbox:
     def _running(self) -> _Process:
         if self._process is None:
             process = _Process()
-            self._variables = self._ask(process, self._settings(), "is damaged")["variables"]
+            settings = {"template": self._template, "date": self._date, "marks": [OPEN, CLOSE], **asdict(self.limits)}
+            self._variables = self._ask(process, json.dumps(settings).encode(), "is damaged")["variables"]
             self._process = process
         return self._process
 
@@ -179,9 +146,30 @@ class Sandbox:
             raise LimitError(f"{self._name} {damaged}: {answer['error']}; take the template from its source again")
         return answer
 
-    def _settings(self) -> bytes:
-        limits = asdict(self.limits)
-        return json.dumps({"template": self._template, "date": self._date, "marks": [OPEN, CLOSE], **limits}).encode()
+
+@dataclass(frozen=True)
+class Renderer:
+    """A template with the messages, tools and variables of one conversation."""
+
+    sandbox: Sandbox
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[object] | None
+    variables: Mapping[str, object]
+
+    @property
+    def whole(self) -> Cut:
+        return Cut(len(self.messages), False)
+
+    def render(self, cut: Cut) -> str | NotRendered:
+        """Renders one text; raises as `compare` does."""
+        (found,) = self.compare([cut])
+        return found if isinstance(found, NotRendered) else found.rest
+
+    def compare(self, cuts: Sequence[Cut]) -> list[Rendered | NotRendered]:
+        """Renders one text for each cut, as its difference from the first, so that results grow with the conversation
+        and not with its square. Raises LimitError if the template is damaged, or exceeds a limit."""
+        asked = {"messages": self.messages, "tools": self.tools, "variables": self.variables, "cuts": cuts}
+        return self.sandbox.answer(asked)
 
 
 class _EndedError(Exception):
@@ -217,7 +205,6 @@ class _Process:
         self.end = weakref.finalize(self, _end, self._program, os.getpid())
 
     def ask(self, line: bytes, limits: RenderLimits) -> dict[str, Any]:
-        """Sends one line and returns the answer."""
         rest, received = memoryview(line + b"\n"), bytearray()
         until = time.monotonic() + limits.wall_s
         waiting = select.poll()  # and not select, which takes no file descriptor above 1023

@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mtrain.data.chat.conversation import Conversation
-from mtrain.data.chat.sandbox import NotRendered
+from mtrain.data.chat.sandbox import NotRendered, Renderer
 from mtrain.data.chat.spans import UntrainableError
 
 _FIRST, _LAST = "\U000f0004", "\U000f0005"
@@ -37,19 +38,12 @@ class _Part(NamedTuple):
 
 
 def check_shown(
-    conversation: Conversation,
-    full: str,
-    answers: Mapping[int, tuple[int, int]],
-    template: str,
-    render: Callable[[dict[str, Any]], str | NotRendered],
+    conversation: Conversation, full: str, answers: Mapping[int, tuple[int, int]], template: str, renderer: Renderer
 ) -> None:
     """Refuses a conversation if the template leaves something out.
 
     Args:
         answers: Message number -> first character and end in the rendering, for messages in the loss.
-
-    Raises:
-        UntrainableError: A part is left out; names it.
     """
     for number, (start, end) in answers.items():
         _check_arguments(conversation.messages[number], number, full[start:end])
@@ -61,11 +55,11 @@ def check_shown(
     ]
     if not missing:
         return
-    given = copy.deepcopy({"messages": conversation.messages, "tools": conversation.tools})
+    given: dict[str, Any] = copy.deepcopy({"messages": conversation.messages, "tools": conversation.tools})
     marks = [f"{_FIRST}{number}{_LAST}" for number in range(len(missing))]
     for mark, part in sorted(zip(marks, missing), key=lambda each: -each[1].position):  # from the end of each text on
         _insert(given, part, mark)
-    probe = render(given)
+    probe = replace(renderer, messages=given["messages"], tools=given["tools"]).render(renderer.whole)
     if isinstance(probe, NotRendered):
         raise UntrainableError(
             f"the template may leave out {missing[0].name}, and refuses a test of it ({probe.why})", _WAY_ON

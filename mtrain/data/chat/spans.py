@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.sandbox import Cut, NotRendered, Rendered
+from mtrain.data.chat.sandbox import Cut, NotRendered, Rendered, Renderer
 
 _DELIMITER = r"[<\[◁]/?[|｜]?/?[^\s<>\[\]◁▷|｜/]+[|｜]?[>\]▷]"
 _OPENED = re.compile(rf"(?P<open>{_DELIMITER})(?P<label>\w*)\s*(?=(?P<close>{_DELIMITER}))")
@@ -137,7 +137,6 @@ class Whole:
         return self._aligned(text, start, self._gaps[around:])
 
     def _aligned(self, text: str, position: int, later: Sequence[Gap]) -> Aligned:
-        """Compares from one gap to the next."""
         here, ours, theirs = 0, [*gaps(text)], [*later]
         while True:
             own = ours[0] if ours else None
@@ -185,12 +184,9 @@ class Whole:
 
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Returns the length of the common beginning."""
     return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-Compare = Callable[[Sequence[Cut]], Sequence[Rendered | NotRendered]]
-"""Renders the cuts of one conversation, each compared with the first."""
 _ROLE = re.compile("assistant|model", re.IGNORECASE)
 _OTHER_TEMPLATE = "give data.chat_template a template that keeps earlier messages as they are"
 
@@ -241,8 +237,8 @@ def special_texts(tokens: Iterable[str], bos: str | None) -> SpecialTexts:
 class AnswerFinder:
     """Finds the answers of one conversation by renderings of its beginnings."""
 
-    def __init__(self, num_messages: int, compare: Compare, special: SpecialTexts) -> None:
-        self._num_messages, self._compare, self._special = num_messages, compare, special
+    def __init__(self, renderer: Renderer, special: SpecialTexts) -> None:
+        self._renderer, self._special = renderer, special
         self._found: dict[Cut, Rendered | NotRendered] = {}
         self._whole = Whole("", special.pattern)
         self.full = ""
@@ -252,7 +248,7 @@ class AnswerFinder:
         """Finds the spans of these messages: ascending number -> texts of the message."""
         # one request for the renderings that are nearly always needed
         self._fetch([cut for number in messages for cut in (Cut(number, True), Cut(number + 1, False))])
-        full = self._found[Cut(self._num_messages, False)]
+        full = self._found[self._renderer.whole]
         if isinstance(full, NotRendered):
             raise refused(full)
         self.full, self._whole = full.rest, Whole(full.rest, self._special.pattern)
@@ -275,10 +271,10 @@ class AnswerFinder:
             raise _not_found(span.message, "add_generation_prompt changes nothing, so its header would be in the loss")
 
     def _fetch(self, cuts: Iterable[Cut]) -> None:
-        whole = Cut(self._num_messages, False)
+        whole = self._renderer.whole
         missing = [cut for cut in dict.fromkeys(cuts) if cut not in self._found and cut != whole]
         if missing or whole not in self._found:
-            self._found.update(zip([whole, *missing], self._compare([whole, *missing]), strict=True))
+            self._found.update(zip([whole, *missing], self._renderer.compare([whole, *missing]), strict=True))
 
     def _rendered(self, cut: Cut, answer: int) -> Rendered:
         if cut not in self._found:
@@ -310,7 +306,7 @@ class AnswerFinder:
         raise _not_found(number, "it does not begin as add_generation_prompt does")
 
     def _end(self, number: int, start: int) -> int:
-        if number == self._num_messages - 1:
+        if number == len(self._renderer.messages) - 1:
             return len(self.full)
         answered = self._whole.align(self._rendered(Cut(number + 1, False), number))
         if answered.end < start or self._special.without(answered.left):

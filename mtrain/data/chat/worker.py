@@ -44,9 +44,13 @@ def main() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
     _limit(settings)
     signal.setitimer(signal.ITIMER_PROF, settings["cpu_s"])  # its signal ends the process, wherever it is
-    renderer = _compiled(settings)
-    _reply({"variables": renderer.variables} if isinstance(renderer, _Renderer) else renderer)
-    while isinstance(renderer, _Renderer) and (line := sys.stdin.buffer.readline()):
+    try:
+        renderer = _Renderer(settings)
+    except Exception as fault:  # whatever a hostile template makes the compiler raise
+        _reply({"error": _message(fault)})
+        return
+    _reply({"variables": renderer.variables})
+    while line := sys.stdin.buffer.readline():
         signal.setitimer(signal.ITIMER_PROF, settings["cpu_s"])
         _reply(renderer.answer(line))
 
@@ -122,13 +126,6 @@ def _common_prefix(one: str, other: str) -> int:
     return low
 
 
-def _compiled(settings: dict[str, Any]) -> _Renderer | dict[str, Any]:
-    try:
-        return _Renderer(settings)
-    except Exception as fault:  # whatever a hostile template makes the compiler raise
-        return {"error": _message(fault)}
-
-
 def _message(fault: Exception) -> str:
     name = type(fault).__name__
     text = " ".join(str(fault).split())
@@ -146,7 +143,6 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
     def parse(self, parser: Any) -> nodes.Node:
-        """Parses the block as a call of `_marked`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

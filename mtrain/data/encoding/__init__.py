@@ -1,1 +1,1 @@
-"""One record of a finetuning source -> token ids and their weights (`encoder.encoder_of`)."""
+"""One record of a finetuning source -> token ids and their weights (`encoder.RecordEncoder`)."""

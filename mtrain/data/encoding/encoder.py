@@ -6,60 +6,34 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 from mtrain.base.errors import DataError
 from mtrain.config.extras import key_and_sizes
 from mtrain.config.schema.data import SftSection
-from mtrain.config.schema.output import HeadOutput
-from mtrain.core.batch.sample import SampleEncoder, TokenizedSample
+from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.chat.conversation import untrained
 from mtrain.data.chat.encoder import ChatEncoder, ChatOptions
 from mtrain.data.chat.template import TEMPLATE_FILE, chosen_templates, template_files
 from mtrain.data.encoding.checks import token_extras
-from mtrain.data.encoding.forms import alpaca_as_messages, sharegpt_as_messages, tokens_sample
-from mtrain.data.encoding.judged import LabelEncoder
 from mtrain.data.encoding.plain import (
     PLAIN_TEMPLATE,
     TextPart,
+    alpaca_as_messages,
     chat_parts,
     joined,
     pair_parts,
+    sharegpt_as_messages,
     text_parts,
     tokenized,
+    tokens_sample,
     with_response,
 )
-from mtrain.data.encoding.preferences import PreferenceEncoder
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_file
 
 PLAIN = "plain"
 """Value of data.chat_template for no template."""
 _CONVERSATIONS = ("messages", "sharegpt", "alpaca")
-
-
-def encoder_of(section: SftSection, tokenizer: Tokenizer) -> RecordEncoder:
-    """Builds the encoder of single sequences; cheap, so each worker process may build its own."""
-    return RecordEncoder(section, tokenizer, chat_encoder(section, tokenizer))
-
-
-def source_encoder(
-    section: SftSection,
-    tokenizer: Tokenizer,
-    compares: Literal["pairs", "answers"] | None,
-    head: HeadOutput | None = None,
-    is_number: bool = False,
-) -> SampleEncoder:
-    """Builds the encoder of a source's records; as cheap as `encoder_of`.
-
-    Args:
-        compares: Form of a record of compared answers; None if a record is one sequence.
-        head: Head that judges sequences; None without one.
-    """
-    encoder = encoder_of(section, tokenizer)
-    ignored = frozenset(section.ignore_keys)
-    if compares is not None:
-        return PreferenceEncoder(encoder, compares, ignored, is_judged=head is not None)
-    return encoder if head is None else LabelEncoder(encoder, head, ignored, is_number)
 
 
 def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | None:
@@ -107,11 +81,10 @@ def _refuse_known_form(record: dict[str, Any]) -> None:
 
 
 class RecordEncoder:
-    """A `SampleEncoder` for all forms of records."""
+    """A `SampleEncoder` for all forms of single sequences; cheap, so each worker process may build its own."""
 
-    def __init__(self, section: SftSection, tokenizer: Tokenizer, chat: ChatEncoder | None) -> None:
-        """`chat` is None if conversations have no template."""
-        self._section, self._tokenizer, self._chat = section, tokenizer, chat
+    def __init__(self, section: SftSection, tokenizer: Tokenizer) -> None:
+        self._section, self._tokenizer, self._chat = section, tokenizer, chat_encoder(section, tokenizer)
         self._ignored = frozenset(section.ignore_keys)
         self.fingerprint = self._fingerprint()
 

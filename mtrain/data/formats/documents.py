@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mtrain.base.errors import DataError
-from mtrain.data.formats.jsonl import check_at, content, objects
+from mtrain.data.formats.jsonl import content, objects
 from mtrain.data.formats.recognise import FileKind, kind_of_file
 
 PACKED_SUFFIXES = (".gz", ".zst")
@@ -44,8 +44,14 @@ def documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
             yield Document(_text(path, kind), str(path))
             continue
         for number, found in objects(path, kind):
-            check_at(path, number, found, lambda one: _check_text(one, text_key))
-            yield Document(found[text_key], f"{path} line {number}")
+            place, text = f"{path} line {number}", found.get(text_key)
+            if text_key not in found:
+                names = ", ".join(found) or "none"
+                raise DataError(f"{place}: has no {text_key!r}; its keys are {names}: name one with --text-key")
+            if not isinstance(text, str):
+                kind_of_text = type(text).__name__
+                raise DataError(f"{place}: {text_key!r} is of type {kind_of_text}, but must be a string; fix the line")
+            yield Document(text, place)
 
 
 def _text(path: Path, kind: FileKind) -> str:
@@ -53,10 +59,3 @@ def _text(path: Path, kind: FileKind) -> str:
         return content(path, kind).decode("utf-8")
     except UnicodeDecodeError as fault:
         raise DataError(f"{path}: byte {fault.start + 1} is not UTF-8; save the file in that encoding") from None
-
-
-def _check_text(found: dict[str, Any], text_key: str) -> None:
-    if text_key not in found:
-        raise DataError(f"has no {text_key!r}; its keys are {', '.join(found) or 'none'}: name one with --text-key")
-    if not isinstance(found[text_key], str):
-        raise DataError(f"{text_key!r} is of type {type(found[text_key]).__name__}, but must be a string; fix the line")

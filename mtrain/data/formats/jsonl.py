@@ -5,7 +5,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, assert_never, cast
@@ -26,23 +26,11 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 def objects(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number, object); errors name file and line. Tables are not allowed here."""
     for number, line in enumerate(raw_lines(path, kind), start=1):
-        yield number, parsed(line, path, number)
-
-
-def check_at(path: Path, number: int, found: dict[str, Any], check: Callable[[dict[str, Any]], None]) -> None:
-    """Runs a check and puts the place before its message."""
-    try:
-        check(found)
-    except DataError as fault:
-        raise DataError(f"{path} line {number}: {fault}") from None
-
-
-def parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parses one line as an object; errors name file and line."""
-    try:
-        return parsed_line(line)
-    except DataError as fault:
-        raise DataError(f"{path} line {number}: {fault}") from None
+        try:
+            found = parsed_line(line)
+        except DataError as fault:
+            raise DataError(f"{path} line {number}: {fault}") from None
+        yield number, found
 
 
 def parsed_line(line: bytes) -> dict[str, Any]:
@@ -88,9 +76,7 @@ def _reading(path: Path, kind: FileKind) -> Iterator[BinaryIO]:
     try:
         with _opened(path, kind) as file:
             yield file
-    except EOFError as fault:
-        raise _damaged(path, kind, fault) from fault
-    except zlib.error as fault:
+    except (EOFError, zlib.error) as fault:
         raise _damaged(path, kind, fault) from fault
     except OSError as fault:
         if kind is not FileKind.LINES and fault.errno is None:  # an error of the compressed data, not of the disk

@@ -12,8 +12,6 @@ from mtrain.base.steady_files import retried
 
 
 class FileKind(enum.Enum):
-    """How records are stored."""
-
     LINES = "JSON lines"
     LIST = "a JSON list"
     GZIP = "gzip"

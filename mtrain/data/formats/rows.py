@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ def _batches(library: ModuleType, path: Path, kind: FileKind, most_rows: int) ->
 
 
 def records_of(batch: Any) -> list[dict[str, Any]]:
-    """Converts the rows of a record batch to JSON objects; nulls are kept for `mtrain.data.formats.records`."""
+    """Converts the rows of a record batch to JSON objects; nulls are kept for `mtrain.data.formats.record_files`."""
     rows: list[dict[str, Any]] = batch.to_pylist()
     decoders = {field.name: decoder for field in batch.schema if (decoder := _decoder(field)) is not None}
     for name, decode in decoders.items():
@@ -75,25 +75,26 @@ Decoder = Callable[[Any], Any]
 def _decoder(field: Any) -> Decoder | None:
     """Builds the function that turns a column's values into JSON objects; None if they already are."""
     kind = field.type
-    if _is_json(field):
+    # without pyarrow's own type, which came with version 19, the name stands in the field's metadata
+    name = getattr(kind, "extension_name", None)
+    if name == _JSON or (field.metadata or {}).get(b"ARROW:extension:name") == _JSON.encode():
         return partial(_decoded, field.name)
     inner = {each.name: _decoder(each) for each in map(kind.field, range(kind.num_fields))}
     found = {name: decoder for name, decoder in inner.items() if decoder is not None}
     # pyarrow's classes by name: its module is imported only where a file needs it
     if type(kind).__name__ == "MapType":
-        return partial(_decoded_map, found.get(kind.item_field.name))
+        of_value = found.get(kind.item_field.name, lambda value: value)
+        return _unless_none(lambda pairs: {key: of_value(value) for key, value in pairs})
     if not found:
         return None
     if type(kind).__name__ == "StructType":
-        return partial(_decoded_struct, found)
+        return _unless_none(lambda value: value | {key: found[key](value[key]) for key in value if key in found})
     (decoder,) = found.values()
-    return partial(_decoded_list, decoder)
+    return _unless_none(lambda values: [decoder(value) for value in values])
 
 
-def _is_json(field: Any) -> bool:
-    # without pyarrow's own type, which came with version 19, the name stands in the field's metadata
-    name = getattr(field.type, "extension_name", None)
-    return bool(name == _JSON or (field.metadata or {}).get(b"ARROW:extension:name") == _JSON.encode())
+def _unless_none(decoder: Decoder) -> Decoder:
+    return lambda value: None if value is None else decoder(value)
 
 
 def _decoded(column: str, text: str | None) -> Any:
@@ -110,20 +111,6 @@ def _decoded(column: str, text: str | None) -> Any:
     # `datasets` stores a text as it is where pandas' parser, which takes "1." too, reads JSON in it;
     # and a content is nothing but a text or parts
     return value if column != "content" or isinstance(value, str | list) else text
-
-
-def _decoded_struct(decoders: Mapping[str, Decoder], value: dict[str, Any] | None) -> Any:
-    if value is None:
-        return None
-    return {key: decoders[key](inner) if key in decoders else inner for key, inner in value.items()}
-
-
-def _decoded_list(decoder: Decoder, value: list[Any] | None) -> Any:
-    return None if value is None else [decoder(inner) for inner in value]
-
-
-def _decoded_map(decoder: Decoder | None, value: list[tuple[Any, Any]] | None) -> Any:
-    return None if value is None else {key: inner if decoder is None else decoder(inner) for key, inner in value}
 
 
 @contextmanager

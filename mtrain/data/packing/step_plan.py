@@ -4,6 +4,10 @@ Packing is layout: a step holds the same samples with and without it. Samples ar
 only on their lengths and the width of a row; then rows are dealt to microbatches and data-parallel ranks. All ranks
 compute the same plan, so nothing is sent.
 
+Rows come from best-fit-decreasing: the longest sample first, each into the fullest row with room for it, the last
+changed of equally full ones. Samples of equal length and rows of equal content are handled together, so the cost
+depends on the number of different lengths, not of samples.
+
 Ranks should do equal work; a rank computes one row in each turn. Ranks wait for each other at the end of a step, so the
 sum of a rank's rows decides, with or without a pipeline. If ranks exchange tokens between experts, they wait in every
 turn, and the sum over turns of the most expensive row decides. Rows sorted by cost and cut into turns minimise that
@@ -11,7 +15,9 @@ sum; within turns they are then dealt so that the sums are equal. Ranks that wai
 of different turns, which makes their sums more equal.
 """
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +25,102 @@ from numpy.typing import NDArray
 from mtrain.arch.layout import microbatches_come_in
 from mtrain.base.errors import DataError
 from mtrain.config import Config
-from mtrain.data.packing.best_fit import PackedRows, packed
+
+
+class PackedRows(NamedTuple):
+    samples: NDArray[np.int64]
+    """[num_samples]: row after row, each with its longest sample first."""
+    ends: NDArray[np.int64]
+    """[num_rows]: where each row ends in `samples`."""
+
+    def of(self, row: int) -> NDArray[np.int64]:
+        return self.samples[int(self.ends[row - 1]) if row else 0 : int(self.ends[row])]
+
+
+_Group = tuple[tuple[int, ...], int]
+"""Rows of equal content: (length, samples of it, next smaller length, ...) and the number of rows. Plain tuples of
+numbers are not followed by the garbage collector; other types would take a third of the time."""
+
+
+def packed(lengths: NDArray[np.int64], row_width: int) -> PackedRows:
+    """Puts samples into as few rows as best-fit-decreasing finds; the same on every machine.
+
+    Args:
+        lengths: [num_samples] positions that each takes, 1 to row_width.
+    """
+    assert lengths.max(initial=0) <= row_width, "a sample that is longer than a row is refused before"
+    counts = np.bincount(lengths, minlength=row_width + 1)
+    return _filled(_groups(counts, row_width), counts, _longest_first(lengths))
+
+
+def _groups(counts: NDArray[np.int64], row_width: int) -> list[_Group]:
+    """Finds which lengths share a row; `counts` is [row_width + 1] samples of each length."""
+    # for each number of free positions, the rows that have as many; `spaces` holds the numbers that occur, ascending
+    waiting: dict[int, list[_Group]] = {}
+    spaces: list[int] = []
+    full: list[_Group] = []
+    empty: tuple[int, ...] = ()
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[length])
+        while left:
+            at = bisect_left(spaces, length)
+            is_new = at == len(spaces)
+            if is_new:
+                # a new row for every sample that is left, unless several share one
+                space, content, num_rows = row_width, empty, left
+            else:
+                space = spaces[at]
+                content, num_rows = waiting[space].pop()
+            # the fullest row that takes a sample takes the next one too, until it is too full
+            repeats = min(space // length, left)
+            used = min(num_rows, left // repeats)
+            left -= used * repeats
+            if used < num_rows and not is_new:
+                waiting[space].append((content, num_rows - used))
+            elif not is_new and not waiting[space]:
+                del waiting[space], spaces[at]
+            group = ((*content, length, repeats), used)
+            space -= length * repeats
+            if space == 0:
+                full.append(group)
+            elif space in waiting:
+                waiting[space].append(group)
+            else:
+                waiting[space] = [group]
+                insort(spaces, space)
+    return full + [group for space in spaces for group in waiting[space]]
+
+
+def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns [num_samples]: samples by decreasing length, equally long ones in order."""
+    # numpy sorts 16-bit numbers by radix, in linear time
+    descending = (lengths.max(initial=0) - lengths).astype(np.uint32)
+    order = np.argsort((descending & 0xFFFF).astype(np.uint16), kind="stable")
+    if lengths.max(initial=0) >> 16:
+        order = order[np.argsort((descending >> 16).astype(np.uint16)[order], kind="stable")]
+    return order
+
+
+def _filled(groups: list[_Group], counts: NDArray[np.int64], longest_first: NDArray[np.int64]) -> PackedRows:
+    # index of the next sample of each length: longer ones come before it
+    following = (len(longest_first) - np.cumsum(counts)).tolist()
+    row_sizes = [sum(content[1::2]) for content, _ in groups]
+    ends = np.cumsum(np.repeat(np.array(row_sizes, np.int64), [num_rows for _, num_rows in groups]))
+    samples = np.empty(len(longest_first), np.int64)
+    start = 0
+    for (content, num_rows), row_size in zip(groups, row_sizes):
+        stop = start + num_rows * row_size
+        block = samples[start:stop].reshape(num_rows, row_size)
+        column = 0
+        for length, repeats in zip(content[::2], content[1::2]):
+            first = following[length]
+            following[length] = first + num_rows * repeats
+            taken = longest_first[first : following[length]]
+            block[:, column : column + repeats] = taken if num_rows == 1 else taken.reshape(num_rows, repeats)
+            column += repeats
+        start = stop
+    return PackedRows(samples, ends)
+
 
 FILLER: tuple[int, ...] = ()
 """Row without a sample, which makes the number of rows equal on all ranks."""
@@ -30,20 +131,9 @@ class StepPlan:
     """Rows of one step, the same on every rank."""
 
     num_microbatches: int
-    """Number of forward passes of every rank."""
-    fill: float
-    """Share of positions with text in the rows that hold any; 1 for a step without samples."""
-    imbalance: float
-    """Largest work of a rank over the mean; if ranks wait for each other in every microbatch, the sum over microbatches
-    of the largest work over the mean."""
     _slots: PackedRows
     _places: NDArray[np.int64]
     """[num_microbatches, dp_size, micro_batch_size]: number of the row; -1 for a filler."""
-
-    @property
-    def num_rows(self) -> int:
-        """Counts the rows with samples, over all ranks."""
-        return len(self._slots.ends)
 
     def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
         """Returns the micro_batch_size rows of one forward pass, each the slots of its samples in order; FILLER if a
@@ -59,7 +149,6 @@ class StepShape:
     """Sizes that a plan depends on."""
 
     row_width: int
-    """Positions of a row."""
     micro_batch_size: int
     """Rows in one forward pass of a rank."""
     dp_size: int
@@ -105,13 +194,7 @@ def plan_rows(lengths: NDArray[np.int64], slots: PackedRows, shape: StepShape) -
     turns = dealt(row_costs, num_turns, shape.dp_size, shape.wait_in_microbatches)
     # consecutive turns of a rank form a microbatch
     places = turns.reshape(num_microbatches, shape.micro_batch_size, shape.dp_size).transpose(0, 2, 1)
-    return StepPlan(
-        num_microbatches=num_microbatches,
-        fill=int(lengths.sum()) / (len(slots.ends) * shape.row_width) if len(slots.ends) else 1.0,
-        imbalance=_imbalance(np.append(row_costs, 0)[places].sum(axis=2), shape.wait_in_microbatches),
-        _slots=slots,
-        _places=places,
-    )
+    return StepPlan(num_microbatches, slots, places)
 
 
 def num_microbatches_of(num_rows: int, shape: StepShape) -> int:
@@ -119,15 +202,6 @@ def num_microbatches_of(num_rows: int, shape: StepShape) -> int:
     samples."""
     a_round = shape.dp_size * shape.micro_batch_size * shape.multiple_of
     return max(1, -(-num_rows // a_round)) * shape.multiple_of
-
-
-def _imbalance(work: NDArray[np.int64], wait_in_microbatches: bool) -> float:
-    """Computes the imbalance of [num_microbatches, dp_size] costs."""
-    if not work.any():
-        return 1.0
-    loads = work.sum(axis=0)
-    slowest = work.max(axis=1).sum() if wait_in_microbatches else loads.max()
-    return float(slowest / loads.mean())
 
 
 def _sums(values: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -164,14 +238,11 @@ def costs(lengths: NDArray[np.int64], hidden_size: int) -> NDArray[np.int64]:
 
 
 def dealt(row_costs: NDArray[np.int64], num_turns: int, dp_size: int, wait_in_turns: bool) -> NDArray[np.int64]:
-    """Deals rows to ranks; the same on every machine.
+    """Deals rows to ranks, the same on every machine: the row of each rank in each turn, [num_turns, dp_size], or -1.
 
     Args:
         row_costs: [num_rows] cost of each row; num_rows <= num_turns x dp_size.
         wait_in_turns: Whether ranks wait for each other in every turn, or only at the end.
-
-    Returns:
-        [num_turns, dp_size]: the row that each rank computes in each turn, -1 for none.
     """
     dearest_first = np.argsort(-row_costs, kind="stable")
     missing = num_turns * dp_size - len(row_costs)
@@ -186,14 +257,8 @@ def dealt(row_costs: NDArray[np.int64], num_turns: int, dp_size: int, wait_in_tu
 
 
 def _ranks_of_equal_load(turn_costs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Deals the rows of each turn so that loads are equal.
-
-    Args:
-        turn_costs: [num_turns, dp_size] costs, decreasing within a turn.
-
-    Returns:
-        [num_turns, dp_size]: a permutation of the ranks for each turn.
-    """
+    """Deals the rows of each turn so that loads are equal: a permutation of the ranks for each turn, [num_turns,
+    dp_size], for costs of that shape, decreasing within a turn."""
     ranks = np.empty(turn_costs.shape, np.int64)
     loads = np.zeros(turn_costs.shape[1], np.int64)
     for turn, each in enumerate(turn_costs):

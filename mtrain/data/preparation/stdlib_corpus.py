@@ -29,7 +29,6 @@ _PUBLIC_NAMES = {"posixpath": "os.path"}
 _HOLD_OUT_EVERY = 20
 
 _MOST_TURNS = 4
-"""Most questions in a conversation."""
 
 Kind = Literal["text", "qa", "chat"]
 
@@ -44,10 +43,7 @@ def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -
     """Writes `<kind>-train.jsonl` and, with every twentieth document, `<kind>-valid.jsonl`, in a fixed order.
 
     `text` has lines {"text", "path"}, `qa` lines {"prompt", "response", "path"}, `chat` lines {"messages", "path"}. No
-    held-out answer occurs among the others.
-
-    Args:
-        library: Folder of the sources; by default this Python's own library.
+    held-out answer occurs among the others. The sources are by default those of this Python's own library.
     """
     root = Path(sysconfig.get_path("stdlib")) if library is None else library
     found = list(_found(kind, root))
@@ -66,7 +62,7 @@ def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -
 def _found(kind: Kind, root: Path) -> Iterator[dict[str, Any]]:
     match kind:
         case "text":
-            return _texts(root)
+            return ({"text": source, "path": str(name)} for name, source in _sources(root) if source.strip())
         case "qa":
             return _pairs(root)
         case "chat":
@@ -120,10 +116,6 @@ def _sources(root: Path) -> Iterator[tuple[Path, str]]:
                 yield name, path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 continue  # the few modules in older encodings
-
-
-def _texts(root: Path) -> Iterator[dict[str, str]]:
-    return ({"text": source, "path": str(name)} for name, source in _sources(root) if source.strip())
 
 
 def _pairs(root: Path) -> Iterator[dict[str, str]]:

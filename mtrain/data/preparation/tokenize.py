@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.base.signals import interrupts_blocked
-from mtrain.data.formats.corpus_writer import element_type, writing_corpus
 from mtrain.data.formats.documents import Document, documents, find_files
+from mtrain.data.formats.megatron_indexed import element_type, writing_corpus
 from mtrain.hf.tokenizer.tokenizer import PARALLELISM, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 _MOST_CHARACTERS = 4096
@@ -55,10 +55,7 @@ class CheckedEncoding:
     """Encodes texts by gigatoken, compared with the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises:
-        DataError: gigatoken cannot read the tokenizer, or gives other tokens.
-        MachineError: gigatoken is not installed.
-        """
+        """Refuses a tokenizer that gigatoken cannot read, or for which it gives other tokens."""
         try:
             from gigatoken import gigatoken_rs as library
         except ImportError as fault:
@@ -151,7 +148,11 @@ class _Work(NamedTuple):
     is_fast: bool
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[list[str]], _Tokens]:
-        encode = CheckedEncoding(tokenizer).encode if self.is_fast else functools.partial(_encode, tokenizer)
+        encode = (
+            CheckedEncoding(tokenizer).encode
+            if self.is_fast
+            else functools.partial(tokenizer.encode_batch, num_threads=1)
+        )
         return functools.partial(_tokens, tokenizer, encode, self.append_eos)
 
 
@@ -176,13 +177,11 @@ def tokenize_corpus(
     Args:
         num_workers: Number of tokenising processes; 1 works in this one.
         progress: Receives the bytes of text that were finished since the last call.
-
-    Raises:
-        DataError: An input or the tokenizer is bad, there is no text, the pair exists, or gigatoken gives other tokens.
-        MachineError: The disk is full, a worker died, or gigatoken is not installed.
     """
     began = time.perf_counter()
-    _refuse_existing(output_prefix, overwrite)
+    for path in (f"{output_prefix}.bin", f"{output_prefix}.idx"):
+        if not overwrite and os.path.exists(path):
+            raise DataError(f"{path} exists; choose another output prefix, or overwrite it with --overwrite")
     tokenizer = load_tokenizer(tokenizer_path)
     work = _Work(tokenizer_path, append_eos, is_fast)
     files = find_files(inputs, pattern)
@@ -197,12 +196,6 @@ def tokenize_corpus(
             raise DataError(f"{', '.join(map(str, inputs))} hold no text, so there is no corpus to write; check them")
     seconds = time.perf_counter() - began
     return CorpusSummary(writer.num_documents, num_empty, writer.num_tokens, num_bytes, seconds)
-
-
-def _refuse_existing(prefix: str, overwrite: bool) -> None:
-    for path in (f"{prefix}.bin", f"{prefix}.idx"):
-        if not overwrite and os.path.exists(path):
-            raise DataError(f"{path} exists; choose another output prefix, or overwrite it with --overwrite")
 
 
 def _chunks(texts: Iterable[Document]) -> Iterator[_TextChunk]:
@@ -223,7 +216,6 @@ def _chunks(texts: Iterable[Document]) -> Iterator[_TextChunk]:
 def _tokenized(
     chunks: Iterator[_TextChunk], work: _Work, tokenizer: Tokenizer, num_workers: int
 ) -> Iterator[tuple[_TextChunk, _Tokens]]:
-    """Yields chunks in order, each with its tokens."""
     if num_workers == 1:
         encoder = work.encoder(tokenizer)
         for chunk in chunks:
@@ -280,10 +272,6 @@ def _leave_with_parent() -> None:
 
 def _work(texts: list[str]) -> _Tokens:
     return _of_worker[0](texts)
-
-
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    return tokenizer.encode_batch(texts, num_threads=1)
 
 
 def _tokens(

@@ -17,7 +17,6 @@ from mtrain.base.files import disk_faults, replacing
 from mtrain.data.formats.documents import documents, find_files
 
 _MAX_LINE_BYTES = 65536
-"""Longest line in the training."""
 
 _LOSSLESS: dict[str, Any] = {
     "byte_fallback": True,
@@ -51,9 +50,10 @@ def train_tokenizer(
 
     _refuse_existing(output, overwrite)
     model = io.BytesIO()
+    texts = (document.text for document in documents(find_files(inputs, pattern), text_key))
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=_lines(find_files(inputs, pattern), text_key),
+            sentence_iterator=(line for text in texts for line in text.split("\n") if line.strip()),
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
@@ -71,24 +71,15 @@ def train_tokenizer(
             f"no tokenizer of {vocab_size} tokens can be trained on this text: {' '.join(str(fault).split())}; change "
             "the number of tokens or give more text"
         ) from fault
-    _write(output, model.getvalue())
+    with disk_faults(f"write the tokenizer {output}"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(output) as new:
+            new.write_bytes(model.getvalue())
 
 
 def _refuse_existing(output: Path, overwrite: bool) -> None:
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists; choose another output, or overwrite it with --overwrite")
-
-
-def _write(output: Path, content: bytes) -> None:
-    with disk_faults(f"write the tokenizer {output}"):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(output) as new:
-            new.write_bytes(content)
-
-
-def _lines(files: Sequence[Path], text_key: str) -> Iterator[str]:
-    for document in documents(files, text_key):
-        yield from (line for line in document.text.split("\n") if line.strip())
 
 
 END = "<|endoftext|>"
@@ -118,11 +109,6 @@ def train_hf_tokenizer(
 
     Args:
         chat_template: Template `chatml`, which brings its special tokens, or the path of a .jinja file.
-
-    Raises:
-        ConfigError: The vocabulary is too small for the bytes and the special tokens.
-        DataError: An input is bad, the text yields fewer tokens, or the output exists.
-        MachineError: The output cannot be written.
     """
     template = None if chat_template is None else _template(chat_template)
     names = [END, *(_CHATML_TOKENS if chat_template == CHATML else ()), *special_tokens]

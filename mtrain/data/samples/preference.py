@@ -8,21 +8,20 @@ function of the file, whereas neighbours in a batch would depend on the layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
-from mtrain.core.batch.sample import Sample, shifted, with_label
-from mtrain.core.loss.preference.scores import GroupMember, Role
+from mtrain.core.batch.sample import Sample, TokenizedSample, with_label
+from mtrain.core.loss.preference.member import GroupMember, Role
 from mtrain.data.cache.entry import TokenCache
-from mtrain.data.samples.too_long import Pieces, RowLimit, why_nothing
+from mtrain.data.samples.sft import Pieces, RowLimit, sample_of_record, why_nothing
 
 
 class PreferenceDataset:
-    """Groups of a part of a source."""
-
     def __init__(
         self,
         cache: TokenCache,
@@ -66,26 +65,18 @@ class PreferenceDataset:
     def sample(self, epoch: int, index: int) -> Sample:
         """Returns a sequence; the same in every epoch."""
         place, second = divmod(index, 2)
-        group = int(self._groups[place])
-        if self._is_judged:
-            return self._judged(place, second)
-        ids, weights, weight, role = self._sequence(group, second)
-        start, end = self._bounds(len(ids))
-        reference = None if self.references is None else float(self.references[index])
-        sample = shifted(ids[start:end].astype(np.int64), weights[start + 1 : end].astype(np.float64), weight)
-        return sample.as_member(GroupMember(place, role, reference))
-
-    def _judged(self, place: int, second: int) -> Sample:
-        found = self.cache.read(2 * int(self._groups[place]) + second)
-        start, end = self._bounds(len(found.ids))
-        if end < len(found.ids):
+        found, role = self._sequence(int(self._groups[place]), second)
+        length, most = len(found.ids), self._seq_length + 1
+        start = max(0, length - most) if self._too_long == "start" else 0
+        end = min(length, start + most)
+        if self._is_judged and end < length:
             found = with_label(found, end)
-        assert found.extras is not None, "the cache was made with margins"
-        sample = shifted(
-            found.ids[start:end].astype(np.int64), found.loss_weights[start + 1 : end].astype(np.float64), found.weight
-        )
-        role: Role = "rejected" if second else "chosen"
-        return sample.as_member(GroupMember(place, role, margin=float(found.extras[-1, 0])))
+        margin = 0.0
+        if self._is_judged:
+            assert found.extras is not None, "the cache was made with margins"
+            margin = float(found.extras[-1, 0])
+        reference = None if self.references is None else float(self.references[index])
+        return sample_of_record(found, start, end).as_member(GroupMember(place, role, reference, margin))
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns [n]: positions that sequences take in rows, at least 1, without reading them."""
@@ -104,7 +95,6 @@ class PreferenceDataset:
         return why_nothing(self.cache, Pieces(samples, starts, sizes), self._is_judged)
 
     def place(self, index: int) -> str:
-        """Names file and record of a sequence."""
         return self._place_of(int(self._groups[index // 2]))
 
     def notes(self) -> Iterator[str]:
@@ -116,10 +106,6 @@ class PreferenceDataset:
             f"{self.cache.files[0].path}: {self._num_long:,} of {self._num_groups:,} records have a sequence of more "
             f"than {self._seq_length + 1} tokens: {what}"
         )
-
-    def _bounds(self, length: int) -> tuple[int, int]:
-        most = self._seq_length + 1
-        return (max(0, length - most), length) if self._too_long == "start" else (0, min(length, most))
 
     def _others(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns [n]: the groups whose answers stand in the mismatched sequences of `groups`."""
@@ -141,20 +127,18 @@ class PreferenceDataset:
             case _:
                 assert_never(self._compares)
 
-    def _sequence(self, group: int, second: int) -> tuple[NDArray[np.int32], NDArray[np.float32], float, Role]:
-        """Returns ids, weight of each token, weight of the sequence, and its role."""
+    def _sequence(self, group: int, second: int) -> tuple[TokenizedSample, Role]:
         if self._compares == "pairs":
-            found = self.cache.read(2 * group + second)
-            return found.ids, found.loss_weights, found.weight, "rejected" if second else "chosen"
+            return self.cache.read(2 * group + second), "rejected" if second else "chosen"
         found = self.cache.read(group)
         if not second:
-            role: Role = "rejected" if np.signbit(found.weight) else "chosen"
-            return found.ids, found.loss_weights, abs(found.weight), role
+            return replace(found, weight=abs(found.weight)), "rejected" if np.signbit(found.weight) else "chosen"
         (number,) = self._others(np.array([group])).tolist()
         other, begin = self.cache.read(number), int(self.cache.prompt_lengths[number])
         prompt = int(self.cache.prompt_lengths[group])
         ids = np.concatenate([found.ids[:prompt], other.ids[begin:]])
-        return ids, np.concatenate([found.loss_weights[:prompt], other.loss_weights[begin:]]), 1.0, "mismatched"
+        weights = np.concatenate([found.loss_weights[:prompt], other.loss_weights[begin:]])
+        return TokenizedSample(ids, weights), "mismatched"
 
     def _place_of(self, group: int) -> str:
         return self.cache.place(2 * group if self._compares == "pairs" else group)

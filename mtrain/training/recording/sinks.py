@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from mtrain.training.recording.life import Life
+
 from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Heartbeat
 from mtrain.config.changes import flat_keys
@@ -22,7 +24,6 @@ from mtrain.runs.goodput import StartAccount
 from mtrain.runs.lock import RunLock
 from mtrain.training.build import Run
 from mtrain.training.changed import note_on_order
-from mtrain.training.recording.life import Life
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.known_issues import context_kinds
 from mtrain.config.messages import readable
-from mtrain.config.schema.layout import LayoutSection
+from mtrain.config.schema.layout import CpComm, LayoutSection
 
 MAX_STAGES = 8
 """Largest number of (virtual) pipeline stages of a derived layout; each needs a layer."""

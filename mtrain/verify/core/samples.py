@@ -22,7 +22,7 @@ from mtrain.core.batch.order import key_of
 from mtrain.core.batch.sample import Sample, TokenizedSample, shifted
 from mtrain.core.loss.functions.load import extras_of, load_loss_function, reads_temperature
 from mtrain.data.encoding.checks import token_extras
-from mtrain.data.encoding.forms import tokens_sample
+from mtrain.data.encoding.plain import tokens_sample
 from mtrain.data.loader import Given, RowPlan, RowsOfRank, Slots, StepLoader
 from mtrain.data.samples.sft import sample_of_record
 from mtrain.verify.core.shrink import SEQ_LENGTH, Shrunk

@@ -15,13 +15,12 @@ import numpy as np
 from mtrain.config import Config
 from mtrain.config.schema.data import FilesSection, IndexedSection, MockSection, SftSection
 from mtrain.data.cache.entry import TokenCache
-from mtrain.data.encoding.encoder import PLAIN, RecordEncoder, encoder_of
-from mtrain.data.formats.mock import MockSamples
+from mtrain.data.encoding.encoder import PLAIN, RecordEncoder
 from mtrain.data.formats.recognise import FileKind
-from mtrain.data.formats.records import chunks
+from mtrain.data.formats.record_files import chunks
 from mtrain.data.samples.pretrain import PretrainDataset
 from mtrain.data.samples.sft import SftDataset
-from mtrain.data.sources import Blended, Sources
+from mtrain.data.sources import Blended, MockSamples, Sources
 from mtrain.hf.tokenizer.tokenizer import Tokenizer
 from mtrain.verify.core.samples import HardBatch, SamplePlan
 from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation, unshuffled
@@ -92,14 +91,14 @@ def _answers(
     data: SftSection, stream: Blended, tokenizer: Tokenizer, turns: list[Draw], tell: Callable[[str], None]
 ) -> list[Text]:
     found: dict[Draw, Text] = {}
-    encoder = encoder_of(data, tokenizer)
+    encoder = RecordEncoder(data, tokenizer)
     for number, source in enumerate(stream.sources):
         assert isinstance(source, SftDataset), "the kind has one sort of samples"
         own = [turn for turn in turns if turn.source == number]
         records = _records(source.cache, {source.cache.record(turn.index) for turn in own})
         path = _lone_lines(source.cache)
         num_records = source.cache.num_records if path is None else num_lines(path)
-        count = _in_training(num_records - source.cache.bad.count, data)
+        count = _in_training(num_records - source.cache.num_bad, data)
         if len(source) != count and data.too_long == "end":
             file = data.all_sources[number].path
             tell(f"source {number} has {len(source)} samples, but {file} has {count} records of training")

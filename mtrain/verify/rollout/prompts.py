@@ -8,7 +8,7 @@ from typing import Any
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.schema.data import SftSection
-from mtrain.data.encoding.encoder import encoder_of
+from mtrain.data.encoding.encoder import RecordEncoder
 from mtrain.data.encoding.plain import asked
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from mtrain.training.sampling.generate import Model
@@ -91,7 +91,7 @@ class Prompts:
         assert self._tokenizer is not None
         if self._section is None:
             raise DataError("has messages, but the run's data (data.kind) are not conversations")
-        sample = encoder_of(self._section, self._tokenizer).encode(record)
+        sample = RecordEncoder(self._section, self._tokenizer).encode(record)
         every = [*rollout.prompt_ids, *rollout.ids]
         expected = sample.ids.tolist()
         # an answer that was cut has no end, and a template may write a line feed after it

@@ -20,9 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.data.cache.arrays import OF_SAMPLES, runs_of
 from mtrain.data.cache.encoding_workers import EncodingJob
-from mtrain.data.cache.entry import TokenCache
+from mtrain.data.cache.entry import OF_SAMPLES, TokenCache, runs_of
 from mtrain.data.cache.opening import CacheOptions, content_of, default_folder, token_cache
 from mtrain.data.formats.record_files import record_files
 from tests.data.cache.byte_encoder import COUNT_FILE, ByteEncoder, FatalEncoder
@@ -143,7 +142,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> Non
     assert [(found[1].folder / name).read_bytes() for name in names] == [
         (found[0].folder / name).read_bytes() for name in names
     ]
-    assert (found[1].bad.count, found[1].bad_places()) == (1, [f"{path} line 1004: holds an !"])
+    assert (found[1].num_bad, found[1].bad_places()) == (1, [f"{path} line 1004: holds an !"])
     assert found[1].place(1003) == f"{path} line 1005"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered, Rendered, RenderLimits, Sandbox
+from mtrain.data.chat.sandbox import CLOSE, OPEN, Cut, NotRendered, Rendered, Renderer, RenderLimits, Sandbox
 from mtrain.data.chat.spans import refused
 from tests.fault_table import Notice
 from tests.messages import refuses
@@ -70,7 +70,7 @@ def test_an_attack_is_refused(attack: str, notice: Notice) -> None:
 
 
 def rendered(sandbox: Sandbox) -> str:
-    text = sandbox.render(MESSAGES, None, {}, WHOLE)
+    text = Renderer(sandbox, MESSAGES, None, {}).render(WHOLE)
     if isinstance(text, NotRendered):
         raise refused(text)
     return text
@@ -79,40 +79,40 @@ def rendered(sandbox: Sandbox) -> str:
 def test_after_a_conversation_that_exceeds_a_limit_the_next_one_is_rendered() -> None:
     sandbox = Sandbox("{{ messages[0].content * (2 * 10 ** 6) }}{{ messages[1].content }}", "T", None, LIMITS)
     with refuses(DataError):
-        sandbox.render(MESSAGES, None, {}, WHOLE)
-    assert sandbox.render([{"content": ""}, MESSAGES[1]], None, {}, WHOLE) == "b"
+        Renderer(sandbox, MESSAGES, None, {}).render(WHOLE)
+    assert Renderer(sandbox, [{"content": ""}, MESSAGES[1]], None, {}).render(WHOLE) == "b"
 
 
 def test_a_process_that_is_killed_is_an_error_and_the_next_request_starts_another() -> None:
     sandbox = Sandbox("{{ messages[0].content }}", "T", None, LIMITS)
-    assert sandbox.render(MESSAGES, None, {}, WHOLE) == "a"
+    assert Renderer(sandbox, MESSAGES, None, {}).render(WHOLE) == "a"
     assert sandbox.process_id is not None
     os.kill(sandbox.process_id, signal.SIGKILL)
     with refuses(DataError):
-        sandbox.render(MESSAGES, None, {}, WHOLE)
-    assert sandbox.render(MESSAGES, None, {}, WHOLE) == "a"
+        Renderer(sandbox, MESSAGES, None, {}).render(WHOLE)
+    assert Renderer(sandbox, MESSAGES, None, {}).render(WHOLE) == "a"
 
 
 def test_a_copy_and_a_forked_process_have_a_process_of_their_own() -> None:
     sandbox = Sandbox("{{ messages[0].content }}", "T", None, LIMITS)
-    sandbox.render(MESSAGES, None, {}, WHOLE)
+    Renderer(sandbox, MESSAGES, None, {}).render(WHOLE)
     copy = pickle.loads(pickle.dumps(sandbox))
     assert copy.process_id is None
-    assert copy.render(MESSAGES, None, {}, WHOLE) == "a"
+    assert Renderer(copy, MESSAGES, None, {}).render(WHOLE) == "a"
     own = sandbox.process_id
     child = os.fork()
     if child == 0:
-        is_right = sandbox.render(MESSAGES, None, {}, WHOLE) == "a" and sandbox.process_id not in (None, own)
+        is_right = Renderer(sandbox, MESSAGES, None, {}).render(WHOLE) == "a" and sandbox.process_id not in (None, own)
         os._exit(0 if is_right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert sandbox.render(MESSAGES, None, {}, WHOLE) == "a", "the parent's process is still there"
+    assert Renderer(sandbox, MESSAGES, None, {}).render(WHOLE) == "a", "the parent's process is still there"
 
 
 def test_a_long_conversation_passes_through_the_pipes() -> None:
     """The conversation is longer than the buffers of both directions together."""
     text = "é🙂" * 200_000
     sandbox = Sandbox("{{ messages[0].content }}", "T", None, RenderLimits())
-    found = sandbox.render([{"content": text}, {}], None, {}, WHOLE)
+    found = Renderer(sandbox, [{"content": text}, {}], None, {}).render(WHOLE)
     assert found == text
 
 
@@ -122,7 +122,7 @@ def test_a_long_conversation_is_rendered_at_each_of_its_messages(marked: bool) -
     messages = [{"role": "user", "content": f"{number} " + "x" * 850} for number in range(400)]
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     cuts = [Cut(400, False, marked), *(Cut(n, prompt, marked) for n in range(400) for prompt in (True, False))]
-    first, *found = Sandbox(template, "T", None, RenderLimits()).compare(messages, None, {}, cuts)
+    first, *found = Renderer(Sandbox(template, "T", None, RenderLimits()), messages, None, {}).compare(cuts)
     marks = (OPEN, CLOSE) if marked else ("", "")
     whole = [message["content"].join(marks) for message in messages]
     assert first == Rendered(0, "".join(whole))
@@ -135,27 +135,27 @@ def test_renderings_that_differ_too_much_are_refused() -> None:
     template = "{{ messages | length }}" + "a" * 1000000
     sandbox = Sandbox(template, "T", None, RenderLimits(max_chars=1 << 21))
     with refuses(DataError, "2097152"):
-        sandbox.compare(MESSAGES, None, {}, [WHOLE, Cut(1, False), Cut(0, False)])
+        Renderer(sandbox, MESSAGES, None, {}).compare([WHOLE, Cut(1, False), Cut(0, False)])
 
 
 def test_nothing_of_the_environment_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTRAIN_SECRET_OF_A_TEST", "x")
     sandbox = Sandbox("a", "T", None, LIMITS)
-    sandbox.render(MESSAGES, None, {}, WHOLE)
+    Renderer(sandbox, MESSAGES, None, {}).render(WHOLE)
     assert b"MTRAIN_SECRET_OF_A_TEST" not in Path(f"/proc/{sandbox.process_id}/environ").read_bytes()
 
 
 def test_what_is_no_json_is_refused() -> None:
     with refuses(DataError):
-        Sandbox("a", "T", None, LIMITS).render([{"content": b"bytes"}], None, {}, WHOLE)
+        Renderer(Sandbox("a", "T", None, LIMITS), [{"content": b"bytes"}], None, {}).render(WHOLE)
 
 
 def test_a_process_that_does_not_run_is_given_up() -> None:
     sandbox = Sandbox("{{ messages[0].content }}", "T", None, RenderLimits())
-    assert sandbox.render(MESSAGES, None, {}, WHOLE) == "a"
+    assert Renderer(sandbox, MESSAGES, None, {}).render(WHOLE) == "a"
     assert sandbox.process_id is not None
     os.kill(sandbox.process_id, signal.SIGSTOP)
     sandbox.limits = RenderLimits(wall_s=0.5)
     with refuses(DataError, "0.5"):
-        sandbox.render([{"content": "a" * 10**6}, {}], None, {}, WHOLE)
+        Renderer(sandbox, [{"content": "a" * 10**6}, {}], None, {}).render(WHOLE)
     assert sandbox.process_id is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from mtrain.data.chat.marks import marks_of
-from mtrain.data.chat.sandbox import Cut, RenderLimits, Sandbox
+from mtrain.data.chat.answers import marks_of
+from mtrain.data.chat.sandbox import Cut, NotRendered, Rendered, Renderer, RenderLimits, Sandbox
 from tests.data.chat.cases import CALL, assistant, trained_texts, user
 from tests.data.chat.conftest import MakeEncoder
 
@@ -43,17 +45,23 @@ def of(template: str) -> Sandbox:
     return Sandbox(template, "T", None, RenderLimits())
 
 
+@dataclass(frozen=True)
+class Watched(Renderer):
+    """Notes the beginnings of the conversation that are rendered."""
+
+    asked: list[tuple[Sequence[Mapping[str, Any]], Cut]] = field(default_factory=list)
+
+    def compare(self, cuts: Sequence[Cut]) -> list[Rendered | NotRendered]:
+        self.asked.extend((self.messages, cut) for cut in cuts)
+        return super().compare(cuts)
+
+
 def marks(template: str, messages: list[dict[str, Any]]) -> tuple[dict[int, list[tuple[int, int]]], list[Cut]]:
     """Returns what `marks_of` finds, and the beginnings of the conversation that it renders."""
-    sandbox, asked = of(template), list[Cut]()
-
-    def compare(cuts: Any) -> Any:
-        asked.extend(cuts)
-        return sandbox.compare(messages, None, {}, cuts)
-
+    renderer = Watched(of(template), messages, None, {})
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    found = marks_of(messages, answers, compare, lambda other, cut: sandbox.render(other, None, {}, cut))
-    return dict(found.spans), asked
+    _, found = marks_of(answers, renderer)
+    return found, [cut for rendered, cut in renderer.asked if rendered is messages]
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -66,7 +74,7 @@ def test_each_answer_has_the_marks_that_appear_with_it(body: str, messages: list
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             # these templates print one message after the other
-            before = of(template).render(messages, None, {}, Cut(number, False))
+            before = Renderer(of(template), messages, None, {}).render(Cut(number, False))
             (alone,) = marks(template, [message])[0].values()
             expected[number] = [(len(str(before)) + start, len(str(before)) + end) for start, end in alone]
     assert found == expected

@@ -10,10 +10,9 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.data import SftSection
-from mtrain.data.chat.sandbox import Cut, RenderLimits, Sandbox
-from mtrain.data.encoding.encoder import RecordEncoder, encoder_of, trained_templates
-from mtrain.data.encoding.forms import sharegpt_as_messages
-from mtrain.data.encoding.plain import PLAIN_TEMPLATE
+from mtrain.data.chat.sandbox import Cut, Renderer, RenderLimits, Sandbox
+from mtrain.data.encoding.encoder import RecordEncoder, trained_templates
+from mtrain.data.encoding.plain import PLAIN_TEMPLATE, sharegpt_as_messages
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.fault_table import Notice
 from tests.messages import refuses
@@ -25,7 +24,7 @@ def encoder(word_tokenizer: Path, make_config: Callable[..., Config]) -> Callabl
         data = {"kind": "sft", "train": [{"path": "x"}], "tokenizer": str(word_tokenizer), **keys}
         section = make_config(data).data
         assert isinstance(section, SftSection)
-        return encoder_of(section, load_tokenizer(word_tokenizer))
+        return RecordEncoder(section, load_tokenizer(word_tokenizer))
 
     return build
 
@@ -71,7 +70,7 @@ def test_a_token_that_pads_counts_as_any_other(
             for place in (folder, tmp_path):
                 section = make_config({**data, "tokenizer": str(place)}).data
                 assert isinstance(section, SftSection)
-                sample = encoder_of(section, load_tokenizer(place)).encode(record)
+                sample = RecordEncoder(section, load_tokenizer(place)).encode(record)
                 found.append((sample.ids.tolist(), sample.loss_weights.tolist()))
             assert found[0] == found[1]
             assert sum(found[0][1]) >= 3
@@ -271,7 +270,7 @@ def test_the_template_of_the_plain_form_writes_it(encoder: Callable[..., RecordE
     variables = {"bos_token": "<s> ", "eos_token": " </s>"}  # this tokenizer cuts words only at spaces
     messages = [*CHAT, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
     sandbox = Sandbox(PLAIN_TEMPLATE, "T", None, RenderLimits())
-    whole, prompt = (sandbox.render(messages, None, variables, cut) for cut in (Cut(4, False), Cut(1, True)))
+    whole, prompt = (Renderer(sandbox, messages, None, variables).render(cut) for cut in (Cut(4, False), Cut(1, True)))
     assert whole == "<s> ### user\na\n\n### assistant\nb </s>\n\n### user\nc\n\n### assistant\nd </s>"
     assert prompt == "<s> ### user\na\n\n### assistant\n"
     ids = load_tokenizer(word_tokenizer).encode_with_offsets(str(whole), special_tokens=True).ids

@@ -12,7 +12,7 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
 from mtrain.core.batch.sample import SampleEncoder, TokenizedSample
-from mtrain.data.encoding.encoder import source_encoder
+from mtrain.data.encoding.compared import source_encoder
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.fault_table import Notice
 from tests.messages import refuses

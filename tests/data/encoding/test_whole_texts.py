@@ -14,7 +14,7 @@ from trl.data_utils import common_prefix_length
 
 from mtrain.config.schema.data import SftSection
 from mtrain.config.schema.output import HeadOutput
-from mtrain.data.encoding.encoder import source_encoder
+from mtrain.data.encoding.compared import source_encoder
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.hf.tokenizer.folders import NAMES, trained, written
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from mtrain.data.formats.corpus_writer import element_type, writing_corpus
+from mtrain.data.formats.megatron_indexed import element_type, writing_corpus
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 70_000])

@@ -10,8 +10,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from mtrain.base.errors import DataError
-from mtrain.data.formats.corpus_writer import writing_corpus
-from mtrain.data.formats.megatron_indexed import Corpus, document_ranges, same_fingerprint
+from mtrain.data.formats.megatron_indexed import Corpus, document_ranges, same_fingerprint, writing_corpus
 from tests.messages import refuses
 
 WriteCorpus = Callable[[str, Sequence[Sequence[int]]], str]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mtrain.data.formats.mock import MockSamples
+from mtrain.data.sources import MockSamples
 
 
 def test_a_sample_is_a_function_of_seed_and_number() -> None:
@@ -11,7 +11,7 @@ def test_a_sample_is_a_function_of_seed_and_number() -> None:
     assert np.array_equal(one.sample(7).tokens, again.sample(7).tokens)
     assert not np.array_equal(one.sample(7).tokens, one.sample(8).tokens)
     assert not np.array_equal(one.sample(7).tokens, other.sample(7).tokens)
-    assert not np.array_equal(one.sample(7).tokens, MockSamples(1, 16, 50, held_out=True).sample(7).tokens)
+    assert not np.array_equal(one.sample(7).tokens, MockSamples(1, 16, 50, size=8).sample(7).tokens)
 
 
 def test_tokens_are_even_over_the_vocabulary_and_labels_are_shifted() -> None:

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.data.formats.record_files import left_out, record_files, source_files
-from mtrain.data.formats.records import chunks
+from mtrain.data.formats.record_files import chunks, left_out, record_files, source_files
 from tests.fault_table import Notice
 from tests.messages import refuses
 

@@ -25,10 +25,9 @@ from mtrain.config.schema.data import SftSection
 from mtrain.core.batch.sample import SampleEncoder, TokenizedSample
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.opening import Progress, build_entry
-from mtrain.data.encoding.encoder import source_encoder
+from mtrain.data.encoding.compared import source_encoder
 from mtrain.data.formats.recognise import FileKind
-from mtrain.data.formats.record_files import RecordFile, record_files
-from mtrain.data.formats.records import chunks
+from mtrain.data.formats.record_files import RecordFile, chunks, record_files
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.data.chat.cases import write_folder
 

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
 from mtrain.core.batch.sample import SampleEncoder
-from mtrain.data.encoding.encoder import encoder_of
-from mtrain.data.formats.record_files import record_files
-from mtrain.data.formats.records import chunks
+from mtrain.data.encoding.encoder import RecordEncoder
+from mtrain.data.formats.record_files import chunks, record_files
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 
 datasets.disable_progress_bars()
@@ -202,7 +201,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> SampleEncoder:
     folder = tmp_path_factory.mktemp("tables")
     write_folder(folder, TEMPLATE)
     section = {"kind": "sft", "seq_length": 9, "tokenizer": str(folder), "train": [{"path": "unused"}]}
-    return encoder_of(SftSection.model_validate(section), load_tokenizer(folder))
+    return RecordEncoder(SftSection.model_validate(section), load_tokenizer(folder))
 
 
 def samples(path: str, encoder: SampleEncoder) -> Iterator[Any]:

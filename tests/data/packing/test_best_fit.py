@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mtrain.data.packing.best_fit import PackedRows, packed
+from mtrain.data.packing.step_plan import PackedRows, packed
 from tests.data.packing.oracle import best_fit_decreasing
 
 WIDTH = 40

@@ -11,8 +11,7 @@ import pytest
 from mtrain.base.errors import DataError
 from mtrain.config import Config
 from mtrain.config.schema.data import SftSection
-from mtrain.data.samples.sft import SftDataset
-from mtrain.data.samples.too_long import RowLimit, TooLong
+from mtrain.data.samples.sft import RowLimit, SftDataset, TooLong
 from mtrain.data.sft_caches import SftCaches
 from mtrain.data.sources import Sources
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer

@@ -15,8 +15,7 @@ from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.cache.opening import CacheOptions, token_cache
 from mtrain.data.formats.record_files import record_files
-from mtrain.data.samples.sft import SftDataset
-from mtrain.data.samples.too_long import RowLimit, TooLong, TooLongCounts, pieces_of
+from mtrain.data.samples.sft import RowLimit, SftDataset, TooLong, TooLongCounts, pieces_of
 from tests.data.cache.byte_encoder import ByteEncoder
 from tests.messages import refuses
 

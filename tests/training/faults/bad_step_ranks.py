@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from mtrain.data.prefetch import Prefetch
 
 from mtrain.base import fault_points
 from mtrain.base.signals import StopSignal
@@ -19,7 +18,7 @@ from mtrain.core.engine.training_state import local_state
 from mtrain.core.loss.pair import LossPair, TermInputs, weigh
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
-from mtrain.data.loader import StepLoader
+from mtrain.data.loader import Prefetch, StepLoader
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.trainer import train_on

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.data import SftSection
-from mtrain.data.encoding.encoder import encoder_of
+from mtrain.data.encoding.encoder import RecordEncoder
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from mtrain.training.sampling.prompts import questions_of, read_prompts
 from tests.messages import refuses
@@ -56,7 +56,7 @@ def test_a_question_is_the_beginning_of_its_sample(
     model = load_tokenizer(tokenizer)
     asked = [{"role": "system", "content": "b"}, {"role": "user", "content": text}]
     answer = {"role": "assistant", "content": "a"}
-    sample = encoder_of(config.data, model).encode({"messages": [*asked, answer], **more})
+    sample = RecordEncoder(config.data, model).encode({"messages": [*asked, answer], **more})
     start = int(sample.loss_weights.nonzero()[0][0])
     for record in ({"messages": asked, **more}, {"prompt": asked, **more}):
         path = tokenizer / "asked.jsonl"
@@ -70,7 +70,7 @@ def test_a_question_is_the_beginning_of_its_sample(
 def test_a_text_is_the_prompt_of_its_sample(tokenizer: Path, text: str, options: dict[str, Any]) -> None:
     config, model = finetuning(tokenizer, **options), load_tokenizer(tokenizer)
     assert isinstance(config.data, SftSection)
-    sample = encoder_of(config.data, model).encode({"prompt": text, "response": "a"})
+    sample = RecordEncoder(config.data, model).encode({"prompt": text, "response": "a"})
     (question,) = questions_of(config, model, [text], as_chat=False)
     assert question.ids == sample.ids[: len(question.ids)].tolist()
     assert sample.loss_weights[len(question.ids)] == 1

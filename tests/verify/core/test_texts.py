@@ -14,7 +14,7 @@ import torch
 
 from mtrain.config import Config
 from mtrain.core.batch import order
-from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.data.loader import StepLoader
 from mtrain.data.samples import pretrain
 from mtrain.verify.core.compare import expected_fields, sample_deviations

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mtrain.config import Config
 from mtrain.config.schema.data import MockSection
-from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 
 _WORDS = ["<unk>", "<s>", "</s>", *"abcdefgh", "user", "assistant"]
 _TEMPLATE = (

@@ -19,7 +19,7 @@ from mtrain.core.engine.loss_reduction import GlobalTotals
 from mtrain.core.engine.sharded_model import ShardedModel
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step import step
-from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.verify.core.result import LayoutResult
 from mtrain.verify.core.worker import Job, Outcome, run_layout
 from tests.config.samples import config

@@ -228,8 +228,8 @@ class _EverySecond(SampleOrder):
 class _ReadsTwice(StepLoader):
     def __init__(self, config: Config, dp_rank: int, dp_size: int) -> None:
         super().__init__(config, dp_rank, dp_size)
-        assert isinstance(self._stream, Blended), "a condition of the fault"
-        become(self._stream.order, _EverySecond)
+        assert isinstance(self.stream, Blended), "a condition of the fault"
+        become(self.stream.order, _EverySecond)
 
 
 def _balance_of_rows(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:

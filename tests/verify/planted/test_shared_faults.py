@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtrain.config import Config
-from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import KINDS
 from mtrain.verify.core.shrink import BATCH_SIZE

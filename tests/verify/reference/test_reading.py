@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mtrain.config.schema.loss import TermSection
-from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.verify.reference.aggregation import Divisor, divisor, token_weights
 from mtrain.verify.reference.order import Draw, Shares, broken_order, is_permutation
 from mtrain.verify.reference.text import RawCorpus, Text, num_lines, objects, rows_of, text_of

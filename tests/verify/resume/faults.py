@@ -21,8 +21,7 @@ from mtrain.core.layers.init_weights import draw_weights
 from mtrain.core.ranks import rng
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.state.loss_scaler import LossScaler
-from mtrain.data.loader import StepLoader
-from mtrain.data.prefetch import Prefetch
+from mtrain.data.loader import Prefetch, StepLoader
 from mtrain.runs.folder import RunFolder
 from mtrain.training import trainer
 from mtrain.training.build import Run, build_run

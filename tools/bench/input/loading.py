@@ -31,7 +31,7 @@ if __name__ == "__main__":
     import_path.insert(0, str(Path(__file__).parents[3]))
 
 from mtrain import load_config
-from mtrain.data.formats.corpus_writer import writing_corpus
+from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.data.loader import StepLoader
 
 VOCAB = 32_000

@@ -23,8 +23,7 @@ from mtrain.core.batch.sample import TokenizedSample
 from mtrain.data.cache.encoding_workers import EncodingJob
 from mtrain.data.cache.opening import CacheOptions, token_cache
 from mtrain.data.formats.record_files import record_files
-from mtrain.data.samples.sft import SftDataset
-from mtrain.data.samples.too_long import RowLimit
+from mtrain.data.samples.sft import RowLimit, SftDataset
 
 _SEQ_LENGTH = 512
 
