@@ -17,10 +17,18 @@ from pydantic import ValidationError
 from mtrain.base.errors import DataError
 from mtrain.config.megatron_fields import PROVEN
 from mtrain.config.messages import readable
-from mtrain.config.schema.experts import ExpertsSection
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.section import Section
-from mtrain.hf.schema.rope import PARTIAL, ROPE_NAMES, older_rope, read_rope, rope_differences, written_rope
+from mtrain.hf.schema.rope import (
+    PARTIAL,
+    ROPE_NAMES,
+    ROPE_OBJECTS,
+    older_rope,
+    read_rope,
+    rope_differences,
+    rope_without,
+    written_rope,
+)
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
 SIZES: Mapping[str, str] = {
@@ -37,10 +45,7 @@ class UnsayableError(DataError):
     """A model that a family cannot describe."""
 
     def __init__(self, model_type: str, reasons: Mapping[str, str]) -> None:
-        """
-        Args:
-            reasons: Key of `model.*` -> what the family would make of it.
-        """
+        """Takes reasons by key of `model.*`: what the family would make of it."""
         listing = "; ".join(f"model.{key}{reason}" for key, reason in reasons.items())
         super().__init__(f"a config.json of {model_type} cannot express: {listing}; export it as another family")
         self.model_type = model_type
@@ -75,11 +80,7 @@ class Entry(ABC):
 
     @abstractmethod
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Reads our fields, by dotted name, from the file.
-
-        Raises:
-            DataError: A field has an unsupported value.
-        """
+        """Reads our fields, by dotted name, from the file."""
 
     @abstractmethod
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -109,6 +110,8 @@ class Field(Entry):
     """Name of the field in files of other versions, if any."""
     without: Any = None
     """Value, besides 0 and null, of a model without the feature."""
+    is_negated: bool = False
+    """Whether the switch has the opposite meaning in the file."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,7 +130,7 @@ class Field(Entry):
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         kind, may_be_null = _kind(self.ours)
-        name = self._name(config)
+        name = self.theirs if self.theirs in config or self.alias not in config else self.alias
         if name not in config and self.default is None:
             return {self.ours: None}  # required ones are reported when the model is made
         read = value_of if may_be_null else needed_value
@@ -138,23 +141,23 @@ class Field(Entry):
                     f"config.json: {name}={shown(config[name])} and {each}={shown(config[each])} are two names of one "
                     "value; remove one of them"
                 )
-        return {self.ours: read(config, name, kind, self.default)}
+        value = read(config, name, kind, self.default)
+        return {self.ours: not value if self.is_negated else value}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
         value = lookup(model, self.resolved or self.ours)
+        if self.is_negated:
+            value = not value
         # an integer where the family has one: transformers writes 256, not 256.0
-        whole = isinstance(self.default, int) and isinstance(value, float) and value.is_integer()
+        if isinstance(self.default, int) and isinstance(value, float) and value.is_integer():
+            value = int(value)
         # under the names that the file has, both if it has both
-        return {name: int(value) if whole else value for name in self.names if name in config} or {
-            self.theirs: int(value) if whole else value
-        }
+        names = [name for name in self.names if name in config]
+        return dict.fromkeys(names or (self.theirs,), value)
 
     def older(self, config: dict[str, Any]) -> dict[str, Any]:
         # an alias is a name of one version, `theirs` is known to both
         return {self.theirs: config[self.alias]} if self.alias in config else {}
-
-    def _name(self, config: dict[str, Any]) -> str:
-        return self.theirs if self.theirs in config or self.alias not in config else self.alias
 
 
 @final
@@ -181,8 +184,9 @@ class Required(Entry):
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         value = config.get(self.theirs, self.default)
-        # the default counts where the field is left out, as transformers fills it in
-        if not any(_is_same(value, one) for one in (self.value, *self.aliases)):
+        # the default counts where the field is left out, as transformers fills it in; 1 is not true, but 7 is 7.0
+        is_bool = isinstance(value, bool)
+        if not any(value == one and is_bool == isinstance(one, bool) for one in (self.value, *self.aliases)):
             raise DataError(f"config.json: {self.theirs}={shown(value)} is not supported, but {self.value!r} is needed")
         return {}
 
@@ -198,9 +202,7 @@ class Constant(Entry):
     ours: str
     value: Any
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ()
+    names = ()
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         return {self.ours: self.value}
@@ -222,12 +224,15 @@ class Rope(Entry):
     rotary_size: str | None = None
     """Field with the number of rotated dimensions, which some files have instead of the fraction."""
     is_scaled: bool = True
+    unread: tuple[str, ...] = ()
+    """Rotary parameters that concern images alone; a file keeps them."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return ROPE_NAMES if self.rotary_size is None else (*ROPE_NAMES, self.rotary_size)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        config = rope_without(config, self.unread)
         silent = not config.get("rope_parameters") and not config.get("rope_scaling")
         if self.default_scaling is not None and silent and "rope_scaling" in config:
             raise DataError(
@@ -261,6 +266,9 @@ class Rope(Entry):
                 changes["rope_parameters"][PARTIAL] = model.rope.partial
             if PARTIAL in config or not (sizes or "rope_parameters" in changes):
                 changes[PARTIAL] = model.rope.partial
+        for kind in ROPE_OBJECTS if self.unread else ():
+            if changes.get(kind) and isinstance(config.get(kind), dict):
+                changes[kind] |= {name: config[kind][name] for name in self.unread if name in config[kind]}
         # transformers 5 takes the family's scaling where rope_scaling is null
         is_unscaled = self.default_scaling is not None and model.rope.scaling == "none"
         return changes | written_rope({}, model.rope) if is_unscaled else changes
@@ -311,9 +319,7 @@ class Computed(Entry):
 def heads(groups: int | None = None, head_dim: int | None = None) -> tuple[Field, Field]:
     """Builds the entries for the number of key/value heads and the size of a head.
 
-    Args:
-        groups: Default of the family; None: as many as query heads.
-        head_dim: Default of the family; None: hidden_size / num_attention_heads.
+    Without defaults there are as many as query heads, and they share the hidden size.
     """
     return (
         Field("num_key_value_heads", "num_query_groups", groups, "query_groups"),
@@ -344,17 +350,8 @@ def _options(section: type[Section], name: str) -> tuple[Any, ...]:
     return get_args(annotation) or (annotation,)
 
 
-def _is_same(value: object, needed: object) -> bool:
-    """Says whether values are equal and of one kind: 1 is not true, but 7 is 7.0."""
-    return value == needed and isinstance(value, bool) == isinstance(needed, bool)
-
-
 def model_of(config: dict[str, Any], entries: Sequence[Entry]) -> ModelSection:
-    """Builds the architecture that a config.json describes.
-
-    Raises:
-        DataError: A field is missing, wrong or not supported.
-    """
+    """Builds the architecture that a config.json describes."""
     nested: dict[str, Any] = {}
     for entry in entries:
         for dotted, value in entry.read(config).items():
@@ -369,11 +366,7 @@ def model_of(config: dict[str, Any], entries: Sequence[Entry]) -> ModelSection:
 
 
 def validated(content: dict[str, Any]) -> ModelSection:
-    """Builds the section of a model from its keys.
-
-    Raises:
-        DataError: They contradict each other.
-    """
+    """Builds the section of a model from its keys."""
     try:
         return ModelSection.model_validate(content)
     except ValidationError as error:
@@ -384,14 +377,7 @@ def validated(content: dict[str, Any]) -> ModelSection:
 def config_of(
     model: ModelSection, entries: Sequence[Entry], template: Mapping[str, Any], is_complete: bool
 ) -> dict[str, Any]:
-    """Builds a config.json that describes the model.
-
-    Args:
-        is_complete: Whether the template is a whole file, so that only differing fields change.
-
-    Raises:
-        UnsayableError: The family cannot describe this model.
-    """
+    """Builds a config.json that describes the model; of a complete template only differing fields change."""
     # deep: the result must share no object with the caller's file
     config = copy.deepcopy(dict(template))
     for entry in entries:
@@ -402,7 +388,10 @@ def config_of(
     # Read back what was written: whatever the family cannot express shows as a difference here, field by field, so no
     # entry has to know what it cannot express.
     said = model_of(config, entries)
-    reasons = {name: f"={_shown(mine)} would be {_shown(theirs)}" for name, theirs, mine in differences(said, model)}
+    reasons = {}
+    for name, theirs, mine in differences(said, model):
+        ours, read = ("a section" if isinstance(value, Section) else value for value in (mine, theirs))
+        reasons[name] = f"={ours} would be {read}"
     reasons |= {
         f"megatron.{name}": f"={value}, which changes what is computed"
         for name, value in unsayable(model)
@@ -411,10 +400,6 @@ def config_of(
     if reasons:
         raise UnsayableError(str(config.get("model_type")), reasons)
     return config
-
-
-def _shown(value: object) -> str:
-    return "a section" if isinstance(value, Section) else str(value)
 
 
 _NOT_ARCHITECTURE = {
@@ -448,7 +433,8 @@ def differences(one: ModelSection, other: ModelSection) -> list[Difference]:
             names = rope_differences(one.rope, other.rope)
             found += [(f"rope.{each}", getattr(one.rope, each), getattr(other.rope, each)) for each in names]
         elif name in ("experts", "mla") and mine is not None and theirs is not None:
-            found += _inside(name, _meant(one, name), _meant(other, name))
+            mine, theirs = _meant(one, name), _meant(other, name)
+            found += [(f"{name}.{key}", mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]]
         elif name == "megatron" and one.megatron:
             # what only the other side has is judged by `unsayable`, or was added by the user
             if skipped_rotations(one) != skipped_rotations(other):
@@ -476,26 +462,18 @@ def unsayable(model: ModelSection) -> list[tuple[str, Any]]:
     ]
 
 
-def _inside(section: str, one: dict[str, Any], other: dict[str, Any]) -> list[Difference]:
-    return [(f"{section}.{name}", one[name], other[name]) for name in one if one[name] != other[name]]
-
-
 def _meant(model: ModelSection, name: str) -> dict[str, Any]:
-    """Returns a section's fields, with equal values for equal meanings."""
-    if name == "experts":
-        assert model.experts is not None
-        return _meant_by(model.experts)
-    assert model.mla is not None
-    epsilon = model.norm_epsilon if model.mla.norm_epsilon is None else model.mla.norm_epsilon
-    return model.mla.model_dump() | {"norm_epsilon": epsilon}
-
-
-def _meant_by(experts: ExpertsSection) -> dict[str, Any]:
-    fields = {name: value for name, value in experts.model_dump().items() if name not in _TRAINING}
-    if experts.num_groups == experts.group_top_k:  # no groups, or all of them: every expert may be chosen
+    """Returns the fields of `experts` or `mla`, with equal values for equal meanings."""
+    if name == "mla":
+        assert model.mla is not None
+        epsilon = model.norm_epsilon if model.mla.norm_epsilon is None else model.mla.norm_epsilon
+        return model.mla.model_dump() | {"norm_epsilon": epsilon}
+    assert model.experts is not None
+    fields = {name: value for name, value in model.experts.model_dump().items() if name not in _TRAINING}
+    if model.experts.num_groups == model.experts.group_top_k:  # no groups, or all of them: every expert may be chosen
         # their number then has no effect
         return fields | dict.fromkeys(_GROUPS)
-    return fields | {"group_score_top_k": experts.num_scored}
+    return fields | {"group_score_top_k": model.experts.num_scored}
 
 
 def section_of(dotted: str) -> str | None:

@@ -37,33 +37,24 @@ _SHOWN_FIELDS = 8
 def described_model(folder: Path, depths: int = 0) -> ModelSection:
     """Reads the architecture of a folder's weights, or without weights that of its config.json.
 
-    Args:
-        depths: Requested MTP depths, which some families read only on request.
-
-    Raises:
-        DataError: Files are missing or damaged, or the model is not supported.
+    Some families read MTP depths only on request.
     """
     config = read_json(inside(folder, CONFIG_NAME))
     # the index is read only where it matters: a config may promise depths, or tied tables, that are not there
     names: Collection[str] | None = ()
     if depths or config.get(DEPTHS) or TEXT in config:
+        names = None
         # a plan is made before weights are downloaded, or on another machine; a start refuses a folder without
-        names = tensor_names(folder, config) if has_weights(folder) else None
+        if has_weights(folder):
+            names = chosen_places(folder, config)
+            names = read_header(inside(folder, SINGLE_NAME)).tensors if names is None else names
     return read_model(folder, config, names, depths)[1]
 
 
 def read_model(
     folder: Path, config: dict[str, Any], names: Collection[str] | None, depths: int = 0
 ) -> tuple[Family, ModelSection]:
-    """Reads the family and the model of a folder's config.json.
-
-    Args:
-        names: Names of the folder's tensors; None if unknown.
-        depths: Requested MTP depths, which some families read only on request.
-
-    Raises:
-        DataError: The model is not supported; names the file.
-    """
+    """Reads the family and the model of a folder's config.json; `names` are those of its tensors, None if unknown."""
     try:
         family = family_of(config)
         return family.with_depths(family.model(family.as_held(config, names)), depths, names)
@@ -73,11 +64,7 @@ def read_model(
 
 
 def notes_on_folder(folder: str | None) -> list[str]:
-    """Returns a note on config.json fields of unknown meaning, if any.
-
-    Raises:
-        DataError: The file is damaged.
-    """
+    """Returns a note on config.json fields of unknown meaning, if any."""
     if folder is None or not (Path(folder) / CONFIG_NAME).exists():
         return []
     unknown = fields_nobody_knows(read_json(inside(Path(folder), CONFIG_NAME)))
@@ -91,27 +78,10 @@ def notes_on_folder(folder: str | None) -> list[str]:
     ]
 
 
-def tensor_names(folder: Path, config: Mapping[str, Any]) -> Collection[str]:
-    """Reads the names of all tensors from the index or the single file's header; checks nothing else.
-
-    Raises:
-        DataError: There are no weights, two files contradict each other, or the chosen file is damaged.
-    """
-    found = chosen_places(folder, config)
-    return read_header(inside(folder, SINGLE_NAME)).tensors if found is None else found
-
-
 def with_architecture(content: dict[Any, Any]) -> dict[Any, Any]:
-    """Fills `model.*` in from the folder that `model.hf` names.
+    """Fills `model.*` of sections that are not validated yet in from the folder that `model.hf` names.
 
     Long after a run the folder may be gone; the section must then describe the model itself.
-
-    Args:
-        content: Sections by name, not validated yet.
-
-    Raises:
-        ConfigError: A key of `model.*` contradicts the folder, or the folder does not exist.
-        DataError: Files are missing or damaged, or the model is not supported.
     """
     given = content.get("model")
     if not isinstance(given, dict) or not isinstance(folder := given.get("hf"), str) or not can_be_a_path(folder):
@@ -153,9 +123,6 @@ def with_tokens(described: ModelSection, folder: Path, added: AddedTokens) -> Mo
     """Returns the folder's model with a row for each token that is added to its tokenizer.
 
     Many folders have more rows than tokens; spare rows are used first.
-
-    Raises:
-        DataError: The folder has no tokenizer that tokens can be added to.
     """
     if not any(added):
         return described

@@ -52,11 +52,7 @@ class Family:
         return (*(() if self.tower is None else self.tower.images), *self.carried_names, *ahead)
 
     def for_depths(self, depths: int) -> Family:
-        """Returns the family of a model with this number of MTP depths.
-
-        Raises:
-            DataError: The family has fewer.
-        """
+        """Returns the family of a model with this number of MTP depths."""
         if not self.ahead or not depths:
             return self
         if depths > 1:
@@ -66,36 +62,22 @@ class Family:
     def with_depths(
         self, model: ModelSection, depths: int, names: Collection[str] | None
     ) -> tuple[Family, ModelSection]:
-        """Returns family and model with the requested MTP depths, if a folder has them.
-
-        Args:
-            depths: Requested MTP depths.
-            names: Names of the folder's tensors; None if unknown: then the requested depths are assumed.
-
-        Raises:
-            DataError: Their layers are not like the last one.
-        """
-        ahead = [name for name in names or () if self._is_ahead(name)]
-        numbers = {name.removeprefix(f"{self.ahead}layers.").split(".")[0] for name in ahead}
+        """Returns family and model with the requested MTP depths, if a folder has them, or if its names are unknown."""
+        layers = f"{self.ahead}layers."
+        ahead = [name for name in names or () if self.ahead and name.startswith(layers)]
+        numbers = {name.removeprefix(layers).split(".")[0] for name in ahead}
         found = depths if names is None and self.ahead else len(numbers)
         if not depths or not found:
             return self, model
         content = model.model_dump(exclude_defaults=True) | {"mtp_depths": found}
         return self.for_depths(found), validated(content)
 
-    def _is_ahead(self, name: str) -> bool:
-        return bool(self.ahead) and name.startswith(f"{self.ahead}layers.")
-
     def carries(self, name: str) -> bool:
         """Says whether conversions copy a tensor unread."""
         return any(re.fullmatch(pattern, name) for pattern in self.carried)
 
     def parts(self, config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
-        """Yields each part of a config.json: prefix of its field names, fields, and known names.
-
-        Raises:
-            DataError: The text model's part is missing or belongs to another family.
-        """
+        """Yields each part of a config.json: prefix of its field names, fields, and known names."""
         if self.tower is None:
             yield "", config, self.names
         else:
@@ -136,7 +118,8 @@ class Family:
             names: Names of all tensors; if empty, tensors have the usual names.
             for_all_versions: Whether to keep only names that transformers 4 reads as well.
         """
-        there = {_NUMBER.sub("*", name) for name in names}
+        # as in the patterns, with {L} in the place of every number
+        there = {_NUMBER.sub("{L}", name) for name in names}
         has_base = any(name.startswith(BASE) for name in there)
         base, outside = "" if not has_base and any(name.startswith(_IN_BASE) for name in there) else BASE, ""
         if self.tower is not None:
@@ -145,7 +128,7 @@ class Family:
         for rule in self.rules:
             usual, *others = [self._under(base, outside, parts) for parts in (rule.parts, *rule.others)]
             choices = [usual, *(() if for_all_versions else others)]
-            fitting = (parts for parts in choices if any(_numberless(part.name) in there for part in parts))
+            fitting = (parts for parts in choices if any(part.name.replace("{E}", "{L}") in there for part in parts))
             rules.append(replace(rule, parts=next(fitting, usual), others=tuple(others)))
         return replace(self, rules=tuple(rules), base=base, outside=outside)
 
@@ -157,22 +140,11 @@ class Family:
         return tuple(replace(part, name=renamed(part.name)) for part in parts)
 
     def model(self, config: dict[str, Any]) -> ModelSection:
-        """Builds the architecture that a config.json describes.
-
-        Raises:
-            DataError: A field is missing, wrong or not supported.
-        """
+        """Builds the architecture that a config.json describes."""
         return model_of(self.text(config), self.entries)
 
     def config(self, model: ModelSection, template: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Builds a config.json that describes the model.
-
-        Args:
-            template: File that came with the weights, if any.
-
-        Raises:
-            DataError: The family cannot describe this model.
-        """
+        """Builds a config.json that describes the model, from the file that came with the weights, if any."""
         start = {"architectures": [self.architecture], "model_type": self.model_type} if template is None else template
         if self.tower is None:
             return config_of(model, self.entries, start, template is not None)
@@ -193,7 +165,9 @@ class Family:
 
     def table(self, model: ModelSection) -> Table:
         """Builds the table of a model's tensors."""
-        table = build_table(self.rules, model, axis_sizes(model), stacks_layers(model))
+        # layers of two kinds have different keys, so megatron-core's TransformerBlock numbers them instead of stacking
+        is_stacked = len(set(kinds(model))) == 1
+        table = build_table(self.rules, model, axis_sizes(model), is_stacked)
         return replace(table, copies=_copies(model, self.base, self.outside))
 
 
@@ -201,10 +175,6 @@ def in_tower(family: Family, model_type: str, architecture: str, tower: Tower) -
     """Builds the family of a multimodal model from that of its text model."""
     named = replace(family, model_type=model_type, architecture=architecture, tower=tower)
     return named.as_stored(())
-
-
-def _numberless(name: str) -> str:
-    return name.replace("{L}", "*").replace("{E}", "*")
 
 
 def axis_sizes(model: ModelSection) -> dict[str, int]:
@@ -234,12 +204,6 @@ def axis_sizes(model: ModelSection) -> dict[str, int]:
     for part in present(model):
         sizes |= part.axes(model)
     return sizes
-
-
-def stacks_layers(model: ModelSection) -> bool:
-    """Says whether a checkpoint stacks the layers in one tensor, which requires identical layers."""
-    # layers of two kinds have different keys, so megatron-core's TransformerBlock numbers them instead of stacking
-    return len(set(kinds(model))) == 1
 
 
 def _copies(model: ModelSection, base: str, outside: str) -> dict[str, str]:

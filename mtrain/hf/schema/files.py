@@ -65,11 +65,7 @@ def how_to_download(name: str) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Returns the path of a file that must lie in the folder.
-
-    Raises:
-        DataError: The file is missing, or the name or a link leads elsewhere.
-    """
+    """Returns the path of a file that must lie in the folder."""
     path = folder / name
     # names that the file system would refuse with errors of many kinds
     is_plain = "\0" not in name and all(len(os.fsencode(part)) <= _LONGEST_FILE_NAME for part in Path(name).parts)
@@ -85,26 +81,31 @@ def inside(folder: Path, name: str) -> Path:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
     # weights may be linked one by one: they are read as numbers and never copied
     is_weights = name.endswith(_WEIGHTS) and real.name.endswith(_WEIGHTS)
-    if not (is_weights or _is_in_hub_cache(real) or any(real.is_relative_to(root) for root in _roots(folder))):
+    # a blob of huggingface_hub's cache, models--NAME/blobs/HASH
+    is_blob = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+    if not (is_weights or is_blob or any(real.is_relative_to(root) for root in _roots(folder))):
         raise DataError(f"{path} is a link to {real}, outside of the folder; copy the file itself")
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        DataError: The file cannot be read or holds something else.
-    """
+    """Reads a JSON object."""
     try:
-        content = parsed_json(read_plain_file(path, _MOST_BYTES))
+        content = read_plain_file(path, _MOST_BYTES)
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}") from fault
+    return json_object(path, content, "download it again")
+
+
+def json_object(path: Path, content: bytes, advice: str = "correct it") -> dict[str, Any]:
+    """Parses a JSON object; path and advice are for messages."""
+    try:
+        found = parsed_json(content)
     except ValueError as fault:
-        raise DataError(f"{path} is not JSON: {fault}; download it again") from fault
-    if not isinstance(content, dict):
-        raise DataError(f"{path} holds a value of type {type(content).__name__}, but a JSON object is needed")
-    return content
+        raise DataError(f"{path} is not JSON: {' '.join(str(fault).split())[:200]}; {advice}") from fault
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds a value of type {type(found).__name__}, but a JSON object is needed; {advice}")
+    return found
 
 
 def has_weights(folder: Path) -> bool:
@@ -117,9 +118,6 @@ def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
 
     transformers 4 and 5 choose the file that config.json names, else the single file, else the index, and apply an
     adapter in the folder. A folder in which these contradict each other is refused.
-
-    Raises:
-        DataError: There are no weights, or two files contradict each other; names both.
     """
     if (folder / ADAPTER_NAME).exists():
         raise DataError(
@@ -140,10 +138,10 @@ def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
             f"{chosen} that lies there; keep those that are meant, as {SINGLE_NAME} or {INDEX_NAME}, without this field"
         )
     if chosen == INDEX_NAME:
-        return places(folder)
+        return _places(folder)
     if (folder / INDEX_NAME).exists():
         # an index of absent files is left from an earlier save: transformers does not look at it
-        shards = sorted({file for file in places(folder).values() if file != SINGLE_NAME and (folder / file).exists()})
+        shards = sorted({file for file in _places(folder).values() if file != SINGLE_NAME and (folder / file).exists()})
         if shards:
             raise DataError(
                 f"{folder} holds two models: {SINGLE_NAME}, which transformers reads, and {INDEX_NAME} with "
@@ -152,12 +150,8 @@ def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
     return None
 
 
-def places(folder: Path) -> dict[str, str]:
-    """Returns tensor -> file from the index, even if transformers does not use it.
-
-    Raises:
-        DataError: The index cannot be read, or names files outside the folder.
-    """
+def _places(folder: Path) -> dict[str, str]:
+    """Returns tensor -> file from the index, even if transformers does not use it."""
     found = read_json(inside(folder, INDEX_NAME)).get("weight_map")
     is_map = isinstance(found, dict) and all(isinstance(file, str) for file in found.values())
     if not isinstance(found, dict) or not is_map or not all(map(is_tensor_name, found)):
@@ -177,17 +171,8 @@ def is_tensor_name(name: str) -> bool:
     return 0 < len(name) <= _LONGEST_TENSOR_NAME and name.isprintable()
 
 
-def _is_in_hub_cache(real: Path) -> bool:
-    """Says whether a file is a blob of huggingface_hub's cache, models--NAME/blobs/HASH."""
-    return real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
-
-
 def refuse_pointers(folder: Path) -> None:
-    """Refuses a clone whose large files Git LFS has not fetched.
-
-    Raises:
-        DataError: Files are pointers; names them all.
-    """
+    """Refuses a clone whose large files Git LFS has not fetched."""
     small = (each for each in sorted(folder.iterdir()) if each.is_file() and each.stat().st_size < _LONGEST_POINTER)
     if names := [each.name for each in small if each.read_bytes().startswith(_POINTER)]:
         raise DataError(
@@ -218,17 +203,11 @@ class Header(NamedTuple):
     """Name -> unchecked description of a tensor."""
     end: int
     """First byte after the header; positions count from here."""
-    size_bytes: int
 
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Turns errors of a block that reads weights into one readable message.
-
-    Raises:
-        DataError: The file is missing, damaged, or not a file.
-        MachineError: The machine refuses, whatever the file holds.
-    """
+    """Turns errors of a block that reads weights into one readable message."""
     try:
         yield
     except ValueError as fault:
@@ -241,12 +220,7 @@ def damage_named(path: Path) -> Iterator[None]:
 
 
 def read_header(path: Path) -> Header:
-    """Reads only the header.
-
-    Raises:
-        DataError: The file cannot be read or is damaged.
-        MachineError: The machine refuses.
-    """
+    """Reads only the header."""
     with damage_named(path):
         with open_plain_file(path) as file:
             size = os.fstat(file.fileno()).st_size  # size of the open file: the path may name another file by now
@@ -264,7 +238,7 @@ def read_header(path: Path) -> Header:
         for name in content:
             if not is_tensor_name(name):
                 raise ValueError(f"{name[:100]!r} is not the name of a tensor")
-    return Header(metadata, content, PREFIX_BYTES + length, size)
+    return Header(metadata, content, PREFIX_BYTES + length)
 
 
 GENERATION_NAME = "generation_config.json"
@@ -274,32 +248,24 @@ EOS_KEY = "eos_token_id"
 def declared_ends(folder: Path | None) -> list[int]:
     """Returns the ids that end an answer for transformers and vLLM, in the order of the file; empty if none are named.
 
-    Raises:
-        DataError: A file is damaged, or names something else than ids.
-
     Source: transformers 5.24, generation/utils.py, adjust_generation_fn: config.json is the fallback.
     """
-    for path in [] if folder is None else [folder / GENERATION_NAME, folder / CONFIG_NAME]:
-        if path.is_file():
-            content = read_json(path)
-            # of a model of images and text, what its text model says counts where it says nothing itself
-            text = content.get("text_config")
-            return _ids(path, {**text, **content} if isinstance(text, dict) else content)
-    return []
-
-
-def as_declared(ids: list[int]) -> int | list[int]:
-    """Returns the value of `EOS_KEY`: a list for several ids."""
-    return ids[0] if len(ids) == 1 else ids
-
-
-def _ids(path: Path, content: dict[str, Any]) -> list[int]:
-    found = content.get(EOS_KEY)
-    if found is None:
+    paths = [] if folder is None else [folder / GENERATION_NAME, folder / CONFIG_NAME]
+    path = next((each for each in paths if each.is_file()), None)
+    if path is None:
         return []
-    ids = found if isinstance(found, list) else [found]
+    content = read_json(path)
+    # of a model of images and text, what its text model says counts where it says nothing itself
+    text = content.get("text_config")
+    found = ({**text, **content} if isinstance(text, dict) else content).get(EOS_KEY)
+    ids = found if isinstance(found, list) else [found] if found is not None else []
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
         raise DataError(
             f"{path} has {EOS_KEY}={str(found)[:60]}, but a token id or a list of them is needed; correct it"
         )
     return ids
+
+
+def as_declared(ids: list[int]) -> int | list[int]:
+    """Returns the value of `EOS_KEY`: a list for several ids."""
+    return ids[0] if len(ids) == 1 else ids

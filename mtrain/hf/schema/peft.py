@@ -23,7 +23,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.family import Family, axis_sizes
 from mtrain.hf.schema.files import ADAPTER_NAME
 from mtrain.hf.schema.registry import family_of, template_at
-from mtrain.hf.schema.table import Arrangement, JoinedArrangement, Rule, order_in_region
+from mtrain.hf.schema.table import JoinedArrangement, Rule, order_in_region
 from mtrain.hf.schema.table import shape as shape_of
 
 CONFIG_NAME, TENSORS_NAME = ADAPTER_NAME, "adapter_model.safetensors"
@@ -47,29 +47,12 @@ _INTERLEAVED = ("gpt_oss",)
 """Families whose experts alternate gate and up, while ours have all gates first."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
 """Non-empty settings of PEFT, with values that do not affect a saved adapter."""
-_UNREAD = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "ensure_weight_tying",
-        "inference_mode",
-        "lora_dropout",
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "target_parameters",
-        "task_type",
-    }
-)
+_NAMES = """auto_mapping base_model_name_or_path ensure_weight_tying inference_mode lora_dropout megatron_core
+peft_version qalora_group_size revision runtime_config target_modules target_parameters task_type"""
+_UNREAD = frozenset(_NAMES.split())
 """Settings that do not affect the tensors' meaning, or that the tensors show themselves."""
 _OURS = frozenset(
-    {
-        *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
-        "modules_to_save",
-    }
+    ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "modules_to_save")
 )
 
 
@@ -83,19 +66,12 @@ class PeftTensor(NamedTuple):
     matrix: AdaptedMatrix
     is_interleaved: bool = False
     """Whether rows of gate and up alternate in PEFT."""
-    order: Arrangement | JoinedArrangement | None = None
+    order: JoinedArrangement | None = None
     """Order of the rows in PEFT, if different."""
 
 
 def with_fused_targets(content: Any) -> Any:
-    """Adds to all-linear the projections that are one module in the family of the run's weights.
-
-    Args:
-        content: Sections by name, not validated yet.
-
-    Raises:
-        DataError: The weights belong to no known family.
-    """
+    """Adds to all-linear the projections that are one module in the family of the run's weights."""
     others = all_linear_in(content)
     if others is None:
         return content
@@ -112,11 +88,7 @@ def with_fused_targets(content: Any) -> Any:
 
 
 def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Iterator[PeftTensor]:
-    """Yields every tensor of an adapter, in the order of the model.
-
-    Raises:
-        DataError: PEFT cannot express a target in this family.
-    """
+    """Yields every tensor of an adapter, in the order of the model."""
     yield from _learned_whole(family, model, adapter)
     for matrix in tables(model, adapter):
         rules = _rules(family, model, f"{matrix.linear}.weight", -1)
@@ -236,11 +208,7 @@ def _of_experts(family: Family, matrix: AdaptedMatrix, adapter: AdapterSection, 
 
 
 def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base: str | None) -> dict[str, Any]:
-    """Builds the content of adapter_config.json.
-
-    Args:
-        base: Path or name by which PEFT finds the frozen model, if known.
-    """
+    """Builds the content of adapter_config.json; `base` is the path or name by which PEFT finds the frozen model."""
     # experts are parameters in PEFT, named by target_parameters
     named = list(tensors(family, model, adapter))
     names = [each.name for each in named if not each.matrix.num_experts and each.kind != _WHOLE]
@@ -349,9 +317,6 @@ def rank_and_alpha(config: Mapping[str, Any], path: str) -> tuple[Any, Any]:
     """Returns a module's rank and alpha by PEFT's rule: the first pattern that matches the end of its path.
 
     Source: peft 0.21.2, utils/other.py, get_pattern_key.
-
-    Raises:
-        DataError: A pattern is not a regular expression.
     """
     found = []
     for key, default in (("rank_pattern", config.get("r")), ("alpha_pattern", config.get("lora_alpha"))):
@@ -416,11 +381,7 @@ def _differing_modules(config: Mapping[str, Any], model: ModelSection, adapter: 
 
 
 def saved_modules(config: Mapping[str, Any]) -> set[str]:
-    """Returns the modules that a file saves whole; tables by our names, others by their last part.
-
-    Raises:
-        DataError: The setting is not a list of names.
-    """
+    """Returns the modules that a file saves whole; tables by our names, others by their last part."""
     given = config.get("modules_to_save") or ()
     if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
         raise DataError(f"modules_to_save of {CONFIG_NAME} is {given!r}, but must be a list of names; correct it")

@@ -6,7 +6,7 @@ the same bytes become two functions, so every field is one of these:
 - read by the family's entries (`Entry.names`);
 - INERT: it does not affect what the weights compute;
 - read by another family's entries or in CHANGES_THE_FUNCTION: refused unless it is switched off (`_is_off`);
-- anything else: reported to the user (`unknown_fields`), because its meaning is unknown.
+- anything else: reported to the user (`fields_nobody_knows`), because its meaning is unknown.
 """
 
 from __future__ import annotations
@@ -19,26 +19,7 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import UnsayableError
-from mtrain.hf.schema.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2, KIMI_K25
-from mtrain.hf.schema.families.dense import LLAMA, MISTRAL, MISTRAL3, QWEN2, QWEN3
-from mtrain.hf.schema.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from mtrain.hf.schema.families.gemma import GEMMA3, GEMMA3_IMAGES
-from mtrain.hf.schema.families.gemma4 import GEMMA4, GEMMA4_IMAGES
-from mtrain.hf.schema.families.glm import GLM4_MOE
-from mtrain.hf.schema.families.gpt_oss import GPT_OSS
-from mtrain.hf.schema.families.hybrid import (
-    QWEN3_5,
-    QWEN3_5_IMAGES,
-    QWEN3_5_MOE,
-    QWEN3_5_MOE_IMAGES,
-    QWEN3_NEXT,
-)
-from mtrain.hf.schema.families.minimax import MINIMAX_M2
-from mtrain.hf.schema.families.ministral import MINISTRAL3, MINISTRAL3_IMAGES
-from mtrain.hf.schema.families.nemotron import NEMOTRON_H
-from mtrain.hf.schema.families.olmo import OLMO2, OLMO3
-from mtrain.hf.schema.families.phi import PHI3
-from mtrain.hf.schema.families.smollm import SMOLLM3
+from mtrain.hf.schema.families import deepseek, dense, experts, gemma, hybrid, nemotron, olmo
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, read_json
 from mtrain.hf.schema.rope import ROPE_NAMES
@@ -46,39 +27,19 @@ from mtrain.hf.schema.values import shown
 
 # In the order in which `fitting_family` tries them: the plain ones first.
 _FAMILIES = (
-    LLAMA,
-    MISTRAL,
-    MISTRAL3,
-    MINISTRAL3,
-    MINISTRAL3_IMAGES,
-    QWEN2,
-    QWEN3,
-    MIXTRAL,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    QWEN3_NEXT,
-    QWEN3_5,
-    QWEN3_5_IMAGES,
-    QWEN3_5_MOE,
-    QWEN3_5_MOE_IMAGES,
-    DEEPSEEK_V3,
-    KIMI_K2,
-    KIMI_K25,
-    GLM4_MOE_LITE,
-    GEMMA3,
-    GEMMA3_IMAGES,
-    GEMMA4,
-    GEMMA4_IMAGES,
-    GPT_OSS,
-    OLMO2,
-    OLMO3,
-    MINIMAX_M2,
-    GLM4_MOE,
-    SMOLLM3,
-    PHI3,
-    NEMOTRON_H,
+    *dense.FAMILIES,
+    *experts.FAMILIES,
+    *hybrid.FAMILIES,
+    *deepseek.FAMILIES,
+    *gemma.FAMILIES,
+    experts.GPT_OSS,
+    *olmo.FAMILIES,
+    experts.MINIMAX_M2,
+    deepseek.GLM4_MOE,
+    dense.SMOLLM3,
+    dense.PHI3,
+    nemotron.NEMOTRON_H,
 )
-
 FAMILIES: dict[str, Family] = {}
 """Name in config.json -> family; a second kind of text model with images follows a slash."""
 for _family in _FAMILIES:
@@ -94,11 +55,7 @@ _ALL_NAMES = frozenset(name for entry in _ENTRIES for name in entry.names)
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """Returns the family that a config.json names.
-
-    Raises:
-        DataError: The file names no known family, or has unread fields that could change this family's function.
-    """
+    """Returns the family that a config.json names."""
     name = config.get("model_type")
     known = dict.fromkeys(each.model_type for each in FAMILIES.values())
     if not isinstance(name, str) or name not in known:
@@ -110,26 +67,21 @@ def family_of(config: dict[str, Any]) -> Family:
         family = FAMILIES.get(f"{name}/{family.tower.type_of(config)}", family)
     for _, part, own in family.parts(config):
         # here and not in the entries: an entry sees only the fields that it knows
-        refuse_fields_of_others(part, name, own, _ALL_NAMES - own)
+        _refuse_fields_of_others(part, name, own)
     return family
 
 
 def fields_nobody_knows(config: dict[str, Any]) -> list[str]:
-    """Returns the fields of unknown meaning, which are kept but not used.
-
-    Raises:
-        DataError: The file names no known family, or has unread fields that could change the function.
-    """
-    parts = family_of(config).parts(config)
-    return [before + name for before, part, own in parts for name in unknown_fields(part, own, _ALL_NAMES)]
+    """Returns the fields of unknown meaning, which are kept but not used."""
+    found = []
+    for before, part, own in family_of(config).parts(config):
+        known = INERT | CHANGES_THE_FUNCTION | own | _ALL_NAMES | {"is_causal"}
+        found += [before + name for name in sorted(part.keys() - known) if not _is_neutral(part[name])]
+    return found
 
 
 def fitting_family(model: ModelSection) -> Family:
-    """Finds the first family whose config.json can describe the model, for weights without one.
-
-    Raises:
-        DataError: No family fits; names what each cannot describe.
-    """
+    """Finds the first family whose config.json can describe the model, for weights without one."""
     reasons = []
     # a model that began at random has no image tensors
     for family in (each for each in FAMILIES.values() if each.tower is None):
@@ -223,21 +175,12 @@ def _is_off(name: str, config: Mapping[str, Any], own: Collection[str]) -> bool:
     )
 
 
-def refuse_fields_of_others(
-    config: Mapping[str, Any], model_type: str, own: Collection[str], of_others: Collection[str]
-) -> None:
-    """Refuses unread fields that could change the function.
-
-    Args:
-        own: Fields that the family reads, or is known to ignore.
-
-    Raises:
-        DataError: A field could change the function; names it.
-    """
+def _refuse_fields_of_others(config: Mapping[str, Any], model_type: str, own: Collection[str]) -> None:
+    """Refuses fields outside of `own`, which the family reads or is known to ignore, that could change the function."""
     # separately: here the neutral value is true, so false would pass below
     if config.get("is_causal", True) is not True:
         raise DataError("config.json: is_causal must be true: attention that sees later tokens is not supported")
-    of_another = (CHANGES_THE_FUNCTION | frozenset(of_others)) - frozenset(own) - INERT
+    of_another = (CHANGES_THE_FUNCTION | _ALL_NAMES) - frozenset(own) - INERT
     found = [name for name in config if name in of_another and not _is_off(name, config, own)]
     if found:
         listing = ", ".join(f"{name}={shown(config[name])}" for name in found[:_SHOWN_FIELDS])
@@ -245,12 +188,6 @@ def refuse_fields_of_others(
             f"config.json: {listing}: a {model_type} model does not have that here; remove it if it changes nothing of "
             "what the weights compute"
         )
-
-
-def unknown_fields(config: Mapping[str, Any], own: Collection[str], of_others: Collection[str]) -> list[str]:
-    """Returns the fields of unknown meaning, sorted."""
-    known = INERT | CHANGES_THE_FUNCTION | frozenset(own) | frozenset(of_others) | {"is_causal"}
-    return sorted(name for name in config if name not in known and not _is_neutral(config[name]))
 
 
 def _is_neutral(value: object) -> bool:
@@ -265,13 +202,10 @@ SHARDS_NAME = "shards.json"
 
 
 def refuse_unexportable(config: Config) -> None:
-    """Refuses a run that should export a model that no config.json can describe.
+    """Refuses with a ConfigError a run that should export a model that no config.json can describe.
 
     Weights from a Hugging Face folder, or its import, are exported as its family; others as the first family that fits.
     (For weights of another run, the export finds the family.)
-
-    Raises:
-        ConfigError: The model cannot be written.
     """
     if config.checkpoint.export_hf_every_steps == 0:
         return
@@ -288,11 +222,7 @@ def refuse_unexportable(config: Config) -> None:
 
 
 def family_of_run(config: Config) -> Family:
-    """Finds the family of a run's model: that of the folder or import with its weights, else one that fits.
-
-    Raises:
-        DataError: No family fits.
-    """
+    """Finds the family of a run's model: that of the folder or import with its weights, else one that fits."""
     template = _template(config)
     return fitting_family(config.model) if template is None else family_of(template)
 

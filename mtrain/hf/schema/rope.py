@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mtrain.base.errors import DataError
@@ -11,57 +11,37 @@ from mtrain.hf.schema.values import needed_value, shown, shown_name, value_of, w
 
 _ORIGINAL = "original_max_position_embeddings"
 _TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_YARN = ("beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim")
+_NAMES = {
+    "none": (),
+    "proportional": ("factor",),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL, *_YARN),
+}
 _FIELDS = {
-    "none": {},
-    "proportional": {"factor": "factor"},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_positions",
-    },
-    "yarn": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_max_positions",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-        "truncate": "truncate",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-    },
+    scaling: {name: "original_max_positions" if name == _ORIGINAL else name for name in names}
+    for scaling, names in _NAMES.items()
 }
 """Our scaling -> field in the file -> our field. Absent fields and null have the same default on both sides."""
-_KINDS: dict[str, type[int] | type[bool]] = {"original_max_position_embeddings": int, "truncate": bool}
+_KINDS: dict[str, type[int] | type[bool]] = {_ORIGINAL: int, "truncate": bool}
 """Types of non-float fields."""
 
 
 PARTIAL = "partial_rotary_factor"
-ROPE_NAMES = (
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    PARTIAL,
-    "original_max_position_embeddings",
-)
+ROPE_OBJECTS = ("rope_parameters", "rope_scaling")
+"""Fields with the rotary parameters, in transformers 5 and before it."""
+ROPE_NAMES = (*ROPE_OBJECTS, "rope_theta", PARTIAL, _ORIGINAL)
 """Fields of config.json that define the rotary embedding; the original length defaults to max_position_embeddings."""
 _NEEDED = {"none": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
 """Our scaling -> fields without a default in transformers."""
 
 
 def rope_parameters(config: dict[str, Any], default_base: float, by_kind: bool = False) -> dict[str, Any]:
-    """Returns the rotary fields of a config.json in the terms of transformers 5.
+    """Returns the rotary fields of a config.json in the terms of transformers 5, as `read_rope` takes them.
 
     transformers 4 reads `rope_scaling` with `rope_theta`; transformers 5 prefers them to `rope_parameters`. A file with
     both, or one that they read differently, must not contradict itself.
-
-    Args:
-        default_base: Base of the family if the file has none.
-        by_kind: Whether transformers 5 keeps these fields per kind of layer, as in Gemma-3 and OLMo-3.
-
-    Raises:
-        DataError: The file contradicts itself.
     """
     parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
     # one form, that of transformers 5; all code below is the same for both styles
@@ -89,6 +69,13 @@ def rope_parameters(config: dict[str, Any], default_base: float, by_kind: bool =
         found = outer | found
         _agree("rope_parameters", found, "config.json", outer)
     return found
+
+
+def rope_without(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Returns a config.json whose rotary parameters lack some fields."""
+    given = {kind: config[kind] for kind in ROPE_OBJECTS if isinstance(config.get(kind), dict)}
+    rest = {kind: {name: fields[name] for name in fields if name not in names} for kind, fields in given.items()}
+    return {**config, **rest}
 
 
 def _drop_truncation(found: dict[str, Any], is_older: bool) -> None:
@@ -138,9 +125,6 @@ def read_rope(
         by_kind: Whether transformers 5 keeps these fields per kind of layer.
         default_partial: Rotating fraction of a head if the file gives none; None: whole heads in every model of the
             family.
-
-    Raises:
-        DataError: The scaling is not supported.
     """
     theirs = rope_parameters(config, default_base, by_kind)
     if needed_value(theirs, "rope_type", str) not in _TYPES:
@@ -217,12 +201,7 @@ def older_rope(
     parameters: dict[str, Any] | None, by_kind: bool = False, type_name: str = "rope_type"
 ) -> dict[str, Any]:
     """Returns the fields that transformers 4 needs instead of `rope_parameters`; without them it rotates by its
-    defaults.
-
-    Args:
-        parameters: Rotary parameters of transformers 5; those of layers without a window if each kind has its own.
-        by_kind: Whether transformers 5 keeps these fields per kind of layer.
-    """
+    defaults. If each kind of layer has its own, it takes those of layers without a window."""
     if not parameters:
         return {}  # the file has the older fields, or both versions take their default
     found = _normal(parameters)

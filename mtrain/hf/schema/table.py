@@ -42,6 +42,21 @@ def shape(axes: str, sizes: Mapping[str, int]) -> Sizes:
     return tuple(math.prod(sizes[name] for name in group) for group in groups(axes))
 
 
+def stretch(axis: str, rows: Mapping[str, str], first: str, last: str = "") -> Callable[[Mapping[str, int]], Fixed]:
+    """Builds the position of the rows from one kind to another.
+
+    Args:
+        rows: Kinds in the order of the axis -> axes, as words, whose product is their number.
+    """
+    kinds = list(rows)
+
+    def place(sizes: Mapping[str, int]) -> Fixed:
+        ends = [0, *accumulate(math.prod(sizes[name] for name in words.split()) for words in rows.values())]
+        return {axis: slice(ends[kinds.index(first)], ends[kinds.index(last or first) + 1])}
+
+    return place
+
+
 class Block(NamedTuple):
     """Two slices with the same numbers in the same order: one of a global tensor, one of a part of it."""
 
@@ -115,76 +130,46 @@ class Arrangement:
 
 
 class JoinedArrangement:
-    """Layout of a tensor on disk that joins the rows of several parts and fills the whole; like `Arrangement`."""
+    """Layout of a tensor on disk that joins the rows of parts in its own order; like `Arrangement`."""
 
     is_reordered = True
 
-    def __init__(self, whole: TensorSlice, pieces: Sequence[Arrangement]) -> None:
+    def __init__(self, region: Arrangement, inner: TensorSlice, pieces: Sequence[Arrangement]) -> None:
         """
         Args:
-            whole: Slice that the pieces fill together.
+            region: Position of the tensor, in the order of the whole.
+            inner: Slice that the pieces fill together, in their terms.
             pieces: Parts in the order of the disk.
         """
-        self._whole, self._pieces = whole, pieces
+        self._region, self._inner, self._pieces = region, inner, pieces
         ends = list(accumulate(piece.shape[0] for piece in pieces))
         self._rows = [slice(end - piece.shape[0], end) for piece, end in zip(pieces, ends, strict=True)]
         self.shape: Sizes = (ends[-1], *pieces[0].shape[1:])
 
     def arranged(self, on_disk: Tensor) -> Tensor:
-        result = on_disk.new_empty(self._whole.shape)
+        result = on_disk.new_empty(self._inner.shape)
         for piece, rows in zip(self._pieces, self._rows, strict=True):
             arranged = piece.arranged(on_disk[rows])
             for block in piece.blocks():
-                block.whole.within(self._whole).of(result).copy_(block.part.of(arranged))
-        return result
+                block.whole.within(self._inner).of(result).copy_(block.part.of(arranged))
+        return result.view(self._region.arranged_shape)
 
     def on_disk(self, arranged: Tensor) -> Tensor:
-        result = arranged.new_empty(self.shape)
+        result, inner = arranged.new_empty(self.shape), arranged.reshape(self._inner.shape)
         for piece, rows in zip(self._pieces, self._rows, strict=True):
             part = arranged.new_empty(piece.arranged_shape)
             for block in piece.blocks():
-                block.part.of(part).copy_(block.whole.within(self._whole).of(arranged))
+                block.part.of(part).copy_(block.whole.within(self._inner).of(inner))
             result[rows] = piece.on_disk(part)
         return result
-
-    def blocks(self) -> Iterator[Block]:
-        yield Block(self._whole, TensorSlice.whole(self._whole.shape))
-
-
-class NestedArrangement:
-    """Layout of a tensor on disk that fills a region of the whole in its own order; like `Arrangement`."""
-
-    is_reordered = True
-
-    def __init__(self, region: Arrangement, sizes: Sizes, inner: Arrangement | JoinedArrangement) -> None:
-        """
-        Args:
-            region: Position of the region, in the order of the whole.
-            sizes: Shape of the region as a tensor of its own.
-            inner: Layout of the tensor in the region.
-        """
-        self._region, self._sizes, self._inner = region, sizes, inner
-        self.shape: Sizes = inner.shape
-        self.arranged_shape: Sizes = region.arranged_shape
-
-    def arranged(self, on_disk: Tensor) -> Tensor:
-        return self._inner.arranged(on_disk).reshape(self.arranged_shape)
-
-    def on_disk(self, arranged: Tensor) -> Tensor:
-        return self._inner.on_disk(arranged.reshape(self._sizes))
 
     def blocks(self) -> Iterator[Block]:
         return self._region.blocks()
 
 
-AnyArrangement: TypeAlias = Arrangement | JoinedArrangement | NestedArrangement
-
-
 def _extent(where: int | slice, size: int) -> range:
-    if isinstance(where, int):
-        # -1 : 0 would be an empty slice
-        return range(size)[where : where + 1] if where != -1 else range(size)[-1:]
-    return range(size)[where]
+    found = range(size)[where]
+    return range(found, found + 1) if isinstance(found, int) else found
 
 
 def _run(axes: list[tuple[range, int]]) -> _Run:
@@ -256,7 +241,7 @@ class HfTensor:
     """A tensor on disk and its position in a global tensor."""
 
     name: str
-    arrangement: AnyArrangement
+    arrangement: Arrangement | JoinedArrangement
 
     @property
     def shape(self) -> Sizes:
@@ -298,12 +283,7 @@ _LAYERS, _DEPTHS = "decoder.layers.", "mtp.layers."
 
 
 def build_table(rules: tuple[Rule, ...], model: ModelSection, sizes: Mapping[str, int], stacked: bool) -> Table:
-    """Applies the rules to a model.
-
-    Args:
-        sizes: Axis -> size; L is the number of layers.
-        stacked: Whether the checkpoint keeps all layers in one tensor.
-    """
+    """Applies the rules to a model; L of the sizes is the number of layers, which a checkpoint may stack."""
     shapes: dict[str, Sizes] = {}
     slices: list[FilledSlice] = []
     # layers outside, rules inside: slices come in the order of the model
@@ -348,13 +328,14 @@ def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, 
     by_expert = all("{E}" in part.name for part in rule.parts)
     for experts in product(*([range(sizes["E"])] if by_expert else [])):
         place = {**scope.fixed, **dict(zip("E", experts))}
-        hull = Arrangement(axes, " ".join(name for name in _names(axes) if name not in place), place, sizes)
+        free = [name for group in groups(axes) for name in group if name not in place]
+        hull = Arrangement(axes, " ".join(free), place, sizes)
         # each fixed axis (layer, expert) is a separate dimension, so the rest is one slice
         (block,) = hull.blocks()
         tensors = tuple(
             HfTensor(
                 part.name.format(L=scope.number, **dict(zip("E", experts))),
-                _arrangement(part, block.whole, axes, place, sizes),
+                _arrangement(part, hull, axes, place, sizes),
             )
             for part in rule.parts
         )
@@ -362,40 +343,36 @@ def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, 
 
 
 def _arrangement(
-    part: TensorPattern, whole: TensorSlice, axes: str, place: Fixed, sizes: Mapping[str, int]
-) -> AnyArrangement:
-    here = {**place, **_places(part, sizes)}
-    inner = order_in_region(part, sizes)
-    if inner is None:
-        return _in_region(part, whole, axes, here, sizes)
-    # the place on an axis of layers is one index, so the region lacks that axis
-    in_order = " ".join(f"({' '.join(names)})" for names in groups(axes) if not place.keys() >= {*names})
-    return NestedArrangement(Arrangement(axes, in_order, here, sizes), shape(part.region, sizes), inner)
-
-
-def order_in_region(part: TensorPattern, sizes: Mapping[str, int]) -> Arrangement | JoinedArrangement | None:
-    """Returns the layout of a part in its region; None if its order is that of the fused tensor."""
-    if not part.region:
-        return None
-    whole = TensorSlice.whole(shape(part.region, sizes))
-    return _in_region(replace(part, region="", at={}), whole, part.region, {}, sizes)
-
-
-def _in_region(
-    part: TensorPattern, whole: TensorSlice, axes: str, place: Fixed, sizes: Mapping[str, int]
+    part: TensorPattern, hull: Arrangement, axes: str, place: Fixed, sizes: Mapping[str, int]
 ) -> Arrangement | JoinedArrangement:
+    here = {**place, **_places(part, sizes)}
+    if part.region:
+        # the place on an axis of layers is one index, so the region lacks that axis
+        in_order = " ".join(f"({' '.join(names)})" for names in groups(axes) if not place.keys() >= {*names})
+        return _in_region(part, Arrangement(axes, in_order, here, sizes), sizes)
     if part.pieces:
-        pieces = [Arrangement(axes, each.axes, {**place, **_places(each, sizes)}, sizes) for each in part.pieces]
-        return JoinedArrangement(whole, pieces)
-    return Arrangement(axes, part.axes, place, sizes)
+        (block,) = hull.blocks()
+        return JoinedArrangement(hull, block.whole, _pieces(part, axes, here, sizes))
+    return Arrangement(axes, part.axes, here, sizes)
+
+
+def order_in_region(part: TensorPattern, sizes: Mapping[str, int]) -> JoinedArrangement | None:
+    """Returns the layout of a part in its region; None if its order is that of the fused tensor."""
+    return _in_region(part, Arrangement(part.region, part.region, {}, sizes), sizes) if part.region else None
+
+
+def _in_region(part: TensorPattern, region: Arrangement, sizes: Mapping[str, int]) -> JoinedArrangement:
+    inner = TensorSlice.whole(shape(part.region, sizes))
+    return JoinedArrangement(region, inner, _pieces(part, part.region, {}, sizes))
+
+
+def _pieces(part: TensorPattern, axes: str, place: Fixed, sizes: Mapping[str, int]) -> list[Arrangement]:
+    pieces = part.pieces or (replace(part, at={}),)
+    return [Arrangement(axes, each.axes, {**place, **_places(each, sizes)}, sizes) for each in pieces]
 
 
 def _places(part: TensorPattern, sizes: Mapping[str, int]) -> Fixed:
     return part.at(sizes) if callable(part.at) else part.at
-
-
-def _names(axes: str) -> list[str]:
-    return axes.replace("(", " ").replace(")", " ").split()
 
 
 Read: TypeAlias = "Callable[[str], Tensor]"

@@ -21,6 +21,17 @@ STORED_BASE, STORED = "language_model.model.", "language_model."
 _HEAD = "lm_head.weight"
 
 
+def default_sizes(layers: int, hidden: int, feed_forward: int, heads: int, vocabulary: int) -> dict[str, int]:
+    """Returns the sizes of a text model that its class in transformers has by default."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_attention_heads": heads,
+        "vocab_size": vocabulary,
+    }
+
+
 @dataclass(frozen=True)
 class Tower:
     """Position of a text model in a multimodal one."""
@@ -30,7 +41,8 @@ class Tower:
     """Whether the text model's class ties embeddings by default."""
     defaults: Mapping[str, Any]
     """Required values of text models of the family, if the nested config omits them."""
-    unread: tuple[str, ...]
+    unread: str
+    """Outer fields that concern images alone, separated by spaces."""
     images: tuple[str, ...] = CARRIED
     """Patterns of image tensors, which take no part in text."""
     is_tied_outside: bool = True
@@ -43,14 +55,10 @@ class Tower:
     @property
     def names(self) -> frozenset[str]:
         """Returns the outer fields with a known meaning."""
-        return frozenset((TEXT, _VISION, TIED, *self.unread))
+        return frozenset((TEXT, _VISION, TIED, *self.unread.split()))
 
     def nested(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the text model's part of a config.json.
-
-        Raises:
-            DataError: It is missing or belongs to another family.
-        """
+        """Returns the text model's part of a config.json."""
         found = config.get(TEXT)
         if not isinstance(found, dict):
             raise wrong_type(TEXT, found, "an object")
@@ -93,12 +101,7 @@ class Tower:
     def with_text(
         self, config: Mapping[str, Any], text: Mapping[str, Any], changed: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns a config.json with another text model.
-
-        Args:
-            text: Fields of its text model, from `text`.
-            changed: Fields of the other one; equal ones stay as they are in the file, or omitted.
-        """
+        """Returns a config.json with the text model `changed` for `text`; equal fields stay as they are, or omitted."""
         found = copy.deepcopy(dict(config))
         changes = {name: value for name, value in changed.items() if name not in text or text[name] != value}
         if TIED in changes:

@@ -10,20 +10,14 @@ from mtrain.base.errors import DataError
 
 T = TypeVar("T", int, float, bool, str)
 
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-_FOUND = {str: "a text", bool: "true or false", int: "an integer", float: "a number", list: "a list", dict: "an object"}
+_WORDS = {str: "a text", bool: "true or false", int: "an integer", float: "a number", list: "a list", dict: "an object"}
 _LONGEST = 60
 
 
 def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | None) -> T | None:
-    """Reads a field; None if it is null.
+    """Reads a field of the file, or of an object in it; None if it is null.
 
-    Args:
-        config: Content of the file, or an object in it.
-        kind: Required type. A finite integer is a number as well; nothing else is converted.
-
-    Raises:
-        DataError: The field has another type.
+    A finite integer is a number as well; nothing else is converted.
     """
     # the default replaces only a missing field: null means that the model has no such thing
     value = config.get(name, default)
@@ -38,11 +32,7 @@ def value_of(config: Mapping[str, Any], name: str, kind: type[T], default: T | N
 
 
 def needed_value(config: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
-    """Reads a field that must not be null.
-
-    Raises:
-        DataError: The field is null, missing without a default, or of another type.
-    """
+    """Reads a field that must not be null."""
     value = value_of(config, name, kind, default)
     if value is None:
         given = "is null" if name in config else "is missing"
@@ -53,7 +43,7 @@ def needed_value(config: Mapping[str, Any], name: str, kind: type[T], default: T
 def wrong_type(name: str, value: object, needed: str) -> DataError:
     """Builds the error of a value of another type."""
     # parsed JSON has no other types, so anything else is null
-    found = _FOUND.get(type(value), "null")
+    found = _WORDS.get(type(value), "null")
     return DataError(f"config.json: {name}={shown(value)} is {found}, but {needed} is needed; correct the file")
 
 

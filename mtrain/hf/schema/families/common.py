@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.rope import RopeSection
 from mtrain.hf.schema.config import Constant, Entry, Field, Required
+from mtrain.hf.schema.rope import read_rope, written_rope
 from mtrain.hf.schema.table import Rule, TensorPattern
 from mtrain.hf.schema.values import needed_value, value_of
 
-_WIDE, _WINDOWED = "full_attention", "sliding_attention"
+WIDE, WINDOWED = "full_attention", "sliding_attention"
+BOTH_KINDS = f"config.json: rope_parameters must have {WIDE} and {WINDOWED} with an object each; correct the file"
 MAX_LISTED_LAYERS = 100_000
 """Most layers for which lists are built; a mistyped number would fill the memory."""
 KEY, THEIRS = "decoder.layers.*.", "model.layers.{L}."
 
 
-def untied(model: ModelSection, layer: int) -> bool:
-    """Says whether the output layer has its own table."""
-    return model.output.has_table
-
-
-def has_head(model: ModelSection, layer: int) -> bool:
-    """Says whether a head replaces the output layer."""
-    return model.output.head_rows > 0
-
-
-def has_qkv_bias(model: ModelSection, layer: int) -> bool:
-    """Says whether queries, keys and values have biases."""
-    return model.qkv_bias or model.linear_bias
-
-
 def has_linear_bias(model: ModelSection, layer: int) -> bool:
-    """Says whether the other projections have biases."""
+    """Says whether all projections have biases."""
     return model.linear_bias
 
 
@@ -93,11 +81,7 @@ def halves(gate: str, up: str, axes: str) -> tuple[TensorPattern, ...]:
 def experts(*modules: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
     """Builds the rules of experts; a checkpoint has one tensor with an axis of experts.
 
-    Args:
-        modules: Names of their module in files of the family, the usual name first.
-        gate: Name of an expert's gate if experts have their own tensors.
-        up: Name of the projection that the gate multiplies.
-        down: Name of the projection back to the hidden size.
+    The usual name of their module comes first; `up` is multiplied by `gate`, and `down` projects back.
     """
     first: list[tuple[TensorPattern, ...]] = []
     second: list[tuple[TensorPattern, ...]] = []
@@ -142,11 +126,37 @@ def in_layer(key: str, name: str, axes: str) -> Rule:
     return same(KEY + key, THEIRS + name, axes)
 
 
+def ahead(
+    layer: tuple[Rule, ...], enorm: str, hnorm: str, eh_proj: str, norm: str, base: str = THEIRS
+) -> tuple[Rule, ...]:
+    """Builds the rules of MTP depths, each with a whole layer, from those of layers.
+
+    The names are those of the norms of embeddings and hidden states, of the projection of both, and of the norm after
+    the layer; `base` begins the names in the layer.
+    """
+    depth = "mtp.layers.*."
+
+    def moved(parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
+        return tuple(replace(part, name=part.name.replace(THEIRS, base)) for part in parts)
+
+    def inside(rule: Rule) -> Rule:
+        key = rule.key.replace(KEY, f"{depth}transformer_layer.")
+        return replace(rule, key=key, parts=moved(rule.parts), others=tuple(map(moved, rule.others)))
+
+    return (
+        same(f"{depth}enorm.weight", enorm, "h"),
+        same(f"{depth}hnorm.weight", hnorm, "h"),
+        same(f"{depth}eh_proj.weight", eh_proj, "h j"),
+        *map(inside, layer),
+        same(f"{depth}final_layernorm.weight", norm, "h"),
+    )
+
+
 VOCABULARY = (
     same("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V h"),
     same("decoder.final_layernorm.weight", "model.norm.weight", "h"),
-    same("output_layer.weight", "lm_head.weight", "V h").only(untied),
-    same("output_layer.weight", "score.weight", "n h").only(has_head),
+    same("output_layer.weight", "lm_head.weight", "V h").only(lambda model, layer: model.output.has_table),
+    same("output_layer.weight", "score.weight", "n h").only(lambda model, layer: model.output.head_rows > 0),
 )
 NORMS = (
     # norms have TransformerEngine's fused names with every backend, so a checkpoint does not depend on it
@@ -157,7 +167,9 @@ NORMS = (
 )
 ATTENTION = (
     Rule(f"{KEY}self_attention.linear_qkv.weight", "(G s d) h", by_group("weight", " h")),
-    Rule(f"{KEY}self_attention.linear_qkv.bias", "(G s d)", by_group("bias", ""), has_qkv_bias),
+    Rule(f"{KEY}self_attention.linear_qkv.bias", "(G s d)", by_group("bias", "")).only(
+        lambda model, layer: model.qkv_bias or model.linear_bias
+    ),
     in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "d").only(has_qk_norm),
     in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "d").only(has_qk_norm),
     in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "(H d)").only(has_full_qk_norm),
@@ -175,12 +187,7 @@ ACTIVATION = (Required("hidden_act", "silu", "silu", ("swish",)), Constant("acti
 
 
 def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
-    """Returns the fields of every family.
-
-    Args:
-        norm_epsilon: Epsilon of norms if the file has none.
-        tied: Whether input and output share a table if the file does not say.
-    """
+    """Returns the fields of every family; the arguments are its defaults."""
     return (
         Field("num_hidden_layers", "num_layers"),
         Field("hidden_size", "hidden_size"),
@@ -194,120 +201,141 @@ def common(norm_epsilon: float = 1e-6, tied: bool = False) -> tuple[Entry, ...]:
     )
 
 
-@final
-@dataclass(frozen=True)
-class LayerWindows(Entry):
-    """Layers with a sliding window: one word per layer, or a number of first layers."""
-
-    alternates: bool = False
-    """Whether every other one of the first layers has a window, instead of all layers after them."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-
-    @property
-    def part(self) -> str:
-        return "sliding_window"
-
-    def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        window = value_of(config, "sliding_window", int, 4096)
-        # a window that is switched off is still written in the files of this family
-        window = window if needed_value(config, "use_sliding_window", bool, False) else None
-        first = needed_value(config, "max_window_layers", int, 28)
-
-        def is_wide(layer: int) -> bool:  # transformers counts from 0, `layer_kinds` from 1
-            return layer % 2 == 0 or layer > first if self.alternates else layer <= first
-
-        kinds = layer_kinds(config, lambda layer: window is None or is_wide(layer))
-        return windows(kinds, window, "use_sliding_window is false")
-
-    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        window, kinds = model.sliding_window, kinds_of(model)
-        # read where layer_types is missing, as in files of older programs
-        first = kinds.index(_WINDOWED) if _WINDOWED in kinds else model.num_layers
-        return {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            **({} if self.alternates else {"max_window_layers": first}),
-            "layer_types": kinds,
-        }
+IsWide = Callable[[int], bool]
+"""Says whether a layer, counted from 1, has no window."""
+FIRST = "max_window_layers"
+"""Field with the number of first layers."""
 
 
 @final
 @dataclass(frozen=True)
-class ListedWindows(Entry):
-    """Layers with a sliding window: one word per layer, or a pattern of the family."""
+class Windows(Entry):
+    """Layers with a sliding window: one word per layer, or a rule of the family."""
 
-    every: int
-    """Distance of layers without a window if the file lists no layers."""
-    window: int
+    default: int | None
     """Tokens in a window if the file does not say."""
+    rule: Callable[[dict[str, Any]], IsWide] | None
+    """Rule for files that list no layers, by other fields; None: all layers, and the family reads no list."""
+    others: tuple[str, ...] = ()
+    """Fields of the rule that no other entry reads."""
+    has_switch: bool = True
+    """Whether a window is switched on by another field."""
+    counts_first: bool = False
+    """Whether other programs read the number of first layers without a window."""
+
+    part = "sliding_window"
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("sliding_window", "layer_types")
-
-    @property
-    def part(self) -> str:
-        return "sliding_window"
+        switch = ("use_sliding_window",) if self.has_switch else ()
+        return (*switch, "sliding_window", *self.others, *(("layer_types",) if self.rule is not None else ()))
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        kinds = layer_kinds(config, lambda layer: layer % self.every == 0)
-        return windows(kinds, value_of(config, "sliding_window", int, self.window))
+        window = value_of(config, "sliding_window", int, self.default)
+        # a window that is switched off is still written in the files of these families
+        if self.has_switch and not needed_value(config, "use_sliding_window", bool, False):
+            window = None
+        if self.rule is None:
+            return {"sliding_window": window}
+        is_wide = self.rule(config)
+        has_none = self.has_switch and window is None
+        kinds = layer_kinds(config, lambda layer: has_none or is_wide(layer))
+        switched_off = "use_sliding_window is false or sliding_window null"
+        return windows(kinds, window, switched_off if self.has_switch else "sliding_window is null")
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {"sliding_window": model.sliding_window, "layer_types": kinds_of(model)}
+        changes: dict[str, Any] = {"use_sliding_window": model.sliding_window is not None} if self.has_switch else {}
+        changes["sliding_window"] = model.sliding_window
+        kinds = kinds_of(model)
+        if self.counts_first:  # read where layer_types is missing, as in files of older programs
+            changes[FIRST] = kinds.index(WINDOWED) if WINDOWED in kinds else model.num_layers
+        if self.rule is not None:
+            changes["layer_types"] = kinds
+        return changes
+
+
+def every_nth(number: int) -> Callable[[dict[str, Any]], IsWide]:
+    """Builds the rule by which every n-th layer has no window."""
+    return lambda config: lambda layer: layer % number == 0
+
+
+def _after_the_first(config: dict[str, Any]) -> IsWide:
+    # transformers counts from 0
+    first = needed_value(config, FIRST, int, 28)
+    return lambda layer: layer <= first
+
+
+def alternating_first(config: dict[str, Any]) -> IsWide:
+    """Rule by which every other one of the first layers has a window, and none after them."""
+    first = needed_value(config, FIRST, int, 28)
+    return lambda layer: layer % 2 == 0 or layer > first
+
+
+QWEN_WINDOWS = Windows(4096, _after_the_first, (FIRST,), counts_first=True)
 
 
 def kinds_of(model: ModelSection) -> list[str]:
     """Returns `full_attention` or `sliding_attention` for each layer."""
     window, every = model.sliding_window, model.global_attention_every
     return [
-        _WIDE if window is None or (every is not None and layer % every == 0) else _WINDOWED
+        WIDE if window is None or (every is not None and layer % every == 0) else WINDOWED
         for layer in range(1, model.num_layers + 1)
     ]
 
 
 def layer_kinds(config: dict[str, Any], is_wide: Callable[[int], bool]) -> list[str]:
-    """Reads `full_attention` or `sliding_attention` for each layer from the file.
-
-    Args:
-        is_wide: Says whether a layer, counted from 1, has no window; used if the file lists no layers.
-
-    Raises:
-        DataError: The list has a wrong length or unknown words.
-    """
+    """Reads `full_attention` or `sliding_attention` for each layer; `is_wide` says it if the file lists no layers."""
     num_layers = needed_value(config, "num_hidden_layers", int)
     kinds = config.get("layer_types")
     if kinds is None:
         # checked before the list is made; where the file lists the layers, its own length limits the number
         if num_layers > MAX_LISTED_LAYERS:
             raise DataError(f"config.json: num_hidden_layers={num_layers} is more than any model has; correct the file")
-        return [_WIDE if is_wide(layer) else _WINDOWED for layer in range(1, num_layers + 1)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in (_WIDE, _WINDOWED) for kind in kinds):
+        return [WIDE if is_wide(layer) else WINDOWED for layer in range(1, num_layers + 1)]
+    return listed_kinds(kinds, num_layers, (WIDE, WINDOWED))
+
+
+def listed_kinds(kinds: object, num_layers: int, words: tuple[str, str]) -> list[str]:
+    """Returns the list in `layer_types`, which has one of two words for each layer."""
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in words for kind in kinds):
         raise DataError(
-            f"config.json: layer_types must list {_WIDE} or {_WINDOWED} for each of num_hidden_layers={num_layers} "
+            f"config.json: layer_types must list {' or '.join(words)} for each of num_hidden_layers={num_layers} "
             "layers; correct the file"
         )
     return kinds
 
 
+def parameters_by_kind(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the rotary parameters of each kind of layer, or None without `rope_parameters`."""
+    given = config.get("rope_parameters")
+    if given is not None and not (isinstance(given, dict) and given.keys() <= {WIDE, WINDOWED}):
+        raise DataError(BOTH_KINDS)
+    return given
+
+
+def local_base(config: dict[str, Any], default: float) -> float:
+    """Reads the base of windowed layers from their own rotary parameters, which cannot be scaled."""
+    local = read_rope(config, default)
+    if local["scaling"] != "none":
+        raise DataError(f"config.json: rope_type={local['scaling']} of windowed layers must be default")
+    base: float = local["base"]
+    return base
+
+
+def written_by_kind(rope: RopeSection) -> dict[str, Any]:
+    """Returns `rope_parameters` for both kinds of layer."""
+    windowed = {"rope_theta": rope.base if rope.local_base is None else rope.local_base, "rope_type": "default"}
+    return {"rope_parameters": {WIDE: written_rope({}, rope)["rope_parameters"], WINDOWED: windowed}}
+
+
 def windows(kinds: list[str], window: int | None, why_none: str = "sliding_window is null") -> dict[str, Any]:
-    """Returns our fields of windows for layers that are `full_attention` or `sliding_attention`.
-
-    Args:
-        window: Tokens in a window, if any.
-        why_none: Why there is no window, for the message.
-
-    Raises:
-        DataError: The layers without a window are not all, none, or every n-th one.
-    """
-    wide = [layer for layer, kind in enumerate(kinds, start=1) if kind == _WIDE]
+    """Returns our fields of windows for layers that are `full_attention` or `sliding_attention`; `why_none` says in a
+    message why there is no window."""
+    wide = [layer for layer, kind in enumerate(kinds, start=1) if kind == WIDE]
     if len(wide) == len(kinds):
         return {"sliding_window": None, "global_attention_every": None}
     if window is None:
-        raise DataError(f"config.json: layer_types lists {_WINDOWED}, but {why_none}; correct the file")
+        raise DataError(f"config.json: layer_types lists {WINDOWED}, but {why_none}; correct the file")
     if not wide:
         return {"sliding_window": window, "global_attention_every": None}
     # ours is one number, every n-th layer; model.* cannot express any other order

@@ -1,4 +1,7 @@
-"""DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, shared and routed experts, MTP."""
+"""DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash: latent attention, shared and routed experts, MTP.
+
+GLM-4.5, 4.6 and 4.7: the same experts and MTP, with partly rotated heads.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,24 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import DEPTHS, Computed, Constant, Entry, Field, Required, Rope, lookup
+from mtrain.hf.schema.config import DEPTHS, Computed, Constant, Entry, Field, Required, Rope, heads, lookup
 from mtrain.hf.schema.families.common import (
     ACTIVATION,
+    ATTENTION,
     FEED_FORWARD,
-    KEY,
     NORMS,
     THEIRS,
     VOCABULARY,
+    ahead,
     common,
     experts,
     has_experts,
     in_layer,
     router,
-    same,
     shared_experts,
 )
 from mtrain.hf.schema.family import Family, in_tower
-from mtrain.hf.schema.table import Rule
-from mtrain.hf.schema.tower import Tower
+from mtrain.hf.schema.tower import Tower, default_sizes
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
 _SCORED = 2
@@ -34,58 +36,37 @@ _SCORED = 2
 _LATENT_EPSILON = 1e-6
 _TOP_K = "num_experts_per_tok"
 _ROTATED = ("mla.qk_rope_head_dim", 64)
-_DEEPSEEK: dict[str, Any] = {
-    "num_attention_heads": 128,
-    "rms_norm_eps": 1e-6,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    _TOP_K: 8,
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
+_DEFAULTS: dict[str, tuple[Any, Any, Any]] = {
+    "num_attention_heads": (128, 20, None),
+    "rms_norm_eps": (1e-6, 1e-5, 1e-5),
+    "q_lora_rank": (1536, 768, None),
+    "qk_nope_head_dim": (128, 192, None),
+    "v_head_dim": (128, 256, None),
+    "n_routed_experts": (256, 64, 128),
+    _TOP_K: (8, 4, 8),
+    "moe_intermediate_size": (2048, 1536, 1408),
+    "n_group": (8, 1, 1),
+    "topk_group": (4, 1, 1),
+    "routed_scaling_factor": (2.5, 1.8, 1.0),
 }
-_GLM: dict[str, Any] = {
-    "num_attention_heads": 20,
-    "rms_norm_eps": 1e-5,
-    "q_lora_rank": 768,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "n_routed_experts": 64,
-    _TOP_K: 4,
-    "moe_intermediate_size": 1536,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.8,
-}
-"""Values of absent fields that differ between the families."""
+"""Values of absent fields that differ between DeepSeek-V3, GLM-4.7-Flash and GLM-4.5."""
+_DEEPSEEK, _GLM_LITE, _GLM = ({name: values[place] for name, values in _DEFAULTS.items()} for place in range(3))
 
 
 def _has_low_rank_queries(model: ModelSection, layer: int) -> bool:
     return model.mla is not None and model.mla.q_lora_rank is not None
 
 
-def _has_direct_queries(model: ModelSection, layer: int) -> bool:
-    return not _has_low_rank_queries(model, layer)
-
-
 @final
 @dataclass(frozen=True)
-class SharedExperts(Entry):
+class _SharedExperts(Entry):
     """Number of shared experts, each as large as a routed one; ours is their total size."""
 
     size: int
     """Size of an expert if the file does not say."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("n_shared_experts", "moe_intermediate_size")
-
-    @property
-    def part(self) -> str:
-        return "experts"
+    names = ("n_shared_experts", "moe_intermediate_size")
+    part = "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         number = value_of(config, "n_shared_experts", int, 1) or 0  # null: there are none
@@ -101,18 +82,13 @@ class SharedExperts(Entry):
 
 @final
 @dataclass(frozen=True)
-class DenseLayers(Entry):
+class _DenseLayers(Entry):
     """Number of dense layers before those with experts; like transformers, accepts numbers that leave no experts."""
 
     default: int
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("first_k_dense_replace", "num_hidden_layers")
-
-    @property
-    def part(self) -> str:
-        return "experts"
+    names = ("first_k_dense_replace", "num_hidden_layers")
+    part = "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         number = needed_value(config, "first_k_dense_replace", int, self.default)
@@ -132,17 +108,11 @@ _DENSE, _SPARSE = "dense", "sparse"
 
 
 @final
-@dataclass(frozen=True)
 class _ListedExperts(Entry):
     """Layers with experts: one word per layer. Other programs read the number of dense layers before them."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("mlp_layer_types", "first_k_dense_replace", "num_hidden_layers")
-
-    @property
-    def part(self) -> str:
-        return "experts"
+    names = ("mlp_layer_types", "first_k_dense_replace", "num_hidden_layers")
+    part = "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         number = _num_dense(config.get("mlp_layer_types"), needed_value(config, "num_hidden_layers", int))
@@ -187,13 +157,8 @@ class DividedScores(Entry):
     top_k: int
     """Number of chosen experts if the file does not say."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("norm_topk_prob", _TOP_K)
-
-    @property
-    def part(self) -> str:
-        return "experts"
+    names = ("norm_topk_prob", _TOP_K)
+    part = "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         said, top_k = needed_value(config, "norm_topk_prob", bool, True), needed_value(config, _TOP_K, int, self.top_k)
@@ -210,13 +175,10 @@ class DividedScores(Entry):
 
 
 @final
-@dataclass(frozen=True)
-class Depths(Entry):
+class _Depths(Entry):
     """MTP depths. A file may configure them without weights; transformers neither computes nor writes them."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (DEPTHS,)
+    names = (DEPTHS,)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         return {"mtp_depths": value_of(config, DEPTHS, int, 0)}
@@ -241,13 +203,8 @@ class Groups(Entry):
 
     defaults: Mapping[str, Any]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("n_group", "topk_group", _TOP_K)
-
-    @property
-    def part(self) -> str:
-        return "experts"
+    names = ("n_group", "topk_group", _TOP_K)
+    part = "experts"
 
     @property
     def off(self) -> Mapping[str, Any]:
@@ -278,9 +235,7 @@ class _LatentNorms(Entry):
     outer: float
     """The other norms' epsilon if the file does not say."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("rms_norm_eps",)
+    names = ("rms_norm_eps",)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         epsilon = needed_value(config, "rms_norm_eps", float, self.outer)
@@ -293,7 +248,9 @@ class _LatentNorms(Entry):
 _LATENT_ATTENTION = (
     in_layer("input_layernorm.weight", "input_layernorm.weight", "h"),
     # one of two ways to the queries: direct, or down to a latent, its norm, and up
-    in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "(H x) h").only(_has_direct_queries),
+    in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "(H x) h").only(
+        lambda model, layer: model.mla is None or model.mla.q_lora_rank is None
+    ),
     in_layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "q h").only(
         _has_low_rank_queries
     ),
@@ -309,7 +266,7 @@ _LATENT_ATTENTION = (
     in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "(H y) k"),
     in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h (H v)"),
 )
-EXPERTS = (
+_EXPERTS = (
     router("mlp.gate.weight"),
     # float32 even in files of bf16 weights: it moves by small steps, which bf16 would round away
     replace(
@@ -318,25 +275,40 @@ EXPERTS = (
     *experts("mlp"),
     *shared_experts(),
 )
-_LAYER = (*NORMS[1:], *_LATENT_ATTENTION, *FEED_FORWARD, *EXPERTS)
-_DEPTH = "mtp.layers.*."
+_LAYER = (*NORMS[1:], *_LATENT_ATTENTION, *FEED_FORWARD, *_EXPERTS)
+# transformers omits these tensors, so the names are those of DeepSeek's own files
+_AHEAD = tuple(f"{THEIRS}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
 
 
-def ahead(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Builds the rules of MTP depths, each with a whole layer, from those of layers."""
-    return (  # transformers omits these tensors, so the names are those of DeepSeek's own files
-        same(f"{_DEPTH}enorm.weight", f"{THEIRS}enorm.weight", "h"),
-        same(f"{_DEPTH}hnorm.weight", f"{THEIRS}hnorm.weight", "h"),
-        same(f"{_DEPTH}eh_proj.weight", f"{THEIRS}eh_proj.weight", "h j"),
-        *(replace(rule, key=rule.key.replace(KEY, f"{_DEPTH}transformer_layer.")) for rule in layer),
-        same(f"{_DEPTH}final_layernorm.weight", f"{THEIRS}shared_head.norm.weight", "h"),
+def _of(defaults: Mapping[str, Any], theirs: str, ours: str, alias: str = "", without: Any = None) -> Field:
+    return Field(theirs, ours, defaults[theirs], alias=alias, without=without)
+
+
+def _experts(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, ...]:
+    return (
+        # the alias is in their attribute_map, and some programs write it
+        _of(defaults, "n_routed_experts", "experts.num_experts", alias="num_local_experts"),
+        _of(defaults, _TOP_K, "experts.top_k"),
+        _of(defaults, "moe_intermediate_size", "experts.ffn_hidden_size"),
+        _SharedExperts(defaults["moe_intermediate_size"]),
+        dense_layers,
+        Groups(defaults),
+        _of(defaults, "routed_scaling_factor", "experts.scaling_factor", without=1.0),
+        Constant("experts.score", "sigmoid"),
+        Constant("experts.expert_bias", True),
+        _Depths(),
+    )
+
+
+def _scores(top_k: int) -> tuple[Entry, ...]:
+    return (
+        DividedScores(top_k),
+        Required("scoring_func", "sigmoid", "sigmoid", part="experts"),
+        Required("topk_method", "noaux_tc", "noaux_tc", part="experts"),
     )
 
 
 def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, ...]:
-    def own(theirs: str, ours: str, alias: str = "", without: Any = None) -> Field:
-        return Field(theirs, ours, defaults[theirs], alias=alias, without=without)
-
     return (
         *common(norm_epsilon=defaults["rms_norm_eps"]),
         *ACTIVATION,
@@ -356,26 +328,14 @@ def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, .
             },
         ),
         _LatentNorms(defaults["rms_norm_eps"]),
-        own("q_lora_rank", "mla.q_lora_rank"),
+        _of(defaults, "q_lora_rank", "mla.q_lora_rank"),
         Field("kv_lora_rank", "mla.kv_lora_rank", 512),
-        own("qk_nope_head_dim", "mla.qk_nope_head_dim"),
+        _of(defaults, "qk_nope_head_dim", "mla.qk_nope_head_dim"),
         Field("qk_rope_head_dim", "mla.qk_rope_head_dim", 64),
-        own("v_head_dim", "mla.v_head_dim"),
-        # the alias is in their attribute_map, and some programs write it
-        own("n_routed_experts", "experts.num_experts", alias="num_local_experts"),
-        own(_TOP_K, "experts.top_k"),
-        own("moe_intermediate_size", "experts.ffn_hidden_size"),
-        SharedExperts(defaults["moe_intermediate_size"]),
-        dense_layers,
-        Groups(defaults),
-        own("routed_scaling_factor", "experts.scaling_factor", without=1.0),
-        Constant("experts.score", "sigmoid"),
-        Constant("experts.expert_bias", True),
-        Depths(),
+        _of(defaults, "v_head_dim", "mla.v_head_dim"),
+        *_experts(defaults, dense_layers),
         Field("rope_interleave", "rope.interleaved", True),
-        DividedScores(defaults[_TOP_K]),
-        Required("scoring_func", "sigmoid", "sigmoid", part="experts"),
-        Required("topk_method", "noaux_tc", "noaux_tc", part="experts"),
+        *_scores(defaults[_TOP_K]),
         Required("moe_layer_freq", 1, 1, part="experts", is_off=True),
         Required("attention_bias", False, False),
         Rope(),
@@ -383,7 +343,10 @@ def _entries(defaults: Mapping[str, Any], dense_layers: Entry) -> tuple[Entry, .
 
 
 DEEPSEEK_V3 = Family(
-    "deepseek_v3", "DeepseekV3ForCausalLM", _entries(_DEEPSEEK, DenseLayers(3)), (*VOCABULARY, *_LAYER, *ahead(_LAYER))
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _entries(_DEEPSEEK, _DenseLayers(3)),
+    (*VOCABULARY, *_LAYER, *ahead(_LAYER, *_AHEAD)),
 )
 # the same function under another name, and with other sizes
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
@@ -395,25 +358,10 @@ KIMI_K25 = in_tower(
         "deepseek_v3",
         is_tied=False,
         # of DeepseekV3Config
-        defaults={
-            "num_hidden_layers": 61,
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "num_attention_heads": 128,
-            "vocab_size": 129280,
-        },
-        unread=(
-            "ignore_index",
-            "image_token_id",
-            "media_placeholder_token_id",
-            "projection_hidden_size",
-            "projection_layer_norm_eps",
-            "use_unified_vision_chunk",
-            "video_placeholder",
-            "video_token_id",
-            "vision_end_token_id",
-            "vision_start_token_id",
-        ),
+        defaults=default_sizes(layers=61, hidden=7168, feed_forward=18432, heads=128, vocabulary=129280),
+        unread="""ignore_index image_token_id media_placeholder_token_id projection_hidden_size
+            projection_layer_norm_eps use_unified_vision_chunk video_placeholder video_token_id vision_end_token_id
+            vision_start_token_id""",
         images=(r"(model\.)?(vision_tower|mm_projector)\..+",),
         aliases=("kimi_k2",),
     ),
@@ -423,5 +371,23 @@ GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
-    entries=_entries(_GLM, _ListedExperts()),
+    entries=_entries(_GLM_LITE, _ListedExperts()),
 )
+_GLM_LAYER = (*NORMS, *ATTENTION, *FEED_FORWARD, *_EXPERTS)
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    (
+        *common(norm_epsilon=1e-5),
+        *ACTIVATION,
+        *heads(groups=8),
+        # the output projection has no bias in this family
+        Field("attention_bias", "qkv_bias", False),
+        Field("use_qk_norm", "qk_norm", False),
+        *_experts(_GLM, _DenseLayers(1)),
+        *_scores(_GLM[_TOP_K]),
+        Rope(default_partial=0.5),
+    ),
+    (*VOCABULARY, *_GLM_LAYER, *ahead(_GLM_LAYER, *_AHEAD)),
+)
+FAMILIES = (DEEPSEEK_V3, KIMI_K2, KIMI_K25, GLM4_MOE_LITE)

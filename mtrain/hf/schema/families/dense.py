@@ -1,4 +1,4 @@
-"""Llama 3.x, Mistral, Qwen2.5 and Qwen3: one architecture in four dialects."""
+"""Llama 3.x, Mistral and Ministral 3, Qwen2.5, Qwen3, SmolLM3 and Phi: one architecture in several dialects."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads
+from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads, skipped_rotations
 from mtrain.hf.schema.families.common import (
     ACTIVATION,
     ATTENTION,
     FEED_FORWARD,
+    KEY,
+    MAX_LISTED_LAYERS,
     NORMS,
+    QWEN_WINDOWS,
+    THEIRS,
     VOCABULARY,
-    LayerWindows,
+    IsWide,
+    Windows,
+    by_group,
     common,
+    in_layer,
 )
 from mtrain.hf.schema.family import Family, in_tower
-from mtrain.hf.schema.tower import Tower
+from mtrain.hf.schema.rope import ROPE_NAMES, ROPE_OBJECTS, rope_without
+from mtrain.hf.schema.table import Rule, TensorPattern
+from mtrain.hf.schema.tower import Tower, default_sizes
 from mtrain.hf.schema.values import needed_value, shown, value_of
 
 _HEAD, _TOKENS = "ForSequenceClassification", "ForCausalLM"
@@ -32,9 +41,7 @@ class Labels(Entry):
     prefix: str
     """Beginning of the class name in transformers."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("architectures", "num_labels", "id2label", "label2id")
+    names = ("architectures", "num_labels", "id2label", "label2id")
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         if not _has_head(config):
@@ -66,13 +73,10 @@ _RULES = (*VOCABULARY, *NORMS, *ATTENTION, *FEED_FORWARD)
 
 
 @final
-@dataclass(frozen=True)
 class LlamaBiases(Entry):
     """Llama's biases: in attention and the feed-forward part, both or neither."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("attention_bias", "mlp_bias")
+    names = ("attention_bias", "mlp_bias")
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         attention, feed_forward = (needed_value(config, name, bool, False) for name in self.names)
@@ -125,21 +129,9 @@ MISTRAL3 = in_tower(
         "mistral",
         is_tied=False,
         # of MistralConfig
-        defaults={
-            "num_hidden_layers": 32,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "vocab_size": 32000,
-        },
-        unread=(
-            "image_token_index",
-            "image_token_id",
-            "multimodal_projector_bias",
-            "projector_hidden_act",
-            "spatial_merge_size",
-            "vision_feature_layer",
-        ),
+        defaults=default_sizes(layers=32, hidden=4096, feed_forward=14336, heads=32, vocabulary=32000),
+        unread="""image_token_index image_token_id multimodal_projector_bias projector_hidden_act spatial_merge_size
+            vision_feature_layer""",
         other_types=("ministral3",),
     ),
 )
@@ -153,7 +145,7 @@ QWEN2 = Family(
         *heads(groups=32),
         # not a field of the file: Qwen2Attention has fixed biases
         Constant("qkv_bias", True),
-        LayerWindows(),
+        QWEN_WINDOWS,
         Rope(),
     ),
     _RULES,
@@ -170,10 +162,168 @@ QWEN3 = Family(
         # true would mean biases of q, k, v and o only: linear_bias includes the feed-forward part
         Required("attention_bias", False, False),
         Constant("qk_norm", True),
-        LayerWindows(),
+        QWEN_WINDOWS,
         Rope(),
     ),
     _RULES,
     # a switch of other programs: Qwen3Config has no such field, and the norms are always there
     inert=("use_qk_norm",),
 )
+_COEFFICIENT = "llama_4_scaling_beta"
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _COEFFICIENT: 0.1,
+}
+_ROPE = Rope()  # parameters without a base; a file without parameters has that of _YARN
+
+
+@final
+class _TemperedRope(Entry):
+    """The rotary embedding, with the coefficient by which queries grow."""
+
+    names = ROPE_NAMES
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        if all(config.get(kind) in (None, {}) for kind in ROPE_OBJECTS):
+            config = {**config, "rope_parameters": _YARN}
+        found = _ROPE.read(rope_without(config, (_COEFFICIENT, "max_position_embeddings")))
+        if found["rope.scaling"] != "yarn":
+            raise DataError(f"config.json: rope_type={found['rope.scaling']} is not supported here, but yarn is needed")
+        given = [config[kind] for kind in ROPE_OBJECTS if isinstance(config.get(kind), dict)]
+        coefficients = {needed_value(parameters, _COEFFICIENT, float) for parameters in given}
+        if len(coefficients) > 1:
+            both = " and ".join(ROPE_OBJECTS)
+            raise DataError(f"config.json: {_COEFFICIENT} differs between {both}; remove the one that is wrong")
+        return found | {"rope.attention_temperature": coefficients.pop()}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        changes = _ROPE.write(config, model)
+        own = {_COEFFICIENT: model.rope.attention_temperature}
+        return {name: value | own if name in ROPE_OBJECTS and value else value for name, value in changes.items()}
+
+    def older(self, config: dict[str, Any]) -> dict[str, Any]:
+        return _ROPE.older(config)
+
+
+MINISTRAL3 = Family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    (
+        *common(norm_epsilon=1e-5),
+        *ACTIVATION,
+        *heads(groups=8, head_dim=128),
+        Field("sliding_window", "sliding_window"),
+        _TemperedRope(),
+    ),
+    _RULES,
+)
+assert MISTRAL3.tower is not None
+MINISTRAL3_IMAGES = in_tower(
+    MINISTRAL3,
+    MISTRAL3.model_type,
+    MISTRAL3.architecture,
+    replace(
+        MISTRAL3.tower,
+        text_type="ministral3",
+        other_types=("mistral",),
+        # of Ministral3Config
+        defaults=default_sizes(layers=34, hidden=4096, feed_forward=14336, heads=32, vocabulary=131072),
+    ),
+)
+_LISTED, _INTERVAL = "no_rope_layers", "no_rope_layer_interval"
+
+
+def _rotates(config: dict[str, Any]) -> list[int]:
+    """Returns 1 for each layer with rotary positions, else 0."""
+    num_layers, every = needed_value(config, "num_hidden_layers", int), needed_value(config, _INTERVAL, int, 4)
+    found = config.get(_LISTED)
+    if found is None and every > 0 and num_layers <= MAX_LISTED_LAYERS:
+        return [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    # type: true is not a number here
+    if (
+        not isinstance(found, list)
+        or len(found) != num_layers
+        or any(type(one) is not int or one not in (0, 1) for one in found)
+    ):
+        raise DataError(
+            f"config.json: {_LISTED}={shown(found)} must list 1, or 0 for no rotary positions, for each of "
+            f"num_hidden_layers={num_layers} layers, or {_INTERVAL}={every} be above 0; correct the file"
+        )
+    return found
+
+
+@final
+class _Unrotated(Entry):
+    """Layers without rotary positions: one number per layer, or their distance."""
+
+    names = (_LISTED, _INTERVAL)
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        skipped = [1 - one for one in _rotates(config)]
+        # as the number of every n-th layer where it is one: model.* is read by people
+        every = skipped.index(1) + 1 if 1 in skipped else 0
+        is_regular = (
+            every and len(skipped) % every == 0 and skipped == ([0] * (every - 1) + [1]) * (len(skipped) // every)
+        )
+        return {"megatron.no_rope_freq": (every if is_regular else skipped) if every else None}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        return {_LISTED: [1 - one for one in skipped_rotations(model)]}
+
+    def agrees(self, config: dict[str, Any], model: ModelSection) -> bool:
+        return [1 - one for one in _rotates(config)] == skipped_rotations(model)
+
+
+def _is_rotated(config: dict[str, Any]) -> IsWide:
+    rotates = _rotates(config)
+    return lambda layer: rotates[layer - 1] == 1
+
+
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    (
+        *common(tied=True),
+        *ACTIVATION,
+        *heads(groups=4),
+        LlamaBiases(),
+        _Unrotated(),
+        # the layers without rotary positions, if the file lists none
+        Windows(None, _is_rotated),
+        Rope(2000000.0),
+    ),
+    _RULES,
+)
+# the whole as a region: rows of an adapter's B also have this order
+_QKV = TensorPattern(f"{THEIRS}self_attn.qkv_proj.weight", "", region="(G s d) h", pieces=by_group("weight", " h"))
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    (
+        *common(norm_epsilon=1e-5),
+        *ACTIVATION,
+        *heads(),
+        Field("sliding_window", "sliding_window"),
+        # dropout on what attention and the feed-forward part add, which transformers draws in training
+        Required("resid_pdrop", 0.0, 0.0),
+        Required("embd_pdrop", 0.0, 0.0),
+        # any other type is read as longrope, or refused
+        Rope(is_scaled=False),
+    ),
+    (
+        *VOCABULARY,
+        *NORMS,
+        Rule(f"{KEY}self_attention.linear_qkv.weight", "(G s d) h", (_QKV,)),
+        in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h (H d)"),
+        in_layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "(c f) h"),
+        in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", "h f"),
+    ),
+)
+FAMILIES = (LLAMA, MISTRAL, MISTRAL3, MINISTRAL3, MINISTRAL3_IMAGES, QWEN2, QWEN3)

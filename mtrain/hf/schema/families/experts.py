@@ -1,54 +1,42 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: the usual transformer with experts in every layer."""
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, MiniMax-M2 and GPT-OSS: the usual transformer with experts in every layer.
+
+MiniMax-M2 scores experts by a sigmoid, norms whole queries and keys, and rotates heads partly. GPT-OSS has biases
+everywhere, attention sinks, and experts that are fused, transposed and interleaved on disk.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
+from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import Constant, Entry, Field, Required, Rope, heads, lookup
 from mtrain.hf.schema.families.common import (
     ACTIVATION,
     ATTENTION,
+    FIRST,
+    KEY,
     NORMS,
+    THEIRS,
     VOCABULARY,
-    LayerWindows,
+    Windows,
+    alternating_first,
     common,
+    every_nth,
     experts,
+    has_experts,
     has_shared_gate,
     in_layer,
     router,
     shared_experts,
 )
 from mtrain.hf.schema.family import Family
-from mtrain.hf.schema.values import needed_value, value_of
+from mtrain.hf.schema.table import Rule, TensorPattern
+from mtrain.hf.schema.values import needed_value
 
-
-@final
-@dataclass(frozen=True)
-class Renormalised(Entry):
-    """Switch that divides the weights of chosen experts by their sum.
-
-    A softmax over the chosen experts equals one over all experts, divided by the sum of the chosen.
-    """
-
-    is_default: bool = False
-    """Value of the switch if the file has none."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("norm_topk_prob",)
-
-    @property
-    def part(self) -> str:
-        return "experts"
-
-    def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        # softmax before the choice leaves the weights of the chosen ones below 1; after it they add up to 1
-        return {"experts.pre_softmax": not needed_value(config, "norm_topk_prob", bool, self.is_default)}
-
-    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {"norm_topk_prob": not lookup(model, "experts.pre_softmax")}
+# a softmax over the chosen experts equals one over all experts, divided by the sum of the chosen
+RENORMALISED = Field("norm_topk_prob", "experts.pre_softmax", False, is_negated=True)
 
 
 @final
@@ -59,13 +47,8 @@ class GatedShare(Entry):
     default: int
     """Size if the file does not say."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("shared_expert_intermediate_size",)
-
-    @property
-    def part(self) -> str:
-        return "experts"
+    names = ("shared_expert_intermediate_size",)
+    part = "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         size = needed_value(config, "shared_expert_intermediate_size", int, self.default)
@@ -75,25 +58,27 @@ class GatedShare(Entry):
         return {"shared_expert_intermediate_size": lookup(model, "experts.shared_ffn_hidden_size")}
 
 
+_TOP_K = "num_experts_per_tok"
+
+
 @final
-@dataclass(frozen=True)
-class _Window(Entry):
-    """A sliding window in all layers or none; the family reads no list of layers."""
+class _SeveralExperts(Entry):
+    """Number of chosen experts, whose scores are divided by their sum; ours are if there are several."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("use_sliding_window", "sliding_window")
-
-    @property
-    def part(self) -> str:
-        return "sliding_window"
+    names = (_TOP_K,)
+    part = "experts"
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        window = value_of(config, "sliding_window", int, 4096)
-        return {"sliding_window": window if needed_value(config, "use_sliding_window", bool, False) else None}
+        top_k = needed_value(config, _TOP_K, int, 8)
+        if top_k == 1:
+            raise DataError(
+                f"config.json: {_TOP_K}=1 is not supported, but 2 or more are needed: the weight of a single expert is "
+                "1 in this family"
+            )
+        return {"experts.top_k": top_k}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
+        return {_TOP_K: lookup(model, "experts.top_k")}
 
 
 MIXTRAL = Family(
@@ -138,10 +123,10 @@ QWEN2_MOE = Family(
         GatedShare(5632),
         Field("num_experts", "experts.num_experts", 60),
         Field("num_experts_per_tok", "experts.top_k", 4),
-        Renormalised(),
+        RENORMALISED,
         Field("qkv_bias", "qkv_bias", True),
         *NO_DENSE_LAYERS,
-        LayerWindows(alternates=True),
+        Windows(4096, alternating_first, (FIRST,)),
         Rope(),
     ),
     (
@@ -164,14 +149,111 @@ QWEN3_MOE = Family(
         Field("moe_intermediate_size", "experts.ffn_hidden_size", 768),
         Field("num_experts", "experts.num_experts", 128, alias="num_local_experts"),
         Field("num_experts_per_tok", "experts.top_k", 8),
-        Renormalised(),
+        RENORMALISED,
         Required("attention_bias", False, False),
         *NO_DENSE_LAYERS,
         Constant("qk_norm", True),
-        _Window(),
+        Windows(4096, None),  # in all layers or none
         Rope(),
     ),
     (*VOCABULARY, *NORMS, *ATTENTION, router("mlp.gate.weight"), *experts("mlp")),
     # transformers' Qwen3MoeConfig has no such fields, so they cannot change anything
     inert=("max_window_layers", "use_qk_norm"),
 )
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    (
+        *common(),
+        *ACTIVATION,
+        *heads(groups=8, head_dim=128),
+        Field("intermediate_size", "experts.ffn_hidden_size", 1536),
+        Field("num_local_experts", "experts.num_experts", 256, alias="num_experts"),
+        _SeveralExperts(),
+        Constant("experts.score", "sigmoid"),
+        Constant("experts.expert_bias", True),
+        Constant("qk_norm", True),
+        Constant("qk_norm_width", "full"),
+        # what the published files say of the function, which transformers does not read
+        Required("scoring_func", "sigmoid", "sigmoid", part="experts"),
+        Required("use_routing_bias", True, True, part="experts"),
+        Required("use_qk_norm", True, True),
+        Required("qk_norm_type", "per_layer", "per_layer"),
+        Required("shared_intermediate_size", 0, 0, (None,)),
+        # noise on the input of router and experts, which transformers draws in training; this program has none
+        Required("router_jitter_noise", 0.0, 0.0, (None,)),
+        Rope(5e6, default_partial=1.0, rotary_size="rotary_dim"),
+    ),
+    (
+        *VOCABULARY,
+        *NORMS,
+        *ATTENTION,
+        router("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        # float32 even in files of bf16 weights: it moves by small steps, which bf16 would round away
+        replace(
+            in_layer("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias", "E").only(has_experts),
+            keeps_dtype=True,
+        ),
+        # w1 gates, w3 is multiplied by it, w2 projects back
+        *experts("block_sparse_moe", "mlp", gate="w1", up="w3", down="w2"),
+    ),
+)
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _fused(key: str, axes: str, name: str, on_disk: str) -> Rule:
+    return Rule(
+        f"{KEY}mlp.experts.experts.{key}", axes, (TensorPattern(f"{THEIRS}mlp.experts.{name}", on_disk),), has_experts
+    )
+
+
+_EXPERTS = (
+    # on disk transposed, and gate and up interleaved (even columns gate): read as halves it would train, and be wrong
+    _fused("linear_fc1.weight", "E (c e) h", "gate_up_proj", "E h (e c)"),
+    _fused("linear_fc1.bias", "E (c e)", "gate_up_proj_bias", "E (e c)"),
+    _fused("linear_fc2.weight", "E h e", "down_proj", "E e h"),
+    _fused("linear_fc2.bias", "E h", "down_proj_bias", "E h"),
+)
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    (
+        *common(norm_epsilon=1e-5),
+        *heads(groups=8, head_dim=64),
+        Field("intermediate_size", "experts.ffn_hidden_size", 2880),
+        Field("num_local_experts", "experts.num_experts", 128, alias="num_experts"),
+        Field("num_experts_per_tok", "experts.top_k", 4, alias="experts_per_token"),
+        Required("hidden_act", "silu", "silu", ("swish",)),
+        # linear_bias below is one switch for all projections: model.* cannot express a file without those of attention
+        Required("attention_bias", True, True),
+        # our swiglu_clamped has both numbers fixed
+        Required("swiglu_alpha", 1.702, 1.702),
+        Required("swiglu_limit", 7.0, 7.0),
+        Constant("activation", "swiglu_clamped"),
+        Constant("linear_bias", True),
+        Constant("attention_sinks", True),
+        Constant("experts.router_bias", True),
+        # the softmax is over the chosen experts alone, so their weights add up to 1
+        Constant("experts.pre_softmax", False),
+        Windows(128, every_nth(2), has_switch=False),
+        Rope(150000.0, _YARN),
+    ),
+    (
+        *VOCABULARY,
+        *NORMS,
+        *ATTENTION,
+        in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks", "H"),
+        router("mlp.router.weight"),
+        in_layer("mlp.router.bias", "mlp.router.bias", "E").only(has_experts),
+        *_EXPERTS,
+    ),
+)
+FAMILIES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE)

@@ -1,97 +1,91 @@
-"""Gemma-3, with or without images: four zero-centred norms a layer, GELU gates, five windowed layers to a wide one."""
+"""Gemma-3 and Gemma 4, with or without images and sound: four norms a layer, GELU gates, five windowed layers to a wide
+one.
+
+Wide layers of Gemma 4 have their own heads, whose keys are the values; it has normalised values, a scalar per layer,
+capped logits, and in some models experts next to each dense network.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, final
 
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.schema.config import Constant, Entry, Field, Required, heads
+from mtrain.hf.schema.config import Constant, Entry, Field, Required, UnsayableError, heads
 from mtrain.hf.schema.families.common import (
     ATTENTION,
+    BOTH_KINDS,
     FEED_FORWARD,
+    KEY,
+    THEIRS,
     VOCABULARY,
+    WIDE,
+    WINDOWED,
+    IsWide,
+    Windows,
     common,
+    every_nth,
+    has_experts,
     in_layer,
+    is_dense,
     kinds_of,
     layer_kinds,
+    local_base,
+    parameters_by_kind,
+    router,
+    shared_experts,
     windows,
+    written_by_kind,
 )
 from mtrain.hf.schema.family import Family, in_tower
-from mtrain.hf.schema.rope import ROPE_NAMES, older_rope, read_rope, written_rope
-from mtrain.hf.schema.tower import Tower
-from mtrain.hf.schema.values import needed_value, value_of
+from mtrain.hf.schema.rope import PARTIAL, ROPE_NAMES, older_rope, plain_number, read_rope, written_rope
+from mtrain.hf.schema.table import Rule, TensorPattern
+from mtrain.hf.schema.tower import Tower, default_sizes
+from mtrain.hf.schema.values import needed_value, shown, value_of, wrong_type
 
-_WIDE, _WINDOWED = "full_attention", "sliding_attention"
+
+def _every_nth(config: dict[str, Any]) -> IsWide:
+    number = needed_value(config, _PATTERN, int, 6)
+    if number < 1:
+        raise DataError(f"config.json: {_PATTERN}={number} must be above 0; correct the file")
+    return every_nth(number)(config)
 
 
-@final
-@dataclass(frozen=True)
-class _GemmaWindows(Entry):
-    """Kinds of layers: one word per layer, or the distance of wide layers."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("sliding_window", "sliding_window_pattern", "layer_types")
-
-    @property
-    def part(self) -> str:
-        return "sliding_window"
-
-    def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        every = needed_value(config, "sliding_window_pattern", int, 6)
-        if every < 1:
-            raise DataError(f"config.json: sliding_window_pattern={every} must be above 0; correct the file")
-        kinds = layer_kinds(config, lambda layer: layer % every == 0)
-        return windows(kinds, value_of(config, "sliding_window", int, 4096))
-
-    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        return {"sliding_window": model.sliding_window, "layer_types": kinds_of(model)}
+_PATTERN = "sliding_window_pattern"
+_WINDOWS = Windows(4096, _every_nth, (_PATTERN,), has_switch=False)
 
 
 @final
-@dataclass(frozen=True)
 class _Ropes(Entry):
-    """Two rotary embeddings; only that of wide layers may be scaled."""
+    """Two rotary embeddings; only that of layers without a window may be scaled."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*ROPE_NAMES, "rope_local_base_freq")
+    names = (*ROPE_NAMES, "rope_local_base_freq")
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        said = config.get("rope_parameters")
-        if said is not None and not (isinstance(said, dict) and said.keys() <= {_WIDE, _WINDOWED}):
-            raise DataError(
-                f"config.json: rope_parameters must have {_WIDE} and {_WINDOWED} with an object each; correct the file"
-            )
-        wide = {**config, "rope_parameters": None if said is None else said.get(_WIDE)}
-        # the outer scaling is for wide layers
-        windowed = {"rope_parameters": None if said is None else said.get(_WINDOWED)}
+        given = parameters_by_kind(config) or {}
+        # the outer scaling is for layers without a window
+        windowed = {"rope_parameters": given.get(WINDOWED)}
         if "rope_local_base_freq" in config:
             windowed["rope_theta"] = config["rope_local_base_freq"]
         # defaults by kind of layer: 1e4 with a window, 1e6 without
-        local = read_rope(windowed, 1e4, by_kind=True)
-        if local["scaling"] != "none":
-            raise DataError(f"config.json: rope_type={local['scaling']} of windowed layers must be default")
-        found = read_rope(wide, 1e6, by_kind=True)
-        if _GemmaWindows().read(config)["sliding_window"] is not None:
-            found["local_base"] = local["base"]
+        local = local_base(windowed, 1e4)
+        found = read_rope({**config, "rope_parameters": given.get(WIDE)}, 1e6, by_kind=True)
+        if _WINDOWS.read(config)["sliding_window"] is not None:
+            found["local_base"] = local
         return {f"rope.{name}": value for name, value in found.items()}
 
     def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        base = model.rope.base if model.rope.local_base is None else model.rope.local_base
         # in the style of the file, so that the version that wrote it can still read it
         if "rope_theta" in config and "rope_parameters" not in config:
+            base = model.rope.base if model.rope.local_base is None else model.rope.local_base
             return written_rope(config, model.rope) | {"rope_local_base_freq": base}
-        wide = written_rope({}, model.rope)["rope_parameters"]
-        return {"rope_parameters": {_WIDE: wide, _WINDOWED: {"rope_theta": base, "rope_type": "default"}}}
+        return written_by_kind(model.rope)
 
     def older(self, config: dict[str, Any]) -> dict[str, Any]:
-        said = config.get("rope_parameters") or {}
-        windowed = older_rope(said.get(_WINDOWED))
+        given = config.get("rope_parameters") or {}
+        windowed = older_rope(given.get(WINDOWED))
         local = {"rope_local_base_freq": windowed["rope_theta"]} if "rope_theta" in windowed else {}
-        return older_rope(said.get(_WIDE), by_kind=True) | local
+        return older_rope(given.get(WIDE), by_kind=True) | local
 
 
 GEMMA3 = Family(
@@ -114,7 +108,7 @@ GEMMA3 = Family(
         Constant("sandwich_norm", True),
         # scaled by the root of the hidden size, in the dtype of the weights
         Constant("scale_embeddings", True),
-        _GemmaWindows(),
+        _WINDOWS,
         _Ropes(),
     ),
     (
@@ -137,22 +131,268 @@ GEMMA3_IMAGES = in_tower(
         "gemma3_text",
         is_tied=True,
         # of Gemma3TextConfig: published files say only what differs
-        defaults={
-            "num_hidden_layers": 26,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_attention_heads": 8,
-            "vocab_size": 262208,
-        },
-        unread=(
-            "mm_tokens_per_image",
-            "image_token_index",
-            "boi_token_index",
-            "eoi_token_index",
-            "image_token_id",
-            "boi_token_id",
-            "eoi_token_id",
-            "initializer_range",
-        ),
+        defaults=default_sizes(layers=26, hidden=2304, feed_forward=9216, heads=8, vocabulary=262208),
+        unread="""mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id boi_token_id
+            eoi_token_id initializer_range""",
     ),
 )
+_EVERY = 6
+"""Distance of wide layers if the file lists no layers."""
+_BY_LAYER = "per_layer_config"
+_SIZES = ("head_dim", "num_key_value_heads")
+_EXPERT_SIZES = {"num_experts": "num_experts", "top_k_experts": "top_k", "moe_intermediate_size": "ffn_hidden_size"}
+
+
+def _kinds(config: dict[str, Any]) -> list[str]:
+    kinds = layer_kinds(config, lambda layer: layer % _EVERY == 0)
+    return [*kinds[:-1], WIDE]  # as transformers changes it, whatever the file says
+
+
+@final
+class _LastIsWide(Entry):
+    """Kinds of layers, one word each; the last is wide."""
+
+    names = ("sliding_window", "layer_types")
+    part = "sliding_window"
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        kinds = _kinds(config)
+        if WINDOWED not in kinds:
+            raise DataError(f"config.json: layer_types without {WINDOWED} is not supported; at least one is needed")
+        return windows(kinds, value_of(config, "sliding_window", int, 512))
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        kinds = kinds_of(model)
+        if kinds[-1] != WIDE:
+            raise UnsayableError("gemma4_text", {"global_attention_every": " that leaves the last layer a window"})
+        return {"sliding_window": model.sliding_window, "layer_types": kinds}
+
+
+@final
+class _WideHeads(Entry):
+    """Heads of wide layers: two fields of published files, or one per such layer, as transformers writes them."""
+
+    names = ("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", _BY_LAYER)
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        if not needed_value(config, "attention_k_eq_v", bool, False):
+            raise DataError(
+                "config.json: attention_k_eq_v=False is not supported (projections of values in wide layers), but True "
+                "is needed"
+            )
+        groups = needed_value(config, "num_key_value_heads", int, 4)
+        of_wide = value_of(config, "num_global_key_value_heads", int, None)
+        named = {
+            "head_dim": needed_value(config, "global_head_dim", int, 512),
+            "num_key_value_heads": groups if of_wide is None else of_wide,
+        }
+        found = named if config.get(_BY_LAYER) is None else self._of_each(config, groups)
+        for ours, theirs in zip(_SIZES, ("global_head_dim", "num_global_key_value_heads"), strict=True):
+            # transformers reads only one of both forms
+            if config.get(theirs) is not None and named[ours] != found[ours]:
+                raise DataError(
+                    f"config.json: {_BY_LAYER} says {ours}={found[ours]}, but {theirs}={shown(config[theirs])}; remove "
+                    "the one that is wrong"
+                )
+        return {
+            "global_attention.head_dim": found["head_dim"],
+            "global_attention.num_query_groups": found["num_key_value_heads"],
+        }
+
+    def _of_each(self, config: dict[str, Any], groups: int) -> dict[str, int]:
+        given = config[_BY_LAYER]
+        if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+            raise wrong_type(_BY_LAYER, given, "an object of objects")
+        wide = [str(number) for number, kind in enumerate(_kinds(config)) if kind == WIDE]
+        if sorted(given) != sorted(wide) or any(
+            each != given[wide[0]] or each.keys() - {*_SIZES} for each in given.values()
+        ):
+            raise DataError(
+                f"config.json: {_BY_LAYER} must give the layers of {WIDE}, {', '.join(wide)}, the same "
+                f"{' and '.join(_SIZES)}, and nothing else"
+            )
+        one = given[wide[0]]
+        head_dim = needed_value(one, "head_dim", int, needed_value(config, "head_dim", int, 256))
+        return {"head_dim": head_dim, "num_key_value_heads": needed_value(one, "num_key_value_heads", int, groups)}
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        wide = model.with_global_heads()
+        sizes = {"head_dim": wide.head_size, "num_key_value_heads": wide.query_groups}
+        fields: dict[str, Any] = {"global_head_dim": wide.head_size, "num_global_key_value_heads": wide.query_groups}
+        if _BY_LAYER in config:  # in the style of the file
+            fields = {name: value for name, value in fields.items() if name in config}
+            numbers = [str(number) for number, kind in enumerate(kinds_of(model)) if kind == WIDE]
+            fields[_BY_LAYER] = {number: dict(sizes) for number in numbers}
+        return {"attention_k_eq_v": True, **fields}
+
+
+@final
+class _WideAndLocalRope(Entry):
+    """Two rotary embeddings: whole heads in windowed layers, some pairs of a head in wide ones."""
+
+    names = ("rope_parameters",)
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        said = config.get("rope_parameters")
+        if said is None:
+            said = {
+                WINDOWED: {"rope_type": "default", "rope_theta": 10000.0},
+                WIDE: {"rope_type": "proportional", PARTIAL: 0.25, "rope_theta": 1000000.0},
+            }
+        is_right = isinstance(said, dict) and {*said} == {WIDE, WINDOWED}
+        if not is_right or not all(isinstance(each, dict) for each in said.values()):
+            raise DataError(BOTH_KINDS)
+        wide, windowed = said[WIDE], said[WINDOWED]
+        _check(windowed, WINDOWED, "default", ())
+        kind = "default" if wide.get("rope_type") == "default" else "proportional"
+        _check(wide, WIDE, kind, () if kind == "default" else (PARTIAL, "factor"))
+        found: dict[str, Any] = {
+            "rope.base": needed_value(wide, "rope_theta", float),
+            "rope.local_base": needed_value(windowed, "rope_theta", float),
+            "rope.scaling": "none" if kind == "default" else kind,
+        }
+        if kind == "proportional":
+            found["rope.partial"] = needed_value(wide, PARTIAL, float, 1.0)
+            found["rope.factor"] = needed_value(wide, "factor", float, 1.0)
+        return found
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        rope = model.rope
+        local = rope.base if rope.local_base is None else rope.local_base
+        wide: dict[str, Any] = {"rope_type": "default", "rope_theta": plain_number(rope.base)}
+        if rope.scaling == "proportional":
+            wide |= {"rope_type": rope.scaling, PARTIAL: rope.partial}
+            wide |= {} if rope.factor == 1 else {"factor": rope.factor}
+        return {"rope_parameters": {WINDOWED: {"rope_type": "default", "rope_theta": plain_number(local)}, WIDE: wide}}
+
+
+def _check(parameters: dict[str, Any], kind: str, needed: str, others: tuple[str, ...]) -> None:
+    given = parameters.get("rope_type")
+    if given != needed:
+        either = "default" if kind == WINDOWED else "default or proportional"
+        raise DataError(f"config.json: rope_type={shown(given)} of {kind} is not supported, but {either} is needed")
+    unknown = sorted(parameters.keys() - {"rope_type", "rope_theta", *others})
+    if unknown:
+        raise DataError(
+            f"config.json: {unknown[0]}={shown(parameters[unknown[0]])} in the rotary parameters of {kind} means "
+            f"nothing for rope_type={needed}; remove it"
+        )
+
+
+@final
+class _Experts(Entry):
+    """Experts next to every layer's dense network, which we call shared experts."""
+
+    names = ("enable_moe_block", *_EXPERT_SIZES)
+    part = "experts"
+
+    def read(self, config: dict[str, Any]) -> dict[str, Any]:
+        if not needed_value(config, "enable_moe_block", bool, False):
+            return {"experts": None}
+        sizes = {f"experts.{ours}": needed_value(config, theirs, int) for theirs, ours in _EXPERT_SIZES.items()}
+        # the softmax is over all experts, then divided by the sum of the chosen ones: one over the chosen ones
+        return sizes | {
+            "experts.shared_ffn_hidden_size": needed_value(config, "intermediate_size", int),
+            "experts.branch_norms": True,
+        }
+
+    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+        if model.experts is None:
+            return {"enable_moe_block": False}
+        return {"enable_moe_block": True} | {
+            theirs: getattr(model.experts, ours) for theirs, ours in _EXPERT_SIZES.items()
+        }
+
+
+def _is_wide(model: ModelSection, layer: int) -> bool:
+    return model.attention(layer) == "global"
+
+
+def _is_windowed(model: ModelSection, layer: int) -> bool:
+    return model.attention(layer) == "grouped"
+
+
+GEMMA4 = Family(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    (
+        *common(tied=True),
+        *heads(groups=4, head_dim=256),
+        Constant("query_scalar", 1.0),
+        Required("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh"),
+        Required("attention_bias", False, False),
+        Field("final_logit_softcapping", "logit_softcap"),
+        # "vision": tokens of images see each other; text does not
+        Required("use_bidirectional_attention", None, None, ("vision",)),
+        # 2B and 4B: embeddings for each layer, and layers that read the keys of others
+        Required("hidden_size_per_layer_input", 0, 256),
+        Required("num_kv_shared_layers", 0, 0),
+        _Experts(),
+        Constant("activation", "geglu_tanh"),
+        Constant("qk_norm", True),
+        Constant("value_norm", True),
+        Constant("sandwich_norm", True),
+        Constant("layer_scalar", True),
+        # scaled by the root of the hidden size, in the dtype of the weights
+        Constant("scale_embeddings", True),
+        _LastIsWide(),
+        _WideHeads(),
+        _WideAndLocalRope(),
+    ),
+    (
+        *VOCABULARY,
+        in_layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "h").only(_is_windowed),
+        in_layer("input_layernorm.weight", "input_layernorm.weight", "h").only(_is_wide),
+        in_layer("self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight", "h"),
+        in_layer("mlp.linear_fc1.layer_norm_weight", "pre_feedforward_layernorm.weight", "h").only(is_dense),
+        in_layer("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight", "h"),
+        in_layer("scalar", "layer_scalar", "o"),
+        *(rule.only(_is_windowed) for rule in ATTENTION),
+        Rule(
+            f"{KEY}self_attention.linear_qk.weight",
+            "(g S D) h",
+            (
+                TensorPattern(f"{THEIRS}self_attn.q_proj.weight", "(g S D) h", {"S": slice(0, -1)}),
+                TensorPattern(f"{THEIRS}self_attn.k_proj.weight", "(g D) h", {"S": -1}),
+            ),
+            _is_wide,
+        ),
+        in_layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "D").only(_is_wide),
+        in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "D").only(_is_wide),
+        in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h (H D)").only(_is_wide),
+        *FEED_FORWARD,
+        in_layer("mlp.shared_input_norm.weight", "pre_feedforward_layernorm.weight", "h").only(has_experts),
+        in_layer("mlp.shared_output_norm.weight", "post_feedforward_layernorm_1.weight", "h").only(has_experts),
+        in_layer("mlp.routed_input_norm.weight", "pre_feedforward_layernorm_2.weight", "h").only(has_experts),
+        in_layer("mlp.routed_output_norm.weight", "post_feedforward_layernorm_2.weight", "h").only(has_experts),
+        router("router.proj.weight"),
+        in_layer("mlp.router.scale", "router.scale", "h").only(has_experts),
+        in_layer("mlp.router.per_expert_scale", "router.per_expert_scale", "E").only(has_experts),
+        *shared_experts("mlp"),
+        # all experts of a layer in one tensor
+        Rule(
+            f"{KEY}mlp.experts.experts.linear_fc1.weight",
+            "E (c e) h",
+            (TensorPattern(f"{THEIRS}experts.gate_up_proj", "E (c e) h"),),
+            has_experts,
+        ),
+        in_layer("mlp.experts.experts.linear_fc2.weight", "experts.down_proj", "E h e").only(has_experts),
+    ),
+    # hidden_activation is the field that the model reads; the others where layers have embeddings, or share keys
+    inert=("hidden_act", "vocab_size_per_layer_input", "use_double_wide_mlp"),
+)
+GEMMA4_IMAGES = in_tower(
+    GEMMA4,
+    "gemma4",
+    "Gemma4ForConditionalGeneration",
+    Tower(
+        "gemma4_text",
+        is_tied=True,
+        # of Gemma4TextConfig: published files say only what differs
+        defaults=default_sizes(layers=30, hidden=2304, feed_forward=9216, heads=8, vocabulary=262144),
+        unread="""audio_config audio_token_id boa_token_id boi_token_id eoa_token_index eoi_token_id image_token_id
+            initializer_range video_token_id""",
+        images=(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..+",),
+    ),
+)
+FAMILIES = (GEMMA3, GEMMA3_IMAGES, GEMMA4, GEMMA4_IMAGES)

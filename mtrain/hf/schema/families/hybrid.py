@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 from mtrain.base.errors import DataError
@@ -18,34 +17,31 @@ from mtrain.hf.schema.families.common import (
     NORMS,
     THEIRS,
     VOCABULARY,
+    ahead,
     by_group,
     common,
     experts,
     has_shared_gate,
     in_layer,
+    listed_kinds,
     router,
-    same,
     shared_experts,
 )
-from mtrain.hf.schema.families.experts import NO_DENSE_LAYERS, GatedShare, Renormalised
+from mtrain.hf.schema.families.experts import NO_DENSE_LAYERS, RENORMALISED, GatedShare
 from mtrain.hf.schema.family import Family, in_tower
-from mtrain.hf.schema.table import Fixed, Rule, TensorPattern
-from mtrain.hf.schema.tower import Tower
+from mtrain.hf.schema.table import Rule, TensorPattern, stretch
+from mtrain.hf.schema.tower import Tower, default_sizes
 from mtrain.hf.schema.values import needed_value
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _INTERVAL = "full_attention_interval"
-_MROPE = ("mrope_section", "mrope_interleaved")
 
 
 @final
-@dataclass(frozen=True)
 class _HybridLayers(Entry):
     """Layers with attention among delta nets: one word per layer, or their distance."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("layer_types", _INTERVAL)
+    names = ("layer_types", _INTERVAL)
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         kinds = _kinds(config)
@@ -80,46 +76,7 @@ def _kinds(config: dict[str, Any]) -> list[str]:
                 "than a model has; correct the file"
             )
         return _pattern(every, num_layers)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in (_FULL, _LINEAR) for kind in kinds):
-        raise DataError(
-            f"config.json: layer_types must list {_FULL} or {_LINEAR} for each of num_hidden_layers={num_layers} "
-            "layers; correct the file"
-        )
-    return kinds
-
-
-@final
-@dataclass(frozen=True)
-class _TextRope(Entry):
-    """The rotary embedding: three axes for images, which coincide for text."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return _ROPE.names
-
-    def read(self, config: dict[str, Any]) -> dict[str, Any]:
-        return _ROPE.read(_without_axes(config))
-
-    def write(self, config: dict[str, Any], model: ModelSection) -> dict[str, Any]:
-        changes = _ROPE.write(config, model)
-        # kept for images, where the file has them
-        for kind in ("rope_parameters", "rope_scaling"):
-            if changes.get(kind) and isinstance(config.get(kind), dict):
-                changes[kind] |= {name: config[kind][name] for name in _MROPE if name in config[kind]}
-        return changes
-
-    def older(self, config: dict[str, Any]) -> dict[str, Any]:
-        return _ROPE.older(config)
-
-
-_ROPE = Rope(default_partial=0.25)
-
-
-def _without_axes(config: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = {kind: config[kind] for kind in ("rope_parameters", "rope_scaling") if isinstance(config.get(kind), dict)}
-    return {**config} | {
-        kind: {name: value for name, value in given.items() if name not in _MROPE} for kind, given in kinds.items()
-    }
+    return listed_kinds(kinds, num_layers, (_FULL, _LINEAR))
 
 
 def _has_attention(model: ModelSection, layer: int) -> bool:
@@ -130,52 +87,13 @@ def _has_delta_net(model: ModelSection, layer: int) -> bool:
     return model.attention(layer) == "delta_net"
 
 
-def _widths(sizes: Mapping[str, int]) -> tuple[int, int]:
-    return sizes["x"], sizes["r"] * sizes["y"]
-
-
-def _mixed(sizes: Mapping[str, int]) -> Fixed:
-    query, value = _widths(sizes)
-    return {"p": slice(0, 2 * query + value)}
-
-
-def _mixed_and_gates(sizes: Mapping[str, int]) -> Fixed:
-    query, value = _widths(sizes)
-    return {"p": slice(0, 2 * query + 2 * value)}
-
-
-def _gates(sizes: Mapping[str, int]) -> Fixed:
-    query, value = _widths(sizes)
-    return {"p": slice(2 * query + value, 2 * query + 2 * value)}
-
-
-def _rates_and_decays(sizes: Mapping[str, int]) -> Fixed:
-    return {"p": slice(-2 * sizes["r"], None)}
-
-
-def _rates(sizes: Mapping[str, int]) -> Fixed:
-    return {"p": slice(-2 * sizes["r"], -sizes["r"])}
-
-
-def _decays(sizes: Mapping[str, int]) -> Fixed:
-    return {"p": slice(-sizes["r"], None)}
-
-
-def _queries(sizes: Mapping[str, int]) -> Fixed:
-    return {"w": slice(0, sizes["x"])}
-
-
-def _keys(sizes: Mapping[str, int]) -> Fixed:
-    return {"w": slice(sizes["x"], 2 * sizes["x"])}
-
-
-def _values(sizes: Mapping[str, int]) -> Fixed:
-    return {"w": slice(2 * sizes["x"], None)}
+_ROWS = {"queries": "x", "keys": "x", "values": "r y", "gates": "r y", "rates": "r", "decays": "r"}
+"""Rows of a key head, in order -> axes whose product is their number; the first three are convolved."""
 
 
 def _by_kind(axes: str) -> tuple[TensorPattern, ...]:
     """Returns the pieces of a tensor that we order by key head: queries, keys and values of all heads."""
-    return tuple(TensorPattern("", axes, places) for places in (_queries, _keys, _values))
+    return tuple(TensorPattern("", axes, stretch("w", _ROWS, kind)) for kind in ("queries", "keys", "values"))
 
 
 _NET = f"{THEIRS}linear_attn."
@@ -184,8 +102,8 @@ _TWO_PROJECTIONS = Rule(
     _IN_PROJ,
     "(K p) h",
     (
-        TensorPattern(f"{_NET}in_proj_qkvz.weight", "(K p) h", _mixed_and_gates),
-        TensorPattern(f"{_NET}in_proj_ba.weight", "(K p) h", _rates_and_decays),
+        TensorPattern(f"{_NET}in_proj_qkvz.weight", "(K p) h", stretch("p", _ROWS, "queries", "gates")),
+        TensorPattern(f"{_NET}in_proj_ba.weight", "(K p) h", stretch("p", _ROWS, "rates", "decays")),
     ),
     _has_delta_net,
 )
@@ -193,18 +111,19 @@ _FOUR_PROJECTIONS = Rule(
     _IN_PROJ,
     "(K p) h",
     (
-        TensorPattern(f"{_NET}in_proj_qkv.weight", "", _mixed, "(K w) h", _by_kind("(K w) h")),
-        TensorPattern(f"{_NET}in_proj_z.weight", "(K p) h", _gates),
-        TensorPattern(f"{_NET}in_proj_b.weight", "(K p) h", _rates),
-        TensorPattern(f"{_NET}in_proj_a.weight", "(K p) h", _decays),
+        TensorPattern(
+            f"{_NET}in_proj_qkv.weight", "", stretch("p", _ROWS, "queries", "values"), "(K w) h", _by_kind("(K w) h")
+        ),
+        TensorPattern(f"{_NET}in_proj_z.weight", "(K p) h", stretch("p", _ROWS, "gates")),
+        TensorPattern(f"{_NET}in_proj_b.weight", "(K p) h", stretch("p", _ROWS, "rates")),
+        TensorPattern(f"{_NET}in_proj_a.weight", "(K p) h", stretch("p", _ROWS, "decays")),
     ),
     _has_delta_net,
 )
 
 
-def _of_net(key: str, name: str, axes: str, keeps_dtype: bool = False) -> Rule:
-    rule = in_layer(f"self_attention.{key}", f"linear_attn.{name}", axes).only(_has_delta_net)
-    return replace(rule, keeps_dtype=keeps_dtype)
+def _of_net(key: str, name: str, axes: str) -> Rule:
+    return in_layer(f"self_attention.{key}", f"linear_attn.{name}", axes).only(_has_delta_net)
 
 
 _QUERIES_AND_GATES = TensorPattern(
@@ -270,7 +189,8 @@ def _entries(groups: int) -> tuple[Entry, ...]:
         Constant("qk_norm", True),
         # the files hold weight - 1, but for the norm of a delta net's output
         Constant("zero_centered_norm", True),
-        _TextRope(),
+        # three axes for images, which coincide for text
+        Rope(default_partial=0.25, unread=("mrope_section", "mrope_interleaved")),
     )
 
 
@@ -283,44 +203,20 @@ def _chosen(num_experts: int, top_k: int) -> tuple[Entry, ...]:
     )
 
 
-_DEPTH, _AHEAD = "mtp.layers.*.", "mtp."
-
-
-def _ahead(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Builds the rules of the MTP layer, which has attention, from those of layers.
-
-    Source: vLLM 0.11, models/qwen3_next_mtp.py; transformers leaves these tensors unread.
-    """
-
-    def moved(parts: tuple[TensorPattern, ...]) -> tuple[TensorPattern, ...]:
-        return tuple(replace(part, name=part.name.replace(THEIRS, f"{_AHEAD}layers.0.")) for part in parts)
-
-    return (
-        same(f"{_DEPTH}enorm.weight", f"{_AHEAD}pre_fc_norm_embedding.weight", "h"),
-        same(f"{_DEPTH}hnorm.weight", f"{_AHEAD}pre_fc_norm_hidden.weight", "h"),
-        same(f"{_DEPTH}eh_proj.weight", f"{_AHEAD}fc.weight", "h j"),
-        *(
-            replace(
-                rule,
-                key=rule.key.replace(KEY, f"{_DEPTH}transformer_layer."),
-                parts=moved(rule.parts),
-                others=tuple(map(moved, rule.others)),
-            )
-            for rule in layer
-        ),
-        same(f"{_DEPTH}final_layernorm.weight", f"{_AHEAD}norm.weight", "h"),
-    )
+_AHEAD = "mtp."
+# vLLM 0.11, models/qwen3_next_mtp.py; transformers leaves these tensors unread
+_AHEAD_NAMES = tuple(f"{_AHEAD}{name}.weight" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"))
 
 
 def _all(*layer: Rule) -> tuple[Rule, ...]:
-    return (*VOCABULARY, *layer, *_ahead(layer))
+    return (*VOCABULARY, *layer, *ahead(layer, *_AHEAD_NAMES, base=f"{_AHEAD}layers.0."))
 
 
 _INERT = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
 QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    (*_entries(2), *_chosen(512, 10), Renormalised(is_default=True), *NO_DENSE_LAYERS),
+    (*_entries(2), *_chosen(512, 10), replace(RENORMALISED, default=True), *NO_DENSE_LAYERS),
     _all(*_layer(_TWO_PROJECTIONS), *FEED_FORWARD, *_EXPERTS),
     inert=_INERT,
     ahead=_AHEAD,
@@ -350,7 +246,7 @@ QWEN3_5_MOE = Family(
 _IMAGES: dict[str, Any] = {
     "is_tied": False,
     "is_tied_outside": False,
-    "unread": ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    "unread": "image_token_id video_token_id vision_start_token_id vision_end_token_id",
     "images": (r"model\.visual\..+",),
 }
 QWEN3_5_IMAGES = in_tower(
@@ -359,13 +255,7 @@ QWEN3_5_IMAGES = in_tower(
     "Qwen3_5ForConditionalGeneration",
     Tower(
         "qwen3_5_text",
-        defaults={
-            "num_hidden_layers": 32,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_attention_heads": 16,
-            "vocab_size": 248320,
-        },
+        defaults=default_sizes(layers=32, hidden=4096, feed_forward=12288, heads=16, vocabulary=248320),
         **_IMAGES,
     ),
 )
@@ -379,3 +269,4 @@ QWEN3_5_MOE_IMAGES = in_tower(
         **_IMAGES,
     ),
 )
+FAMILIES = (QWEN3_NEXT, QWEN3_5, QWEN3_5_IMAGES, QWEN3_5_MOE, QWEN3_5_MOE_IMAGES)

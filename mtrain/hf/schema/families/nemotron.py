@@ -9,11 +9,11 @@ from typing import Any, final
 from mtrain.base.errors import DataError
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.schema.config import Constant, Entry, Field, Required, heads, skipped_rotations
-from mtrain.hf.schema.families.common import KEY, THEIRS, VOCABULARY, has_experts, has_shared_experts
+from mtrain.hf.schema.families.common import KEY, THEIRS, VOCABULARY, has_experts, has_shared_experts, in_layer
 from mtrain.hf.schema.families.deepseek import DividedScores, Groups
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.rope import ROPE_NAMES
-from mtrain.hf.schema.table import Condition, Fixed, Rule, TensorPattern
+from mtrain.hf.schema.table import Condition, Rule, TensorPattern, stretch
 from mtrain.hf.schema.values import shown, value_of
 
 _LISTED, _ALIAS, _LETTERS = "layers_block_type", "layer_types", "hybrid_override_pattern"
@@ -24,13 +24,10 @@ _BASES = ("backbone.", "model.")
 
 
 @final
-@dataclass(frozen=True)
 class _Pattern(Entry):
     """The sublayer of each layer: a word each, or a letter; older files have both, and their number."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (_LISTED, _ALIAS, _LETTERS, "num_hidden_layers")
+    names = (_LISTED, _ALIAS, _LETTERS, "num_hidden_layers")
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         pattern = _pattern_of(config)
@@ -114,13 +111,10 @@ class _Where(Entry):
 
 
 @final
-@dataclass(frozen=True)
 class _NoPositions(Entry):
     """Attention has no positions, whatever a file says of rotations."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ROPE_NAMES
+    names = ROPE_NAMES
 
     def read(self, config: dict[str, Any]) -> dict[str, Any]:
         return {"megatron.no_rope_freq": 1}
@@ -136,28 +130,13 @@ def _is(letter: str) -> Condition:
     return lambda model, layer: model.layer_pattern is not None and model.layer_pattern[layer] == letter
 
 
-def _rows(*sizes: Mapping[str, int]) -> dict[str, slice]:
-    """Returns the positions of a group's rows: C, B and inputs, which are convolved; gates; steps."""
-    (given,) = sizes
-    size, width = given["x"], given["r"] * given["y"]
-    ends = {"C": size, "B": size, "inputs": width, "gates": width, "steps": given["r"]}
-    places, start = {}, 0
-    for name, count in ends.items():
-        places[name] = slice(start, start + count)
-        start += count
-    return places
+_ROWS = {"C": "x", "B": "x", "inputs": "r y", "gates": "r y", "steps": "r"}
+"""Rows of a group, in order -> axes whose product is their number; the first three are convolved."""
 
 
 def _pieces(axis: str, axes: str, *names: str) -> tuple[TensorPattern, ...]:
     """Returns the pieces of a tensor whose rows are ordered by group here, and by kind there."""
-
-    def piece(name: str) -> TensorPattern:
-        def place(sizes: Mapping[str, int]) -> Fixed:
-            return {axis: _rows(sizes)[name]}
-
-        return TensorPattern("", axes, place)
-
-    return tuple(map(piece, names))
+    return tuple(TensorPattern("", axes, stretch(axis, _ROWS, name)) for name in names)
 
 
 def _named(rule: Rule) -> Rule:
@@ -170,24 +149,19 @@ def _named(rule: Rule) -> Rule:
 
 
 def _of_mixer(key: str, name: str, axes: str, letter: str) -> Rule:
-    return Rule(KEY + key, axes, (TensorPattern(f"{THEIRS}mixer.{name}", axes),), _is(letter))
+    return in_layer(key, f"mixer.{name}", axes).only(_is(letter))
 
 
 def _norm(key: str, letter: str) -> Rule:
-    return Rule(KEY + key, "h", (TensorPattern(f"{THEIRS}norm.weight", "h"),), _is(letter))
+    return in_layer(key, "norm.weight", "h").only(_is(letter))
 
 
 def _of_experts(linear: str, name: str, axes: str) -> Rule:
-    one = f"{THEIRS}mixer.experts.{{E}}.{name}.weight"
     # all experts of a layer in one tensor, as transformers 5 holds them
     together = (TensorPattern(f"{THEIRS}mixer.experts.{name}", f"E {axes}"),)
-    return Rule(
-        f"{KEY}mlp.experts.experts.{linear}.weight",
-        f"E {axes}",
-        (TensorPattern(one, axes),),
-        has_experts,
-        others=(together,),
-    )
+    alone = (TensorPattern(f"{THEIRS}mixer.experts.{{E}}.{name}.weight", axes),)
+    key = f"{KEY}mlp.experts.experts.{linear}.weight"
+    return Rule(key, f"E {axes}", alone, has_experts, others=(together,))
 
 
 _MIXER = "self_attention."
