@@ -12,7 +12,7 @@ from mtrain.base.errors import DataError
 from mtrain.base.files import write_atomically
 from mtrain.base.plain_files import read_plain_file
 from mtrain.config.schema.data import is_path_of_template
-from mtrain.hf.tokenizer.tokenizer import json_object
+from mtrain.hf.schema.files import json_object
 
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"

@@ -14,22 +14,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
 
+from tokenizers import Tokenizer as Model
+from tokenizers.processors import TemplateProcessing
+
 from mtrain.base.errors import DataError
 from mtrain.base.plain_files import parsed_json, read_plain_file
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
-from mtrain.hf.schema.files import how_to_download
-from mtrain.hf.tokenizer.build import MERGES_NAME, VOCABULARY_NAME, BuiltTokenizer, build_tokenizer
+from mtrain.hf.schema.files import how_to_download, json_object
+from mtrain.hf.tokenizer.build import MERGES_NAME, TOKENIZER_NAME, VOCABULARY_NAME, BuiltTokenizer, build_tokenizer
 from mtrain.hf.tokenizer.classes import NotReadError
 
 Result = TypeVar("Result")
 
-HF_TOKENIZER_FILE = "tokenizer.json"
+HF_TOKENIZER_FILE = TOKENIZER_NAME
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Environment variable of the `tokenizers` library; false keeps it on one thread."""
 _HF_SETTINGS = "tokenizer_config.json"
 _HF_CONFIG = "config.json"
-_LISTS = (VOCABULARY_NAME,)
 _SOURCE = "take the folder from its source again"
 _WAY_OUT = (
     "let transformers write it anew, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW), set tokenizer_class "
@@ -39,6 +41,7 @@ _MOST_BYTES = 1 << 28
 """Largest file; the largest known ones have about forty million bytes."""
 _PANIC = "PanicException"
 """Name of a Rust library's error; it is not an Exception, and its class cannot be imported."""
+_NO_POST_PROCESSOR = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
 _HAS_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 
 
@@ -175,9 +178,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path, added: AddedTokens = NO_TOKENS) -> None:
         content = _content(path)
         _check_prefix(path, content)
-        files = {path.name if path.name in _LISTS else HF_TOKENIZER_FILE: content}
+        files = {path.name if path.name == VOCABULARY_NAME else HF_TOKENIZER_FILE: content}
         self._model, self.named, fresh = self._built(path, files)
-        for role in fresh & {"bos_token", "eos_token"}:
+        for role in [role for role in ("bos_token", "eos_token") if role in fresh]:
             raise DataError(
                 f"{path.with_name(_HF_SETTINGS)} names {reprlib.repr(self.named[role])} as {role}, which {path} does "
                 "not hold; take both files from the same tokenizer"
@@ -196,11 +199,13 @@ class HuggingFaceTokenizer(Tokenizer):
         pad = self._id("pad_token")
         self.eos_id, self.bos_id = eos, self._id("bos_token")
         self.pad_id = eos if pad is None else pad
-        self.begin_ids = self._begin_ids()
+        found = self._of_text(lambda: self._model.encode("a"))
+        first = next((place for place, is_added in enumerate(found.special_tokens_mask) if not is_added), None)
+        self.begin_ids = tuple(found.ids[:first]) if first is not None else ()
         # a byte-level post-processor removes spaces from offsets, and without added tokens none does anything else
-        self._model.post_processor = _no_post_processor()
+        self._model.post_processor = _NO_POST_PROCESSOR
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        if path.name in _LISTS or self._is_changed(content):  # else the file's own, as in runs of 0.1.0
+        if path.name == VOCABULARY_NAME or self._is_changed(content):  # else the file's own, as in runs of 0.1.0
             self.fingerprint = hashlib.sha256(self._model.to_str().encode()).hexdigest()
 
     @staticmethod
@@ -246,15 +251,10 @@ class HuggingFaceTokenizer(Tokenizer):
         found = self._model.token_to_id(self.named[role]) if role in self.named else None
         return None if found is None else int(found)
 
-    def _begin_ids(self) -> tuple[int, ...]:
-        found = self._of_text(lambda: self._model.encode("a"))
-        ends = next((place for place, is_added in enumerate(found.special_tokens_mask) if not is_added), None)
-        return tuple(found.ids[:ends]) if ends is not None else ()
-
     def _is_changed(self, content: bytes) -> bool:
         """Says whether transformers makes another tokenizer of the folder than of tokenizer.json alone."""
         alone = _hugging_face_model(self.path, content)
-        alone.post_processor = _no_post_processor()
+        alone.post_processor = _NO_POST_PROCESSOR
         return bool(alone.to_str() != self._model.to_str())
 
     def encode(self, text: str) -> list[int]:
@@ -325,11 +325,7 @@ def load_tokenizer(path: str | Path, added: AddedTokens = NO_TOKENS) -> Tokenize
 
 
 def tokenizer_of(config: Sections) -> Tokenizer:
-    """Opens `data.tokenizer` with the tokens that the run adds.
-
-    Raises:
-        DataError: The tokenizer is missing or damaged, or has a token that the run adds.
-    """
+    """Opens `data.tokenizer` with the tokens that the run adds."""
     assert config.data.tokenizer is not None, "asked of runs with a tokenizer"
     return load_tokenizer(config.data.tokenizer, added_by(config.model))
 
@@ -359,8 +355,6 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def _hugging_face_model(path: Path, content: bytes) -> Any:
-    from tokenizers import Tokenizer as Model
-
     model = _called(
         lambda: Model.from_buffer(content),
         f"{path} is not a tokenizer.json",
@@ -371,21 +365,8 @@ def _hugging_face_model(path: Path, content: bytes) -> Any:
     return model
 
 
-def _no_post_processor() -> Any:
-    from tokenizers.processors import TemplateProcessing
-
-    return TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-
-
 def tokenizer_file(path: str | Path) -> Path:
-    """Finds the file of a tokenizer.
-
-    Args:
-        path: The file or its directory, as in `load_tokenizer`.
-
-    Raises:
-        DataError: There is no such file, or more than one.
-    """
+    """Finds the file of a tokenizer by its path or its directory."""
     path = Path(path)
     if not path.exists():
         raise DataError(
@@ -418,23 +399,6 @@ def _content(path: Path) -> bytes:
         return read_plain_file(path, _MOST_BYTES)
     except OSError as fault:
         raise DataError(f"tokenizer {path} cannot be read: {fault.strerror or fault}; check the path") from fault
-
-
-def json_object(path: Path, content: bytes) -> dict[str, Any]:
-    """Parses a settings file of a tokenizer; `path` is for messages.
-
-    Raises:
-        DataError: The content is not a JSON object.
-    """
-    try:
-        settings = parsed_json(content)
-    except ValueError as fault:
-        raise DataError(f"{path} is not JSON: {_one_line(fault)}; correct it") from fault
-    if not isinstance(settings, dict):
-        raise DataError(
-            f"{path} holds a value of type {type(settings).__name__}, but a JSON object is needed; correct it"
-        )
-    return settings
 
 
 def _called(call: Callable[[], Result], what: str, change: str) -> Result:
