@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Container
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +26,8 @@ from mtrain.convert.origin import put_side_files, source_of
 from mtrain.convert.proof import Proof
 from mtrain.convert.work import working_folder
 from mtrain.hf.configuration import load_config
-from mtrain.hf.io.matching import same_bits, shown
 from mtrain.hf.io.peft import to_peft
-from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
+from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes, same_bits, shown_names
 from mtrain.hf.schema import peft
 from mtrain.hf.schema.registry import family_of_run
 from mtrain.hf.tokenizer.tokenizer import added_by
@@ -68,7 +68,12 @@ class SavedAdapter(NamedTuple):
         return self.tensors.read(key, wanted).reshape(shape)
 
     def _key(self, key: str) -> str:
-        return _MAIN + key if self.main and _MAIN + key in self.tensors.tensors else key
+        return main_key(self.tensors.tensors, key) if self.main else key
+
+
+def main_key(tensors: Container[str], key: str) -> str:
+    """Returns the key of a tensor's float32 main weights, if the checkpoint has them, else its own key."""
+    return _MAIN + key if _MAIN + key in tensors else key
 
 
 def open_adapter(path: Path, dtype: torch.dtype | None) -> SavedAdapter:
@@ -83,11 +88,7 @@ def open_adapter(path: Path, dtype: torch.dtype | None) -> SavedAdapter:
 
 
 def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
-    """Writes adapter_config.json and adapter_model.safetensors, and reads the tensors back.
-
-    Args:
-        dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with.
-    """
+    """Writes a PEFT folder and reads its tensors back; without a `dtype` they keep that of the checkpoint."""
     saved = open_adapter(path, dtype)
     family, model = family_of_run(saved.config), saved.config.model
     has_new_rows = any(added_by(model))
@@ -100,14 +101,16 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
     conversion = {"program": __version__, "source": str(saved.entry.path.resolve()), "dtype": str(dtype)}
     with reading(saved.entry), working_folder(out, conversion) as folder:
         verify_files(saved.entry, saved.entry.manifest.files, 1)
-        own = {each.name: _outside(each, saved, dtype) for each in named}  # small: all at once
+        own = {each.name: peft_tensor(each, saved.tensor(each.key)) for each in named}  # small: all at once
+        if dtype is not None:
+            own = {name: values.to(dtype) for name, values in own.items()}
         with disk_faults(f"write {folder}"), (folder / peft.TENSORS_NAME).open("wb") as file:
             file.write(header_of({name: (each.dtype, tuple(each.shape)) for name, each in own.items()}, _METADATA))
             for each in own.values():
                 file.write(raw_bytes(each))
         content = peft.config_of(family, model, saved.adapter, model.hf)
         with disk_faults(f"write {folder}"):
-            write_atomically(folder / peft.CONFIG_NAME, _json(content))
+            write_atomically(folder / peft.CONFIG_NAME, json.dumps(content, indent=2, sort_keys=True) + "\n")
             # for adapters as for models: the server must write conversations as they were trained
             source = source_of(saved.entry.path)
             chats = put_side_files(
@@ -117,7 +120,7 @@ def export_adapter(path: Path, out: Path, dtype: torch.dtype | None) -> Proof:
         written = SafetensorsFile(folder / peft.TENSORS_NAME)
         differing = [name for name, each in own.items() if not same_bits(each, written.tensor(name))]
         if differing:
-            raise DataError(f"{folder} does not hold what was written: {shown(differing)}; look at the disk")
+            raise DataError(f"{folder} does not hold what was written: {shown_names(differing)}; look at the disk")
     if ending is not None and ending.is_new:
         _log.info(_ENDS_APART.format(ids=ending.ids, folder=str(out)))
     if has_new_rows:
@@ -139,11 +142,6 @@ _RESIZED = (
 )
 
 
-def _outside(each: peft.PeftTensor, saved: SavedAdapter, dtype: torch.dtype | None) -> Tensor:
-    values = peft_tensor(each, saved.tensor(each.key))
-    return values if dtype is None else values.to(dtype)
-
-
 def peft_tensor(each: peft.PeftTensor, own: Tensor) -> Tensor:
     """Converts a whole tensor of ours, with all experts stacked and padded vocabulary rows, to its PEFT form."""
     return to_peft(each, _without_padding(each, own)).contiguous()
@@ -156,7 +154,3 @@ def _without_padding(each: peft.PeftTensor, values: Tensor) -> Tensor:
     if each.matrix.part == "embedding" and each.kind == "lora_a":
         return values[: each.matrix.columns]
     return values[: each.matrix.rows] if each.matrix.part == "output" and each.kind == "lora_b" else values
-
-
-def _json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -66,7 +66,9 @@ def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending
         )
     ending = Ending(list(dict.fromkeys([*stops, tokenizer.eos_id, *declared])), not set(stops) <= set(declared))
     if not set(ending.ids) <= set(declared):
-        _write_generation(folder, origin, ending.ids)
+        there = origin is not None and (origin / GENERATION_NAME).is_file()
+        said = read_json(origin / GENERATION_NAME) if origin is not None and there else {}
+        write_json(folder / GENERATION_NAME, {**said, EOS_KEY: as_declared(ending.ids)})
     texts = {templates.default.text, templates.with_tools.text}
     if ending.is_new and stops[0] != tokenizer.eos_id and not any(_EOS in text for text in texts):
         _write_eos_token(folder, tokenizer, tokenizer.name(stops[0]))
@@ -91,19 +93,13 @@ def _ends(templates: ChatTemplates, tokenizer: Tokenizer) -> Ends:
     return ChatEncoder(templates, tokenizer, ChatOptions(date=_ANY_DATE)).ends()
 
 
-def _write_generation(folder: Path, origin: Path | None, ids: list[int]) -> None:
-    there = origin is not None and (origin / GENERATION_NAME).is_file()
-    said = read_json(origin / GENERATION_NAME) if origin is not None and there else {}
-    write_json(folder / GENERATION_NAME, {**said, EOS_KEY: as_declared(ids)})
-
-
 def _write_eos_token(folder: Path, tokenizer: Tokenizer, name: str) -> None:
     """Makes another token the eos_token in the settings; the old one remains a special token."""
     settings = read_json(folder / SETTINGS_FILE)
     if settings.get("add_eos_token"):
         return  # every text would end with the end of a turn
     old = tokenizer.name(tokenizer.eos_id)
-    if old not in _added_tokens(folder):
+    if old not in {token.get("content") for token in read_json(folder / HF_TOKENIZER_FILE).get("added_tokens") or []}:
         key = _EXTRA_KEYS[0] if settings.get(_EXTRA_KEYS[0]) else _EXTRA_KEYS[1]
         extra = settings.get(key) or []
         if isinstance(extra, list):
@@ -112,10 +108,6 @@ def _write_eos_token(folder: Path, tokenizer: Tokenizer, name: str) -> None:
     # takes precedence over the settings where these list no added tokens
     if (file := folder / SPECIAL_TOKENS_FILE).is_file() and _EOS in (named := read_json(file)):
         write_json(file, {**named, _EOS: name})
-
-
-def _added_tokens(folder: Path) -> set[object]:
-    return {token.get("content") for token in read_json(folder / HF_TOKENIZER_FILE).get("added_tokens") or []}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

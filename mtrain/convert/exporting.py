@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import shutil
@@ -14,23 +13,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.files import disk_faults
 from mtrain.base.tensor_slice import Sizes
 from mtrain.base.version import __version__
 from mtrain.checkpoint.format.hashed_file import WriteBehind
 from mtrain.checkpoint.store.directory import reading
-from mtrain.convert.endings import put_ending
+from mtrain.convert.carried import published_form
+from mtrain.convert.endings import put_ending, write_json
 from mtrain.convert.origin import put_side_files
 from mtrain.convert.proof import Proof, prove, whole
-from mtrain.convert.published import published_form
 from mtrain.convert.target import ExportTarget, files_there, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.folder import HfFolder
-from mtrain.hf.io.matching import check_names
 from mtrain.hf.io.mxfp4 import BLOCK_BYTES, BLOCKS_SUFFIX, FORMAT, SCALES_SUFFIX, Mxfp4, packed
 from mtrain.hf.io.safetensors import SafetensorsFile, header_of, raw_bytes
-from mtrain.hf.io.source import EMBEDDINGS
+from mtrain.hf.io.source import EMBEDDINGS, check_names
 from mtrain.hf.schema.files import CONFIG_NAME, EOS_KEY, INDEX_NAME, NAMED_WEIGHTS, SINGLE_NAME, as_declared, read_json
 from mtrain.hf.schema.table import HfTensor, stream_tensor
 from mtrain.hf.schema.tower import TEXT
@@ -55,19 +53,12 @@ def export_hf(
 
     Args:
         path: Folder of a checkpoint, of a run, or of checkpoints of Megatron-LM or Megatron-Bridge.
-        like: Folder whose config.json and tokenizer are used, or a file with the section `model`, for a checkpoint of
-            another program; None uses those that the weights came with.
+        like: Folder or file that describes the model, as in `open_target`.
         dtype: Dtype of the exported tensors; None keeps the dtype that the checkpoint computes with, and so does mxfp4
             except for weights that were published in it; these are rounded to it, and the proof counts them.
         num_workers: Number of threads that each write one file; 1 uses the caller's thread.
         check: Called between two pieces of work, in any thread. An error that it raises ends the export; another call
             continues with the complete files.
-
-    Raises:
-        ConfigError: `out` exists, or a checkpoint of another program comes without a model.
-        DataError: The checkpoint cannot be opened for this export (`open_target`), it did not come in MXFP4 or cannot
-            be expressed in it, or the proof fails.
-        MachineError: The disk refuses.
     """
     cast = None if dtype == "mxfp4" else dtype
     target = open_target(path, like, cast)
@@ -278,4 +269,4 @@ def _write_like(path: Path, content: dict[str, Any], source: Path | None) -> Non
     if source is not None and source.exists() and read_json(source) == content:
         shutil.copyfile(source, path)
     else:
-        write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_json(path, content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,15 +24,14 @@ from mtrain.checkpoint.format.writer import save_record, write_metadata
 from mtrain.checkpoint.store.imported import MODEL_NAME
 from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, TrainingState, write_manifest, write_state
 from mtrain.checkpoint.store.megatron_checkpoint import LATEST_NAME, RELEASE
-from mtrain.convert.carried import CARRIED_NAME, carried_in, write_carried
+from mtrain.convert.carried import CARRIED_NAME, carried_in, keep_published, write_carried
 from mtrain.convert.proof import Proof, prove
-from mtrain.convert.published import keep_published
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.mxfp4 import BLOCKS_SUFFIX, Mxfp4
 from mtrain.hf.io.source import HfSource, open_source
 from mtrain.hf.schema.description import ADDED_TOKENS
-from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, TIKTOKEN_NAME
+from mtrain.hf.schema.files import CONFIG_NAME, INDEX_NAME, TIKTOKEN_NAME, side_files
 from mtrain.hf.schema.registry import ORIGIN, SHARDS_NAME
 from mtrain.hf.schema.table import FilledSlice, Table, read_slice, slices_to_write
 
@@ -44,9 +43,7 @@ _SLICE_BYTES = 1 << 26
 def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int, depths: int = 0) -> Proof:
     """Converts a folder and proves the result.
 
-    Args:
-        dtype: Dtype of the weights in the checkpoint; None keeps each tensor's own.
-        depths: Number of MTP depths to import; some families contain them without needing them.
+    Without a `dtype` each tensor keeps its own; some families have MTP depths, which are imported if asked for.
     """
     source = open_source(path, depths=depths)
     if depths > source.model.mtp_depths:
@@ -75,17 +72,9 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
 
 
 def import_for_megatron(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int) -> Proof:
-    """Converts a folder into a checkpoint of weights that Megatron-LM loads, and proves the result.
+    """Converts a folder into weights that Megatron-LM loads, and proves the result.
 
     The global tensors of Megatron-Core are ours; around them are the folder `release` and the file that names it.
-
-    Args:
-        dtype: Dtype of the weights in the checkpoint; None keeps each tensor's own.
-
-    Raises:
-        ConfigError: `out` exists.
-        DataError: The folder is damaged, unknown, does not fit its config.json, or has parts that Megatron-LM lacks.
-        MachineError: The disk refuses.
     """
     source = open_source(path)
     dtypes = _dtypes(source, dtype)
@@ -125,21 +114,15 @@ def _write_tensors(
         return read_facts(file) == FileInfo.model_validate(facts["file"])
 
     known = run_units(folder, units, write, is_whole, num_workers, "importing")
-    saved = [
-        (key, GlobalTensor(dtypes[key], source.table.shapes[key], (SavedSlice(at, name, *extent),)))
-        for name, facts in known.items()
-        for key, at, extent in _listed(facts["slices"])
-    ]
+    saved = []
+    for name, facts in known.items():
+        for key, offset, shape, *extent in facts["slices"]:  # start and length in the file, in bytes
+            at = TensorSlice(tuple(offset), tuple(shape))  # JSON makes lists of tuples
+            slices_of_tensor = (SavedSlice(at, name, *extent),)
+            saved.append((key, GlobalTensor(dtypes[key], source.table.shapes[key], slices_of_tensor)))
     with disk_faults(f"write {folder}"):
         listed = write_metadata(folder, saved)
     return {name: FileInfo.model_validate(facts["file"]) for name, facts in known.items()} | listed
-
-
-def _listed(slices: list[Any]) -> Iterator[tuple[str, TensorSlice, list[int]]]:
-    """Yields key, slice and extent (start and length in the file, in bytes) from lists that JSON may have made of
-    tuples."""
-    for key, offset, shape, *extent in slices:
-        yield key, TensorSlice(tuple(offset), tuple(shape)), extent
 
 
 class _SliceToWrite(NamedTuple):
@@ -217,7 +200,7 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
     theirs = [Path(CONFIG_NAME)] if plain == config else []
     if source.folder.has_index:
         theirs.append(Path(INDEX_NAME))
-    for name in [*theirs, *source.folder.side_files()]:
+    for name in [*theirs, *side_files(source.folder.path)]:
         (origin / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source.folder.path / name, origin / name)
     named = source.weights.names()
@@ -243,7 +226,7 @@ def _model_yaml(source: HfSource, out: Path) -> str:
         ),
         "checkpoint": {"initialize_from": str(out)},
     }
-    names = {path.name for path in source.folder.side_files()}
+    names = {path.name for path in side_files(source.folder.path)}
     if "tokenizer.json" in names or any(name.endswith(".model") for name in names - {TIKTOKEN_NAME}):
         content["data"] = {"tokenizer": str(out / ORIGIN)}
     return (

@@ -10,7 +10,6 @@ from rich.table import Table as Listing
 
 from mtrain.arch import num_parameters
 from mtrain.base.log import output_console
-from mtrain.base.tensor_slice import Sizes
 from mtrain.convert.target import open_target
 from mtrain.hf.io.source import open_source
 from mtrain.hf.schema.files import CONFIG_NAME
@@ -37,13 +36,9 @@ def print_contents(path: Path, like: Path | None = None) -> None:
     heading = f"family: {family.model_type}; {num_parameters(model):,} parameters; {len(tensors)} tensors"
     listing = Listing("tensor", "dtype", "shape")
     for name, (dtype, shape) in tensors.items():
-        listing.add_row(name, str(dtype).removeprefix("torch."), _shown(shape))
+        listing.add_row(name, str(dtype).removeprefix("torch."), " x ".join(map(str, shape)))
     console = output_console()
     if not console.is_terminal:  # a file or a pipe: there is nothing to draw
         listing.box = None
     console.print(f"{heading}\nelements: {counts}", soft_wrap=True)
     console.print(listing)
-
-
-def _shown(shape: Sizes) -> str:
-    return " x ".join(map(str, shape))

@@ -100,8 +100,7 @@ def _dropped(ours: str, theirs: str) -> tuple[int, ...]:
 def model_of(folder: Path, described: Path | None) -> ModelSection:
     """Returns the model of another program's checkpoint, which does not say it in a form that could be read safely.
 
-    Args:
-        described: Hugging Face folder whose config.json describes the model, or a YAML file with the section `model`.
+    A Hugging Face folder, or a YAML file with the section `model`, describes it.
     """
     if described is None:
         raise ConfigError(

@@ -15,12 +15,13 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of, shown
 from mtrain.checkpoint.format.reader import CheckpointTensors
-from mtrain.checkpoint.store.directory import checkpoint_at, verify_files
+from mtrain.checkpoint.state.start_weights import STACKED_EXPERTS, STACKED_LAYERS
+from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.config.adapters import has_merged_form
 from mtrain.config.schema.adapter import AdapterSection
-from mtrain.convert.adapters import SavedAdapter
+from mtrain.convert.adapters import SavedAdapter, main_key
 from mtrain.core.layers.adapters.adapter import LORA_A, LORA_B, MAGNITUDE
 from mtrain.core.layers.adapters.linear import Fusion
 from mtrain.core.layers.layer_spec import global_name, spelled_name
@@ -47,11 +48,8 @@ class Merging:
             )
 
     def sources(self, name: str) -> list[str]:
-        """Returns the adapter parameters that change a matrix; empty if none does.
-
-        Args:
-            name: Global name of the matrix, with layers and experts spelled out; also in the other methods.
-        """
+        """Returns the adapter parameters that change a matrix, given with layers and experts spelled out; empty if none
+        does."""
         module, kinds = _module(name), [LORA_A, LORA_B, *([MAGNITUDE] if self.adapter.has_magnitudes else [])]
         parts = self._parts_of(name)
         if parts == ("experts",):
@@ -113,8 +111,6 @@ def _pair(module: str, part: str, tensor_of: TensorOf) -> tuple[Tensor, Tensor]:
     return down, up
 
 
-_MAIN = "optimizer.state.param."
-_STACKED_LAYERS, _STACKED_EXPERTS = "decoder.layers.", ".mlp.experts.experts."
 _KEEPS_FLOAT32 = "router.expert_bias"
 
 
@@ -154,13 +150,10 @@ class MergedTensors:
         """Reads the frozen tensor, in the dtype in which the run holds it."""
         shape = self.tensors[key].shape[len(place) :]
         wanted = TensorSlice((*place, *[0] * len(shape)), (*[1] * len(place), *shape))
-        source = _MAIN + key if _MAIN + key in self._base.tensors else key
         run = self._config.train.precision
-        is_narrow = plan.holds_narrow(self._config.adapter, self._config.train.precision) and plan.is_matrix(
-            key, len(shape)
-        )
+        is_narrow = plan.holds_narrow(self._config.adapter, run) and plan.is_matrix(key, len(shape))
         held = dtype_outside(key, torch.bfloat16 if is_narrow else DTYPES[run])
-        return self._base.read(source, wanted).reshape(shape).to(held)
+        return self._base.read(main_key(self._base.tensors, key), wanted).reshape(shape).to(held)
 
     def _check(self) -> None:
         total = 0
@@ -222,5 +215,4 @@ def stacked_places(key: str, wanted: TensorSlice) -> list[tuple[int, ...]]:
 
 def _num_stacked(key: str) -> int:
     """Counts the leading axes of a tensor that number layers and experts."""
-    is_layered = key.startswith(_STACKED_LAYERS) and not key.removeprefix(_STACKED_LAYERS)[0].isdigit()
-    return is_layered + (_STACKED_EXPERTS in key)
+    return sum(pattern.search(key) is not None for pattern in (STACKED_LAYERS, STACKED_EXPERTS))

@@ -13,9 +13,7 @@ from mtrain.checkpoint.store.directory import checkpoint_at
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
-from mtrain.config.schema.data import AnyData
 from mtrain.config.schema.model import ModelSection
-from mtrain.config.schema.sections import Sections
 from mtrain.convert.endings import write_json
 from mtrain.data.chat.template import SETTINGS_FILE, TEMPLATE_FILE, put_templates
 from mtrain.hf.configuration import load_config
@@ -60,26 +58,22 @@ def source_of(checkpoint: Path) -> ModelSource:
 
 def source_of_run(run: Config) -> ModelSource:
     """Describes the model of a run, and the origin of its first weights."""
+    origin = _origin_of(run)
+    tokenizer = None if run.data.tokenizer is None else Path(run.data.tokenizer)
+    if origin is not None and not run.data.allow_other_tokenizer:
+        tokenizer = None
+    return ModelSource(run.model, origin, run.data.seq_length, tokenizer)
+
+
+def _origin_of(run: Config) -> Path | None:
     if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
-        return ModelSource(run.model, Path(run.model.hf), run.data.seq_length, _other_tokenizer(run.data))
+        return Path(run.model.hf)
     start = run.checkpoint.initialize_from
     if start is None or not Path(start).exists() or megatron_folder(Path(start)) is not None:
-        return _without_origin(run)
+        return None
     entry = checkpoint_at(Path(start)).entry
     assert entry is not None, "checkpoint_at raises where there is none"
-    origin = source_of(entry.path).origin
-    if origin is None:
-        return _without_origin(run)
-    return ModelSource(run.model, origin, run.data.seq_length, _other_tokenizer(run.data))
-
-
-def _other_tokenizer(data: AnyData) -> Path | None:
-    return Path(data.tokenizer) if data.tokenizer is not None and data.allow_other_tokenizer else None
-
-
-def _without_origin(run: Sections) -> ModelSource:
-    tokenizer = None if run.data.tokenizer is None else Path(run.data.tokenizer)
-    return ModelSource(run.model, None, run.data.seq_length, tokenizer)
+    return source_of(entry.path).origin
 
 
 def put_side_files(
@@ -90,13 +84,9 @@ def put_side_files(
     added: AddedTokens = NO_TOKENS,
     but: tuple[str, ...] = (),
 ) -> bool:
-    """Copies tokenizer, licence and so on from the origin, and the chat templates that the run wrote conversations by.
+    """Copies tokenizer, licence and so on from the origin, and the chat templates of the run; says whether it had any.
 
-    Args:
-        tokenizer: Tokenizer `ModelSource.tokenizer`, which replaces the origin's; None without one.
-
-    Returns:
-        Whether the run wrote conversations by a chat template.
+    The tokenizer of `ModelSource`, if any, replaces that of the origin.
     """
     if origin is not None:
         for name in (each for each in side_files(origin) if each.as_posix() not in but):

@@ -11,13 +11,12 @@ import torch
 
 from mtrain.base.background import mapped
 from mtrain.base.errors import DataError
-from mtrain.base.tensor_slice import Sizes, TensorSlice
+from mtrain.base.tensor_slice import TensorSlice
 from mtrain.convert.carried import Carried
 from mtrain.convert.work import Meter
 from mtrain.hf.io.block_scaled import Weights
-from mtrain.hf.io.matching import same_bits, shown
 from mtrain.hf.io.mxfp4 import SCALES_SUFFIX, packed, rounding_error, unpacked
-from mtrain.hf.io.safetensors import SafetensorsFile
+from mtrain.hf.io.safetensors import SafetensorsFile, same_bits, shown_names
 from mtrain.hf.schema.table import FilledSlice, HfTensor, Table, stream_tensor
 
 
@@ -65,7 +64,8 @@ def prove(
         scales: Original scales of weights in MXFP4, which may differ by their rounding alone.
     """
     tensors = list(table.tensors())
-    sizes = {tensor.name: _size_bytes(*weights.facts(tensor.name)) for tensor, _ in tensors}
+    facts = {tensor.name: weights.facts(tensor.name) for tensor, _ in tensors}
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in facts.items()}
     stored = carried or {}
     sizes |= {name: file.entries[name].stop - file.entries[name].start for name, file in stored.items()}
     rounding: dict[str, float] = {}
@@ -92,7 +92,7 @@ def prove(
     if differing:
         raise DataError(
             f"{len(differing)} of {len(sizes)} tensors differ between {checkpoint.folder} and Hugging Face's folder: "
-            f"{shown(differing)}"
+            f"{shown_names(differing)}"
         )
     return Proof(len(sizes), sum(sizes.values()), len(scales or {}), rounding)
 
@@ -130,7 +130,3 @@ def _is_rounded_otherwise(
     if error := rounding_error(exact, written):
         rounding[name] = error
     return not same_bits(unpacked(*packed(name, exact, scales.tensor(name + SCALES_SUFFIX))), written)
-
-
-def _size_bytes(dtype: torch.dtype, shape: Sizes) -> int:
-    return math.prod(shape) * dtype.itemsize

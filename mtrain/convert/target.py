@@ -9,25 +9,22 @@ import torch
 
 from mtrain.arch.parameters import PADDED_TABLES
 from mtrain.base.errors import ConfigError, DataError
-from mtrain.base.tensor_slice import Sizes
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at, load_entry, verify_files
 from mtrain.checkpoint.store.imported import imported_model
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config.schema.model import ModelSection
-from mtrain.convert.adapters import open_adapter
-from mtrain.convert.carried import CARRIED_NAME, Carried, carried_in
-from mtrain.convert.megatron import MegatronTensors, model_of
+from mtrain.convert.adapters import main_key, open_adapter
+from mtrain.convert.carried import CARRIED_NAME, SCALES_NAME, Carried, Published, carried_in
+from mtrain.convert.megatron import PADDED_TABLES, MegatronTensors, model_of
 from mtrain.convert.merged import MergedTensors
-from mtrain.convert.origin import source_of
-from mtrain.convert.published import SCALES_NAME, Published
+from mtrain.convert.origin import ModelSource, source_of
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME, SINGLE_NAME, chosen_places, has_weights, inside, read_header, read_json
 from mtrain.hf.schema.registry import ORIGIN, SHARDS_NAME, family_of, fitting_family
 from mtrain.hf.schema.table import FilledSlice, Table
 
-_MAIN = "optimizer.state.param."
 _LEFT = ("optimizer.", "rng")
 """Prefixes of keys that are not weights."""
 DTYPE_NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -65,19 +62,16 @@ class ExportTarget(NamedTuple):
 
     def key(self, key: str) -> str:
         """Converts a key in the table to a key in the checkpoint."""
-        return _MAIN + key if self.main_weights and _MAIN + key in self.tensors.tensors else key
-
-    def files(self) -> set[str]:
-        """Returns the files of the checkpoint that hold the weights."""
-        assert self.entry is not None, "asked of our own checkpoints"
-        if isinstance(self.tensors, MergedTensors):  # its base is verified when it is opened
-            return set(self.entry.manifest.files)
-        return {saved.file for key in self.table.shapes for saved in self.tensors.tensors[self.key(key)].slices}
+        return main_key(self.tensors.tensors, key) if self.main_weights else key
 
     def verify(self, num_workers: int) -> None:
         """Compares the files of the weights with their digests."""
         if self.entry is not None:
-            verify_files(self.entry, self.files(), num_workers)
+            files = set(self.entry.manifest.files)
+            if not isinstance(self.tensors, MergedTensors):  # its base is verified when it is opened
+                places = self.tensors.tensors
+                files = {saved.file for key in self.table.shapes for saved in places[self.key(key)].slices}
+            verify_files(self.entry, files, num_workers)
         if self.carried and self.origin is not None and (self.origin / CARRIED_NAME).exists():
             verify_files(load_entry(self.origin.parent), {f"{ORIGIN}/{CARRIED_NAME}"}, num_workers)
         if self.published is not None and self.published.folder != self.origin:
@@ -98,75 +92,53 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
         like: Folder whose config.json and tokenizer are used, or a file with the section `model`, for a checkpoint of
             another program; None uses those that the weights came with.
         dtype: Dtype of the exported tensors; float32 uses main weights if the checkpoint has them.
-
-    Raises:
-        ConfigError: A checkpoint of another program comes without a model.
-        DataError: The path is no checkpoint, no family describes its model, `like` is of another family, or tensors are
-            missing or have other shapes.
     """
-    if (theirs := megatron_folder(path)) is not None:
-        return _target_of_megatron(theirs, like)
-    if like is not None and like.is_file():
-        raise ConfigError(f"{path} says itself what model it holds; leave --model out")
-    entry = checkpoint_at(path).entry
-    assert entry is not None, "checkpoint_at raises where there is none"
-    source = source_of(entry.path)
-    origin = like if like is not None else source.origin
-    is_import = like is None and imported_model(entry.path) is not None
-    family = exported_family(source.model, origin)
-    names = [name for file in files_there(origin).values() for name in file["tensors"]]
+    entry: CheckpointEntry | None = None
+    is_import = False
+    if (folder := megatron_folder(path)) is not None:  # its weights are those that computed
+        origin = None if like is None or like.is_file() else like
+        source = ModelSource(model_of(folder, like), origin, None)
+    else:
+        if like is not None and like.is_file():
+            raise ConfigError(f"{path} says itself what model it holds; leave --model out")
+        entry = checkpoint_at(path).entry
+        assert entry is not None, "checkpoint_at raises where there is none"
+        folder, source = entry.path, source_of(entry.path)
+        is_import = like is None and imported_model(folder) is not None
+        if like is not None:
+            source = source._replace(origin=like, tokenizer=None)
+    family = exported_family(source.model, source.origin)
+    names = [name for file in files_there(source.origin).values() for name in file["tensors"]]
     if is_import:
         family = family.as_stored(names)
     elif family.tower is not None or source.model.output.is_tied:
         # next to a tensor outside of the base model, transformers 4 does not accept names without `model.`
         family = family.as_stored(names, for_all_versions=True)
     table = family.table(source.model)
-    if entry.manifest.base is None:
-        tensors: CheckpointTensors | MergedTensors = CheckpointTensors(entry.path)
+    tensors: CheckpointTensors | MergedTensors | MegatronTensors
+    if entry is None:
+        tensors = MegatronTensors(folder, source.model, table)
+    elif entry.manifest.base is None:
+        tensors = CheckpointTensors(folder)
     else:
-        tensors = MergedTensors(open_adapter(entry.path, dtype), table)
+        tensors = MergedTensors(open_adapter(folder, dtype), table)
     target = ExportTarget(
-        entry.path,
+        folder,
         entry,
         tensors,
         family,
         source.model,
         table,
-        origin,
+        source.origin,
         source.context_tokens,
-        source.tokenizer if like is None else None,
-        main_weights=dtype == torch.float32,
+        source.tokenizer,
+        main_weights=entry is not None and dtype == torch.float32,
         is_import=is_import,
-        carried=carried_in(origin, family),
+        carried=carried_in(source.origin, family),
     )
-    _check_keys(target)
+    if entry is not None:  # tensors of another program are checked when they are opened
+        _check_keys(target)
     return target
-
-
-def _target_of_megatron(folder: Path, described: Path | None) -> ExportTarget:
-    """Opens a checkpoint of Megatron-LM or Megatron-Bridge; its weights are those that computed."""
-    model = model_of(folder, described)
-    like = None if described is None or described.is_file() else described
-    family = exported_family(model, like)
-    if family.tower is not None or model.output.is_tied:
-        names = [name for file in files_there(like).values() for name in file["tensors"]]
-        family = family.as_stored(names, for_all_versions=True)
-    table = family.table(model)
-    tensors = MegatronTensors(folder, model, table)
-    return ExportTarget(
-        folder,
-        None,
-        tensors,
-        family,
-        model,
-        table,
-        like,
-        context_tokens=None,
-        tokenizer=None,
-        main_weights=False,
-        is_import=False,
-        carried=carried_in(like, family),
-    )
 
 
 def files_there(origin: Path | None) -> dict[str, Any]:
@@ -203,9 +175,10 @@ def _check_keys(target: ExportTarget) -> None:
     faults = []
     for key, wanted in target.table.shapes.items():
         found = saved.get(target.key(key))
+        is_padded = found is not None and key in PADDED_TABLES and found[0] > wanted[0] and found[1:] == wanted[1:]
         if found is None:
             faults.append(f"lacks {target.key(key)}")
-        elif found != wanted and not _is_padded(key, found, wanted):
+        elif found != wanted and not is_padded:
             faults.append(f"{target.key(key)} has shape {list(found)} instead of {list(wanted)}")
     unexpected = sorted(key for key in saved.keys() - target.table.shapes.keys() if not key.startswith(_LEFT))
     faults += [f"holds unexpected {key}" for key in unexpected]
@@ -214,7 +187,3 @@ def _check_keys(target: ExportTarget) -> None:
         raise DataError(
             f"{target.path} does not hold a {target.family.model_type} model: {'; '.join(faults[:8])}{more}"
         )
-
-
-def _is_padded(key: str, found: Sizes, wanted: Sizes) -> bool:
-    return key in PADDED_TABLES and found[0] > wanted[0] and found[1:] == wanted[1:]

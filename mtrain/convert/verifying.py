@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtrain.arch.layout import Layout
 from mtrain.base.environment import RankEnvironment
-from mtrain.base.errors import ConfigError, DataError, MachineError
+from mtrain.base.errors import ConfigError, DataError
 from mtrain.checkpoint.state.load import load_frozen_weights
 from mtrain.checkpoint.store.directory import CheckpointEntry, checkpoint_at
 from mtrain.config import Config
@@ -24,7 +24,7 @@ from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.groups import Groups, opened_groups
 from mtrain.core.ranks.init import init_distributed
 from mtrain.core.ranks.party import Purpose
-from mtrain.hf.io.matching import shown as shown_names
+from mtrain.hf.io.safetensors import shown_names
 from mtrain.hf.io.source import open_source
 from mtrain.hf.io.training import transformers_logits
 from mtrain.hf.schema.description import disagreements
@@ -55,14 +55,7 @@ _SEED, _BATCH, _SEQ, _TIMEOUT_S = 1234, 2, 64, 60.0
 def compare_logits(checkpoint: Path, hf: Path) -> float:
     """Returns the largest difference of logits on random tokens, in float32, divided by the largest logit.
 
-    Args:
-        hf: Folder that transformers loads; in float32 it is compared with a run's main weights, else with the weights
-            that the run computes with.
-
-    Raises:
-        ConfigError: The model has a head instead of logits of tokens.
-        DataError: One of the two is damaged.
-        MachineError: transformers is not installed.
+    A folder in float32 is compared with a run's main weights, any other with the weights that the run computes with.
     """
     entry = checkpoint_at(checkpoint).entry
     assert entry is not None, "checkpoint_at raises where there is none"
@@ -74,10 +67,7 @@ def compare_logits(checkpoint: Path, hf: Path) -> float:
         )
     main = open_source(hf).dtype == torch.float32
     tokens = random_tokens(model.vocab_size)
-    try:
-        theirs = transformers_logits(hf, tokens)
-    except ModuleNotFoundError as fault:
-        raise MachineError(f"--check-logits needs transformers: {fault}; pip install transformers") from fault
+    theirs = transformers_logits(hf, tokens)
     with (
         init_distributed(_ALONE, "cpu", _TIMEOUT_S, Purpose("convert", hf, {})) as device,
         opened_groups(Layout(), device, _SEED, _TIMEOUT_S) as groups,

@@ -105,11 +105,6 @@ def working_folder(out: Path, conversion: dict[str, Any]) -> Iterator[Path]:
 
     Files of an earlier call for the same conversion are kept, and stay if the block fails, unless it raises a
     DataError: then something that was read is damaged, perhaps what was written.
-
-    Raises:
-        ConfigError: `out` exists.
-        RunFolderError: Another process is converting into `out`.
-        MachineError: The disk refuses.
     """
     if out.exists():
         raise ConfigError(f"{out} exists and is not overwritten; name another folder or move it away")

@@ -6,7 +6,7 @@ is published: see `mxfp4`.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,41 +31,18 @@ PLAIN_NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Supported dtypes; integers, and FP8 without known scales, encode other numbers."""
 
 
-class Weights(Protocol):
-    """Tensors by name; dtypes and shapes are known without reading."""
-
-    def names(self) -> set[str]:
-        """Returns the names of all tensors."""
-        ...
-
-    def facts(self, name: str) -> tuple[torch.dtype, Sizes]:
-        """Returns dtype and shape of a tensor."""
-        ...
-
-    def tensor(self, name: str) -> Tensor:
-        """Returns a tensor, which must not be written to."""
-        ...
-
-    def expect(self, name: str) -> None:
-        """Lets the system read a tensor ahead."""
-        ...
-
-
 class Dequantised:
     """A folder's weights with scaled ones as bfloat16, one tensor at a time."""
 
     def __init__(self, folder: HfFolder) -> None:
-        """Checks the format, and that each scaled weight has its scales.
-
-        Raises:
-            DataError: The format is unknown, or scales are missing or have a wrong shape.
-        """
+        """Checks the format, and that each scaled weight has its scales."""
         said = folder.config[FORMAT]
         method, block = (said.get(name) if isinstance(said, dict) else said for name in ("quant_method", _BLOCK_SIZE))
         # codes of another format: read as plain numbers they would mean something else, without an error
         if method != "fp8":
             raise _unread(folder, said)
-        if not _is_block(block):
+        is_block = isinstance(block, list) and len(block) == 2
+        if not is_block or not all(type(size) is int and size > 0 for size in block):
             raise DataError(
                 f"{folder.path}: weights in {shown(method)} with {_BLOCK_SIZE}={shown(block)} are not read; take "
                 "weights in bfloat16, in fp8 with scales for blocks of two sizes, or in mxfp4"
@@ -118,25 +95,19 @@ class Dequantised:
                     f"{self._folder.path}: {name} of shape {list(shape)} needs {scales} of shape {list(wanted)}, "
                     f"but there is {'none' if found is None else list(found)}"
                 )
-        elif name.endswith(SCALE_SUFFIX) and self._scaled(name) is not _FP8:
+        elif name.endswith(SCALE_SUFFIX):
+            scaled = name.removesuffix(SCALE_SUFFIX)
             # scales of a tensor that is not FP8 mean that one of the two was replaced
-            raise DataError(f"{self._folder.path}: {name} scales nothing in fp8")
-
-    def _scaled(self, scales: str) -> torch.dtype | None:
-        name = scales.removesuffix(SCALE_SUFFIX)
-        return self._folder.facts(name)[0] if name in self._folder.names() else None
+            if scaled not in self._folder.names() or self._folder.facts(scaled)[0] != _FP8:
+                raise DataError(f"{self._folder.path}: {name} scales nothing in fp8")
 
 
-def _is_block(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
+Weights: TypeAlias = HfFolder | Dequantised | Mxfp4
+"""Tensors by name; dtypes and shapes are known without reading."""
 
 
 def plain_weights(folder: HfFolder) -> Weights:
-    """Opens the weights as trainable numbers.
-
-    Raises:
-        DataError: The weights have an unknown format.
-    """
+    """Opens the weights as trainable numbers."""
     said, text = folder.config.get(FORMAT), folder.config.get(TEXT)
     inside = text.get(FORMAT) if isinstance(text, dict) else None
     if inside and not _quantises_nothing(inside, folder):

@@ -19,7 +19,7 @@ from torch import Tensor
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Alignment in bytes; a view of another dtype must begin at a multiple of its element size."""
 
 
@@ -40,12 +40,7 @@ def buffer_bytes(kinds: Sequence[TensorKind]) -> int:
 
 
 def views(buffer: Tensor, kinds: Sequence[TensorKind]) -> list[Tensor]:
-    """Returns the tensors in a buffer as views.
-
-    Args:
-        buffer: [bytes] uint8.
-        kinds: Kinds of the tensors, in their order in the buffer.
-    """
+    """Returns the tensors in a buffer, [bytes] uint8, as views; kinds are in their order in the buffer."""
     return [
         buffer[start : start + kind.size_bytes].view(kind.dtype).view(kind.shape)
         for start, kind in zip(_starts(kinds), kinds)
@@ -53,7 +48,7 @@ def views(buffer: Tensor, kinds: Sequence[TensorKind]) -> list[Tensor]:
 
 
 def _starts(kinds: Sequence[TensorKind]) -> list[int]:
-    aligned = (-(-kind.size_bytes // _ALIGNMENT) * _ALIGNMENT for kind in kinds)
+    aligned = (-(-kind.size_bytes // ALIGNMENT) * ALIGNMENT for kind in kinds)
     return list(itertools.accumulate(aligned, initial=0))
 
 

@@ -5,7 +5,6 @@ Nothing in it runs as code, and no name in it leads outside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ from mtrain.hf.schema.files import (
     inside,
     read_json,
     refuse_pointers,
-    side_files,
 )
 
 
@@ -31,11 +29,7 @@ class HfFolder:
     """An opened and checked model folder; tensors are views of its files."""
 
     def __init__(self, path: Path) -> None:
-        """Reads config.json and the headers of all files.
-
-        Raises:
-            DataError: Something is missing, damaged, or outside the folder.
-        """
+        """Reads config.json and the headers of all files."""
         self.path = path
         if not path.is_dir():
             raise DataError(f"{path} is no folder; give a folder with {CONFIG_NAME} and *.safetensors")
@@ -69,10 +63,6 @@ class HfFolder:
         """Returns dtype and shape of a tensor."""
         entry = self.files[self._place[name]].entries[name]
         return entry.dtype, entry.shape
-
-    def side_files(self) -> Iterator[Path]:
-        """Yields the paths, inside the folder, of side files such as tokenizer and licence."""
-        return side_files(self.path)
 
     def _check_index(self) -> None:
         for name, file in self._place.items():

@@ -47,11 +47,7 @@ class Mxfp4:
     """A folder's weights with those in MXFP4 as bfloat16, under their plain names, one tensor at a time."""
 
     def __init__(self, folder: HfFolder) -> None:
-        """Checks that blocks and scales fit each other.
-
-        Raises:
-            DataError: Blocks or scales are missing, or have a wrong shape or dtype.
-        """
+        """Checks that blocks and scales fit each other."""
         self._folder = folder
         stored = folder.names()
         self._packed = {name.removesuffix(BLOCKS_SUFFIX) for name in stored if name.endswith(BLOCKS_SUFFIX)}
@@ -141,12 +137,7 @@ def packed(name: str, weight: Tensor, scales: Tensor) -> Packed:
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Returns a weight in MXFP4 as bfloat16, [experts, inputs, outputs].
-
-    Args:
-        blocks: [experts, outputs, blocks, 16] uint8.
-        scales: [experts, outputs, blocks] uint8.
-    """
+    """Returns a weight in MXFP4, as in `Packed`, as bfloat16 [experts, inputs, outputs]."""
     num_experts, outputs, num_blocks, size = blocks.shape
     result = torch.empty((num_experts, num_blocks * size * 2, outputs), dtype=torch.bfloat16)
     # some rows of an expert at a time: the float32 temporaries are small next to the result
@@ -161,12 +152,8 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def rounding_error(weight: Tensor, rounded: Tensor) -> float:
-    """Returns the largest error of a number relative to the largest number in its block.
-
-    Args:
-        weight: [experts, inputs, outputs].
-        rounded: The same in MXFP4, as numbers.
-    """
+    """Returns the largest error of a number relative to the largest number in its block; both are [experts, inputs,
+    outputs]."""
     worst = 0.0
     for exact, found in zip(weight, rounded):  # an expert at a time: temporaries are in float64
         pair = (exact.double(), found.double() - exact.double())

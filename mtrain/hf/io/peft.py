@@ -13,8 +13,7 @@ from mtrain.base.errors import DataError
 from mtrain.config.messages import readable
 from mtrain.config.schema.adapter import PARTS, AdapterSection, AnyAdapter, LoraSection, Target
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.io.matching import shown
-from mtrain.hf.io.safetensors import SafetensorsFile
+from mtrain.hf.io.safetensors import SafetensorsFile, shown_names
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import inside, read_json
 from mtrain.hf.schema.peft import (
@@ -36,11 +35,7 @@ class PeftFolder:
     """An opened folder that holds exactly the adapter of a run."""
 
     def __init__(self, path: Path, family: Family, model: ModelSection, adapter: AdapterSection) -> None:
-        """Reads and checks names, shapes and settings; reads no tensor.
-
-        Raises:
-            DataError: The folder is damaged, or holds another adapter than the run's.
-        """
+        """Reads and checks names, shapes and settings; reads no tensor."""
         config = read_json(inside(path, CONFIG_NAME))
         if faults := differences(config, family, model, adapter):
             raise DataError(f"{path / CONFIG_NAME} is another adapter than the run's: {'; '.join(faults)}; change one")
@@ -57,8 +52,8 @@ class PeftFolder:
     def _check(self, path: Path, wanted: set[str]) -> None:
         # copies of frozen tables: the run has them from the model that it loads
         there = {name for name in self._file.entries if not name.endswith(_FROZEN)}
-        faults = [f"it lacks {shown(sorted(wanted - there))}"] if wanted - there else []
-        faults += [f"it holds {shown(sorted(there - wanted))}"] if there - wanted else []
+        faults = [f"it lacks {shown_names(sorted(wanted - there))}"] if wanted - there else []
+        faults += [f"it holds {shown_names(sorted(there - wanted))}"] if there - wanted else []
         faults += [
             f"{name} has shape {list(self._file.entries[name].shape)} instead of {list(each.shape)}"
             for each, name in self._names.values()
@@ -84,11 +79,7 @@ class PeftFolder:
 
 
 def adapter_of(path: Path, family: Family, model: ModelSection) -> AdapterSection:
-    """Derives the section `adapter` from a PEFT folder.
-
-    Raises:
-        DataError: The folder is damaged, has settings that we cannot express, or no tensor of this model.
-    """
+    """Derives the section `adapter` from a PEFT folder."""
     config = read_json(inside(path, CONFIG_NAME))
     there = SafetensorsFile(inside(path, TENSORS_NAME)).entries.keys()
     settings: dict[str, Any] = {
@@ -148,11 +139,7 @@ def _is_adapted(part: Target, there: Set[str], family: Family, model: ModelSecti
 
 
 def to_peft(each: PeftTensor, own: Tensor) -> Tensor:
-    """Returns a tensor in the layout of PEFT.
-
-    Args:
-        own: [rank, inputs], [outputs, rank] or [outputs]; experts add a first axis.
-    """
+    """Returns a tensor [rank, inputs], [outputs, rank] or [outputs] in the layout of PEFT; experts add a first axis."""
     if each.matrix.num_experts:
         if each.kind == "lora_a":
             # [experts, rank, inputs]: the rows of one expert after those of another

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +15,9 @@ from mtrain.arch.parameters import PADDED_TABLES
 from mtrain.base.errors import DataError
 from mtrain.base.tensor_slice import Sizes, TensorSlice
 from mtrain.config.schema.model import ModelSection
-from mtrain.hf.io.added_rows import AddedRows, mean_row
-from mtrain.hf.io.block_scaled import Weights, plain_weights
+from mtrain.hf.io.block_scaled import PLAIN_NUMBERS, Weights, plain_weights
 from mtrain.hf.io.folder import HfFolder
-from mtrain.hf.io.matching import check_names
+from mtrain.hf.io.safetensors import same_bits, shown_names
 from mtrain.hf.schema.description import disagreements, read_model, with_tokens
 from mtrain.hf.schema.family import Family
 from mtrain.hf.schema.files import CONFIG_NAME
@@ -23,6 +25,48 @@ from mtrain.hf.schema.table import FilledSlice, Table, read_slice
 from mtrain.hf.tokenizer.tokenizer import added_by, load_tokenizer
 
 EMBEDDINGS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_ROWS_AT_ONCE = 4096
+_FAULTS_SHOWN = 8
+
+
+class AddedRows(NamedTuple):
+    """Rows of a table for tokens that a run adds: each begins as the mean of the rows before them.
+
+    transformers' `resize_token_embeddings` draws around this mean (with 1e-9 of the rows' covariance). Without the draw
+    the same run starts with the same bits. Every rank computes it from the whole table on disk.
+    """
+
+    first: int
+    end: int
+    """Row after the last added one; rows from here on are read again, although no token has them."""
+    num_rows: int
+
+    def are_in(self, wanted: TensorSlice) -> bool:
+        """Says whether a slice of a table contains any added row."""
+        return wanted.offset[0] < self.end and wanted.offset[0] + wanted.shape[0] > self.first
+
+    def filled(self, wanted: TensorSlice, mean: Tensor, read: Callable[[TensorSlice], Tensor]) -> Tensor:
+        """Builds a slice of a table from the [hidden] row of every added token, and rows that `read` returns."""
+        start, columns = wanted.offset[0], slice(wanted.offset[1], wanted.offset[1] + wanted.shape[1])
+        result = mean[columns].expand(wanted.shape).clone()
+        for low, high in ((start, self.first), (max(start, self.end), start + wanted.shape[0])):
+            if low < high:
+                own = TensorSlice((low, wanted.offset[1]), (high - low, wanted.shape[1]))
+                own.within(wanted).of(result).copy_(read(own))
+        return result
+
+
+def _mean_row(num_rows: int, width: int, read: Callable[[TensorSlice], Tensor]) -> Tensor:
+    """Computes the mean [hidden] of a table's first rows in float64, rounded to its dtype.
+
+    numpy adds rows one by one with any number of threads, so every layout gets the same bits.
+    """
+    total = np.zeros(width)
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        rows = read(TensorSlice((start, 0), (min(_ROWS_AT_ONCE, num_rows - start), width)))
+        dtype = rows.dtype
+        total += rows.double().numpy().sum(axis=0)
+    return torch.from_numpy(total / num_rows).to(dtype)
 
 
 class HfSource(NamedTuple):
@@ -49,9 +93,6 @@ def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSou
         path: Folder with config.json and safetensors.
         needs_output: Whether an untied output layer must exist; base models are saved without one.
         depths: Requested MTP depths, which some families read only on request.
-
-    Raises:
-        DataError: The family is unknown, or the folder does not hold exactly the tensors of its model.
     """
     folder = HfFolder(path)
     weights = plain_weights(folder)
@@ -76,12 +117,40 @@ def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSou
     return HfSource(folder, weights, family, model, table)
 
 
-def source_for(path: Path, model: ModelSection) -> HfSource:
-    """Opens and checks the folder that a run starts from; reads no tensor.
+def check_names(path: Path, weights: Weights, table: Table, may_be_left: Collection[str]) -> None:
+    """Compares the tensors of a folder with a table; names that match `may_be_left` carry no information."""
+    wanted = {tensor.name: tensor.shape for tensor, _ in table.tensors()}
+    names = weights.names()
+    # only copies that exist: some folders hold a tied tensor twice, others once
+    copies = {name: original for name, original in table.copies.items() if name in names}
+    missing = sorted(wanted.keys() - names)
+    left = sorted(names - wanted.keys() - copies.keys())
+    unexpected = [name for name in left if not any(re.fullmatch(pattern, name) for pattern in may_be_left)]
+    # all faults in one message: a wrong config.json shows as many tensors of another shape
+    faults = [f"lacks {shown_names(missing)}"] if missing else []
+    faults += [f"holds unexpected {shown_names(unexpected)}"] if unexpected else []
+    faults += [
+        f"{name} has shape {list(found)} instead of {list(wanted[name])}"
+        for name in sorted(wanted.keys() & names)
+        if (found := weights.facts(name)[1]) != wanted[name]
+    ][:_FAULTS_SHOWN]
+    faults += [
+        f"{name} is {dtype}, but weights have to be plain floating-point numbers"
+        for name in sorted(wanted.keys() & names)
+        if (dtype := weights.facts(name)[0]) not in PLAIN_NUMBERS
+    ][:_FAULTS_SHOWN]
+    faults += [
+        f"{name} differs from {original}, of which it must be a copy"
+        for name, original in copies.items()
+        # bits, not nearly equal: training would go on from one of the two, and an export writes one
+        if original in names and not same_bits(weights.tensor(name), weights.tensor(original))
+    ]
+    if faults:
+        raise DataError(f"{path} does not fit its {CONFIG_NAME}: {'; '.join(faults)}")
 
-    Raises:
-        DataError: The family is unknown, or the folder holds another model or not exactly its tensors.
-    """
+
+def source_for(path: Path, model: ModelSection) -> HfSource:
+    """Opens and checks the folder that a run starts from; reads no tensor."""
     # a head replaces the output layer
     source = open_source(path, needs_output=not model.output.is_new, depths=model.mtp_depths)
     # before any tensor is looked at: shapes alone do not show another rope base or norm epsilon
@@ -135,9 +204,6 @@ class FolderTensors:
 
         A tensor with another order on disk is reordered as a whole and kept until another is requested, so read slices
         in the order of their positions.
-
-        Raises:
-            DataError: The table does not cover the slice.
         """
         if self._added is not None and key in PADDED_TABLES and self._added.are_in(wanted):
             return self._added.filled(wanted, self._mean(key), lambda own: self._read(key, own))
@@ -148,7 +214,7 @@ class FolderTensors:
         assert self._added is not None, "asked for where rows are added"
         if key not in self._means:
             width = self.tensors[key].shape[1]
-            self._means[key] = mean_row(self._added.first, width, lambda own: self._read(key, own))
+            self._means[key] = _mean_row(self._added.first, width, lambda own: self._read(key, own))
         return self._means[key]
 
     def _read(self, key: str, wanted: TensorSlice) -> Tensor:

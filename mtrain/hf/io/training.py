@@ -23,15 +23,7 @@ from mtrain.hf.tokenizer.tokenizer import NO_TOKENS, AddedTokens
 
 @torch.no_grad()
 def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Computes logits [batch, seq, vocab_size] in float32 on the CPU.
-
-    Args:
-        folder: Folder with config.json and safetensors; its code does not run.
-        tokens: [batch, seq] int64 token ids.
-
-    Raises:
-        MachineError: transformers is not installed.
-    """
+    """Computes logits [batch, seq, vocab_size] of tokens [batch, seq] in float32 on the CPU."""
     logits: Tensor = open_model(folder)(tokens).logits
     return logits.float()
 
@@ -156,11 +148,13 @@ def transformers_steps(model: Any, section: AdamWSection, steps: Iterable[StepIn
         # gradients of all rows add up in .grad before the one optimizer step; fsum adds the losses exactly
         numerator = math.fsum(_backward(model, rows, step.denominator) for rows in step.rows)
         gradients = [value.grad for value in parameters.values() if value.grad is not None]
-        norm = math.sqrt(math.fsum(float(_norm(gradient)) ** 2 for gradient in gradients))
+        # in float64, because float32 sums of millions of squares are too inexact to compare
+        norms = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients]
+        norm = math.sqrt(math.fsum(each**2 for each in norms))
         # an empty batch moves neither weights nor moments, and AdamW's own counter stays
         if step.denominator != 0:
             if section.clip_grad > 0:
-                # with the norm in float64 from above: clip_grad_norm_ would compute its own in float32
+                # clip_grad_norm_ would compute its own norm in float32
                 torch.nn.utils.clip_grads_with_norm_(parameters.values(), section.clip_grad, torch.tensor(norm))
             for group in optimizer.param_groups:
                 group["lr"] = step.lr
@@ -204,9 +198,3 @@ def _loss(logits: Tensor, rows: TrainingRows, denominator: float) -> tuple[float
             change = log_probs.exp_().scatter_add_(1, labels[own, None], torch.full_like(likely, -1.0))
             gradient[own] = torch.where(weight > 0, change * (weight / denominator), 0.0).to(logits.dtype)
     return math.fsum(losses), gradient
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    """Computes the norm in float64, because float32 sums of millions of squares are too inexact to compare."""
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-    return norm

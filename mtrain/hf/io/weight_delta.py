@@ -19,12 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtrain.base.errors import DataError
-from mtrain.hf.io.broadcast import TensorKind, buffer_bytes, receive_bytes, views
+from mtrain.hf.io.broadcast import ALIGNMENT, TensorKind, buffer_bytes, receive_bytes, views
 
 _VERSION = 1
 _DIGEST_BYTES, _BEFORE_TEXT = 32, 40
-_ALIGNMENT = 16
-"""Alignment in bytes of what follows the description, as in a bucket of tensors."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDTHS = ("uint8", "uint16", "uint32", "uint64")
 _NO_PLACES = torch.empty(0, dtype=torch.uint8)
@@ -111,7 +109,7 @@ class Part(NamedTuple):
             for each in self.changes
         ]
         text = json.dumps({"version": _VERSION, **self._asdict(), "changes": changes}).encode()
-        text += b" " * (-(_BEFORE_TEXT + len(text)) % _ALIGNMENT)
+        text += b" " * (-(_BEFORE_TEXT + len(text)) % ALIGNMENT)
         begin = _BEFORE_TEXT + len(text)
         found = torch.zeros(begin + buffer_bytes(kinds), dtype=torch.uint8)
         found[_DIGEST_BYTES:begin] = _bytes(len(text).to_bytes(8, "little") + text)

@@ -25,8 +25,8 @@ from mtrain.convert.exporting import export_hf
 from mtrain.convert.importing import import_hf
 from mtrain.convert.verifying import random_tokens, verify_hf
 from mtrain.hf.io.folder import HfFolder
-from mtrain.hf.io.matching import same_bits
 from mtrain.hf.io.mxfp4 import Mxfp4, packed, rounding_error, unpacked
+from mtrain.hf.io.safetensors import same_bits
 from mtrain.hf.io.source import FolderTensors, open_source
 from mtrain.hf.io.training import transformers_logits
 from tests.cli.command_line import call
