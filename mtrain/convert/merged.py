@@ -16,7 +16,7 @@ from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of, shown
 from mtrain.checkpoint.format.reader import CheckpointTensors
 from mtrain.checkpoint.state.start_weights import STACKED_EXPERTS, STACKED_LAYERS
-from mtrain.checkpoint.store.directory import checkpoint_at
+from mtrain.checkpoint.store.directory import checkpoint_at, verify_files
 from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config import Config
 from mtrain.config.adapters import has_merged_form

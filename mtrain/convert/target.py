@@ -16,7 +16,7 @@ from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.adapters import main_key, open_adapter
 from mtrain.convert.carried import CARRIED_NAME, SCALES_NAME, Carried, Published, carried_in
-from mtrain.convert.megatron import PADDED_TABLES, MegatronTensors, model_of
+from mtrain.convert.megatron import MegatronTensors, model_of
 from mtrain.convert.merged import MergedTensors
 from mtrain.convert.origin import ModelSource, source_of
 from mtrain.hf.io.block_scaled import plain_config
