@@ -12,7 +12,7 @@ from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
     from mtrain.config import Config
-    from mtrain.plan.search.written import StatedMachine
+    from mtrain.plan.search.report import StatedMachine
     from mtrain.preflight.findings import Findings
 
 
@@ -43,7 +43,7 @@ def check(
     batch, parameters, FLOPs and memory."""
     with one_message():
         from mtrain.hf.configuration import notes_on
-        from mtrain.plan.search.written import stated_machine
+        from mtrain.plan.search.report import stated_machine
         from mtrain.plan.summary import plan_lines
         from mtrain.preflight.findings import Findings
 
@@ -82,9 +82,8 @@ def look_at_gpus(
     if memory_given is None and gpu_given is None and stated is None:
         return
     from mtrain.arch.layout import Layout
-    from mtrain.plan.search.cost import step_cost
+    from mtrain.plan.search.cost import Workload, step_cost
     from mtrain.plan.search.hardware import Cluster, gpu_named, memory_size
-    from mtrain.plan.search.layer_cost import Workload
     from mtrain.plan.search.verdict import verdict
 
     name = gpu_given or ("h100" if stated is None else stated.gpu)

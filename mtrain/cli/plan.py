@@ -70,7 +70,6 @@ def plan(
         from mtrain.plan.search import report
         from mtrain.plan.search.hardware import Cluster, gpu_named, memory_size
         from mtrain.plan.search.search import search
-        from mtrain.plan.search.written import write_choice
 
         given_of_gpu = {
             "flops": None if options.tflops is None else options.tflops * 1e12,
@@ -91,7 +90,7 @@ def plan(
             for line in report.lines(found, options.gpus, cluster, memory):
                 typer.echo(line)
         if options.write is not None:
-            write_choice(found.choices[0], given.content, assumed, cluster, memory, options.write)
+            report.write_choice(found.choices[0], given.content, assumed, cluster, memory, options.write)
             if not options.as_json:
                 lacking = f" without {', '.join(assumed)}; add what the run shall have, then" if assumed else ":"
                 typer.echo(f"\nwritten to {options.write}{lacking} mtrain check {options.write}")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mtrain.base.errors import MtrainError
-from mtrain.plan.search.layer_cost import PackedSteps
+from mtrain.plan.search.cost import PackedSteps
 
 
 @dataclass
@@ -15,7 +15,6 @@ class Findings:
     """Facts and faults, in order of discovery."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of subject and finding."""
     faults: list[MtrainError] = field(default_factory=list)
     packed_steps: Callable[[int], PackedSteps] | None = None
     """Number of data-parallel ranks -> what the steps hold; None if samples share no rows, or were not opened."""

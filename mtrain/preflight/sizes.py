@@ -11,7 +11,7 @@ from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.samples.sft import SftDataset
 from mtrain.data.sources import Blended, Epochs
 from mtrain.data.steps import steps_of
-from mtrain.plan.search.layer_cost import PackedSteps
+from mtrain.plan.search.cost import PackedSteps
 from mtrain.preflight.findings import Findings
 
 

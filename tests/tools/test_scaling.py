@@ -11,8 +11,7 @@ import typer
 
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.search.cost import step_cost
-from mtrain.plan.search.layer_cost import Workload
+from mtrain.plan.search.cost import Workload, step_cost
 from tests.messages import refuses
 from tests.paths import DOCS
 from tests.pool import Pool

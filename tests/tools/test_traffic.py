@@ -14,8 +14,7 @@ import pytest
 from mtrain import arch
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
-from mtrain.plan.search.cost import step_cost
-from mtrain.plan.search.layer_cost import Workload
+from mtrain.plan.search.cost import Workload, step_cost
 from tests.messages import refuses
 from tests.parity.batches import BATCH, SEQ, three_steps
 from tests.parity.cases import Case, case
@@ -162,7 +161,7 @@ def _as_planned(
     counted = sum(sent_bytes for _, sent_bytes in calculated.values()) + of_axis(found, "dp").sent_bytes
     if layout.tp > 1:
         counted -= 4 * sizes.microbatches * sizes.whole / 2
-    planned = step_cost(Workload(config, layout, IDEAL)).nvlink_bytes
+    planned = step_cost(Workload(config, layout, IDEAL)).sent.nvlink_bytes
     assert planned <= counted <= planned * (1 + PADDING)
 
 
@@ -176,7 +175,7 @@ def test_tensor_parallelism_without_divided_sequences_sums_twice_a_layer_and_dir
         assert sums.count - sums.small == wanted
         assert sums.sent_bytes == pytest.approx(wanted * sizes.whole, rel=0.01)  # and some numbers of the losses
         ends = 2 * sizes.microbatches * sizes.whole
-        assert step_cost(Workload(config, layout, IDEAL)).nvlink_bytes == wanted * sizes.whole - ends
+        assert step_cost(Workload(config, layout, IDEAL)).sent.nvlink_bytes == wanted * sizes.whole - ends
 
 
 def test_experts_exchange_tokens_and_their_scores(pool: Pool) -> None:

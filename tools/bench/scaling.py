@@ -31,9 +31,8 @@ if __name__ == "__main__":
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.core.ranks.groups import Groups
-from mtrain.plan.search.cost import step_cost
+from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import Cluster
-from mtrain.plan.search.layer_cost import Workload
 from mtrain.verify.core.ranks import Pool
 from tools.bench import slots
 from tools.bench.all import written

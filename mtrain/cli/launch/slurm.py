@@ -181,7 +181,7 @@ def _print_summary(
     """Prints to standard error what `mtrain check` prints, and the hours if a GPU is named."""
     from mtrain.cli.check import look_at_gpus, print_findings
     from mtrain.hf.configuration import notes_on
-    from mtrain.plan.search.written import stated_machine
+    from mtrain.plan.search.report import stated_machine
     from mtrain.plan.summary import plan_lines
 
     with redirect_stdout(sys.stderr):

@@ -17,9 +17,8 @@ from mtrain.arch.memory import own_shard, trained_parameters
 from mtrain.config import Config, known_issues, rules
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.search.cost import least_microbatch_seconds
+from mtrain.plan.search.cost import Workload, least_microbatch_seconds
 from mtrain.plan.search.hardware import Cluster
-from mtrain.plan.search.layer_cost import Workload
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 

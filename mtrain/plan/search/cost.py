@@ -1,49 +1,104 @@
 """Time of a step, by components: pure functions of a configuration, a layout and a cluster.
 
-A step takes as long as its slowest pipeline stage needs for all microbatches, plus the bubble, exposed transfers, and
-the update. Assumed to be hidden: sums of gradients behind the last backward pass and gathering of parameters behind the
-first forward pass, if the configuration overlaps them; transfers between stages of an interleaved schedule except for
-its warm-up; half of the tensor-parallel transfers of a backward pass, behind the gradients of weights.
+Every part is a roofline. Products of matrices run at the device's peak times an efficiency that falls with their
+smallest dimension, and not faster than memory feeds them; fused attention has its own efficiency; everything else is
+bound by memory. A step takes as long as its slowest pipeline stage needs for all microbatches, plus the bubble, exposed
+transfers, and the update. Assumed to be hidden: sums of gradients behind the last backward pass and gathering of
+parameters behind the first forward pass, if the configuration overlaps them; transfers between stages of an interleaved
+schedule except for its warm-up; half of the tensor-parallel transfers of a backward pass, behind the gradients of
+weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
-from mtrain.arch.activations import FP32_BYTES
-from mtrain.arch.features import kinds
-from mtrain.arch.features.feature import RankParameters, hidden_local, once_a_model
-from mtrain.arch.flops import mfu, run_flops_per_token, sees_everything
+from mtrain.arch.activations import FP32_BYTES, element_bytes
+from mtrain.arch.features import LAYER_PARTS, kinds
+from mtrain.arch.features.feature import LayerPart, RankParameters, hidden_local, once_a_model
+from mtrain.arch.flops import mfu, num_attended_pairs, run_flops_per_token, sees_everything
+from mtrain.arch.layout import Layout, most_microbatches
 from mtrain.arch.memory import own_shard, trained_parameters
+from mtrain.arch.parameters import output_columns
+from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
-from mtrain.plan.search.hardware import Group, Transfer, gathered, reduced, sent
-from mtrain.plan.search.layer_cost import LayerCost, Workload, layer_cost, logits_seconds
+from mtrain.plan.search.hardware import Cluster, Group, Transfer, exchanged, gathered, reduced, sent
 
+HALF_EFFICIENT = 160
+"""Smallest dimension of a product that halves the efficiency: tiles of 128 x 256 elements fill a device partly."""
+LAUNCHES = 45
+"""Kernels of a layer in one direction."""
+TOUCHES = 2.5
+"""How often elementwise kernels read or write, forward, each element that the backward pass keeps."""
 UPDATE_BYTES = 30
 """Bytes read and written per updated parameter: gradient, main weight, both moments, weight."""
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step on the ranks of the slowest stage."""
+class PackedSteps(NamedTuple):
+    """Means over the steps of a run whose samples share rows."""
 
-    matrices: float
-    attention: float
-    elementwise: float
+    num_microbatches: float
+    """Forward passes of a rank in a step."""
+    attended_share: float
+    """Pairs of tokens that attention sees, each sample alone, relative to rows of one sample."""
+
+
+class Workload(NamedTuple):
+    """A configuration under a layout on a cluster."""
+
+    config: Config
+    layout: Layout
+    cluster: Cluster
+    packed: PackedSteps | None = None
+    """Means over the steps if the lengths of samples are known; None: as if no samples shared a row."""
+
+    @property
+    def num_microbatches(self) -> float:
+        return most_microbatches(self.config, self.layout) if self.packed is None else self.packed.num_microbatches
+
+    @property
+    def tokens(self) -> float:
+        """Counts the positions of a microbatch on one rank, not divided by sequence parallelism."""
+        return self.config.train.micro_batch_size * self.config.row_width / self.layout.cp
+
+    @property
+    def tokens_of_step(self) -> int:
+        """Counts the positions of all rows of a step, each full."""
+        num = most_microbatches(self.config, self.layout)
+        return num * self.config.train.micro_batch_size * self.config.row_width * self.layout.dp
+
+    @property
+    def flops(self) -> float:
+        """Returns the device's peak at the run's precision, in FLOP/s."""
+        gpu = self.cluster.gpu
+        return gpu.fp32_flops if self.config.train.precision == "fp32" else gpu.flops
+
+    @property
+    def element_bytes(self) -> int:
+        return element_bytes(self.config.train)
+
+
+@dataclass
+class StepTime:
+    """Seconds of a step on the ranks of the slowest stage, or of one microbatch on one stage."""
+
+    matrices: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
     """Norms, activations, the logits' losses, and the host if it needs longer."""
-    recompute: float
+    recompute: float = 0.0
     """Forward passes of layers or modules that run again, with their transfers."""
-    tp: float
-    cp: float
-    ep: float
-    p2p: float
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    p2p: float = 0.0
     """Transfers between stages."""
-    bubble: float
-    dp: float
+    bubble: float = 0.0
+    dp: float = 0.0
     """Exposed time of gradients and parameters."""
-    update: float
+    update: float = 0.0
 
     def parts(self) -> dict[str, float]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -53,67 +108,37 @@ class StepTime:
         return sum(self.parts().values())
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepCost:
-    time: StepTime
-    nvlink_bytes: float
-    """Bytes that a rank sends inside its node."""
-    network_bytes: float
+    time: StepTime = field(default_factory=StepTime)
+    sent: Transfer = field(default_factory=Transfer)
+    """What a rank sends; its seconds are those without overlap."""
 
     @property
     def bubble_share(self) -> float:
         return self.time.bubble / self.time.total
 
 
-@dataclass
-class _Stage:
-    """Seconds of one pipeline rank, for one microbatch, forward and backward."""
-
-    matrices: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    recompute: float = 0.0
-    tp: float = 0.0
-    cp: float = 0.0
-    ep: float = 0.0
-    sent: Transfer = field(default_factory=Transfer)
-
-    @property
-    def total(self) -> float:
-        return self.matrices + self.attention + self.elementwise + self.recompute + self.tp + self.cp + self.ep
-
-
 def step_cost(work: Workload) -> StepCost:
     """Predicts the cost of a step in which every row is full."""
     config, layout, cluster, _ = work
-    stage = max(_stages(work), key=lambda each: each.total)
+    stage = max(_stages(work), key=lambda each: each.time.total)
     num = work.num_microbatches
-    bubble = (layout.pp - 1) / layout.vpp * stage.total
     p2p = _between_stages(work) if layout.pp > 1 else Transfer()
     exposed = 2 * num if layout.vpp == 1 else 2 * (layout.pp - 1)
     held = trained_parameters(config, layout, 0)
-    sums, hidden = _data_parallel(work, stage, held)
-    own = own_shard(config.train, layout, held)
-    time = StepTime(
-        matrices=num * stage.matrices,
-        attention=num * stage.attention,
-        elementwise=num * stage.elementwise,
-        recompute=num * stage.recompute,
-        tp=num * stage.tp,
-        cp=num * stage.cp,
-        ep=num * stage.ep,
-        p2p=exposed * p2p.seconds,
-        bubble=bubble,
-        dp=sums.seconds - hidden,
-        update=own * UPDATE_BYTES / cluster.gpu.memory_bandwidth,
-    )
-    moved = stage.sent * num + p2p * (2 * num * layout.vpp) + sums
-    return StepCost(time, moved.nvlink_bytes, moved.network_bytes)
+    sums, hidden = _data_parallel(work, stage.time, held)
+    time = StepTime(**{name: num * seconds for name, seconds in stage.time.parts().items()})
+    time.p2p = exposed * p2p.seconds
+    time.bubble = (layout.pp - 1) / layout.vpp * stage.time.total
+    time.dp = sums.seconds - hidden
+    time.update = own_shard(config.train, layout, held) * UPDATE_BYTES / cluster.gpu.memory_bandwidth
+    return StepCost(time, stage.sent * num + p2p * (2 * num * layout.vpp) + sums)
 
 
 def least_microbatch_seconds(work: Workload) -> float:
     """Predicts the seconds of all stages together for one microbatch, forward and backward, without recomputation."""
-    return sum(stage.total for stage in _stages(work))
+    return sum(stage.time.total for stage in _stages(work))
 
 
 def step_mfu(work: Workload, seconds: float) -> float:
@@ -122,32 +147,31 @@ def step_mfu(work: Workload, seconds: float) -> float:
     return mfu(flops, seconds, work.flops * work.layout.world_size)
 
 
-def _stages(work: Workload) -> list[_Stage]:
-    """Predicts every pipeline rank; layers of one kind cost the same."""
+def _stages(work: Workload) -> list[StepCost]:
+    """Predicts one microbatch, forward and backward, on every pipeline rank; layers of one kind cost the same."""
     model, layout = work.config.model, work.layout
     of_layers, before = _kinds(model)
     costs = {kind: layer_cost(work, kind) for kind in before}
     logits = logits_seconds(work) * model.num_predictions
     ends = list(accumulate(layout.layers_per_stage(model.num_layers), initial=0))
-    found = []
+    stages = []
     for pp_rank in range(layout.pp):
-        own = [layout.stage(pp_rank, chunk) for chunk in range(layout.vpp)]
-        held = {kind: sum(of[ends[each + 1]] - of[ends[each]] for each in own) for kind, of in before.items()}
+        chunks = [layout.stage(pp_rank, chunk) for chunk in range(layout.vpp)]
+        counts = {kind: sum(of[ends[each + 1]] - of[ends[each]] for each in chunks) for kind, of in before.items()}
         if pp_rank == layout.pp - 1:
-            held[of_layers[-1]] += len(model.layers_ahead)
-        stage, total = _Stage(), sum(held.values())
-        for kind, count in held.items():
+            counts[of_layers[-1]] += len(model.layers_ahead)
+        stage, total = StepCost(), sum(counts.values())
+        for kind, count in counts.items():
             _add(stage, work, costs[kind], count, count / total * _num_again(work, total))
         if pp_rank == layout.pp - 1:
-            stage.matrices += logits * (1 + _backward(work))
-        found.append(stage)
-    return found
+            stage.time.matrices += logits * (1 + _backward(work))
+        stages.append(stage)
+    return stages
 
 
 @once_a_model
 def _kinds(model: ModelSection) -> tuple[list[int], dict[int, list[int]]]:
-    """Returns, for each layer, the first layer that costs the same (the same parts and kind of window), and, for each
-    of these, how many of its kind are among the first n layers."""
+    """Returns, for each layer, the first that costs the same, and the count of each kind among the first n layers."""
     first: dict[tuple[int, bool], int] = {}
     keys = ((parts, sees_everything(model, layer)) for layer, parts in enumerate(kinds(model)))
     found = [first.setdefault(key, layer) for layer, key in enumerate(keys)]
@@ -164,40 +188,36 @@ def _num_again(work: Workload, num_layers: int) -> int:
 
 
 def _backward(work: Workload) -> float:
-    """Returns the products of a backward pass for each of a forward pass: gradients of inputs and of trained
-    weights."""
+    """Returns the products of a backward pass for each of a forward pass, of inputs and of trained weights."""
     return 2.0 if work.config.adapter is None else 1.0
 
 
-def _add(stage: _Stage, work: Workload, cost: LayerCost, count: int, again: float) -> None:
-    """Adds `count` layers of one kind, of which `again` run twice."""
+def _add(stage: StepCost, work: Workload, cost: LayerCost, count: int, again: float) -> None:
+    time, train = stage.time, work.config.train
     slow = cost.compute - (cost.matrices + cost.attention + cost.elementwise)
-    stage.matrices += count * cost.matrices * (1 + _backward(work))
-    stage.attention += count * cost.attention * 3.5  # backward computes the scores once more
-    stage.elementwise += count * 3 * (cost.elementwise + slow)
-    stage.tp += count * cost.tp.seconds * 2  # backward has another transfer, behind the gradients of weights
-    stage.cp += count * (cost.cp.seconds + cost.cp_backward.seconds)
-    stage.ep += count * cost.ep.seconds * 2
+    time.matrices += count * cost.matrices * (1 + _backward(work))
+    time.attention += count * cost.attention * 3.5  # backward computes the scores once more
+    time.elementwise += count * 3 * (cost.elementwise + slow)
+    time.tp += count * cost.tp.seconds * 2  # backward has another transfer, behind the gradients of weights
+    time.cp += count * (cost.cp.seconds + cost.cp_backward.seconds)
+    time.ep += count * cost.ep.seconds * 2
     # if sequences are divided, backward gathers the inputs of a part once more for the gradients of weights
     transfers = cost.tp * (2.5 if work.layout.sp else 2) + cost.cp + cost.cp_backward + cost.ep * 2
     stage.sent += transfers * count
-    forward = cost.compute + cost.tp.seconds + cost.cp.seconds + cost.ep.seconds
-    train = work.config.train
     match train.recompute:
         case "none":
             return
         case "full":
-            stage.recompute += again * forward
+            time.recompute += again * (cost.compute + cost.tp.seconds + cost.cp.seconds + cost.ep.seconds)
             stage.sent += (cost.tp + cost.cp + cost.ep) * again
         case "selective":
-            stage.recompute += count * _selected(work, cost)
+            time.recompute += count * _selected(work, cost)
         case _:
             assert_never(train.recompute)
 
 
 def _selected(work: Workload, cost: LayerCost) -> float:
-    """Predicts the seconds of the modules that run again; a feed-forward part counts as two thirds of a layer's
-    products."""
+    """Predicts the seconds of the modules that run again; a feed-forward part is two thirds of a layer's products."""
     modules = work.config.train.recompute_modules or ("core_attn",)
     seconds = cost.attention + cost.cp.seconds if "core_attn" in modules else 0.0
     if {"mlp", "moe"} & set(modules):
@@ -212,7 +232,7 @@ def _between_stages(work: Workload) -> Transfer:
     return sent(work.cluster, layout.tp * layout.cp * layout.dp, size)
 
 
-def _data_parallel(work: Workload, stage: _Stage, held: RankParameters) -> tuple[Transfer, float]:
+def _data_parallel(work: Workload, stage: StepTime, held: RankParameters) -> tuple[Transfer, float]:
     """Predicts sums of gradients and gathering of parameters, and the seconds of both that computation hides."""
     layout, cluster, train = work.layout, work.cluster, work.config.train
     groups = (
@@ -230,3 +250,125 @@ def _data_parallel(work: Workload, stage: _Stage, held: RankParameters) -> tuple
     hidden = min(0.95 * sums.seconds, 2 * forward) if train.overlap_grad_reduce else 0.0
     hidden += min(0.95 * gathers.seconds, forward) if train.overlap_param_gather else 0.0
     return sums + gathers, hidden
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds of the forward pass of one microbatch; backward is a multiple of it."""
+
+    matrices: float
+    attention: float
+    elementwise: float
+    least: float
+    """Seconds in which the host launches all kernels."""
+    tp: Transfer
+    cp: Transfer
+    cp_backward: Transfer
+    ep: Transfer
+
+    @property
+    def compute(self) -> float:
+        return max(self.matrices + self.attention + self.elementwise, self.least)
+
+
+def product_seconds(work: Workload, rows: float, width: float, depth: float) -> float:
+    """Predicts the time of [rows, depth] x [depth, width]."""
+    gpu = work.cluster.gpu
+    flops = 2 * rows * width * depth
+    smallest = min(rows, width, depth)
+    efficiency = gpu.matrix_efficiency * smallest / (smallest + HALF_EFFICIENT)
+    moved = work.element_bytes * (rows * depth + depth * width + rows * width)
+    return max(flops / (work.flops * efficiency), moved / gpu.memory_bandwidth)
+
+
+def layer_cost(work: Workload, layer: int) -> LayerCost:
+    """Predicts the forward pass of layer `layer`, counted from 0."""
+    config, layout, cluster, packed = work
+    model = config.model
+    parts = [part for part in LAYER_PARTS if part.is_in(model, layer)]
+    matrices = sum(_matrix_seconds(work, part) for part in parts)
+    window = None if sees_everything(model, layer) else model.sliding_window
+    pairs = config.train.micro_batch_size * num_attended_pairs(config.row_width, window) / layout.cp / layout.tp
+    pairs *= 1.0 if packed is None or window is not None else packed.attended_share
+    products = sum(part.pair_products(model) for part in parts)
+    attention = 2 * products * pairs / (work.flops * cluster.gpu.attention_efficiency)
+    kept = sum(part.kept_elements(model, layout) for part in parts)
+    moved = TOUCHES * work.tokens * (kept + 4 * hidden_local(model, layout)) * work.element_bytes
+    tp, ep = _transfers(work, layer)
+    cp, cp_backward = _context_transfers(work, layer, attention)
+    launches = LAUNCHES * cluster.launch_s
+    return LayerCost(matrices, attention, moved / cluster.gpu.memory_bandwidth, launches, tp, cp, cp_backward, ep)
+
+
+def logits_seconds(work: Workload) -> float:
+    """Predicts the output layer's forward pass for one predicted token, and the losses, which read the logits."""
+    width = output_columns(work.config.model, work.layout.tp)
+    product = product_seconds(work, work.tokens, width, work.config.model.hidden_size)
+    return product + TOUCHES * work.tokens * width * 4 / work.cluster.gpu.memory_bandwidth
+
+
+def _matrix_seconds(work: Workload, part: LayerPart) -> float:
+    model, layout, tokens = work.config.model, work.layout, work.tokens
+    found = part.matrices(model)
+    hidden, seconds = model.hidden_size, 0.0
+    if found.divided:
+        # two products, such as qkv and proj or fc1 and fc2, that together have this many columns
+        width = found.divided / layout.tp / hidden
+        seconds += 2 * product_seconds(work, tokens, width / 2, hidden)
+    if found.replicated:
+        own = tokens / layout.tp if layout.sp else tokens
+        seconds += product_seconds(work, own, found.replicated / hidden, hidden)
+    if found.experts and model.experts is not None:
+        local = model.experts.num_experts / layout.ep
+        rows = tokens / layout.tp * layout.ep * layout.etp * model.experts.top_k / model.experts.num_experts
+        width = found.experts / model.experts.num_experts / layout.etp / hidden
+        seconds += local * 2 * product_seconds(work, rows, width / 2, hidden)
+    return seconds
+
+
+def _transfers(work: Workload, layer: int) -> tuple[Transfer, Transfer]:
+    layout, cluster, model = work.layout, work.cluster, work.config.model
+    hidden_bytes = work.tokens * model.hidden_size * work.element_bytes
+    # before a part all tokens are gathered, and after it scattered; experts get theirs otherwise
+    num_parts = (model.attention(layer) != "none") + model.has_dense(layer)
+    tp = gathered(cluster, Group(layout.tp, 1), hidden_bytes) * (2 * num_parts)
+    if model.experts is None or not model.has_experts(layer):
+        return tp, Transfer()
+    own = hidden_bytes / layout.tp * model.experts.top_k
+    # there and back; the ranks of etp gather what each of them got
+    there = exchanged(cluster, Group(layout.ep, layout.etp), own)
+    return tp, there * 2 + gathered(cluster, Group(layout.etp, 1), own * layout.etp) * 2
+
+
+def _context_transfers(work: Workload, layer: int, attention: float) -> tuple[Transfer, Transfer]:
+    """Predicts the transfers of cp, forward and backward; `attention` are the seconds of its products forward."""
+    layout, cluster, tokens = work.layout, work.cluster, work.tokens
+    model, size, cp = work.config.model, work.element_bytes, layout.cp
+    group = Group(cp, layout.tp)
+    if cp == 1:
+        return Transfer(), Transfer()
+    wide = model.global_attention if model.attention(layer) == "global" else None
+    head_size = model.head_size if wide is None else wide.head_dim
+    heads = tokens * model.num_attention_heads * head_size / layout.tp
+    groups = tokens * (model.query_groups if wide is None else wide.num_query_groups) * head_size / layout.tp
+    match layout.cp_comm:
+        case "ulysses":
+            exchange = exchanged(cluster, group, (2 * heads + 2 * groups) * size)
+            return exchange, exchange
+        case "allgather":
+            gather = gathered(cluster, group, cp * 2 * groups * size)
+            return gather, gather
+        case "ring":
+            # hops to all other ranks, each during the products of the hop before
+            hops = gathered(cluster, group, cp * 2 * groups * size)
+            # gradients travel all the way home, in float32, together with the keys and values
+            home = gathered(cluster, group, cp * 2 * groups * 4) * (cp / (cp - 1))
+            hidden = attention * (cp - 1) / cp
+            return _behind(hops, hidden), _behind(hops + home, 2.5 * hidden)
+        case _:
+            assert_never(layout.cp_comm)
+
+
+def _behind(transfer: Transfer, seconds: float) -> Transfer:
+    """Returns the part of the transfer that `seconds` of arithmetic do not hide."""
+    return replace(transfer, seconds=max(0.0, transfer.seconds - seconds))

@@ -18,8 +18,7 @@ from mtrain.base.errors import ConfigError
 
 GIB = 2**30
 USABLE_MEMORY = 0.9
-"""Share of a GPU's memory that the estimate may fill; context, libraries, communication buffers and fragmentation take
-the rest."""
+"""Share of a GPU's memory that the estimate may fill; libraries, buffers and fragmentation take the rest."""
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
 
 
@@ -61,9 +60,7 @@ class Cluster:
     link_efficiency: float = 0.8
     """Share of a link's bandwidth that large transfers reach."""
     nvlink_latency_s: float = 10e-6
-    """Latency of one collective inside a node."""
     network_latency_s: float = 30e-6
-    """Latency of one collective between nodes."""
     launch_s: float = 4e-6
     """Time in which the host launches a kernel."""
 

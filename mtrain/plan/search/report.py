@@ -1,16 +1,20 @@
-"""Results of a search, for people and for programs."""
+"""Results of a search, for people and for programs, and as a configuration file that states its machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from mtrain.arch.memory import MemoryEstimate
 from mtrain.base.errors import ConfigError
+from mtrain.base.files import disk_faults, write_atomically
+from mtrain.base.yaml_text import yaml_text
 from mtrain.config import Config
 from mtrain.config.schema.train import TrainSection
-from mtrain.plan.search.cost import step_mfu
+from mtrain.plan.search.cost import Workload, step_mfu
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster
-from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.search import Choice, Found
 
 _GB = 10**9
@@ -50,11 +54,17 @@ def lines(found: Found, num_gpus: int, cluster: Cluster, memory_bytes: int) -> I
     rows = [_HEADER, *(_row(number, each, cluster) for number, each in enumerate(found.choices, 1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     for row in rows:
-        left = [text.ljust(width) if column in (1, 3) else text.rjust(width) for column, (text, width) in
-                enumerate(zip(row, widths))]  # fmt: skip
-        yield "  ".join(left).rstrip()
+        aligned = (
+            text.ljust(width) if heading in ("layout", "recompute") else text.rjust(width)
+            for heading, text, width in zip(_HEADER, row, widths)
+        )
+        yield "  ".join(aligned).rstrip()
     yield ""
     yield from _explained(found.choices)
+
+
+def _mfu(choice: Choice, cluster: Cluster) -> float:
+    return step_mfu(Workload(choice.config, choice.layout, cluster), choice.cost.time.total)
 
 
 def _row(number: int, choice: Choice, cluster: Cluster) -> tuple[str, ...]:
@@ -66,10 +76,10 @@ def _row(number: int, choice: Choice, cluster: Cluster) -> tuple[str, ...]:
         recompute_name(choice.config.train),
         f"{choice.memory.total_bytes / GIB:.1f}",
         f"{cost.bubble_share:.1%}",
-        f"{cost.nvlink_bytes / _GB:.1f}",
-        f"{cost.network_bytes / _GB:.1f}",
+        f"{cost.sent.nvlink_bytes / _GB:.1f}",
+        f"{cost.sent.network_bytes / _GB:.1f}",
         f"{cost.time.total:.3f}",
-        f"{step_mfu(Workload(choice.config, choice.layout, cluster), cost.time.total):.1%}",
+        f"{_mfu(choice, cluster):.1%}",
     )
 
 
@@ -79,21 +89,17 @@ def _explained(choices: list[Choice]) -> Iterator[str]:
     parts = first.cost.time.parts()
     largest = sorted(parts, key=lambda name: -parts[name])[:3]
     shares = ", ".join(f"{_NAMES[name]} {parts[name] / first.cost.time.total:.0%}" for name in largest)
-    memory = first.memory
-    of_memory = ", ".join(
-        f"{name} {count / GIB:.1f}"
-        for name, count in (
-            ("weights", memory.weights_bytes),
-            ("gradients", memory.gradients_bytes),
-            ("optimizer", memory.optimizer_bytes),
-            ("activations", memory.activations_bytes),
-        )
-    )
+    of_memory = ", ".join(f"{name} {count / GIB:.1f}" for name, count in _bytes_of(first.memory).items())
     yield f"1 spends its step on {shares}; GiB of its heaviest rank: {of_memory}."
     for number, other in enumerate(choices[1:], 2):
         more = {name: seconds - parts[name] for name, seconds in other.cost.time.parts().items()}
         slower = other.cost.time.total / first.cost.time.total - 1
         yield f"{number} is {slower:.1%} slower: {_difference(more)}."
+
+
+def _bytes_of(memory: MemoryEstimate) -> dict[str, int]:
+    names = ("weights", "gradients", "optimizer", "activations")
+    return {name: getattr(memory, f"{name}_bytes") for name in names}
 
 
 def _difference(more: dict[str, float]) -> str:
@@ -126,8 +132,8 @@ def _plain(choice: Choice, cluster: Cluster) -> dict[str, Any]:
         "memory_bytes": {**vars(memory), "total_bytes": memory.total_bytes},
         "step_seconds": {**cost.time.parts(), "total": cost.time.total},
         "bubble_share": cost.bubble_share,
-        "nvlink_bytes": cost.nvlink_bytes,
-        "network_bytes": cost.network_bytes,
+        "nvlink_bytes": cost.sent.nvlink_bytes,
+        "network_bytes": cost.sent.network_bytes,
         "mfu": step_mfu(work, cost.time.total),
         "tokens_per_second": work.tokens_of_step / cost.time.total,
     }
@@ -146,12 +152,7 @@ def nothing_fits(config: Config, found: Found, num_gpus: int, memory_bytes: int)
         )
     closest, usable = found.closest, memory_bytes * USABLE_MEMORY
     needed = closest.memory.total_bytes
-    parts = {
-        "weights": closest.memory.weights_bytes,
-        "gradients": closest.memory.gradients_bytes,
-        "optimizer": closest.memory.optimizer_bytes,
-        "activations": closest.memory.activations_bytes,
-    }
+    parts = _bytes_of(closest.memory)
     largest = max(parts, key=lambda name: parts[name])
     return ConfigError(
         f"nothing fits: of {num_gpus} GPUs with {usable / GIB:.1f} GiB to use each, the closest layout is "
@@ -165,3 +166,56 @@ def _remedy(largest: str) -> str:
     if largest == "activations":
         return "a shorter data.seq_length, more GPUs, or GPUs with more memory"
     return "more GPUs, GPUs with more memory, or adapters in the place of all weights (docs/training/lora.md)"
+
+
+_MACHINE = re.compile(r"^# GPUs: (\d+) x (\w+) (\d+(?:\.\d+)?) ?Gi?B\b", re.MULTILINE)
+"""Line that states the machine; GB of a GPU are GiB, as its maker writes them."""
+_HEAD_BYTES = 4096
+
+
+class StatedMachine(NamedTuple):
+    """Machine in a line such as `# GPUs: 64 x h100 80 GiB`."""
+
+    num_gpus: int
+    memory_bytes: int
+    gpu: str
+
+
+def stated_machine(paths: Iterable[Path]) -> StatedMachine | None:
+    """Reads the machine that the last of the files states; None if none does."""
+    found = None
+    for path in paths:
+        if path.is_file():
+            with disk_faults(f"read {path}"), path.open("rb") as file:
+                match = _MACHINE.search(file.read(_HEAD_BYTES).decode(errors="replace"))
+            if match is not None:
+                found = StatedMachine(int(match[1]), int(float(match[3]) * GIB), match[2])
+    return found
+
+
+_CHOSEN = ("micro_batch_size", "recompute", "recompute_modules", "recompute_layers")
+"""Keys of `train` that a plan chooses besides `layout`; every other key is the user's."""
+
+
+def write_choice(
+    choice: Choice, given: Mapping[str, Any], left_out: Sequence[str], cluster: Cluster, memory_bytes: int, path: Path
+) -> None:
+    """Writes the user's sections with the chosen keys; names the keys of `left_out`; overwrites nothing."""
+    if path.exists():
+        raise ConfigError(f"{path} exists, and nothing is overwritten; name another file, or move it away")
+    head = (
+        f"# GPUs: {choice.layout.world_size} x {cluster.gpu.name} {memory_bytes / GIB:.4g} GiB\n"
+        f"# {choice.layout}: {choice.memory.total_bytes / GIB:.1f} GiB on the heaviest rank; predicted by mtrain plan: "
+        f"{choice.cost.time.total:.3f} s a step, MFU {_mfu(choice, cluster):.1%}\n"
+    )
+    if left_out:
+        head += f"# a run also needs {', '.join(left_out)}, which the plan was not given\n"
+    write_atomically(path, head + yaml_text(chosen_content(choice, given)))
+
+
+def chosen_content(choice: Choice, given: Mapping[str, Any]) -> dict[str, Any]:
+    layout = choice.config.layout.model_dump(exclude_defaults=True)
+    others = {key: value for key, value in given["train"].items() if key not in _CHOSEN}
+    train = {**choice.config.train.model_dump(include=set(_CHOSEN), exclude_defaults=True), **others}
+    sections = {**given, "layout": layout, "train": train}
+    return {name: sections[name] for name in sections if name != "layout" or layout}

@@ -13,10 +13,17 @@ from mtrain.arch.layout import Layout, broken_rules
 from mtrain.arch.memory import MemoryEstimate, memory_per_rank
 from mtrain.config import Config
 from mtrain.config.schema.layout import LayoutSection
-from mtrain.plan.search.candidates import batches, candidates, divisions, section_of, stage_split, state_bytes
-from mtrain.plan.search.cost import StepCost, step_cost
+from mtrain.plan.search.candidates import (
+    Candidate,
+    batches,
+    candidates,
+    divisions,
+    section_of,
+    stage_split,
+    state_bytes,
+)
+from mtrain.plan.search.cost import StepCost, Workload, step_cost
 from mtrain.plan.search.hardware import USABLE_MEMORY, Cluster
-from mtrain.plan.search.layer_cost import Workload
 
 _NO_LIMIT = 1 << 62
 

@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from mtrain.arch.layout import Layout, broken_rules
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.plan.search.cost import step_cost
+from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster
-from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.report import nothing_fits, recompute_name
 from mtrain.plan.search.search import Choice, heaviest, recomputations, search
 
@@ -34,8 +33,7 @@ class Remedy:
 
 
 def smallest_change(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Remedy | None:
-    """Finds one change that makes the run fit, else two together; the fastest of those; None if two are not enough. The
-    estimate may fill USABLE_MEMORY of `memory_bytes`."""
+    """Finds one change that makes the run fit, else two together, the fastest of those; None if two are not enough."""
     single = list(_changes(config, num_gpus, cluster))
     pairs = ({**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys())
     for group in (single, pairs):

@@ -11,11 +11,10 @@ from mtrain import arch
 from mtrain.arch.layout import Layout, broken_rules
 from mtrain.config import Config
 from mtrain.config.schema.layout import CpComm
-from mtrain.plan.search import layer_cost as layers
+from mtrain.plan.search import cost as layers
 from mtrain.plan.search.candidates import candidates, section_of
-from mtrain.plan.search.cost import StepTime, step_cost, step_mfu
+from mtrain.plan.search.cost import StepTime, Workload, step_cost, step_mfu
 from mtrain.plan.search.hardware import GPUS, Cluster, Group, exchanged, gathered, memory_size, reduced, sent
-from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.search import with_layout
 from tests.config.samples import config
 from tests.parity.expert_models import DEEPSEEK, MIXTRAL

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from mtrain.arch.layout import Layout
-from mtrain.plan.search.cost import step_cost, step_mfu
+from mtrain.plan.search.cost import Workload, step_cost, step_mfu
 from mtrain.plan.search.hardware import GPUS, Cluster
-from mtrain.plan.search.layer_cost import Workload
 from tests.paths import DOCS
 from tests.plan.search.published import GROWING, MAXTEXT, RUNS, V6E, Published
 

@@ -12,9 +12,8 @@ from mtrain.config import Config
 from mtrain.config.schema.layout import CpComm
 from mtrain.hf.configuration import load_config
 from mtrain.plan.search.candidates import candidates, section_of, stage_split
-from mtrain.plan.search.cost import step_cost
+from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import GIB, GPUS, USABLE_MEMORY, Cluster
-from mtrain.plan.search.layer_cost import Workload
 from mtrain.plan.search.report import nothing_fits
 from mtrain.plan.search.search import heaviest, recomputations, search, with_layout
 from mtrain.plan.search.verdict import smallest_change, verdict, with_keys

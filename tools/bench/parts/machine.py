@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mtrain.core.ranks.groups import Groups
+from mtrain.plan.search.cost import HALF_EFFICIENT
 from mtrain.plan.search.hardware import GIB, Cluster, Gpu
-from mtrain.plan.search.layer_cost import HALF_EFFICIENT
 
 ROUNDS = 5
 SMALL, LARGE = 1024, 512 * 1024
