@@ -50,8 +50,7 @@ def compare(
     divergent."""
     with one_message():
         from mtrain.base.errors import ConfigError
-        from mtrain.report.compare.report import report_comparison
-        from mtrain.report.compare.several import report_several
+        from mtrain.report.compare.report import report_comparison, report_several
 
         if len(runs) == 1:
             raise ConfigError(f"only {runs[0]} is given, but it is compared with others; name a second run folder")

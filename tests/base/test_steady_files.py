@@ -140,7 +140,7 @@ def test_packed_records_and_tables_are_read_on_a_flaky_disk(
     exit_code=None,
 )
 def test_records_wait_for_a_quota(tmp_path: Path, notice: Notice, flaky_disk: FlakyDisk) -> None:
-    writer = "import sys; from pathlib import Path; from mtrain.report.metrics.appended import AppendedFile\n"
+    writer = "import sys; from pathlib import Path; from mtrain.report.metrics.jsonl import AppendedFile\n"
     writer += "file = AppendedFile(Path(sys.argv[1]))\n"
     writer += "for step in range(9): file.append(step, b'%d\\n' % step)\nfile.close()"
     with notice:

@@ -1,43 +1,37 @@
-"""Output of `mtrain compare`: lines and a table on the terminal, a picture, and a page."""
+"""Output of `mtrain compare`: of two runs lines, a table, a picture and a page; of several a table and pages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from mtrain.base.files import disk_faults, replacing, write_atomically
 from mtrain.base.log import output_console
-from mtrain.config.changes import Change
+from mtrain.config.changes import Change, flat_keys
 from mtrain.report.compare.runs import Comparison, Quantity, compare_runs
-from mtrain.report.metrics.plot import draw_curve, finish_axes
+from mtrain.report.metrics.plot import distinct_names, draw_curve, finish_axes, load_curves
+from mtrain.report.metrics.record import StepRecord
 from mtrain.report.metrics.shown import curve_colour
 from mtrain.report.pages.charts import Curve, difference_chart, value_chart
 from mtrain.report.pages.html import render
+from mtrain.runs.folder import RunFolder
+
+PAGE = "compare.html"
 
 
 def comparison_page(comparison: Comparison) -> str:
     """Makes the page: verdict, quantities, curves, configuration, environment, in this order."""
     name_a, name_b = comparison.names
     first, last = comparison.steps[0], comparison.steps[-1]
-    labels = [f"A: {name_a}", f"B: {name_b}"]
-    return render(
-        "comparison.html",
-        comparison=comparison,
-        headline=f"{name_a} and {name_b} over {len(comparison.steps)} steps, {first} to {last}.",
-        notes=_notes(comparison),
-        curves=_curves(labels, [(), ()]),
-        figures=[(quantity.name, _pictures(quantity, labels)) for quantity in comparison.quantities],
-    )
-
-
-def _notes(comparison: Comparison) -> list[str]:
-    name_a, name_b = comparison.names
+    legend = [Curve("a", f"A: {name_a}", 0, ()), Curve("b", f"B: {name_b}", 1, ())]
     notes = [] if comparison.divergence is None else [f"First at {comparison.divergence}."]
     if comparison.expected is not None:
         notes.append(f"A difference is expected: {comparison.expected}.")
@@ -45,13 +39,23 @@ def _notes(comparison: Comparison) -> list[str]:
     notes.append(f"{name_a} has recorded {comparison.num_steps[0]} steps, {name_b} {comparison.num_steps[1]}.")
     notes += [f"Changed on the way, with consent: {change}." for change in comparison.on_the_way]
     notes += [f"Tokens of {name}: {tokens}." for name, tokens in zip(comparison.names, comparison.tokens, strict=True)]
-    return notes
+    return render(
+        "comparison.html",
+        comparison=comparison,
+        headline=f"{name_a} and {name_b} over {len(comparison.steps)} steps, {first} to {last}.",
+        notes=notes,
+        curves=legend,
+        figures=[(quantity.name, _pictures(quantity, legend)) for quantity in comparison.quantities],
+    )
 
 
-def _pictures(quantity: Quantity, labels: Sequence[str]) -> list[tuple[str, str]]:
+def _pictures(quantity: Quantity, legend: Sequence[Curve]) -> list[tuple[str, str]]:
     """Draws the values and their difference: (caption of the axis, chart or "")."""
-    points = [tuple(zip(quantity.steps, values, strict=True)) for values in (quantity.a, quantity.b)]
-    values = value_chart(f"{quantity.name} of both runs by step", _curves(labels, points), ())
+    curves = [
+        Curve(each.key, each.label, each.slot, tuple(zip(quantity.steps, values, strict=True)))
+        for each, values in zip(legend, (quantity.a, quantity.b))
+    ]
+    values = value_chart(f"{quantity.name} of both runs by step", curves, ())
     if quantity.worst == 0:
         return [("by step", values), ("difference: exactly 0 in every step", "")]
     words = f"relative difference of the {quantity.name} by step, logarithmic, at most {quantity.worst:.1e}"
@@ -60,33 +64,67 @@ def _pictures(quantity: Quantity, labels: Sequence[str]) -> list[tuple[str, str]
     return [("by step", values), ("relative difference, by step", differences)]
 
 
-def _curves(labels: Sequence[str], points: Sequence[tuple[tuple[int, float], ...]]) -> list[Curve]:
-    return [Curve("ab"[slot], labels[slot], slot, points[slot]) for slot in range(2)]
-
-
 def report_comparison(run_a: Path, run_b: Path, rtol: float | None, output: Path) -> bool:
-    """Compares two runs, prints the result and writes `compare.html` and `compare.png`; returns whether they are
-    equal."""
+    """Compares two runs, prints the result, and writes a page and a picture; returns whether they are equal."""
     comparison = compare_runs(run_a, run_b, rtol)
-    page, picture = output / "compare.html", output / "compare.png"
+    page, picture = output / PAGE, output / "compare.png"
     with disk_faults(f"write the comparison to {output}"):
         output.mkdir(parents=True, exist_ok=True)
         write_atomically(page, comparison_page(comparison))
         with replacing(picture) as new:
             comparison_picture(comparison).savefig(new, format="png")
-    print_comparison(comparison, [page, picture])
+    console = output_console(160)
+    for name, value in _facts(comparison).items():
+        console.print(f"[bold]{name:<15}[/bold]{escape(value)}", soft_wrap=True)
+    rows = []
+    for quantity in comparison.quantities:
+        first, beyond = (quantity.first_step_beyond(rtol) for rtol in (0.0, quantity.rtol))
+        cells = (f"{quantity.worst:.1e}", f"{quantity.rtol:.0e}", str(first or "none"), str(beyond or "none"))
+        rows.append((quantity.name, *cells))
+    headings = ("quantity", "worst difference", "tolerance", "first step not bit-equal", "first step beyond tolerance")
+    _print_table(console, headings, rows, texts=("quantity",))
+    console.print(page, picture, sep="\n", markup=False, soft_wrap=True)
     return comparison.divergence is None
 
 
-def print_comparison(comparison: Comparison, files: Sequence[Path]) -> None:
-    """Prints differences, verdict and written files; plain lines without a terminal."""
-    console = output_console(160)
+def _facts(comparison: Comparison) -> dict[str, str]:
+    names, counts, steps = comparison.names, comparison.num_steps, comparison.steps
+    facts = {label: f"{name}, {count} steps" for label, name, count in zip("AB", names, counts, strict=True)}
+    facts["compared"] = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    facts |= {f"tokens of {label}": tokens for label, tokens in zip("AB", comparison.tokens, strict=True)}
+    facts["configuration"] = _in_one_line([change for change in comparison.changes if not change.is_neutral])
+    facts["run as such"] = _in_one_line([change for change in comparison.changes if change.is_neutral])
+    if comparison.on_the_way:
+        facts["changed"] = "; ".join(comparison.on_the_way)
+    facts["environment"] = _in_one_line(comparison.environment)
+    if comparison.unrecorded:
+        facts["environment"] = f"not recorded by {' and '.join(comparison.unrecorded)}"
+    facts["tolerance"] = f"{comparison.allowed}, {comparison.allowed.reason}"
+    if comparison.expected is not None:
+        facts["expected"] = f"a difference: {comparison.expected}"
     divergence = comparison.divergence
-    verdict = f"equal within {comparison.allowed}" if divergence is None else f"divergent from {divergence}"
-    for name, value in {**_facts(comparison), "verdict": verdict}.items():
-        console.print(f"[bold]{name:<15}[/bold]{escape(value)}", soft_wrap=True)
-    console.print(_table(comparison, plain=not console.is_terminal))
-    console.print(*files, sep="\n", markup=False, soft_wrap=True)
+    facts["verdict"] = f"equal within {comparison.allowed}" if divergence is None else f"divergent from {divergence}"
+    return facts
+
+
+def _in_one_line(changes: Sequence[Change]) -> str:
+    if not changes:
+        return "the same"
+    return ", ".join(f"{change.key}: {change.old or 'missing'} -> {change.new or 'missing'}" for change in changes)
+
+
+def _print_table(
+    console: Console, headings: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[str]
+) -> None:
+    """Prints rows, without lines if there is no terminal; columns of `texts` are aligned to the left."""
+    table = Table(pad_edge=False)
+    if not console.is_terminal:
+        table.box = None
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in texts else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def comparison_picture(comparison: Comparison) -> Figure:
@@ -119,42 +157,88 @@ def _draw_differences(axes: Any, panels: Sequence[Quantity], rtols: Sequence[flo
     axes.set_xlabel("step")
 
 
-def _facts(comparison: Comparison) -> dict[str, str]:
-    listing = {
-        label: f"{name}, {count} steps"
-        for label, name, count in zip("AB", comparison.names, comparison.num_steps, strict=True)
-    }
-    steps = comparison.steps
-    listing["compared"] = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
-    listing |= {f"tokens of {label}": tokens for label, tokens in zip("AB", comparison.tokens, strict=True)}
-    listing["configuration"] = _in_one_line([change for change in comparison.changes if not change.is_neutral])
-    listing["run as such"] = _in_one_line([change for change in comparison.changes if change.is_neutral])
-    if comparison.on_the_way:
-        listing["changed"] = "; ".join(comparison.on_the_way)
-    listing["environment"] = _in_one_line(comparison.environment)
-    if comparison.unrecorded:
-        listing["environment"] = f"not recorded by {' and '.join(comparison.unrecorded)}"
-    listing["tolerance"] = f"{comparison.allowed}, {comparison.allowed.reason}"
-    if comparison.expected is not None:
-        listing["expected"] = f"a difference: {comparison.expected}"
-    return listing
+@dataclass(frozen=True)
+class ComparedRun:
+    """One of several runs, and its comparison with the first."""
+
+    label: str
+    """Name of its folder, distinct, and `run.name` if it has one."""
+    notes: str
+    records: tuple[StepRecord, ...]
+    comparison: Comparison | None
+    """Comparison with the first run; None for the first one itself."""
+    page: str
+    """File name of that comparison's page."""
+
+    @property
+    def verdict(self) -> str:
+        if self.comparison is None:
+            return "reference"
+        divergence = self.comparison.divergence
+        return "equal" if divergence is None else f"divergent from step {divergence.step}, {divergence.name}"
+
+    @property
+    def is_equal(self) -> bool:
+        return self.comparison is None or self.comparison.divergence is None
+
+    @property
+    def last(self) -> StepRecord:
+        return self.records[-1]
 
 
-def _in_one_line(changes: Sequence[Change]) -> str:
-    if not changes:
-        return "the same"
-    return ", ".join(f"{change.key}: {change.old or 'missing'} -> {change.new or 'missing'}" for change in changes)
+def report_several(runs: Sequence[Path], rtol: float | None, output: Path) -> bool:
+    """Compares each run with the first, prints a table and writes the pages; returns whether all are equal."""
+    found = compare_several(runs, rtol)
+    with disk_faults(f"write the comparison to {output}"):
+        output.mkdir(parents=True, exist_ok=True)
+        for each in found:
+            if each.comparison is not None:
+                write_atomically(output / each.page, comparison_page(each.comparison))
+        write_atomically(output / PAGE, page_of_several(found))
+    rows = []
+    for each in found:
+        last = each.last
+        numbers = (f"{last.step:,}", f"{last.loss:.6g}", f"{last.tokens_per_second:,.0f}")
+        rows.append((escape(each.label), *numbers, escape(each.verdict), escape(each.notes)))
+    headings = ("run", "steps", "last loss", "tokens/s", "against the first", "notes")
+    console = output_console()
+    _print_table(console, headings, rows, texts=("run", "against the first", "notes"))
+    console.print(output / PAGE, markup=False, soft_wrap=True)
+    return all(each.is_equal for each in found)
 
 
-def _table(comparison: Comparison, plain: bool) -> Table:
-    table = Table(pad_edge=False)
-    if plain:
-        table.box = None
-    table.add_column("quantity")
-    for heading in ("worst difference", "tolerance", "first step not bit-equal", "first step beyond tolerance"):
-        table.add_column(heading, justify="right")
-    for quantity in comparison.quantities:
-        first, beyond = (quantity.first_step_beyond(rtol) for rtol in (0.0, quantity.rtol))
-        cells = (f"{quantity.worst:.1e}", f"{quantity.rtol:.0e}", str(first or "none"), str(beyond or "none"))
-        table.add_row(quantity.name, *cells)
-    return table
+def compare_several(runs: Sequence[Path], rtol: float | None) -> list[ComparedRun]:
+    found = []
+    for number, (run, name) in enumerate(zip(runs, distinct_names(runs), strict=True)):
+        text = RunFolder(run).saved_config()
+        keys = {} if text is None else flat_keys(text)
+        label = f"{name} ({keys['run.name']})" if keys.get("run.name") else name
+        comparison = None if number == 0 else compare_runs(runs[0], run, rtol)
+        records = tuple(load_curves(run).steps)
+        found.append(ComparedRun(label, keys.get("run.notes") or "", records, comparison, f"compare-{number}.html"))
+    return found
+
+
+def page_of_several(found: Sequence[ComparedRun]) -> str:
+    """Makes the page: verdicts, then the curves of all runs."""
+    count, num_equal = len(found) - 1, sum(each.is_equal for each in found) - 1
+    figures = []
+    for name, key in (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr")):
+        figures.append((name, [("by step", value_chart(f"{name} by step", _curves(found, key), ()))]))
+    return render(
+        "several.html",
+        runs=found,
+        is_equal=num_equal == count,
+        headline=f"{num_equal} of {count} runs are the run of {found[0].label}.",
+        curves=_curves(found, "loss"),
+        figures=figures,
+    )
+
+
+def _curves(found: Sequence[ComparedRun], key: str) -> list[Curve]:
+    curves = []
+    for slot, run in enumerate(found):
+        values = [(record.step, getattr(record, key)) for record in run.records if not record.empty]
+        points = tuple((step, value) for step, value in values if math.isfinite(value))
+        curves.append(Curve(f"run{slot}", run.label, slot, points))
+    return curves

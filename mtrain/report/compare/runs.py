@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, assert_never, get_args
+from typing import Any, Literal, NamedTuple, assert_never
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config.changes import Change, changes, flat_keys
@@ -45,12 +45,7 @@ class Allowed:
 
 
 def allowed(rtol: float | None, precisions: Sequence[str | None]) -> Allowed:
-    """Returns the tolerances of `--rtol`, else those that rounding in the coarser of the runs' precisions needs.
-
-    Args:
-        rtol: Tolerance from the user; None: the precision decides.
-        precisions: `train.precision` of each run; None if it was not recorded.
-    """
+    """Returns the tolerances of `--rtol`, else those that rounding in the coarser of the recorded precisions needs."""
     if rtol is not None:
         return Allowed(rtol, rtol, rtol, "--rtol")
     coarse = [precision for precision in UNIT_ROUNDOFF if precision in precisions]
@@ -62,16 +57,9 @@ def allowed(rtol: float | None, precisions: Sequence[str | None]) -> Allowed:
 
 
 def expected_difference(
-    configs: Sequence[Mapping[str, Any]],
-    changes: Sequence[Change],
-    environments: Sequence[Mapping[str, str] | None],
+    configs: Sequence[Mapping[str, Any]], changes: Sequence[Change], environments: Sequence[Mapping[str, str] | None]
 ) -> str | None:
-    """Explains why the two runs differ by definition; None if they should not.
-
-    Args:
-        configs: Dotted key -> value, for each run.
-        environments: Environments of both runs; None if not recorded.
-    """
+    """Explains why runs of these dotted keys and environments differ by definition; None if they should not."""
     keys = [key for key in (*DROPOUT_KEYS, *LAYOUT_DEPENDENT_KEYS) if any(config.get(key) for config in configs)]
     if not keys:
         return None
@@ -90,7 +78,6 @@ def expected_difference(
 
 
 Kind = Literal["denominator", "loss", "grad_norm", "lr"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 """Kinds in the order in which a step computes them: the first that differs is nearest to the cause."""
 
 DENOMINATOR_RTOL = 1e-12
@@ -109,16 +96,13 @@ class Quantity:
     """Values of run A; nan if it has none."""
     b: tuple[float, ...]
     rtol: float
-    """Largest relative difference that counts as equal."""
 
     @cached_property
     def differences(self) -> tuple[float, ...]:
-        """Relative difference at each step."""
         return tuple(relative_difference(a, b) for a, b in zip(self.a, self.b, strict=True))
 
     @property
     def worst(self) -> float:
-        """Largest relative difference."""
         return max(self.differences)
 
     def first_step_beyond(self, rtol: float) -> int | None:
@@ -127,30 +111,26 @@ class Quantity:
         return next((step for step, difference in pairs if difference > rtol), None)
 
 
-@dataclass(frozen=True)
-class FirstDivergence:
+class FirstDivergence(NamedTuple):
     step: int
-    name: str
-    """Name of the quantity."""
-    a: float
-    b: float
-    difference: float
-    """Relative difference."""
-    rtol: float
+    quantity: Quantity
+
+    @property
+    def name(self) -> str:
+        return self.quantity.name
 
     def __str__(self) -> str:
-        pairs = ((f"{self.a:.{digits}g}", f"{self.b:.{digits}g}") for digits in range(6, 18))
+        quantity, index = self.quantity, self.quantity.steps.index(self.step)
+        pairs = ((f"{quantity.a[index]:.{digits}g}", f"{quantity.b[index]:.{digits}g}") for digits in range(6, 18))
         a, b = next(pair for pair in pairs if pair[0] != pair[1])  # as many digits as tell them apart: 17 always do
         return (
-            f"step {self.step}, {self.name}: {a} and {b}, relative difference {self.difference:.1e} "
-            f"(tolerance {self.rtol:.0e})"
+            f"step {self.step}, {self.name}: {a} and {b}, relative difference {quantity.differences[index]:.1e} "
+            f"(tolerance {quantity.rtol:.0e})"
         )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of comparing two runs."""
-
     names: tuple[str, str]
     """Names of the two runs, distinct."""
     num_steps: tuple[int, int]
@@ -170,7 +150,7 @@ class Comparison:
     unrecorded: tuple[str, ...]
     """Runs that have not recorded their environment."""
     quantities: tuple[Quantity, ...]
-    """Quantities in the order of KINDS, the main term first."""
+    """Quantities in the order of their kinds, the main term first."""
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -180,18 +160,12 @@ class Comparison:
     @property
     def divergence(self) -> FirstDivergence | None:
         """First divergence by step, then in the order of the quantities; None if the runs are equal."""
-        found = [
-            (step, place)
-            for place, quantity in enumerate(self.quantities)
-            if (step := quantity.first_step_beyond(quantity.rtol)) is not None
-        ]
-        if not found:
-            return None
-        step, place = min(found)
-        quantity = self.quantities[place]
-        index = quantity.steps.index(step)
-        a, b, difference = quantity.a[index], quantity.b[index], quantity.differences[index]
-        return FirstDivergence(step, quantity.name, a, b, difference, quantity.rtol)
+        first: FirstDivergence | None = None
+        for quantity in self.quantities:
+            step = quantity.first_step_beyond(quantity.rtol)
+            if step is not None and (first is None or step < first.step):
+                first = FirstDivergence(step, quantity)
+        return first
 
 
 def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
@@ -209,33 +183,37 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
     if rtol is not None and not 0 <= rtol < math.inf:
         raise ConfigError(f"--rtol must be a number from 0 on, but is {rtol}; give one such as 1e-5")
     curves = [load_curves(run) for run in (run_a, run_b)]
-    recorded = [{record.step: record for record in each.steps} for each in curves]
-    shared = sorted(recorded[0].keys() & recorded[1].keys())
+    of_a, of_b = ({record.step: record for record in each.steps} for each in curves)
+    shared = sorted(of_a.keys() & of_b.keys())
     if not shared:
         raise DataError(
-            f"{run_a} and {run_b} have no step in common ({_span(recorded[0])} and {_span(recorded[1])}); compare runs "
+            f"{run_a} and {run_b} have no step in common ({_span(of_a)} and {_span(of_b)}); compare runs "
             "whose steps overlap"
         )
-    name_a, name_b = distinct_names([run_a, run_b])
+    names = name_a, name_b = distinct_names([run_a, run_b])
     environments = [RunFolder(run).saved_environment() for run in (run_a, run_b)]
-    texts = [_config_text(run) for run in (run_a, run_b)]
+    texts = []
+    for run in (run_a, run_b):
+        if (text := RunFolder(run).saved_config()) is None:
+            raise DataError(f"{run}/config.yaml is not there; give the run.dir of a run")
+        texts.append(text)
     configs, config_changes = [flat_keys(text) for text in texts], changes(*texts)
     tolerances = allowed(rtol, [config.get("train.precision") for config in configs])
     return Comparison(
         names=(name_a, name_b),
-        num_steps=(len(recorded[0]), len(recorded[1])),
+        num_steps=(len(of_a), len(of_b)),
         allowed=tolerances,
         expected=expected_difference(configs, config_changes, environments),
         changes=tuple(config_changes),
         environment=tuple(_environment_changes(*environments)),
         on_the_way=tuple(
             f"{name} after step {change.step}: {change}"
-            for name, each in zip((name_a, name_b), curves, strict=True)
+            for name, each in zip(names, curves, strict=True)
             for change in each.changes
         ),
-        unrecorded=tuple(name for name, shown in zip((name_a, name_b), environments, strict=True) if shown is None),
-        tokens=(_tokens([recorded[0][step] for step in shared]), _tokens([recorded[1][step] for step in shared])),
-        quantities=tuple(_quantities([(recorded[0][step], recorded[1][step]) for step in shared], tolerances)),
+        unrecorded=tuple(name for name, shown in zip(names, environments, strict=True) if shown is None),
+        tokens=(_tokens([of_a[step] for step in shared]), _tokens([of_b[step] for step in shared])),
+        quantities=tuple(_quantities([(of_a[step], of_b[step]) for step in shared], tolerances)),
     )
 
 
@@ -263,13 +241,6 @@ def _span(records: Mapping[int, StepRecord]) -> str:
     return f"steps {min(records)} to {max(records)}" if records else "no steps"
 
 
-def _config_text(run: Path) -> str:
-    text = RunFolder(run).saved_config()
-    if text is None:
-        raise DataError(f"{run}/config.yaml is not there; give the run.dir of a run")
-    return text
-
-
 def _environment_changes(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> list[Change]:
     if a is None or b is None:
         return []
@@ -280,25 +251,19 @@ def _environment_changes(a: Mapping[str, str] | None, b: Mapping[str, str] | Non
 
 def _quantities(pairs: list[tuple[StepRecord, StepRecord]], allowed: Allowed) -> list[Quantity]:
     side_terms = sorted({term for pair in pairs for record in pair for term in record.terms} - {MAIN_TERM})
-    names: dict[str, tuple[Kind, str, float]] = {
-        "denominator": ("denominator", "", DENOMINATOR_RTOL),
-        **{f"denominator of {term}": ("denominator", term, DENOMINATOR_RTOL) for term in side_terms},
-        "loss": ("loss", "", allowed.loss),
-        **{f"loss of {term}": ("loss", term, allowed.loss) for term in side_terms},
-        "gradient norm": ("grad_norm", "", allowed.grad_norm),
-        "learning rate": ("lr", "", allowed.lr),
-    }
     steps = tuple(a.step for a, _ in pairs)
+
+    def quantity(kind: Kind, name: str, rtol: float, term: str = "") -> Quantity:
+        a, b = (tuple(_value(record, kind, term) for record in records) for records in zip(*pairs))
+        return Quantity(kind, name, steps, a, b, rtol)
+
     return [
-        Quantity(
-            kind,
-            name,
-            steps,
-            tuple(_value(a, kind, term) for a, _ in pairs),
-            tuple(_value(b, kind, term) for _, b in pairs),
-            rtol,
-        )
-        for name, (kind, term, rtol) in names.items()
+        quantity("denominator", "denominator", DENOMINATOR_RTOL),
+        *(quantity("denominator", f"denominator of {term}", DENOMINATOR_RTOL, term) for term in side_terms),
+        quantity("loss", "loss", allowed.loss),
+        *(quantity("loss", f"loss of {term}", allowed.loss, term) for term in side_terms),
+        quantity("grad_norm", "gradient norm", allowed.grad_norm),
+        quantity("lr", "learning rate", allowed.lr),
     ]
 
 

@@ -1,15 +1,22 @@
-"""metrics.jsonl: the authoritative record of a run; every other view can be made from it."""
+"""metrics.jsonl: the authoritative record of a run; every other view can be made from it.
+
+A full disk must not end a run: entries that cannot be written stay in memory until there is room again. A file holds
+only whole entries, in order, each once.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from mtrain.base.errors import DataError
+from mtrain.base.errors import DataError, MachineError
 from mtrain.base.files import disk_faults, replacing
 from mtrain.base.plain_files import open_plain_file
-from mtrain.report.metrics.appended import AppendedFile
 from mtrain.report.metrics.record import ChangeRecord, Record, StepRecord, from_json_line, to_json_line
 
 _log = logging.getLogger(__name__)
@@ -18,11 +25,94 @@ _LONGEST_LINE = 1 << 20
 """Longest line in characters; a record of a hundred terms has 20,000."""
 
 
-class JsonlSink:
-    """Appends one line per record; written lines stay readable if the process is killed.
+MOST_WAITING_BYTES = 64_000_000
+"""Limit of waiting data, about 100,000 steps; beyond it the oldest entries are dropped and counted."""
 
-    A resumed run continues the file: opening it at step k removes what an earlier start wrote beyond k.
-    """
+
+class _Entry(NamedTuple):
+    step: int
+    data: bytes
+
+
+class AppendedFile:
+    def __init__(self, path: Path, first: bytes = b"", most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
+        """Opens a file in an existing folder, or raises MachineError; `first` is written with the first entry."""
+        self._path, self._most_waiting_bytes = path, most_waiting_bytes
+        with disk_faults(f"open {path}"):
+            self._file = path.open("ab", buffering=0)
+            self._size_bytes = os.fstat(self._file.fileno()).st_size
+        self._first = first
+        self._waiting: deque[_Entry] = deque()
+        self._waiting_bytes = 0
+        self._dropped: list[int] = []
+        self._cause: OSError | None = None
+        self._is_torn = False
+
+    def append(self, step: int, data: bytes) -> None:
+        """Writes the entry, whole or not at all, after those that wait; if the disk refuses, it waits as well."""
+        self._waiting.append(_Entry(step, data))
+        self._waiting_bytes += len(data)
+        while self._waiting_bytes > self._most_waiting_bytes:
+            self._dropped.append(self._taken().step)
+        fault = self._flush()
+        if fault is not None and self._cause is None:
+            _log.warning(
+                f"warning: could not write {self._path}: {fault.strerror}; training goes on, what is missing waits"
+            )
+        elif fault is None and self._cause is not None:
+            _log.warning(f"{self._path} has what was waiting for the disk")
+        self._cause = fault
+
+    def close(self) -> None:
+        fault = self._flush()
+        self._file.close()
+        missing = [*self._dropped, *(entry.step for entry in self._waiting)]
+        if missing:
+            cause = "" if fault is None else f": {fault.strerror}"
+            raise MachineError(
+                f"{self._path} lacks {len(missing)} records between step {missing[0]} and step {missing[-1]}{cause}; "
+                "free space before the next start"
+            )
+
+    def _flush(self) -> OSError | None:
+        """Writes what waits, in order; returns the error that stopped it."""
+        while self._waiting:
+            try:
+                self._write(self._first + self._waiting[0].data)
+            except OSError as fault:
+                return fault
+            self._first = b""
+            self._taken()
+        return None
+
+    def _write(self, data: bytes) -> None:
+        """Writes all of the data or, if the disk refuses, nothing."""
+        if self._is_torn:
+            self._take_back()
+        rest = data
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._is_torn = True
+            with contextlib.suppress(OSError):  # then the next attempt begins with it
+                self._take_back()
+            raise
+        self._size_bytes += len(data)
+
+    def _take_back(self) -> None:
+        """Removes a partial entry at the end of the file."""
+        self._file.truncate(self._size_bytes)
+        self._is_torn = False
+
+    def _taken(self) -> _Entry:
+        entry = self._waiting.popleft()
+        self._waiting_bytes -= len(entry.data)
+        return entry
+
+
+class JsonlSink:
+    """Appends one line per record; written lines stay readable if the process is killed."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         """Opens the file for the step after `resume_step`; see `rewind`."""
@@ -30,7 +120,6 @@ class JsonlSink:
         self._file = AppendedFile(path)
 
     def write(self, record: Record) -> None:
-        """Writes the record at once; it waits if the disk refuses."""
         self._file.append(record.step, to_json_line(record).encode())
 
     def close(self) -> None:
@@ -39,10 +128,9 @@ class JsonlSink:
 
 
 def rewind(path: Path, resume_step: int) -> None:
-    """Removes records beyond `resume_step`, in one move, and a partial line at the end.
+    """Removes records beyond `resume_step`, in one move, and a partial line at the end; warns if steps are missing.
 
-    A run that starts at step 0 keeps nothing: its validation before the first step is repeated as well. A warning tells
-    the user if steps are missing, because an earlier start ended before the disk accepted them.
+    A run that starts at step 0 keeps nothing: its validation before the first step is repeated as well.
     """
     if not path.exists():
         return
@@ -53,7 +141,9 @@ def rewind(path: Path, resume_step: int) -> None:
         new.open("w", encoding="utf-8") as file,
     ):
         for line, record in _whole_lines(path):
-            if _is_kept(record, resume_step):
+            # a change at this very step belongs to a start that saved nothing with it; this start writes its own
+            is_kept = resume_step > 0 and record.step <= resume_step - isinstance(record, ChangeRecord)
+            if is_kept:
                 file.write(line)
                 num_steps += isinstance(record, StepRecord)
     if num_steps < resume_step:
@@ -61,32 +151,27 @@ def rewind(path: Path, resume_step: int) -> None:
         _log.warning(text)
 
 
-def _is_kept(record: Record, resume_step: int) -> bool:
-    if isinstance(record, ChangeRecord):
-        # a change at this very step belongs to a start that saved nothing with it; this start writes its own
-        return record.step < resume_step
-    return 0 < resume_step >= record.step
-
-
 def read_records(path: Path) -> Iterator[Record]:
     """Yields records in file order; an unfinished last line is ignored. Raises DataError for a damaged line."""
     return (record for _, record in _whole_lines(path))
 
 
-def last_step(path: Path) -> int:
-    """Returns the last step in the file; 0 without one."""
+def read_tail(path: Path, num_bytes: int = 2 * _LONGEST_LINE) -> Iterator[Record]:
+    """Yields the records at the end of a file, the latest first; lines that cannot be read are left out."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * _LONGEST_LINE))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
             lines = file.read().splitlines()
     except OSError:
-        return 0
+        return
     for line in reversed(lines):
         with contextlib.suppress(DataError, UnicodeDecodeError):
-            record = from_json_line(line.decode())
-            if isinstance(record, StepRecord):
-                return record.step
-    return 0
+            yield from_json_line(line.decode())
+
+
+def last_step(path: Path) -> int:
+    """Returns the last step in the file; 0 without one."""
+    return next((record.step for record in read_tail(path) if isinstance(record, StepRecord)), 0)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, Record]]:

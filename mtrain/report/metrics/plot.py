@@ -56,14 +56,18 @@ def load_curves(run_folder: Path) -> Curves:
 
 
 def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
-    """Draws training and validation loss above the gradient norm; all runs share the axis of steps, and a run has the
-    same colour in both panels."""
+    """Draws training and validation loss above the gradient norm; a run has one colour in both panels."""
     runs = [load_curves(folder) for folder in run_folders]
-    names = distinct_names(run_folders)
     figure = Figure(figsize=(9, 7), dpi=120, layout="constrained")
     losses, norms = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for number, (name, run) in enumerate(zip(names, runs, strict=True)):
-        _draw_run(losses, norms, name, run, colour=curve_colour(number))
+    for number, (name, run) in enumerate(zip(distinct_names(run_folders), runs, strict=True)):
+        colour, updated = curve_colour(number), [record for record in run.steps if not record.empty]
+        draw_curve(losses, f"{name}, train", [(record.step, record.loss) for record in updated], colour)
+        draw_curve(norms, name, [(record.step, record.grad_norm) for record in updated], colour)
+        if run.passes:
+            passes = [(record.step, record.valid_loss) for record in run.passes]
+            style = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "linestyle": "--", "zorder": 3}
+            losses.plot(*zip(*passes), color=colour, label=f"{name}, validation", **style)
     finish_axes(losses, "loss (nats)", is_log=False)
     finish_axes(norms, "gradient norm", is_log=any(record.grad_norm > 0 for run in runs for record in run.steps))
     losses.legend()
@@ -75,8 +79,7 @@ def plot_losses(run_folders: Sequence[Path], picture: Path) -> None:
 
 
 def running_mean(values: Sequence[float], half_window: int) -> list[float]:
-    """Averages each value with up to `half_window` neighbours on either side; values that are not finite are left
-    out."""
+    """Averages each finite value with up to `half_window` neighbours on either side."""
     raw = np.asarray(values, dtype=np.float64)
     is_number = np.isfinite(raw)
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_number, raw, 0.0))])
@@ -114,13 +117,3 @@ def distinct_names(run_folders: Iterable[Path]) -> list[str]:
     paths = [folder.resolve() for folder in run_folders]
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
-
-
-def _draw_run(losses: Any, norms: Any, name: str, run: Curves, colour: str) -> None:
-    updated = [record for record in run.steps if not record.empty]
-    draw_curve(losses, f"{name}, train", [(record.step, record.loss) for record in updated], colour)
-    draw_curve(norms, name, [(record.step, record.grad_norm) for record in updated], colour)
-    if run.passes:
-        steps, values = [record.step for record in run.passes], [record.valid_loss for record in run.passes]
-        style = {"marker": "o", "markersize": 5, "markeredgecolor": "white", "linestyle": "--", "zorder": 3}
-        losses.plot(steps, values, color=colour, label=f"{name}, validation", **style)

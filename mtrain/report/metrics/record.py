@@ -6,7 +6,7 @@ finite are the strings "NaN", "Infinity" and "-Infinity", which `float()` reads.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -27,7 +27,6 @@ OF_THE_MACHINE = (
 _LARGEST_INTEGER = 2**63 - 1
 
 Json = Any
-"""Value that json.loads returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,32 +139,23 @@ class ChangeRecord:
 
 Record = StepRecord | ValidRecord | ChangeRecord
 
-_KINDS: dict[type[Record], str] = {StepRecord: "step", ValidRecord: "valid", ChangeRecord: "change"}
-"""Kind of each record in its line of JSON."""
+_KINDS: dict[str, type[Record]] = {"step": StepRecord, "valid": ValidRecord, "change": ChangeRecord}
+"""Records by the kind in their line of JSON."""
 
 
 def to_json_line(record: Record) -> str:
     """Writes a record as one line, with newline, that `from_json_line` reads back as an equal record."""
-    return json.dumps({"kind": _KINDS[type(record)]} | _plain_fields(record), allow_nan=False) + "\n"
+    kind = next(name for name, each in _KINDS.items() if isinstance(record, each))
+    return json.dumps({"kind": kind} | _plain_fields(record), allow_nan=False) + "\n"
 
 
 def from_json_line(line: str) -> Record:
     try:
         values = json.loads(line)
-        kind, by_name = values.pop("kind"), _terms_read(values, "terms")
-        by_set, by_source = _terms_read(values, "valid_sets"), _terms_read(values, "sources")
-        seen = {name: _value_read(name, float, each) for name, each in values.pop("diagnostics", {}).items()}
-        match kind:
-            case "step":
-                known: dict[str, Any] = {"terms": by_name, "sources": by_source, "diagnostics": seen}
-                return StepRecord(**_fields_read(StepRecord, values), **known)
-            case "valid":
-                known = {"terms": by_name, "diagnostics": seen, "valid_sets": by_set}
-                return ValidRecord(**_fields_read(ValidRecord, values), **known)
-            case "change":
-                return ChangeRecord(**_fields_read(ChangeRecord, values))
-            case other:
-                raise ValueError(f"kind is {other!r}")
+        kind = values.pop("kind")
+        if not isinstance(kind, str) or kind not in _KINDS:
+            raise ValueError(f"kind is {kind!r}")
+        return _KINDS[kind](**_fields_read(_KINDS[kind], values))
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as fault:
         raise DataError(f"not a record of this program's metrics ({fault}): {line[:80]!r}") from fault
 
@@ -186,19 +176,18 @@ def _plain(value: object) -> Json:
             return value
 
 
-def _terms_read(values: dict[str, Json], name: str) -> dict[str, TermRecord]:
-    """Takes a field of terms from the values; empty in records of versions without it."""
-    return {term: TermRecord(**_fields_read(TermRecord, each)) for term, each in values.pop(name, {}).items()}
-
-
 def _fields_read(record: type[Record | TermRecord], values: dict[str, Json]) -> dict[str, Json]:
+    """Reads the fields that a record has; those that an earlier version did not write keep their defaults."""
     kinds = {each.name: each.type for each in fields(record)}
     return {name: _value_read(name, kinds[name], value) for name, value in values.items()}
 
 
 def _value_read(name: str, kind: Any, value: Json) -> Json:
-    """Converts a value to the type of its field; floats also from integers and from the strings of non-finite
-    numbers."""
+    """Converts a value to the type of its field; floats also from integers and from strings, if not finite."""
+    if kind == Mapping[str, TermRecord]:
+        return {term: TermRecord(**_fields_read(TermRecord, each)) for term, each in value.items()}
+    if kind == Mapping[str, float]:
+        return {each: _value_read(each, float, number) for each, number in value.items()}
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(0.0, kind) and (is_whole or isinstance(value, str)):
         return float(value)
@@ -248,5 +237,16 @@ def _per_second(count: float | None, seconds: float) -> float | None:
 
 
 def _term_means(record: StepRecord | ValidRecord, prefix: str) -> dict[str, float]:
-    """Returns the means of terms with a denominator."""
     return {f"{prefix}/{name}": term.loss for name, term in record.terms.items() if term.denominator != 0}
+
+
+PACE_STEPS = 50
+"""Steps whose pace predicts the remaining time, including what happens between them."""
+
+
+def remaining_s(marks: Sequence[tuple[int, float]], num_steps: int) -> float | None:
+    """Predicts the seconds until `num_steps` steps are done from (steps done, time); None if all are of one step."""
+    (first_step, first_s), (last_step, last_s) = marks[0], marks[-1]
+    if last_step == first_step:
+        return None
+    return (last_s - first_s) / (last_step - first_step) * max(0, num_steps - last_step)

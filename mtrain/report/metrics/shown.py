@@ -33,7 +33,6 @@ def step_numbers(record: StepRecord) -> dict[str, str]:
 
 
 def as_line(numbers: dict[str, str]) -> str:
-    """Joins names and numbers in one line."""
     return "  ".join(f"{text} {name}" if name in _UNIT_NAMES else f"{name} {text}" for name, text in numbers.items())
 
 
@@ -68,10 +67,7 @@ SATURATION, LIGHTNESS = 0.75, 0.40
 
 
 def curve_hue(slot: int) -> int:
-    """Returns the hue of curve `slot`, counted from 0, in degrees.
-
-    Hues differ by the golden angle: that works for any number of curves, and neighbours stay far apart.
-    """
+    """Returns the hue of curve `slot`, in degrees: they differ by the golden angle, so neighbours stay far apart."""
     return round(215 + 137.508 * slot) % 360
 
 

@@ -24,10 +24,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from mtrain.base.errors import MachineError, MtrainError
 from mtrain.base.files import disk_faults
-from mtrain.report.metrics.appended import AppendedFile
-from mtrain.report.metrics.record import ChangeRecord, Record, StepRecord, ValidRecord, scalars
+from mtrain.report.metrics.jsonl import AppendedFile
+from mtrain.report.metrics.record import PACE_STEPS, ChangeRecord, Record, StepRecord, ValidRecord, remaining_s, scalars
 from mtrain.report.metrics.shown import LAYOUT_DEPENDENT, as_duration, as_line, side_terms, step_numbers
-from mtrain.report.metrics.trackers.sink import TrackerSink
+from mtrain.report.metrics.trackers.open import TrackerSink
 
 _log = logging.getLogger(__name__)
 
@@ -41,26 +41,12 @@ class Sink(Protocol):
         """Finishes; no record follows."""
 
 
-class Fence:
-    """Checks, before a record is written, whether this start of the run still owns the folder."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        """`check` raises if another start has taken the folder over."""
-        self._check = check
-
-    def write(self, record: Record) -> None:
-        """Calls `check`, which may raise."""
-        self._check()
-
-    def close(self) -> None: ...
-
-
 class Sinks:
     """Several sinks as one; the end of the `with` block closes all of them."""
 
-    def __init__(self, *sinks: Sink) -> None:
-        """Sets the order of writes; metrics.jsonl should come first, as it is authoritative."""
-        self._sinks = sinks
+    def __init__(self, *sinks: Sink, check: Callable[[], None] = lambda: None) -> None:
+        """Sets the order of writes, metrics.jsonl first; `check` raises if another start has the run folder."""
+        self._sinks, self._check = sinks, check
 
     def __enter__(self) -> "Sinks":
         return self
@@ -79,6 +65,7 @@ class Sinks:
                 _log.warning(f"warning: {fault}")
 
     def write(self, record: Record) -> None:
+        self._check()
         for sink in self._sinks:
             sink.write(record)
 
@@ -89,24 +76,19 @@ class Sinks:
                 sink.write_text(tag, text, step)
 
     def close(self) -> None:
-        """Closes every sink, even if one of them fails."""
         faults: list[MachineError] = []
+
+        def close(sink: Sink) -> None:
+            try:
+                sink.close()
+            except MachineError as fault:
+                faults.append(fault)
+
         with ExitStack() as stack:
             for sink in reversed(self._sinks):
-                stack.callback(_close, sink, faults)
+                stack.callback(close, sink)
         if faults:
             raise MachineError("; ".join(map(str, faults)))
-
-
-def _close(sink: Sink, faults: list[MachineError]) -> None:
-    try:
-        sink.close()
-    except MachineError as fault:
-        faults.append(fault)
-
-
-ETA_WINDOW_STEPS = 50
-"""Steps whose pace predicts the remaining time, including validation and saving between them."""
 
 
 _BAR_WIDTH, _SHORTEST_BAR = 40, 8
@@ -130,23 +112,26 @@ class ConsoleSink:
         Args:
             interval_steps: Interval of plain lines, which also appear at the last step; the bar moves at every step.
             console: Standard output by default; the bar is drawn on a terminal only.
-            clock: Returns seconds from any origin and never goes back.
         """
         self._num_steps = num_steps
         self._interval_steps = interval_steps
         self._console = Console() if console is None else console
-        self._pace = Pace(clock)
-        self._pace.mark(resume_step)
+        self._clock = clock
+        self._marks = deque([(resume_step, clock())], maxlen=PACE_STEPS + 1)
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if self._console.is_terminal:
-            self._start_bar(resume_step)
+            self._line = BarColumn()
+            columns = (TextColumn("train"), self._line, MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("", total=num_steps, completed=resume_step)
+            self._bar.start()
 
     def write(self, record: Record) -> None:
         match record:
             case StepRecord():
-                self._pace.mark(record.step)
-                self._show_step(record, as_duration(self._pace.remaining_s(self._num_steps)))
+                self._marks.append((record.step, self._clock()))
+                self._show_step(record, as_duration(remaining_s(self._marks, self._num_steps)))
             case ValidRecord():
                 parts = [f"step {record.step}/{self._num_steps}", f"valid_loss {record.valid_loss:.4f}"]
                 parts += [f"{name} {each.loss:.4f}" for name, each in record.valid_sets.items()]
@@ -161,13 +146,6 @@ class ConsoleSink:
         if self._bar is not None:
             self._bar.stop()
 
-    def _start_bar(self, resume_step: int) -> None:
-        self._line = BarColumn()
-        columns = (TextColumn("train"), self._line, MofNCompleteColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(*columns, console=self._console)
-        self._task = self._bar.add_task("", total=self._num_steps, completed=resume_step)
-        self._bar.start()
-
     def _show_step(self, record: StepRecord, eta: str) -> None:
         remarks = ["empty batch"] * record.empty
         remarks += [] if record.skipped is None else [f"skipped: {record.skipped}"]
@@ -179,8 +157,7 @@ class ConsoleSink:
             self._print(f"step {record.step}/{self._num_steps}  {'  '.join([as_line(numbers), *ends])}")
 
     def _fitted(self, numbers: dict[str, str], ends: list[str]) -> str:
-        """Returns the text after the bar: as many numbers as fit, at least the first, the loss; the bar gets shorter
-        before a number goes."""
+        """Returns the text after the bar: as many numbers as fit, at least the loss; the bar gets shorter first."""
         room = self._console.width - len("train  ") - len(f" {self._num_steps}/{self._num_steps} ")
         kept = dict(numbers)
         while True:
@@ -192,26 +169,6 @@ class ConsoleSink:
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-class Pace:
-    """Speed of the run, from the times of its last steps."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """Starts without any step; `clock` returns seconds."""
-        self._clock = clock
-        self._marks: deque[tuple[int, float]] = deque(maxlen=ETA_WINDOW_STEPS + 1)
-
-    def mark(self, step: int) -> None:
-        """Records that `step` steps are done now."""
-        self._marks.append((step, self._clock()))
-
-    def remaining_s(self, num_steps: int) -> float | None:
-        """Predicts the seconds until `num_steps` steps are done; None before the first step."""
-        (first_step, first_time), (last_step, last_time) = self._marks[0], self._marks[-1]
-        if last_step == first_step:
-            return None
-        return (last_time - first_time) / (last_step - first_step) * (num_steps - last_step)
 
 
 _numbers = itertools.count()
@@ -245,7 +202,6 @@ class TensorBoardSink:
         self._file.append(record.step, _framed(event))
 
     def write_text(self, tag: str, text: str, step: int) -> None:
-        """Appends a text, which is shown verbatim."""
         self._file.append(step, _framed(_text_event(tag, text, step)))
 
     def close(self) -> None:

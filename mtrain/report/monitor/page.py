@@ -1,35 +1,188 @@
-"""HTML report of a run, as one self-contained file."""
+"""History of a run over all of its starts, from its run folder, and its HTML report, one self-contained file."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from mtrain.base.errors import DataError
+from mtrain.base.files import disk_faults
+from mtrain.base.heartbeat import Beat
 from mtrain.config.changes import flat_keys
 from mtrain.config.schema.loss import MAIN_TERM
+from mtrain.report.metrics.plot import Curves, load_curves
 from mtrain.report.metrics.record import StepRecord, ValidRecord
 from mtrain.report.metrics.shown import as_duration, as_size
-from mtrain.report.monitor.history import RunHistory, read_history
-from mtrain.report.monitor.state import RunState
+from mtrain.report.monitor.status import RunState, RunStatus, read_beats, read_status
 from mtrain.report.pages.charts import Curve, history_chart
 from mtrain.report.pages.html import render, write_page
-from mtrain.runs.events import EventKind
+from mtrain.runs.events import ENDS, EventKind, RunEvent, read_events
 from mtrain.runs.folder import RunFolder
-from mtrain.runs.goodput import goodput_of, read_starts
+
 
 _MOST_PATHS = 3
+_TRAINING, _VALIDATION = "training", "validation"
+_WIDE = 30.0
+"""Ratio of a norm's largest to its smallest value above which its axis is logarithmic."""
+_MAX_ROWS = 300
+_MAX_ANSWERS = 60
+_GIB = 2**30
 
 
-def identity_of(run: RunHistory) -> dict[str, str]:
-    """Returns the head of the page, without what the run's files do not tell."""
-    keys = flat_keys(run.config) if run.config else {}
-    found = {"model": _model(keys), "data": _data(keys), "devices": _devices(run.environment)}
-    return {name: text for name, text in found.items() if text}
+@dataclass(frozen=True)
+class StartOfHistory:
+    began_s: float
+    resumed_step: int | None
+    """Updates before its first one; None if it ended before that was known."""
+    num_repeated: int
+    """Updates of earlier starts that this start repeated."""
+    last_step: int
+    """Updates completed at its end, as far as known."""
+    seconds: float
+    """Wall time until its end, or its last sign of life."""
+    end: str
+    layout: str
+    num_ranks: int
+
+
+class Answer(NamedTuple):
+    step: int
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    status: RunStatus
+    curves: Curves
+    events: Sequence[RunEvent]
+    starts: Sequence[StartOfHistory]
+    beats: Sequence[Beat]
+    config: str
+    """Configuration as YAML; empty if unknown."""
+    environment: dict[str, str]
+    answers: Sequence[Answer] = ()
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Dotted key -> value of the configuration."""
+        return flat_keys(self.config) if self.config else {}
+
+
+def read_history(path: Path, now_s: float) -> RunHistory:
+    """Reads a run folder, even while the run is in progress; `now_s` is Unix time.
+
+    Raises:
+        DataError: The folder holds no run or no step yet, or a file of it is damaged.
+        MachineError: The folder cannot be read.
+    """
+    folder, status = RunFolder(path), read_status(path, now_s)
+    events = read_events(folder.events)
+    return RunHistory(
+        status=status,
+        curves=load_curves(path),
+        events=events,
+        starts=tuple(_starts(events, status, now_s)),
+        beats=read_beats(folder.heartbeats),
+        config=folder.saved_config() or "",
+        environment=folder.saved_environment() or {},
+        answers=tuple(_answers(folder.samples)),
+    )
+
+
+def _answers(path: Path) -> Iterator[Answer]:
+    if not path.exists():
+        return
+    with disk_faults(f"read {path}"):
+        lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            prompt = record["prompt"]
+            # of a conversation the last message is shown
+            messages = prompt.get("messages", prompt.get("prompt")) if isinstance(prompt, dict) else prompt
+            if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+                messages = messages[-1].get("content")
+            yield Answer(int(record["step"]), str(messages), str(record["answer"]))
+        except (ValueError, TypeError, KeyError, RecursionError) as fault:
+            raise DataError(f"{path}:{number} is no answer to a prompt ({fault}); move the file away") from None
+
+
+def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iterator[StartOfHistory]:
+    places = [place for place, event in enumerate(events) if event.kind is EventKind.START]
+    for first, after in itertools.zip_longest(places, places[1:]):
+        own, later = events[first:after], [] if after is None else events[after:]
+        resumed = next((event for event in own if event.kind is EventKind.RESUME), None)
+        ends = [event for event in own if event.kind in ENDS]
+        if ends:
+            ended_s, end = ends[-1].time_s, f"{ends[-1].kind}: {ends[-1].text}" if ends[-1].text else str(ends[-1].kind)
+        elif after is None:
+            ended_s, end = now_s, str(status.standing)
+        else:
+            ended_s, end = own[-1].time_s, "no end is recorded: it was killed"
+        # the next start that resumes has recorded how far this one came
+        reached = next((event.facts.get("reached") for event in later if event.kind is EventKind.RESUME), None)
+        steps = [event.step for event in own] + ([reached] if isinstance(reached, int) else [])
+        yield StartOfHistory(
+            began_s=own[0].time_s,
+            resumed_step=None if resumed is None else resumed.step,
+            num_repeated=0 if resumed is None else _number(resumed.facts.get("reached"), resumed.step) - resumed.step,
+            last_step=max(status.step, *steps) if after is None else max(steps),
+            seconds=ended_s - own[0].time_s,
+            end=end,
+            layout=str(own[0].facts.get("layout", "")),
+            num_ranks=_number(own[0].facts.get("world_size"), 0),
+        )
+
+
+def _number(value: object, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise
+
+
+def write_run_page(run: Path, page: Path) -> None:
+    """Writes the report of a run, in one move."""
+    write_page(page, run_page(read_history(run, time.time())))
+
+
+def run_page(run: RunHistory) -> str:
+    """Makes the page: state, numbers, curves, starts, events, ranks, configuration, in this order."""
+    status, keys = run.status, run.keys
+    lines = list(_lines(run))
+    tags = keys.get("run.tags") or []
+    notes = (status.standing.reason, keys.get("run.notes"), f"Tags: {', '.join(map(str, tags))}." if tags else "")
+    identity = {"model": _model(keys), "data": _data(keys), "devices": _devices(run.environment)}
+    of = "" if status.num_steps is None else f" of {status.num_steps:,}"
+    # of curves that share a picture
+    names = [_TRAINING, *_set_names(run.curves.passes)]
+    legend = [Curve(name, name, slot, ()) for slot, name in enumerate(names)] if len(names) > 1 else []
+    return render(
+        "run.html",
+        run=run,
+        word=str(status.standing.state).upper(),
+        is_good=status.standing.state not in (RunState.FAILED, RunState.SILENT),
+        headline=f"{status.name}: step {status.step:,}{of}",
+        notes=[str(note) for note in notes if note],
+        identity={name: text for name, text in identity.items() if text},
+        facts=_facts(run),
+        answers=run.answers[-_MAX_ANSWERS:],
+        curves=legend,
+        figures=[(title, [(axis, chart)]) for title, axis, chart in _figures(run)],
+        has_marks=bool(_marks(run)),
+        lines=lines[-_MAX_ROWS:],
+        num_left_out=max(0, len(lines) - _MAX_ROWS),
+        beats=run.beats[:_MAX_ROWS],
+        clock=_clock,
+        as_duration=as_duration,
+        as_size=as_size,
+    )
 
 
 def _model(keys: Mapping[str, Any]) -> str:
@@ -69,73 +222,6 @@ def _devices(environment: Mapping[str, str]) -> str:
     return f"{ranks} x {kind}" + (f", {layout}" if layout else "")
 
 
-_TRAINING, _VALIDATION = "training", "validation"
-_WIDE = 30.0
-"""Ratio of a norm's largest to its smallest value above which its axis is logarithmic."""
-_MAX_ROWS = 300
-_MAX_ANSWERS = 60
-"""Most answers that are shown, the latest ones."""
-_GIB = 2**30
-
-
-class HistoryLine(NamedTuple):
-    """One line of the list of events."""
-
-    time: str
-    """Time for people; empty if unknown."""
-    step: int
-    kind: str
-    text: str
-
-
-def write_run_page(run: Path, page: Path) -> None:
-    """Writes the report of a run, in one move."""
-    write_page(page, run_page(read_history(run, time.time())))
-
-
-def run_page(run: RunHistory) -> str:
-    """Makes the page: state, numbers, curves, starts, events, ranks, configuration, in this order."""
-    lines = list(_lines(run))
-    figures = [(title, [(axis, chart)]) for title, axis, chart in _figures(run)]
-    return render(
-        "run.html",
-        run=run,
-        word=str(run.status.standing.state).upper(),
-        is_good=run.status.standing.state not in (RunState.FAILED, RunState.SILENT),
-        headline=_headline(run),
-        notes=_notes(run),
-        identity=identity_of(run),
-        facts=_facts(run),
-        answers=run.answers[-_MAX_ANSWERS:],
-        curves=_legend(run),
-        figures=figures,
-        has_marks=bool(_marks(run)),
-        lines=lines[-_MAX_ROWS:],
-        num_left_out=max(0, len(lines) - _MAX_ROWS),
-        beats=run.beats[:_MAX_ROWS],
-        clock=_clock,
-        as_duration=as_duration,
-        as_size=as_size,
-    )
-
-
-def _headline(run: RunHistory) -> str:
-    status = run.status
-    of = "" if status.num_steps is None else f" of {status.num_steps:,}"
-    return f"{status.name}: step {status.step:,}{of}"
-
-
-def _notes(run: RunHistory) -> list[str]:
-    keys = flat_keys(run.config) if run.config else {}
-    tags = keys.get("run.tags") or []
-    reported = (
-        run.status.standing.reason,
-        keys.get("run.notes"),
-        f"Tags: {', '.join(map(str, tags))}." if tags else "",
-    )
-    return [str(note) for note in reported if note]
-
-
 def _facts(run: RunHistory) -> dict[str, str]:
     status, steps, passes = run.status, run.curves.steps, run.curves.comparable_passes
     facts: dict[str, str] = {}
@@ -153,8 +239,8 @@ def _facts(run: RunHistory) -> dict[str, str]:
     if run.starts:
         wall_s, repeated = sum(start.seconds for start in run.starts), sum(start.num_repeated for start in run.starts)
         facts["starts"] = f"{len(run.starts)} over {as_duration(wall_s)} of wall time; {repeated} steps made again"
-    if (goodput := goodput_of(read_starts(RunFolder(status.folder).starts))) is not None:
-        facts["goodput"] = goodput.lines()[0].removeprefix("goodput ")
+    if status.goodput is not None:
+        facts["goodput"] = status.goodput.lines()[0].removeprefix("goodput ")
     memory = [step.memory_bytes for step in steps if step.memory_bytes is not None]
     if memory or status.memory_bytes is not None:
         facts["memory"] = f"{as_size(max([*memory, status.memory_bytes or 0]))} on one rank at most"
@@ -175,12 +261,6 @@ def _facts(run: RunHistory) -> dict[str, str]:
 def _marks(run: RunHistory) -> list[int]:
     """Returns the steps after which a later start resumed."""
     return sorted({start.resumed_step for start in run.starts[1:] if start.resumed_step})
-
-
-def _legend(run: RunHistory) -> list[Curve]:
-    """Returns the legend of curves that share a picture; empty if none do."""
-    names = [_TRAINING, *_set_names(run.curves.passes)]
-    return [Curve(name, name, slot, ()) for slot, name in enumerate(names)] if len(names) > 1 else []
 
 
 def _set_names(passes: Sequence[ValidRecord]) -> list[str]:
@@ -206,35 +286,32 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str, Markup]]:
 
 
 def _quantities(run: RunHistory) -> Iterator[tuple[str, str, list[Curve]]]:
-    updated = [step for step in run.curves.steps if not step.empty]
-    yield "loss", "nats", [_of(updated, lambda s: s.loss), *_validation_curves(run.curves.passes)]
+    every, passes = run.curves.steps, run.curves.passes
+    updated = [step for step in every if not step.empty]
+    yield "loss", "nats", [_of(updated, lambda s: s.loss), *_validation_curves(passes)]
     for source in dict.fromkeys(source for step in updated for source in step.sources):
-        found = [(step.step, step.sources[source].loss) for step in updated if source in step.sources]
-        yield f"loss on {source}", "nats, in training", [Curve(_TRAINING, _TRAINING, 0, tuple(found))]
+        losses = [(step.step, step.sources[source].loss) for step in updated if source in step.sources]
+        yield f"loss on {source}", "nats, in training", [Curve(_TRAINING, _TRAINING, 0, tuple(losses))]
     terms = dict.fromkeys(term for step in updated for term in step.terms if term != MAIN_TERM)
     for term in terms:
-        first = (_set_names(run.curves.passes) or [_VALIDATION])[0]
-        passes = Curve(first, first, 1, tuple(_of_term(run.curves.passes, term)), stands_out=True)
+        first = (_set_names(passes) or [_VALIDATION])[0]
+        validation = Curve(first, first, 1, tuple(_of_term(passes, term)), stands_out=True)
         training = Curve(_TRAINING, _TRAINING, 0, tuple(_of_term(updated, term)))
-        yield f"loss of {term}", "without its coefficient", [training, passes]
-    every = run.curves.steps
+        yield f"loss of {term}", "without its coefficient", [training, validation]
     yield "learning rate", "of the update", [_of(every, lambda s: s.lr)]
     yield "gradient norm", "L2, before clipping", [_of(updated, lambda s: s.grad_norm)]
     yield "denominator", "sum of shares", [_of(every, lambda s: s.denominator)]
     for term in terms:
-        found = [(step.step, step.terms[term].denominator) for step in every if term in step.terms]
-        yield f"denominator of {term}", "sum of shares", [Curve(_TRAINING, _TRAINING, 0, tuple(found))]
+        sums = [(step.step, step.terms[term].denominator) for step in every if term in step.terms]
+        yield f"denominator of {term}", "sum of shares", [Curve(_TRAINING, _TRAINING, 0, tuple(sums))]
     yield "tokens of text", "a step", [_of(every, lambda s: s.tokens)]
     yield "tokens in the loss", "a step", [_of(every, lambda s: s.loss_tokens)]
     yield "padding", "tokens a step", [_of(every, lambda s: s.padding_tokens or None)]
     yield "tokens/s", "tokens of text a second", [_of(every, lambda s: s.tokens_per_second)]
     yield "mfu", "model FLOPs utilisation, %", [_of(every, lambda s: None if s.mfu is None else 100 * s.mfu)]
     yield "time", "seconds a step", [_of(every, lambda s: s.seconds)]
-    yield (
-        "memory",
-        "GiB of the first rank",
-        [_of(every, lambda s: None if s.memory_bytes is None else s.memory_bytes / _GIB)],
-    )
+    memory = _of(every, lambda s: None if s.memory_bytes is None else s.memory_bytes / _GIB)
+    yield "memory", "GiB of the first rank", [memory]
     yield "loss scale", "fp16", [_of(every, lambda s: s.loss_scale)]
 
 
@@ -264,25 +341,18 @@ def _validation_curves(passes: Sequence[ValidRecord]) -> list[Curve]:
     return curves
 
 
-def _lines(run: RunHistory) -> Iterator[HistoryLine]:
+def _lines(run: RunHistory) -> Iterator[dict[str, Any]]:
     """Yields all events but saves, by time if it is known, else first."""
-    reported = [
-        (event.time_s, HistoryLine(_clock(event.time_s), event.step, str(event.kind), _said(event.text, event.rank)))
-        for event in run.events
-        if event.kind is not EventKind.SAVE
-    ]
-    reported += [
-        (step.time_s or 0.0, HistoryLine(_clock(step.time_s), step.step, "skipped step", step.skipped))
-        for step in run.curves.steps
-        if step.skipped is not None
-    ]
-    changed = [HistoryLine("", change.step, "change", f"from here on {change}") for change in run.curves.changes]
-    yield from changed
-    yield from (line for _, line in sorted(reported, key=lambda each: each[0]))
-
-
-def _said(text: str, rank: int) -> str:
-    return f"rank {rank}: {text}" if text and rank else text
+    for change in run.curves.changes:
+        yield {"time": "", "step": change.step, "kind": "change", "text": f"from here on {change}"}
+    reported: list[tuple[float | None, int, str, str]] = []
+    for event in run.events:
+        if event.kind is not EventKind.SAVE:
+            text = f"rank {event.rank}: {event.text}" if event.text and event.rank else event.text
+            reported.append((event.time_s, event.step, str(event.kind), text))
+    reported += [(s.time_s, s.step, "skipped step", s.skipped) for s in run.curves.steps if s.skipped is not None]
+    for time_s, step, kind, text in sorted(reported, key=lambda each: each[0] or 0.0):
+        yield {"time": _clock(time_s), "step": step, "kind": kind, "text": text}
 
 
 def _clock(time_s: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Status of a run folder at one moment, for `mtrain status`, while the folder may be written to.
+"""State of a run and its latest numbers, from its folder, for `mtrain status`, while the folder may be written to.
 
 It loads neither torch nor the configuration's schema, so it answers at once.
 """
@@ -12,30 +12,81 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.base.heartbeat import Beat, read_beat
-from mtrain.checkpoint.store.steps import published_steps
-from mtrain.report.metrics.record import StepRecord, ValidRecord, from_json_line, to_json_line
-from mtrain.report.monitor.state import Signs, Standing, latest_start, standing
-from mtrain.runs.events import EventKind, RunEvent, read_events
+from mtrain.base.heartbeat import Beat, Phase, read_beat
+from mtrain.checkpoint.store.steps import published_steps, step_name
+from mtrain.report.metrics.jsonl import read_tail
+from mtrain.report.metrics.record import PACE_STEPS, StepRecord, ValidRecord, remaining_s, to_json_line
+from mtrain.runs.events import ENDS, EventKind, RunEvent, read_events
 from mtrain.runs.failure import FailureRecord, last_failure, last_summary
 from mtrain.runs.folder import RunFolder
-from mtrain.runs.goodput import Goodput, goodput_of, read_starts
+from mtrain.runs.goodput import Goodput, goodput_of_run
 
 _TAIL_BYTES = 2**18
 """Bytes at the end of metrics.jsonl that are read: some hundred steps of a long run."""
-PACE_STEPS = 50
-"""Steps whose pace predicts the remaining time, including what happens between them."""
 _MAX_ALARMS = 5
+SILENT_AFTER_S = 15.0
+"""Seconds after which a rank is silent: it beats every second; a shared file system shows it some seconds later."""
+_RANKS_A_SECOND = 100
+"""Scale of that time for large runs: of n ranks each beats every n / 500 seconds, and may miss five beats."""
+_CLOCKS_S = 5.0
+"""Largest difference between the clocks of nodes, in seconds."""
+
+
+class RunState(StrEnum):
+    STARTING = "starting"
+    """The ranks build model and data."""
+    RUNNING = "running"
+    SAVING = "saving"
+    """The ranks wait for a checkpoint, or the run writes its last one."""
+    STOPPED = "stopped for requeue"
+    FINISHED = "finished"
+    FAILED = "failed"
+    SILENT = "silent"
+    """The run has not ended, but none of its ranks shows a sign of life."""
+    UNKNOWN = "not started"
+    """The folder exists, but nothing shows a start."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """State of a run, with its time and reason."""
+
+    state: RunState
+    since_s: float | None
+    """Unix time since which it holds; None if unknown."""
+    reason: str = ""
+    silent_ranks: tuple[int, ...] = ()
+    """Ranks that show no sign of life while others do, or that have not begun."""
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.reason}" if self.reason else str(self.state)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Contents of a run folder that determine the state, besides numbers."""
+
+    events: Sequence[RunEvent]
+    beats: Sequence[Beat]
+    """Latest beat of each rank that has one, of any start."""
+    world_size: int
+    """World size of the latest start; 0 if unknown."""
+    steps: int
+    num_steps: int | None
+    """Steps to do; None if unknown."""
+    requeue: str | None
+    """Text of the requeue marker; None without one."""
+    written_s: float | None
+    """Unix time of the last write to metrics.jsonl; None without one."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Status of a run at one moment."""
-
     folder: Path
     name: str
     standing: Standing
@@ -64,7 +115,6 @@ class RunStatus:
     failure: FailureRecord | None = None
     """First cause if the latest start has failed."""
     summary: str = ""
-    """Summary of that failure for people."""
 
     @property
     def step(self) -> int:
@@ -97,6 +147,72 @@ class RunStatus:
         }
 
 
+def latest_start(events: Sequence[RunEvent]) -> Sequence[RunEvent]:
+    places = [place for place, event in enumerate(events) if event.kind is EventKind.START]
+    return events[places[-1] :] if places else ()
+
+
+def standing(signs: Signs, now_s: float) -> Standing:
+    """Determines the state at the Unix time `now_s`."""
+    events = latest_start(signs.events)
+    since_s = events[0].time_s - _CLOCKS_S if events else 0.0
+    beats = [beat for beat in signs.beats if beat.written_s >= since_s]
+    if any(event.kind in ENDS for event in events):
+        return _ended(events, signs)
+    failed = [beat for beat in beats if beat.left_with not in (None, "done")]
+    if failed:  # by an error that no event records
+        causes = [beat for beat in failed if beat.left_with != "RankLostError"] or failed
+        first = min(causes, key=lambda beat: beat.written_s)
+        return Standing(RunState.FAILED, first.written_s, f"rank {first.rank}: {first.left_with} in {first.place}")
+    if not events:  # a run of a version without events
+        if signs.requeue is not None:
+            return Standing(RunState.STOPPED, signs.written_s, signs.requeue)
+        is_done = signs.num_steps is not None and signs.steps >= signs.num_steps
+        if is_done and all(beat.left_with == "done" for beat in beats):
+            return Standing(RunState.FINISHED, signs.written_s)
+    limit_s = max(SILENT_AFTER_S, signs.world_size / _RANKS_A_SECOND)
+    alive = [beat for beat in beats if now_s - beat.written_s <= limit_s and beat.left_with is None]
+    if not alive:
+        return _without_life(events, beats, signs, now_s - limit_s)
+    left = {beat.rank for beat in beats if beat.left_with is not None}
+    silent = sorted(set(range(signs.world_size)) - {beat.rank for beat in alive} - left)
+    if events and now_s - events[0].time_s <= limit_s:
+        silent = []  # they may just be starting
+    last = max(alive, key=lambda beat: beat.progress)
+    state = RunState.RUNNING
+    if last.phase in (Phase.START, Phase.BUILD):
+        state = RunState.STARTING
+    elif last.phase in (Phase.SAVE, Phase.EXPORT):
+        state = RunState.SAVING
+    return Standing(state, last.since_s, silent_ranks=tuple(silent))
+
+
+def _ended(events: Sequence[RunEvent], signs: Signs) -> Standing:
+    ends = [event for event in events if event.kind in ENDS]
+    last = ends[-1]
+    failures = [event for event in ends if event.kind is EventKind.FAILURE]
+    if failures:
+        causes = [event for event in failures if not event.text.startswith("RankLostError")]
+        first = (causes or failures)[0]
+        return Standing(RunState.FAILED, last.time_s, f"rank {first.rank}: {first.text}")
+    if last.kind is EventKind.STOP:
+        gone = "" if signs.requeue is not None else "; the marker REQUEUE has been removed"
+        return Standing(RunState.STOPPED, last.time_s, last.text + gone)
+    return Standing(RunState.FINISHED, last.time_s)
+
+
+def _without_life(events: Sequence[RunEvent], beats: Sequence[Beat], signs: Signs, limit_s: float) -> Standing:
+    """Returns the state when no rank beats; signs of life before the Unix time `limit_s` are too old."""
+    times = [*(beat.written_s for beat in beats), *(event.time_s for event in events)]
+    if not events and signs.written_s is not None:
+        times.append(signs.written_s)
+    if not times:
+        return Standing(RunState.UNKNOWN, None)
+    if max(times) <= limit_s:
+        return Standing(RunState.SILENT, max(times))
+    return Standing(RunState.RUNNING if signs.steps and not events else RunState.STARTING, max(times))
+
+
 def read_status(path: Path, now_s: float | None = None) -> RunStatus:
     """Reads the status of a run folder at the Unix time `now_s`, by default now."""
     if not is_run_folder(path):
@@ -120,8 +236,14 @@ def read_status(path: Path, now_s: float | None = None) -> RunStatus:
         written_s=_modified_s(folder.metrics),
     )
     found = standing(signs, now_s)
-    own = [beat for beat in beats if not latest or (beat.written_s >= latest[0].time_s - 5 and beat.rank < world_size)]
-    checkpoint = _last_checkpoint(folder.checkpoints)
+    since_s = latest[0].time_s - _CLOCKS_S if latest else 0.0
+    own = [beat for beat in beats if not latest or (beat.written_s >= since_s and beat.rank < world_size)]
+    checkpoint, saved_s = None, None
+    with suppress(MachineError):
+        checkpoint = max(published_steps(folder.checkpoints), default=None)
+    if checkpoint is not None:
+        saves = [event.time_s for event in events if event.kind is EventKind.SAVE and event.step == checkpoint]
+        saved_s = saves[-1] if saves else _modified_s(folder.checkpoints / step_name(checkpoint))
     return RunStatus(
         folder=path,
         name=str(facts.get("name") or path.resolve().name),
@@ -134,10 +256,10 @@ def read_status(path: Path, now_s: float | None = None) -> RunStatus:
         num_beating=sum(beat.left_with is None and beat.rank not in found.silent_ranks for beat in own),
         memory_bytes=max((beat.memory_bytes for beat in own if beat.memory_bytes is not None), default=None),
         last_checkpoint=checkpoint,
-        saved_s=None if checkpoint is None else _saved_s(folder, checkpoint, events),
+        saved_s=saved_s,
         num_starts=sum(event.kind is EventKind.START for event in events),
         alarms=tuple(_alarms(latest, steps))[-_MAX_ALARMS:],
-        goodput=goodput_of(read_starts(folder.starts)),
+        goodput=goodput_of_run(path),
         failure=last_failure(path),
         summary=last_summary(path),
     )
@@ -152,7 +274,11 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     """Finds the run folders that arguments name, in order: run folders, folders of runs, and patterns."""
     found: dict[Path, None] = {}
     for name in names:
-        runs = [run for path in _expanded(name) for run in _runs_below(path)]
+        path = Path(name)
+        named = [path]
+        if not path.exists() and re.search(r"[*?\[]", name):
+            named = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        runs = [run for each in named for run in _runs_below(each)]
         if not runs:
             raise DataError(
                 f"{name} is not a run folder and contains none (no events.jsonl, metrics.jsonl or config.yaml, "
@@ -160,14 +286,6 @@ def find_runs(names: Sequence[str]) -> list[Path]:
             )
         found |= dict.fromkeys(runs)
     return list(found)
-
-
-def _expanded(name: str) -> list[Path]:
-    path = Path(name)
-    if path.exists() or not re.search(r"[*?\[]", name):
-        return [path]
-    root = Path(path.anchor) if path.is_absolute() else Path()
-    return sorted(root.glob(str(path.relative_to(path.anchor) if path.is_absolute() else path)))
 
 
 def _runs_below(path: Path, levels: int = 2) -> list[Path]:
@@ -183,37 +301,25 @@ def _runs_below(path: Path, levels: int = 2) -> list[Path]:
 
 
 def _tail(path: Path) -> tuple[list[StepRecord], list[ValidRecord]]:
-    """Reads the latest steps and validations, each by step; an incomplete line is left out."""
-    try:
-        with path.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read().split(b"\n")[1 if start else 0 :]
-    except OSError:
-        return [], []
     steps: dict[int, StepRecord] = {}
     passes: dict[int, ValidRecord] = {}
-    for line in lines:
-        with suppress(DataError, UnicodeDecodeError):
-            match from_json_line(line.decode()):
-                case StepRecord() as step:
-                    steps[step.step] = step
-                case ValidRecord() as validation:
-                    passes[validation.step] = validation
+    for record in read_tail(path, _TAIL_BYTES):
+        if isinstance(record, StepRecord):
+            steps.setdefault(record.step, record)
+        elif isinstance(record, ValidRecord):
+            passes.setdefault(record.step, record)
     return [steps[number] for number in sorted(steps)], [passes[number] for number in sorted(passes)]
 
 
 def _eta_s(steps: Sequence[StepRecord], num_steps: int | None, latest: Sequence[RunEvent]) -> float | None:
     if not steps or num_steps is None:
         return None
-    left = max(0, num_steps - steps[-1].step)
     began_s = latest[0].time_s if latest else 0.0
     recent = steps[-PACE_STEPS - 1 :]
     timed = [(each.step, each.time_s) for each in recent if each.time_s is not None and each.time_s >= began_s]
     if len(timed) > 1:
-        first, last = timed[0], timed[-1]
-        return (last[1] - first[1]) / (last[0] - first[0]) * left
-    return sum(step.seconds for step in recent) / len(recent) * left
+        return remaining_s(timed, num_steps)
+    return sum(step.seconds for step in recent) / len(recent) * max(0, num_steps - steps[-1].step)
 
 
 def read_beats(folder: Path) -> list[Beat]:
@@ -232,19 +338,7 @@ def _alarms(latest: Sequence[RunEvent], steps: Sequence[StepRecord]) -> list[str
     return [*(f"step {step.step}: skipped, {step.skipped}" for step in steps if step.skipped is not None), *reported]
 
 
-def _last_checkpoint(folder: Path) -> int | None:
-    with suppress(MachineError):
-        return max(published_steps(folder), default=None)
-    return None
-
-
-def _saved_s(folder: RunFolder, step: int, events: Sequence[RunEvent]) -> float | None:
-    saved = [event.time_s for event in events if event.kind is EventKind.SAVE and event.step == step]
-    return saved[-1] if saved else _modified_s(folder.checkpoints / f"step_{step:08d}")
-
-
 def _old_config(path: Path) -> dict[str, Any]:
-    """Reads `num_steps` of a run without events."""
     from mtrain.base.yaml_text import read_yaml  # only here, as it takes longer to load than all the rest
 
     with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):

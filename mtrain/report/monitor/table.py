@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain.report.metrics.shown import as_duration, as_line, as_size, side_terms, step_numbers
-from mtrain.report.monitor.state import RunState
-from mtrain.report.monitor.status import RunStatus
+from mtrain.report.monitor.status import RunState, RunStatus
 
 _COLOURS = {
     RunState.STARTING: "cyan",
@@ -39,16 +38,20 @@ def status_view(found: Sequence[RunStatus], width: int | None) -> RenderableType
 
 def _block(status: RunStatus) -> Group:
     lines = [Text.assemble((status.name, "bold"), f"  {status.folder}")]
-    lines += [Text(f"{name:<11}").append(value) for name, value in _lines(status).items()]
+    lines += [Text(f"{name:<11}").append(value) for name, value in _lines(status, time.time()).items()]
     lines += [Text(f"{'alarm':<11}").append(alarm, "red") for alarm in status.alarms]
     lines += [Text(line, "red") for line in status.summary.splitlines()]
     return Group(*lines)
 
 
-def _lines(status: RunStatus) -> dict[str, Text]:
-    now_s = time.time()
-    lines = {"state": _state(status, now_s), "step": Text(_step(status))}
-    if status.standing.state not in _ENDED:
+def _lines(status: RunStatus, now_s: float) -> dict[str, Text]:
+    standing, has_ended = status.standing, status.standing.state in _ENDED
+    state = Text(str(standing), _COLOURS[standing.state])
+    if standing.since_s is not None and (has_ended or standing.state in (RunState.SILENT, RunState.UNKNOWN)):
+        since = f" since {_clock(standing.since_s)}" if standing.state is RunState.SILENT else ""
+        state.append(f"{since}, {_ago(standing.since_s, now_s)}", "")
+    lines = {"state": state, "step": Text(_step(status))}
+    if not has_ended:
         lines["step"].append(f"  eta {as_duration(status.eta_s)}")
         if status.last is not None and status.last.time_s is not None:
             lines["step"].append(f"  last step {_ago(status.last.time_s, now_s)}")
@@ -62,9 +65,10 @@ def _lines(status: RunStatus) -> dict[str, Text]:
         numbers = {"valid_loss": f"{last.valid_loss:.4f}", **sets, **side_terms(last)}
         lines["validation"] = Text(f"step {last.step}  {as_line(numbers)}")
     if status.world_size:
-        lines["ranks"] = Text(_ranks(status))
-        if silent := status.standing.silent_ranks:
-            lines["ranks"].append(f"; silent: {_listed(silent)}", "red")
+        beating = "" if has_ended else f"{status.num_beating} of "
+        lines["ranks"] = Text(f"{beating}{status.world_size}{'' if has_ended else ' beat'}")
+        if standing.silent_ranks:
+            lines["ranks"].append(f"; silent: {_listed(standing.silent_ranks)}", "red")
     if status.memory_bytes is not None:
         lines["memory"] = Text(f"{as_size(status.memory_bytes)} on the rank that needs most")
     saved = "none" if status.last_checkpoint is None else f"step {status.last_checkpoint}"
@@ -77,15 +81,6 @@ def _lines(status: RunStatus) -> dict[str, Text]:
     if status.num_starts > 1:
         lines["starts"] = Text(str(status.num_starts))
     return lines
-
-
-def _state(status: RunStatus, now_s: float) -> Text:
-    found = status.standing
-    text = Text(str(found), _COLOURS[found.state])
-    if found.since_s is None or found.state in (RunState.RUNNING, RunState.SAVING, RunState.STARTING):
-        return text
-    ago = _ago(found.since_s, now_s)
-    return text.append(f" since {_clock(found.since_s)}, {ago}" if found.state is RunState.SILENT else f", {ago}", "")
 
 
 def _table(found: Sequence[RunStatus], width: int | None) -> Table:
@@ -146,12 +141,6 @@ def _row(status: RunStatus) -> list[Text]:
 
 def _step(status: RunStatus) -> str:
     return f"{status.step}/{'?' if status.num_steps is None else status.num_steps}"
-
-
-def _ranks(status: RunStatus) -> str:
-    if status.standing.state in _ENDED:
-        return str(status.world_size)
-    return f"{status.num_beating} of {status.world_size} beat"
 
 
 def _listed(ranks: Sequence[int]) -> str:

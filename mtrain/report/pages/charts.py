@@ -31,7 +31,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 16, 24
 _DASH = 6
 """Length of a curve's dash on a shared line."""
 _MAX_MARKED_POINTS = 24
-"""Longer curves are lines without markers."""
 _MAX_TICKS = 6
 _MARKERS = "osD^v"
 _INK, _GRID, _PAPER, _LIMIT = _NAMED = ("#000001", "#000002", "#000003", "#000004")
@@ -62,7 +61,6 @@ class Curve:
     slot: int
     """Number of the curve on the page; determines colour, marker and turn."""
     points: tuple[tuple[int, float], ...]
-    """Points (step, value), by step."""
     stands_out: bool = False
     """Whether the curve is drawn on top and with filled markers; it shares its line only with curves of its kind."""
 
@@ -124,9 +122,14 @@ def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None
     axes.set_ylim(min(labels) - 0.4 * decades.room, max(*labels, decades.high) + 0.4 * decades.room)
     axes.set_yticks(list(labels), list(labels.values()))
     if tolerance:
-        _draw_limit(axes, tolerance, math.log10(tolerance))
-    is_marked = len(steps) <= _MAX_MARKED_POINTS
-    spread = _spread(steps) if is_marked and len(curves) > 1 else 0.0
+        y, words = math.log10(tolerance), f"tolerance {tolerance:.1e}"
+        axes.axhline(y, color=_LIMIT, linewidth=1.3, linestyle=(0, (5, 3)), gid="limit")
+        above = {"xytext": (0, 2), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+        axes.annotate(words, (1, y), xycoords=axes.get_yaxis_transform(), color=_LIMIT, **above)
+    is_marked, spread = len(steps) <= _MAX_MARKED_POINTS, 0.0
+    if is_marked and len(curves) > 1:  # curves of one step are drawn side by side
+        gap = min((after - before for before, after in itertools.pairwise(steps)), default=1)
+        spread = min(0.7 * gap, 0.16 * (steps[-1] - steps[0]) if steps[-1] > steps[0] else 0.3)
     for turn, curve in enumerate(curves):
         shift = spread * (turn / max(1, len(curves) - 1) - 0.5)
         line = _lines([(step + shift, decades.place(value)) for step, value in curve.points])
@@ -176,12 +179,6 @@ def _bins(points: Sequence[tuple[int, float]]) -> list[tuple[float, float, float
     return found
 
 
-def _spread(steps: Sequence[int]) -> float:
-    """Returns the width over which the curves of one step are drawn side by side, in steps."""
-    gap = min((after - before for before, after in itertools.pairwise(steps)), default=1)
-    return min(0.7 * gap, 0.16 * (steps[-1] - steps[0]) if steps[-1] > steps[0] else 0.3)
-
-
 @dataclass(frozen=True)
 class _Decades:
     """Axis of whole powers of ten, with room below for 0 and above for values that are not finite."""
@@ -205,7 +202,6 @@ class _Decades:
         return math.log10(value) if value > 0 else self.low - self.room
 
     def labels(self, values: Sequence[float]) -> dict[float, str]:
-        """Returns the labels by their position on the axis."""
         spacing = math.ceil((self.high - self.low) / (_MAX_TICKS - 1))
         labels = {float(power): f"1e{power}" for power in range(self.low, self.high + 1, spacing)}
         labels |= {self.place(value): "0" for value in values if value == 0}
@@ -228,17 +224,12 @@ def _panel(height: int, steps: Sequence[int], padding: float) -> tuple[Figure, A
     low, high = min(steps), max(steps)
     free = padding * (high - low) if high > low else 1.0
     axes.set_xlim(low - free, high + free)
-    ticks = _whole_numbers(low, high)
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    return figure, axes
-
-
-def _whole_numbers(low: int, high: int) -> list[int]:
-    """Returns round steps at even distances, and the first step if there is room for it."""
+    # round steps at even distances, and the first step if there is room for it
     ticks = MaxNLocator(_MAX_TICKS, integer=True).tick_values(low, high)
     inside = [int(tick) for tick in ticks if low <= tick <= high]
-    spacing = ticks[1] - ticks[0]
-    return inside if inside and inside[0] - low < spacing / 2 else [low, *inside]
+    shown = inside if inside and inside[0] - low < (ticks[1] - ticks[0]) / 2 else [low, *inside]
+    axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
+    return figure, axes
 
 
 def _span(values: Iterable[float]) -> tuple[float, float]:
@@ -266,12 +257,6 @@ def _draw_shared_line(axes: Any, curves: Sequence[Curve], first_turn: int) -> No
         axes.plot(*line, linestyle=style, linewidth=3.2, gid=gid, clip_on=False, **look)
 
 
-def _draw_limit(axes: Any, tolerance: float, y: float) -> None:
-    axes.axhline(y, color=_LIMIT, linewidth=1.3, linestyle=(0, (5, 3)), gid="limit")
-    above = {"xytext": (0, 2), "textcoords": "offset points", "ha": "right", "va": "bottom"}
-    axes.annotate(f"tolerance {tolerance:.1e}", (1, y), xycoords=axes.get_yaxis_transform(), color=_LIMIT, **above)
-
-
 def _look(slot: int, *, is_filled: bool = False) -> dict[str, Any]:
     colour = _placeholder(slot)
     face = colour if is_filled else _PAPER
@@ -295,13 +280,7 @@ def _css_colour(match: re.Match[str]) -> str:
 
 
 def _chart(figure: Figure, name: str, curves: Sequence[Curve]) -> Markup:
-    values = _values(figure, curves)
-    attributes = {"class": "chart", "role": "img", "aria-label": name, "data-values": values}
-    return _svg(figure, attributes, name, {curve.key: curve.label for curve in curves})
-
-
-def _values(figure: Figure, curves: Sequence[Curve]) -> str:
-    """Returns what the page's script shows under the pointer, as JSON: the axis of steps, and each curve."""
+    """Returns the picture, with what the page's script shows under the pointer as JSON: the axis, and each curve."""
     low, high = figure.axes[0].get_xlim()
     shown = []
     for curve in curves:
@@ -309,7 +288,9 @@ def _values(figure: Figure, curves: Sequence[Curve]) -> str:
         values = [float(f"{mean:.6g}") if math.isfinite(mean) else None for _, _, mean, _ in bins]
         shown.append({"label": curve.label, "steps": [round(step) for step, *_ in bins], "values": values})
     places = {"left": _LEFT, "right": WIDTH - _RIGHT, "low": float(low), "high": float(high)}
-    return json.dumps({**places, "curves": shown}, separators=(",", ":"))
+    data = json.dumps({**places, "curves": shown}, separators=(",", ":"))
+    attributes = {"class": "chart", "role": "img", "aria-label": name, "data-values": data}
+    return _svg(figure, attributes, name, {curve.key: curve.label for curve in curves})
 
 
 def _svg(figure: Figure, attributes: Mapping[str, str], salt: str, labels: Mapping[str, str] = {}) -> Markup:

@@ -29,7 +29,6 @@ def render(template: str, **values: object) -> str:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Writes a page, whole or not at all."""
     with disk_faults(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, page)

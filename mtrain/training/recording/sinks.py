@@ -14,10 +14,9 @@ from mtrain.base.heartbeat import Heartbeat
 from mtrain.config.changes import flat_keys
 from mtrain.core.ranks.init import on_first_rank
 from mtrain.data.ledger import StartEntry, StepEntry, rewind_ledger, to_line
-from mtrain.report.metrics.appended import AppendedFile
-from mtrain.report.metrics.jsonl import JsonlSink, last_step
+from mtrain.report.metrics.jsonl import AppendedFile, JsonlSink, last_step
 from mtrain.report.metrics.record import ChangeRecord, Record, StepRecord
-from mtrain.report.metrics.sinks import ConsoleSink, Fence, Sink, Sinks, TensorBoardSink
+from mtrain.report.metrics.sinks import ConsoleSink, Sink, Sinks, TensorBoardSink
 from mtrain.report.metrics.trackers.open import TrackedRun, refuse_missing, tracked_run, tracker_sink
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.goodput import StartAccount
@@ -32,31 +31,19 @@ class LedgerSink:
     """Writes the entry of every step whose record it is given."""
 
     def __init__(self, folder: Path, dp_rank: int, next_entry: Callable[[int], StepEntry], start: StartEntry) -> None:
-        """Opens the file of this rank; `rewind_ledger` has removed entries after the start.
-
-        Args:
-            next_entry: Returns the entry of the batches that were trained in a step, counted from 1.
-
-        Raises:
-            MachineError: The disk refuses.
-        """
+        """Opens the file of this rank; `next_entry` returns the entry of a step, counted from 1."""
         with disk_faults(f"make {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
         self._next_entry = next_entry
         self._file = AppendedFile(folder / f"dp_{dp_rank:05d}.jsonl", first=to_line(start))
 
     def write(self, record: Record) -> None:
-        """Appends the entry of a step; other records are ignored."""
         if isinstance(record, StepRecord):
             entry = replace(self._next_entry(record.step), skipped=record.skipped is not None)
             self._file.append(record.step, to_line(entry))
 
     def close(self) -> None:
-        """Closes the file.
-
-        Raises:
-            MachineError: The disk has refused entries, up to the last attempt.
-        """
+        """Closes the file; raises MachineError if the disk has refused entries, up to the last attempt."""
         self._file.close()
 
 
@@ -64,7 +51,6 @@ class SignsOfLife:
     """Passes the progress of this rank on to the heartbeat, the events and the account of the start."""
 
     def __init__(self, life: Life, heartbeat: Heartbeat, account: StartAccount) -> None:
-        """Keeps the receivers, which belong to this start and this rank."""
         self.life, self._heartbeat, self._account = life, heartbeat, account
 
     def write(self, record: Record) -> None:
@@ -100,8 +86,8 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, signs: SignsOfLife) -
     others: list[Sink] = [TensorBoardSink(folder.tensorboard, start, _texts(tracked))] if metrics.tensorboard else []
     if start < run.model.config.train.num_steps:
         others += [tracker_sink(name, tracked) for name in dict.fromkeys(metrics.trackers)]
-    fence = Fence(lock.check_now_and_then)
-    sinks = Sinks(fence, JsonlSink(folder.metrics, start), console, *others, *ledger, signs)
+    metrics_file = JsonlSink(folder.metrics, start)
+    sinks = Sinks(metrics_file, console, *others, *ledger, signs, check=lock.check_now_and_then)
     if start < run.model.config.train.num_steps:
         new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
         for change in new:
@@ -112,7 +98,6 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, signs: SignsOfLife) -
 
 
 def _texts(run: TrackedRun) -> dict[str, str]:
-    """Returns the texts for TensorBoard's page of texts, by tag."""
     config = "\n".join(f"{key}: {value}" for key, value in run.config.items() if not key.startswith("environment."))
     environment = "\n".join(f"{key}: {value}" for key, value in run.config.items() if key.startswith("environment."))
     return {"config": config, "environment": environment, "notes": f"{run.name}\n{run.notes}"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.report.compare.several import compare_several, page_of_several
+from mtrain.report.compare.report import compare_several, page_of_several
 from tests.browser import Browser
 from tests.cli.command_line import call
 from tests.elements import assert_is_accessible, assert_is_self_contained, read_html

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.base.errors import DataError, MachineError
-from mtrain.report.metrics.appended import AppendedFile
-from mtrain.report.metrics.jsonl import JsonlSink, read_records, rewind
+from mtrain.report.metrics.jsonl import AppendedFile, JsonlSink, read_records, rewind
 from mtrain.report.metrics.record import Record
 from tests.base.crash import killed_at_every_file_operation
 from tests.fault_table import Notice

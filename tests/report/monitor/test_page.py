@@ -10,8 +10,7 @@ import pytest
 
 from mtrain.base.errors import DataError
 from mtrain.report.metrics.record import StepRecord, TermRecord, ValidRecord
-from mtrain.report.monitor.history import read_history
-from mtrain.report.monitor.page import run_page, write_run_page
+from mtrain.report.monitor.page import read_history, run_page, write_run_page
 from mtrain.runs.events import EventKind
 from tests.browser import Browser
 from tests.cli.command_line import call

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mtrain.base.heartbeat import Beat, Phase
-from mtrain.report.monitor.state import RunState, Signs, standing
+from mtrain.report.monitor.status import RunState, Signs, standing
 from mtrain.runs.events import EventKind, RunEvent
 
 NOW = 1_000_000.0

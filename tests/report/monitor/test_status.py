@@ -16,8 +16,7 @@ from rich.console import Console
 
 from mtrain.base.errors import DataError
 from mtrain.report.metrics.shown import as_line, step_numbers
-from mtrain.report.monitor.state import RunState
-from mtrain.report.monitor.status import find_runs, read_status
+from mtrain.report.monitor.status import RunState, find_runs, read_status
 from mtrain.report.monitor.table import status_view
 from mtrain.runs.events import EventKind
 from mtrain.runs.failure import failure_of, record_failure, summary

@@ -1,6 +1,7 @@
 """Trackers that a run names, each with one run id for all starts, and without the secrets of this machine.
 
-Secrets are known by their names, and by values from the environment.
+A tracker cannot stop a run: it has a thread of its own, and what it does not accept is dropped. Secrets are known by
+their names, and by values from the environment.
 """
 
 from __future__ import annotations
@@ -8,19 +9,26 @@ from __future__ import annotations
 import html
 import importlib.util
 import json
+import logging
 import os
+import queue
 import re
 import secrets
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, NamedTuple, Protocol, assert_never
 
+from mtrain.base.background import started
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import write_atomically
 from mtrain.config.schema.run import TrackerName
-from mtrain.report.metrics.trackers.sink import PATIENCE_S, Tracker, TrackerSink
+from mtrain.report.metrics.record import Record, scalars
+
+_log = logging.getLogger(__name__)
 
 REDACTED = "<redacted>"
 _WORD = re.compile(r"apikey|auth|authorization|bearer|credentials?|passphrase|passwd|password|secrets?|token")
@@ -37,23 +45,16 @@ def is_secret_name(name: str) -> bool:
 
 
 def without_secrets(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns values as text that may be sent to others.
-
-    Args:
-        values: Dotted key -> value.
-        environment: Environment variables of this process; values of those with a secret name are removed wherever they
-            occur.
-    """
+    """Returns values as text that may be sent to others, without those of variables that have a secret name."""
     secrets = sorted({text for name, text in environment.items() if is_secret_name(name)}, key=len, reverse=True)
-    long = [text for text in secrets if len(text) >= _SHORTEST_SECRET]
-    return {key: REDACTED if value and is_secret_name(key) else _cleaned(value, long) for key, value in values.items()}
-
-
-def _cleaned(value: Any, secrets: list[str]) -> str:
-    text = _LOGIN_IN_URL.sub(REDACTED, value if isinstance(value, str) else json.dumps(_inside(value), default=str))
-    for secret in secrets:
-        text = text.replace(secret, REDACTED)
-    return text
+    cleaned = {}
+    for key, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(_inside(value), default=str)
+        text = _LOGIN_IN_URL.sub(REDACTED, text)
+        for secret in secrets:
+            text = text.replace(secret, REDACTED) if len(secret) >= _SHORTEST_SECRET else text
+        cleaned[key] = REDACTED if value and is_secret_name(key) else text
+    return cleaned
 
 
 def _inside(value: Any) -> Any:
@@ -73,7 +74,6 @@ class TrackedRun:
     notes: str
     tags: tuple[str, ...]
     config: Mapping[str, str]
-    """Dotted key -> value as text."""
 
     def run_id(self, tracker: TrackerName) -> str | None:
         """Returns the tracker's id of this run from an earlier start; None at the first one."""
@@ -93,6 +93,105 @@ class TrackedRun:
     @property
     def _ids(self) -> Path:
         return self.folder / "trackers.json"
+
+
+MOST_WAITING = 10_000
+"""Most records that wait for a slow tracker; later ones are dropped and counted."""
+PATIENCE_S = 10.0
+
+
+class Tracker(Protocol):
+    """Run at a tracker; any method may fail or hang."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def log_text(self, step: int, tag: str, text: str) -> None:
+        """Sends a text to be shown verbatim, if the tracker can show one."""
+
+    def finish(self) -> None:
+        """Ends this start of the run, which later starts may continue."""
+
+
+class _Text(NamedTuple):
+    step: int
+    tag: str
+    text: str
+
+
+class TrackerSink:
+    """Passes records to a thread, which opens the tracker and sends them."""
+
+    def __init__(
+        self, name: str, opened: Callable[[], Tracker], most_waiting: int = MOST_WAITING, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._name, self._opened, self._patience_s = name, opened, patience_s
+        self._waiting: queue.Queue[Record | _Text] = queue.Queue(most_waiting)
+        self._closing = threading.Event()
+        self._num_given = self._num_taken = 0
+        self._has_texts = False
+        self._fault: str | None = None
+        self._work = started(self._feed, f"tracker {name}")
+
+    def write_text(self, tag: str, text: str, step: int) -> None:
+        self._has_texts = True
+        self.write(_Text(step, tag, text))
+
+    def write(self, record: Record | _Text) -> None:
+        """Passes the record on at once; drops it if the tracker has ended or is too far behind."""
+        self._num_given += 1
+        if self._work.done():
+            return
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            if self._fault is None:
+                self._fault = f"{self._waiting.maxsize} records wait for it"
+                self._tell(f"{self._fault}; those that follow are lost to it, metrics.jsonl has them")
+
+    def close(self) -> None:
+        """Waits a little for the rest, and reports what the tracker has not received."""
+        self._closing.set()
+        deadline = time.monotonic() + self._patience_s
+        while not self._work.done() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not self._work.done():
+            self._tell(f"it has not ended within {self._patience_s:g} s and is left behind")
+        if (missing := self._num_given - self._num_taken) > 0:
+            kept = "metrics.jsonl and samples.jsonl have" if self._has_texts else "metrics.jsonl has"
+            self._tell(f"it lacks {missing} of {self._num_given} records of this start; {kept} them")
+
+    def _feed(self) -> None:
+        try:
+            tracker = self._opened()
+            while not (self._closing.is_set() and self._waiting.empty()):
+                try:
+                    record = self._waiting.get(timeout=0.1)
+                except queue.Empty:
+                    continue
+                self._log(tracker, record)
+            tracker.finish()
+        except Exception as fault:  # whatever an external library raises, training goes on
+            self._tell(f"{_said(fault)}; training goes on without it")
+
+    def _log(self, tracker: Tracker, record: Record | _Text) -> None:
+        try:
+            if isinstance(record, _Text):
+                tracker.log_text(*record)
+            elif numbers := scalars(record):
+                tracker.log(record.step, numbers)
+            self._num_taken += 1
+        except Exception as fault:  # as above; the next record may succeed
+            if self._fault is None:
+                self._fault = _said(fault)
+                self._tell(f"step {record.step}: {self._fault}; training goes on")
+
+    def _tell(self, text: str) -> None:
+        _log.warning(f"warning: tracker {self._name}: {text}")
+
+
+def _said(fault: Exception) -> str:
+    """Formats an error in one line of bounded length, since libraries put whole pages into their errors."""
+    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
 
 
 def refuse_missing(trackers: Sequence[TrackerName]) -> None:
@@ -181,7 +280,6 @@ class _MLflow:
     """MLflow, at MLFLOW_TRACKING_URI."""
 
     _MOST_PARAMETERS = 100
-    """Most parameters in one call."""
     _LONGEST_VALUE = 6000
 
     def __init__(self, run: TrackedRun) -> None:
@@ -205,8 +303,6 @@ class _MLflow:
         self._run_id = run_id
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        import time
-
         from mlflow.entities import Metric
 
         now_ms = int(1000 * time.time())

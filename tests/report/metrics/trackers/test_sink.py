@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from mtrain.report.metrics.sinks import Sinks
-from mtrain.report.metrics.trackers.sink import TrackerSink
+from mtrain.report.metrics.trackers.open import TrackerSink
 from tests.fault_table import Notice
 from tests.report.metrics.records import step_record
 
