@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -21,13 +20,11 @@ from pathlib import Path
 
 import psutil
 
-from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, MachineError, RankLostError
 from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Beat
 from mtrain.base.signals import STOP_SIGNALS, StopSignal
-from mtrain.config.renamed import RenamedKeyWarning
-from mtrain.hf.configuration import load_config
+from mtrain.launch.checked import checked_config
 from mtrain.launch.watch import Failure, Heartbeats, Rank, RankWatch
 from mtrain.runs.failure import FailureClass, FailureRecord, last_failure, last_summary, record_failure
 from mtrain.watch.place import node_folder
@@ -40,7 +37,6 @@ _PORTS = (15000, 32768)
 _AFTER_WATCHDOG_S = 12.0
 _POLL_S = 0.05
 _LOG_LINES = 60
-"""Lines of a failing rank's log that are shown."""
 _INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -51,13 +47,10 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
     """Trains with `num_ranks` ranks on this machine and returns the exit code.
 
     Args:
-        certifies: Whether `mtrain verify backend` runs first if these layers have no certificate on this machine.
-            Layers that fail there are not used; if it cannot run, no rank starts.
+        certifies: Whether `mtrain verify backend` runs first if these layers have no certificate here. Layers that
+            fail there are not used; if it cannot run, no rank starts.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RenamedKeyWarning)  # rank 0 reports them
-        config = load_config(paths, overrides)
-    Layout.from_config(config, num_ranks)
+    config = checked_config(paths, overrides, num_ranks)
     program, given = [sys.executable, "-m", "mtrain"], [*map(str, paths), *overrides]
     if certifies:
         checked = subprocess.run([*program, "verify", "backend", *given, "--unless-certified"], check=False)
@@ -84,11 +77,7 @@ def launch_program(num_ranks: int, program: Path, arguments: Sequence[str]) -> i
 
 
 def run_ranks(
-    command: Sequence[str],
-    num_ranks: int,
-    log_dir: Path,
-    grace_s: float = 10.0,
-    heartbeats: Heartbeats | None = None,
+    command: Sequence[str], num_ranks: int, log_dir: Path, grace_s: float = 10.0, heartbeats: Heartbeats | None = None
 ) -> int:
     """Runs `command` once for each rank, under torchrun's environment variables, and returns the exit code.
 
@@ -109,8 +98,10 @@ def run_ranks(
     try:
         with StopSignal() as stop, _started(command, num_ranks, log_dir, mark) as ranks:
             failure = RankWatch(ranks, stop, grace_s, heartbeats).wait()
-            if failure is not None:
-                _await_watchdog(mark)  # before the watchdog is ended with all processes of the ranks
+            # a watchdog that is ending the job has some seconds to report, before it is ended with the ranks
+            deadline = time.monotonic() + (0.0 if failure is None else _AFTER_WATCHDOG_S)
+            while (node_folder({MARK: mark}) / ENDING).exists() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
     except KeyboardInterrupt:
         return _INTERRUPTED
     if failure is None:
@@ -216,13 +207,6 @@ def _show_log(rank: Rank) -> None:
         tail = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
     if tail:
         print("\n".join([f"the end of {rank.log}:", *tail]), file=sys.stderr, flush=True)
-
-
-def _await_watchdog(mark: str) -> None:
-    """Waits a few seconds for a watchdog that is ending the job to finish its report."""
-    folder, deadline = node_folder({MARK: mark}), time.monotonic() + _AFTER_WATCHDOG_S
-    while (folder / ENDING).exists() and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
 
 
 def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: str) -> FailureRecord | None:

@@ -126,7 +126,7 @@ def _let_through(folder: str, waits: threading.Event) -> None:
     it may load for longer than any limit, and ranks of one node always begin.
     """
     limit_s = None
-    while not _has_started_its_ranks(ranks := _ranks()):
+    while not (ranks := _ranks()) or len(ranks) < int(ranks[0]["LOCAL_WORLD_SIZE"]):
         sent = signal.sigpending().intersection(STOP_SIGNALS)
         if not sent or ranks or not waits.is_set():
             limit_s = None
@@ -140,10 +140,6 @@ def _let_through(folder: str, waits: threading.Event) -> None:
         time.sleep(_POLL_S)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Event().wait()
-
-
-def _has_started_its_ranks(ranks: list[dict[str, str]]) -> bool:
-    return bool(ranks) and len(ranks) >= int(ranks[0]["LOCAL_WORLD_SIZE"])
 
 
 def _ranks() -> list[dict[str, str]]:

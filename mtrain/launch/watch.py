@@ -21,8 +21,7 @@ _POLL_S = 0.02
 _LOOK_S = 0.5
 """Seconds between two looks at process states and files, which cost more than a poll."""
 _LONGEST_GAP_S = 4 * _LOOK_S
-"""Longest time in seconds between two readings of a clock; in a longer gap the launcher itself stood still, and perhaps
-its ranks."""
+"""Longest time in seconds between two readings of a clock; in a longer gap the launcher stood still."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class Rank:
     log: Path | None
     """File of the rank's output; None if it shares ours."""
     log_start_bytes: int
-    """Size of the log before this launch."""
 
     @property
     def is_running(self) -> bool:
@@ -51,7 +49,6 @@ class Failure:
     is_of_its_own: bool
     """Whether the rank left with an exit code, and may have said why."""
     seen_s: float = field(default_factory=time.time)
-    """Unix time at which the launcher saw it."""
 
 
 class Heartbeats:
@@ -79,15 +76,10 @@ class Heartbeats:
 
 
 class RankWatch:
-    """Watches the ranks of one launch until they end."""
-
     def __init__(
         self, ranks: Sequence[Rank], stop: StopSignal, grace_s: float, heartbeats: Heartbeats | None = None
     ) -> None:
-        """Args:
-        grace_s: Seconds for ranks to end after one has failed, and for stopped ones to answer a signal.
-        heartbeats: Signs of life of the ranks; None: they are not watched.
-        """
+        """`grace_s` are the seconds for ranks to end after one has failed, and for stopped ones to answer a signal."""
         self._ranks, self._stop, self._grace_s, self._heartbeats = ranks, stop, grace_s, heartbeats
         self._num_passed_on = 0
         self._stopped_since_s: dict[int, float] = {}
@@ -95,19 +87,19 @@ class RankWatch:
         self._looked_s = self._clock()
 
     def wait(self) -> Failure | None:
-        """Waits until every rank has ended, or the grace after a failure is over; returns the first failure.
-
-        Raises:
-            KeyboardInterrupt: A second Ctrl-C was received.
-        """
+        """Waits until all ranks have ended, or the grace after a failure is over; returns the first failure."""
         failure: Failure | None = None
         deadline = float("inf")
         while True:
             # an exception inside poll() would leave the lock of a process held, and wait() would never return
             with self._stop.interrupt_held():
-                if not self._num_running() or self._clock() >= deadline:
+                running = [rank for rank in self._ranks if rank.is_running]
+                if not running or self._clock() >= deadline:
                     return failure if failure is not None else self._first_failed()
-                self._pass_on_signals()
+                for number in list(self._stop.sent)[self._num_passed_on :]:
+                    self._num_passed_on += 1
+                    for rank in self._ranks:
+                        rank.process.send_signal(number)
                 if failure is None:
                     if (lost := self._lost()) is not None:
                         return lost
@@ -115,20 +107,10 @@ class RankWatch:
                         deadline = self._clock() + self._grace_s
             time.sleep(_POLL_S)
 
-    def _num_running(self) -> int:
-        return sum([rank.is_running for rank in self._ranks])
-
-    def _pass_on_signals(self) -> None:
-        for number in list(self._stop.sent)[self._num_passed_on :]:
-            self._num_passed_on += 1
-            for rank in self._ranks:
-                rank.process.send_signal(number)
-
     def _first_failed(self) -> Failure | None:
-        """Returns the first cause among ranks that failed at once: a killed rank, then one with an exit code other than
-        1 or 5.
+        """Returns the first cause among ranks that failed at once: a killed rank, then an exit code other than 1 or 5.
 
-        A rank whose peer is gone fails as well, with 1 or 5, or by SIGABRT under NCCL; these must not hide the cause.
+        A rank whose peer is gone fails with 1 or 5, or by SIGABRT under NCCL; these must not hide the cause.
         """
         failed = [rank for rank in self._ranks if rank.process.returncode not in (None, 0)]
         first = min(failed, key=_precedence, default=None)
@@ -149,22 +131,17 @@ class RankWatch:
             return None
         self._looked_s = now
         running = [rank for rank in self._ranks if rank.is_running]
-        if self._num_passed_on and (stopped := self._stopped_for_too_long(running, now)) is not None:
-            cause = f"is stopped and has not answered {self._stop.sent[0].name} within {self._grace_s:g} s"
-            return Failure(stopped, cause, RankLostError.exit_code, False)
+        for rank in running if self._num_passed_on else []:
+            if not _is_stopped(rank):
+                self._stopped_since_s.pop(rank.number, None)
+            elif now - self._stopped_since_s.setdefault(rank.number, now) > self._grace_s:
+                cause = f"is stopped and has not answered {self._stop.sent[0].name} within {self._grace_s:g} s"
+                return Failure(rank, cause, RankLostError.exit_code, False)
         beats = self._heartbeats
         silent = [rank for rank in running if beats is not None and beats.is_lost(rank)]
         if beats is not None and silent and silent == running:
             cause = f"has given no sign of life for {beats.limit_s:g} s, nor has any other rank"
             return Failure(running[0], cause, RankLostError.exit_code, False)
-        return None
-
-    def _stopped_for_too_long(self, running: Sequence[Rank], now: float) -> Rank | None:
-        for rank in running:
-            if not _is_stopped(rank):
-                self._stopped_since_s.pop(rank.number, None)
-            elif now - self._stopped_since_s.setdefault(rank.number, now) > self._grace_s:
-                return rank
         return None
 
 

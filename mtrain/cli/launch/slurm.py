@@ -84,8 +84,7 @@ def slurm(arguments: ConfigArguments, options: JobOptions) -> None:
     With --serve the job is a training service for clients: waits until it listens, and prints its address.
     """
     with one_message():
-        from mtrain.launch.slurm.nodes import completed_by, nodes_of
-        from mtrain.launch.slurm.options import SlurmOptions, runtime_named, with_defaults
+        from mtrain.launch.slurm.options import SlurmOptions, completed_by, nodes_of, runtime_named, with_defaults
         from mtrain.launch.slurm.submit import SCRIPT, prepare
 
         places = (options.partition, options.account, options.qos, options.time, options.name)

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from mtrain.base.errors import ConfigError, DataError, NumericError, RunFolderError
 from mtrain.config.load import config_yaml
 from mtrain.config.schema.root import Config
-from mtrain.launch.checked import check_printable, checked_config
+from mtrain.launch.checked import check_at_least, check_printable, checked_config
 from mtrain.launch.torchrun import STOPPED, torchrun_arguments
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -43,7 +43,6 @@ class Volume(NamedTuple):
 
     @classmethod
     def parsed(cls, text: str) -> Volume:
-        """Reads CLAIM:/PATH."""
         claim, _, path = text.partition(":")
         if not _LABEL.fullmatch(claim) or not path.startswith("/") or len(path) == 1 or ":" in path:
             raise ConfigError(f"--volume is {text!r}, but has the form CLAIM:/PATH; change it")
@@ -53,8 +52,6 @@ class Volume(NamedTuple):
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Options of one JobSet."""
-
     nodes: int
     image: str
     gpus_per_node: int | None = None
@@ -69,7 +66,6 @@ class KubernetesOptions:
     namespace: str | None = None
     name: str | None = None
     queue: str | None = None
-    """Queue of Kueue."""
     env_secret: str | None = None
     """Secret whose keys become environment variables of the ranks."""
     node_selector: tuple[tuple[str, str], ...] = ()
@@ -79,19 +75,11 @@ class KubernetesOptions:
     """Seconds from the request to stop, as when a node is drained, to the kill: the time for a step and a save."""
 
     def __post_init__(self) -> None:
-        for option, number, least in (
-            ("--nodes", self.nodes, 1),
-            ("--gpus-per-node", self.gpus_per_node, 1),
-            ("--max-retries", self.max_retries, 0),
-            ("--grace", self.grace_s, 1),
-        ):
-            if number is not None and number < least:
-                raise ConfigError(f"{option} is {number}, but must be at least {least}; change it")
-        for option, name in (
-            ("--namespace", self.namespace),
-            ("--queue", self.queue),
-            ("--env-secret", self.env_secret),
-        ):
+        check_at_least(1, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+        check_at_least(0, max_retries=self.max_retries)
+        check_at_least(1, grace=self.grace_s)
+        labels = {"--namespace": self.namespace, "--queue": self.queue, "--env-secret": self.env_secret}
+        for option, name in labels.items():
             if name is not None and not _LABEL.fullmatch(name):
                 raise ConfigError(f"{option} is {name!r}, but may hold only a-z, 0-9 and -; change it")
         if self.name is not None and not _NAME.fullmatch(self.name):
@@ -141,8 +129,7 @@ class KubernetesJob:
 
     @property
     def name(self) -> str:
-        """Returns the JobSet's name, the same for every manifest of a run folder, so that the cluster refuses a second
-        one."""
+        """Returns the JobSet's name, one for each run folder, so that the cluster refuses a second JobSet of it."""
         if self.options.name is not None:
             return self.options.name
         # two run folders of the same name are two runs
@@ -150,7 +137,6 @@ class KubernetesJob:
 
     @property
     def config_text(self) -> str:
-        """Returns the ranks' configuration as YAML."""
         return config_yaml(self.config)
 
     @property

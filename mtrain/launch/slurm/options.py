@@ -1,44 +1,42 @@
-"""A user's Slurm options and their defaults from the environment; each is checked, so none becomes shell code."""
+"""A user's Slurm options, and their defaults from the environment and from the nodes that a job would get.
+
+Each is checked, so none becomes shell code.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from mtrain.base.errors import ConfigError
-from mtrain.launch.checked import check_printable
+from mtrain.launch.checked import check_at_least, check_printable
 
 ContainerRuntime = Literal["pyxis", "apptainer"]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _VALUE = re.compile(r"[A-Za-z0-9._,:=@%+*&|!()\[\]/-]{1,256}")
-"""Value of a Slurm option: sbatch reads it from a comment line, which quotes and blanks would end; bash runs nothing
-there."""
+"""Value of a Slurm option: sbatch reads it from a comment, which quotes and blanks would end and bash does not run."""
 _OPTION = re.compile(r"([a-z][a-z-]*)(?:=(.*))?", re.DOTALL)
 _TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED")
 """Time limit: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
 _OURS = frozenset(
     (
-        *(
-            "job-name",
-            "output",
-            "error",
-            "open-mode",
-            "requeue",
-            "no-requeue",
-            "signal",
-            "dependency",
-            "export",
-            "chdir",
-        ),
+        *("job-name", "output", "error", "open-mode", "requeue", "no-requeue", "signal", "dependency"),
+        *("export", "chdir"),
         *("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gpus-per-task", "cpus-per-task"),
         *("partition", "account", "qos", "time", "wrap", "array", "parsable", "wait", "test-only"),
     )
 )
 """Options of sbatch that `mtrain launch slurm` sets, or that would break its script."""
+_SINFO_TIMEOUT_S = 15
+_GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d+)")
+"""GPUs in generic resources: gpu:8, gpu:h100:8(S:0-1)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class SlurmOptions:
     env_file: Path | None = None
     """File with NAME=VALUE lines for the ranks; read when the job runs, not copied."""
     max_retries: int = 3
-    """Restarts of a failed job."""
     more: tuple[str, ...] = ()
     """Further options of sbatch, such as `reservation=weekend`."""
     certifies: bool = False
@@ -71,12 +68,9 @@ class SlurmOptions:
 
     def __post_init__(self) -> None:
         """Refuses a value that Slurm does not accept or could misread."""
-        for option in ("nodes", "gpus_per_node", "gpus_per_task", "tasks_per_node", "cpus_per_task"):
-            number = getattr(self, option)
-            if number is not None and number < 1:
-                raise ConfigError(f"--{option.replace('_', '-')} is {number}, but must be at least 1; change it")
-        if self.max_retries < 0:
-            raise ConfigError(f"--max-retries is {self.max_retries}, but must be at least 0; change it")
+        counts = ("nodes", "gpus_per_node", "gpus_per_task", "tasks_per_node", "cpus_per_task")
+        check_at_least(1, **{name: getattr(self, name) for name in counts})
+        check_at_least(0, max_retries=self.max_retries)
         for option in ("partition", "account", "qos"):
             _check(f"--{option}", getattr(self, option), _VALUE)
         _check("--name", self.name, _NAME)
@@ -90,7 +84,16 @@ class SlurmOptions:
             check_printable("--container or --mounts", text)
         self._check_env_file()
         for option in self.more:
-            _check_option(option)
+            found = _OPTION.fullmatch(option)
+            if found is None or not (found[2] is None or _VALUE.fullmatch(found[2])):
+                raise ConfigError(
+                    f"--sbatch {option!r} is not of the form name=value, without blanks and quotes; change it"
+                )
+            # sbatch accepts abbreviated names
+            if (ours := next((name for name in sorted(_OURS) if name.startswith(found[1])), None)) is not None:
+                raise ConfigError(
+                    f"--sbatch {option!r}: --{ours} is set by mtrain itself; use its own option, if it has one"
+                )
 
     @property
     def ranks_per_node(self) -> int:
@@ -155,8 +158,7 @@ def runtime_named(name: str) -> ContainerRuntime:
 
 
 def container_command(options: SlurmOptions, python: str, work_dir: Path) -> tuple[list[str], list[str]]:
-    """Returns how a rank starts: (options for srun, command before the verb); a container has its own Python instead of
-    `python`."""
+    """Returns the options for srun and the command before the verb; a container has its own Python."""
     if options.container is None:
         return [], [python, "-m", "mtrain"]
     mounts = (str(work_dir), *options.mounts)
@@ -175,21 +177,6 @@ def container_command(options: SlurmOptions, python: str, work_dir: Path) -> tup
 def _check(option: str, value: str | None, form: re.Pattern[str]) -> None:
     if value is not None and not form.fullmatch(value):
         raise ConfigError(f"{option} is {value!r}, but may hold only {form.pattern}; change it")
-
-
-def _check_option(option: str) -> None:
-    found = _OPTION.fullmatch(option)
-    if found is None or not (found[2] is None or _VALUE.fullmatch(found[2])):
-        raise ConfigError(f"--sbatch {option!r} is not of the form name=value, without blanks and quotes; change it")
-    ours = next((name for name in sorted(_OURS) if name.startswith(found[1])), None)  # sbatch accepts abbreviated names
-    if ours is not None:
-        raise ConfigError(f"--sbatch {option!r}: --{ours} is set by mtrain itself; use its own option, if it has one")
-
-
-def checked_paths(paths: Sequence[Path]) -> None:
-    """Refuses paths that would break lines of the script."""
-    for path in paths:
-        check_printable("a path", str(path))
 
 
 _DEFAULTS = {
@@ -234,3 +221,56 @@ def for_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value for name, value in environ.items() if name in _CONNECTION or not name.startswith(_READ_BY_SLURM)
     }
+
+
+class Nodes(NamedTuple):
+    """What every node of a partition has at least."""
+
+    cpus: int
+    gpus: int
+    """GPUs; 0 if Slurm does not count them."""
+
+
+def nodes_of(partition: str | None) -> Nodes | None:
+    """Asks for the nodes of partitions, by commas (None: the default one); None if Slurm does not answer."""
+    if shutil.which("sinfo") is None:
+        return None
+    asked = [f"--partition={partition}"] if partition is not None else []
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", *asked, "--format=%P|%c|%G"],
+            capture_output=True,
+            text=True,
+            timeout=_SINFO_TIMEOUT_S,
+            check=False,
+            env=for_slurm(os.environ),
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    rows = [line.strip().split("|", 2) for line in done.stdout.splitlines()]
+    # a star marks the default partition
+    rows = [row for row in rows if len(row) == 3 and (row[0].endswith("*") or partition is not None)]
+    cpus = [int(number[0]) for row in rows if (number := re.match(r"\d+", row[1]))]
+    if done.returncode != 0 or not rows or len(cpus) < len(rows):
+        return None
+    return Nodes(min(cpus), min(sum(map(int, _GPUS.findall(row[2]))) for row in rows))
+
+
+def completed_by(options: SlurmOptions, nodes: Nodes | None, device: str) -> tuple[SlurmOptions, list[str]]:
+    """Gives each rank its share of the cores of a node (Slurm gives one); returns a note for each default."""
+    if nodes is None:
+        return options, []
+    asked_gpus = options.gpus_per_node
+    if asked_gpus is None:
+        asked_gpus = (options.gpus_per_task or 0) * options.ranks_per_node
+    if nodes.gpus and not asked_gpus and device != "cpu":
+        raise ConfigError(
+            f"the nodes have {nodes.gpus} GPUs each, and neither --gpus-per-node nor --gpus-per-task is given; add "
+            f"--gpus-per-node {nodes.gpus}, or train.device=cpu for a run without"
+        )
+    share = min(1.0, asked_gpus / nodes.gpus) if nodes.gpus and asked_gpus else 1.0
+    cpus = int(nodes.cpus * share) // options.ranks_per_node
+    if options.cpus_per_task is not None or cpus < 1:
+        return options, []
+    note = f"note: --cpus-per-task={cpus} follows from the {nodes.cpus} cores of a node; give the option for another"
+    return replace(options, cpus_per_task=cpus), [note]

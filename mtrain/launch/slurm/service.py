@@ -31,29 +31,26 @@ class ServiceOptions:
 
     port: int
     token_file: Path
-    """File with the clients' key."""
     host: ClassVar[str] = "0.0.0.0"
     """Clients come from other machines."""
 
     @property
     def verb(self) -> list[str]:
-        """Returns the verb of the ranks, with its options."""
         return ["serve", "--host", self.host, "--port", str(self.port), "--token-file", str(self.token_file.absolute())]
 
 
 def wait_for_service(run_dir: Path, job: str, tell: Callable[[str], None]) -> str:
-    """Waits until a job's service listens, however long the job is queued; returns the address.
-
-    Args:
-        tell: Receives, once each, the reasons for which the job may never start.
-    """
+    """Waits until a queued job's service listens, and returns its address; tells, once each, why it may never start."""
     told = None
     while True:
         for _ in range(_POLLS_PER_QUESTION):
             if (address := _address(run_dir, job)) is not None:
                 return address
             time.sleep(_POLL_S)
-        known = _known(job)
+        known: dict[str, str] = {}
+        with suppress(MachineError):  # Slurm may not answer for now
+            shown = ask_slurm("scontrol", "show", "job", "-o", job)
+            known = fields_of(shown.stdout) if shown.returncode == 0 else {}
         if (warning := reason_to_wait(job, known)) is not None and warning != told:
             tell(warning)
             told = warning
@@ -63,7 +60,6 @@ def wait_for_service(run_dir: Path, job: str, tell: Callable[[str], None]) -> st
 
 
 def ways_there(address: str, token_file: Path) -> str:
-    """Describes how clients reach a service."""
     there = urlsplit(address)
     here = f"http://127.0.0.1:{there.port}"
     key = f"TINKER_API_KEY=$(cat {shlex.quote(str(token_file))})"
@@ -81,15 +77,6 @@ def _address(run_dir: Path, job: str) -> str | None:
         if found.get("slurm_job") == job:
             return str(found["address"])
     return None
-
-
-def _known(job: str) -> dict[str, str]:
-    """Asks what Slurm knows of a job; nothing if it does not answer for now."""
-    try:
-        shown = ask_slurm("scontrol", "show", "job", "-o", job)
-    except MachineError:
-        return {}
-    return fields_of(shown.stdout) if shown.returncode == 0 else {}
 
 
 def _reason(log: Path) -> str:

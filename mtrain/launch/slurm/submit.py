@@ -1,26 +1,31 @@
-"""Freezes a job in its run folder and submits it to Slurm."""
+"""Jobs of Slurm: the batch script, launch/slurm.sbatch with its settings filled in, which is frozen in the run folder
+with everything that it starts, and submitted."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mtrain.base.environment import git_checkout, program_versions
 from mtrain.base.errors import ConfigError, MachineError
 from mtrain.base.files import disk_faults
+from mtrain.base.version import PACKAGE_FOLDER
 from mtrain.config.load import config_yaml
-from mtrain.launch.checked import checked_config
-from mtrain.launch.slurm.options import SlurmOptions, checked_paths, for_slurm, seconds_of
-from mtrain.launch.slurm.script import SlurmJob, render
+from mtrain.launch.checked import check_printable, checked_config
+from mtrain.launch.slurm.options import SlurmOptions, container_command, for_slurm, seconds_of
 from mtrain.runs.folder import RunFolder
 from mtrain.runs.goodput import read_starts
 
@@ -28,8 +33,7 @@ SCRIPT = "job.sbatch"
 _JOB_ID = "job_id"
 _SUBMISSIONS = "submissions"
 _SIGNAL_S = 300
-"""Seconds before the time limit at which the job is asked to stop, by default; a third of the time limit for a short
-job."""
+"""Seconds before the time limit at which the job is asked to stop; a third of the limit for a short job."""
 _SHORT_JOB = 3
 _MARGIN_S = 120
 """Added seconds, since Slurm's signals and time limits come up to a minute late."""
@@ -53,6 +57,109 @@ _CHANGES = {
 """Reason for which a job may wait for ever -> what to do."""
 
 
+TEMPLATE = PACKAGE_FOLDER / "_share" / "launch" / "slurm.sbatch"
+_BODY = "# --- from here on the same in every job ---\n"
+"""Line of the template below which it is the same in every job; the settings stand above."""
+_NAME_LENGTH = 48
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """The run that a script starts."""
+
+    options: SlurmOptions
+    run_dir: Path
+    """Absolute path."""
+    work_dir: Path
+    """Absolute path of the folder in which relative paths of the configuration start."""
+    config: Sequence[str]
+    """Files and overrides for the verb."""
+    python: str
+    signal_s: int
+    """Seconds before the time limit at which Slurm asks the job to stop."""
+    verb: Sequence[str] = ("train",)
+    """Verb of mtrain that the ranks run, with its options."""
+
+    @property
+    def name(self) -> str:
+        """Returns the job's name, the same for a run folder by any path: such jobs run one after the other."""
+        if self.options.name is not None:
+            return self.options.name
+        folder = main_path(self.run_dir)
+        # two run folders of the same name must not wait for each other
+        code = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+        return f"{re.sub('[^A-Za-z0-9._-]', '_', folder.name)[:_NAME_LENGTH]}-{code}"
+
+
+def render(job: SlurmJob) -> str:
+    _, body = TEMPLATE.read_text().split(_BODY)
+    in_container, command = container_command(job.options, job.python, job.work_dir)
+    log = str(job.run_dir / "logs" / "job-%j.log").replace(str(job.run_dir), str(job.run_dir).replace("%", "%%"))
+    directives = [
+        f"--job-name={job.name}",
+        "--dependency=singleton",  # by name: one job at a time for each run folder
+        f'--output="{log}"',
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{job.signal_s}",
+        "--export=NONE",  # the ranks should not depend on the environment of the submitting user
+        *job.options.directives(),
+    ]
+    counts = {
+        "nodes": job.options.nodes,
+        "ntasks": job.options.num_ranks,
+        "ntasks-per-node": job.options.ranks_per_node,
+    }
+    ranks = [f"--{name}={count}" for name, count in counts.items()]  # srun would take them from variables of a profile
+    env_file = "" if job.options.env_file is None else shlex.quote(str(job.options.env_file.absolute()))
+    settings = [
+        f"cd {shlex.quote(str(job.work_dir))} || exit 7",
+        f"run_dir={shlex.quote(str(job.run_dir))}",
+        f"config=({shlex.join(job.config)})",
+        f"command=({shlex.join(command)})",
+        f"verb=({shlex.join(job.verb)})",
+        f"srun_options=({shlex.join([*ranks, *in_container])})",
+        f"env_file={env_file}",
+        f"max_retries={job.options.max_retries}",
+        f"certify={'yes' if job.options.certifies else ''}",
+    ]
+    head = ["#!/usr/bin/env bash", "# Written by `mtrain launch slurm`; may be submitted again with sbatch."]
+    lines = [*head, *(f"#SBATCH {directive}" for directive in directives), "", "# What this job runs.", *settings, ""]
+    return "\n".join(lines) + _BODY + body
+
+
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+class _Mount(NamedTuple):
+    device: str
+    """Device number of the file system."""
+    root: Path
+    """Mounted folder of the file system; not / for a bind mount."""
+    point: Path
+
+
+def main_path(folder: Path, mounts: str | None = None) -> Path:
+    """Returns the folder's path without links, by the mount (of `mounts`) that shows most of its file system."""
+    path = folder.resolve()
+    if mounts is None:
+        with suppress(OSError):
+            mounts = _MOUNTS.read_text(errors="surrogateescape")
+    known = []
+    for line in (mounts or "").splitlines():
+        fields = [re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), field) for field in line.split(" ")]
+        known.append(_Mount(fields[2], Path(fields[3]), Path(fields[4])))
+    over = [mount for mount in known if path.is_relative_to(mount.point)]
+    if not over:
+        return path
+    longest = max(len(mount.point.parts) for mount in over)
+    own = [mount for mount in over if len(mount.point.parts) == longest][-1]  # a later mount hides an earlier one
+    inside = own.root / path.relative_to(own.point)
+    same = [mount for mount in known if mount.device == own.device and inside.is_relative_to(mount.root)]
+    main = min(same, key=lambda mount: len(mount.root.parts))  # the first of those that show as much
+    return main.point / inside.relative_to(main.root)
+
+
 @dataclass(frozen=True)
 class Submission:
     """All files from which a job starts, by name."""
@@ -72,16 +179,17 @@ class Submission:
 
     def difference(self) -> str:
         """Returns the unified diff to the last submission of this run folder; empty if there is none."""
-        before = previous(self.folder)
-        if before is None:
+        earlier = [folder for folder in _all(self.folder.parent) if folder.name < self.folder.name]
+        if not earlier:
             return ""
+        before = earlier[-1]
         old = {path.name: path.read_text() for path in sorted(before.iterdir()) if path.name != _JOB_ID}
         lines: list[str] = []
         for name in dict.fromkeys([*self.files, *old]):
             # each submission contains its own folder, which is no difference
-            earlier = old.get(name, "").replace(str(before), "SUBMISSION").splitlines(keepends=True)
+            then = old.get(name, "").replace(str(before), "SUBMISSION").splitlines(keepends=True)
             now = self.files.get(name, "").replace(str(self.folder), "SUBMISSION").splitlines(keepends=True)
-            lines += difflib.unified_diff(earlier, now, f"{before.name}/{name}", f"{self.folder.name}/{name}", n=1)
+            lines += difflib.unified_diff(then, now, f"{before.name}/{name}", f"{self.folder.name}/{name}", n=1)
         return "".join(lines)
 
 
@@ -91,21 +199,29 @@ def prepare(
     """Checks a run as far as a login node can, and returns its submission; changes nothing."""
     config = checked_config(paths, overrides, options.num_ranks)
     run_dir, work_dir = Path(config.run.dir).absolute(), Path.cwd()
-    _check_run_dir(run_dir)
-    checked_paths([work_dir, *paths])
-    folder = _next_folder(run_dir)
+    # sbatch reads it from a line of its own, in double quotes
+    if not str(run_dir).isprintable() or set(str(run_dir)) & set('"\\'):
+        raise ConfigError(f"run.dir={str(run_dir)!r} holds a quote, backslash or control character; choose another")
+    for path in (work_dir, *paths):
+        check_printable("a path", str(path))
+    before = _all(run_dir / _SUBMISSIONS)
+    folder = run_dir / _SUBMISSIONS / f"{int(before[-1].name) + 1 if before else 1:04d}"
     copies = {f"{number}-{path.name}": path.read_text() for number, path in enumerate(paths, 1)}
-    job = SlurmJob(
-        options,
-        run_dir,
-        work_dir,
-        [*(str(folder / name) for name in copies), *overrides],
-        sys.executable,
-        _signal_seconds_of(RunFolder(run_dir), options),
-        verb,
-    )
-    files = {SCRIPT: render(job), **copies, "config.yaml": config_yaml(config), "program.json": _program()}
-    patch = _uncommitted()
+    of_run = RunFolder(run_dir)
+    starts = [start for start in read_starts(of_run.starts) if start.world_size == options.num_ranks]
+    paces = [(start.start_up_s, start.step_s) for start in starts if start.step_s is not None]
+    signal_s = signal_seconds(of_run.save_seconds(), options.time_limit_s, *(paces[-1] if paces else ()))
+    given = [*(str(folder / name) for name in copies), *overrides]
+    job = SlurmJob(options, run_dir, work_dir, given, sys.executable, signal_s, verb)
+    git = git_checkout()
+    program = {"versions": program_versions(), "git": None if git is None else dict(git._asdict())}
+    files = {
+        SCRIPT: render(job),
+        **copies,
+        "config.yaml": config_yaml(config),
+        "program.json": json.dumps(program, indent=2) + "\n",
+    }
+    patch = "" if git is None or not git.dirty else _uncommitted()
     return Submission(folder, files | ({"uncommitted.patch": patch} if patch else {}), job)
 
 
@@ -182,20 +298,17 @@ def reason_to_wait(number: str, known: dict[str, str]) -> str | None:
 
 def _dependency(submission: Submission) -> list[str]:
     """Returns options that make the job wait for unfinished jobs from this folder, whatever their names."""
-    found = (_job_number(folder) for folder in _all(submission.folder.parent) if folder != submission.folder)
-    earlier = [number for number in found if number is not None]
+    earlier = []
+    for folder in _all(submission.folder.parent):
+        path = folder / _JOB_ID
+        if folder != submission.folder and path.is_file() and (number := path.read_text().strip()).isdecimal():
+            earlier.append(number)
     if not earlier or shutil.which("squeue") is None:
         return []
     waiting = ask_slurm("squeue", "--noheader", f"--jobs={','.join(earlier)}", "--format=%A").stdout.split()
     living = [number for number in earlier if number in waiting]
     # replaces the script's own, which holds back only jobs of the same name
     return [f"--dependency=singleton,afterany:{':'.join(living)}"] if living else []
-
-
-def _job_number(folder: Path) -> str | None:
-    path = folder / _JOB_ID
-    number = path.read_text().strip() if path.is_file() else ""
-    return number if number.isdecimal() else None
 
 
 def ask_slurm(*command: str) -> subprocess.CompletedProcess[str]:
@@ -213,19 +326,6 @@ def ask_slurm(*command: str) -> subprocess.CompletedProcess[str]:
 
 def _words(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join((done.stderr.strip() or done.stdout).split()) or f"exit code {done.returncode}"
-
-
-def previous(folder: Path) -> Path | None:
-    """Returns the newest submission before this one; None if there is none."""
-    earlier = [path for path in _all(folder.parent) if path.name < folder.name]
-    return earlier[-1] if earlier else None
-
-
-def _signal_seconds_of(folder: RunFolder, options: SlurmOptions) -> int:
-    """Returns `signal_seconds` from this run's earlier timings on as many ranks."""
-    starts = [start for start in read_starts(folder.starts) if start.world_size == options.num_ranks]
-    paces = [(start.start_up_s, start.step_s) for start in starts if start.step_s is not None]
-    return signal_seconds(folder.save_seconds(), options.time_limit_s, *(paces[-1] if paces else ()))
 
 
 def signal_seconds(
@@ -259,37 +359,9 @@ def _all(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("[0-9]*") if path.is_dir()) if folder.is_dir() else []
 
 
-def _next_folder(run_dir: Path) -> Path:
-    before = _all(run_dir / _SUBMISSIONS)
-    return run_dir / _SUBMISSIONS / f"{int(before[-1].name) + 1 if before else 1:04d}"
-
-
-def _check_run_dir(run_dir: Path) -> None:
-    """Refuses a path that sbatch cannot read from a line of its own, in double quotes."""
-    if not str(run_dir).isprintable() or set(str(run_dir)) & set('"\\'):
-        raise ConfigError(f"run.dir={str(run_dir)!r} holds a quote, backslash or control character; choose another")
-
-
-def _program() -> str:
-    """Describes versions and commit of the submitted program."""
-    git = git_checkout()
-    facts = {"versions": program_versions(), "git": None if git is None else dict(git._asdict())}
-    return json.dumps(facts, indent=2) + "\n"
-
-
 def _uncommitted() -> str:
-    """Returns the difference of tracked files from the commit that `_program` names."""
-    git = git_checkout()
-    if git is None or not git.dirty:
-        return ""
-    source = Path(__file__).parent
-    return subprocess.run(
-        ["git", "-C", str(source), "diff", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=_TIMEOUT_S,
-    ).stdout
+    command = ["git", "-C", str(PACKAGE_FOLDER), "diff", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S).stdout
 
 
 _MINUTE_S = 60
@@ -299,17 +371,12 @@ _MORE = {"reservation": "Reservation", "constraint": "Features", "comment": "Com
 
 def differences(options: SlurmOptions, name: str, shown: str) -> list[str]:
     """Describes the options that differ, each with the job's value and the submitted one."""
-    return [
-        f"{field}={known} instead of {wanted}"
-        for field, wanted, known, is_same in _compared(options, name, fields_of(shown))
-        if known is not None and not is_same
-    ]
+    known, found = fields_of(shown), list[str]()
 
+    def compare(field: str, wanted: object, is_same: bool) -> None:
+        if wanted is not None and field in known and not is_same:
+            found.append(f"{field}={known[field]} instead of {wanted}")
 
-def _compared(
-    options: SlurmOptions, name: str, known: dict[str, str]
-) -> Iterator[tuple[str, object, str | None, bool]]:
-    """Yields (name in scontrol, submitted value, value of the job, whether they agree)."""
     counts = {
         "Requeue": 1,
         "NumNodes": options.nodes,
@@ -317,28 +384,24 @@ def _compared(
         "NtasksPerN:B:S:C": options.ranks_per_node,
         "CPUs/Task": options.cpus_per_task,
     }
-    for field, wanted in counts.items():
-        if wanted is not None:
-            number = re.match(r"\d+", known.get(field, ""))  # of 2-2 nodes, or 2:0:*:* tasks of a node
-            yield field, wanted, known.get(field), number is None or int(number[0]) == wanted
-    yield "JobName", name, known.get("JobName"), known.get("JobName") == name
-    yield "ArrayJobId", "no array", known.get("ArrayJobId"), False
-    if options.partition is not None:  # while it waits several may be named
-        now = known.get("Partition", "").split(",")
-        yield "Partition", options.partition, known.get("Partition"), set(now) <= set(options.partition.split(","))
+    for field, count in counts.items():
+        number = re.match(r"\d+", known.get(field, ""))  # of 2-2 nodes, or 2:0:*:* tasks of a node
+        compare(field, count, number is None or int(number[0]) == count)
+    compare("JobName", name, known.get("JobName") == name)
+    compare("ArrayJobId", "no array", False)
+    # while it waits several may be named
+    partitions = set(known.get("Partition", "").split(","))
+    compare("Partition", options.partition, partitions <= set((options.partition or "").split(",")))
     texts = {"Account": options.account, "QOS": options.qos}
     texts |= {_MORE[key]: value for key, _, value in (each.partition("=") for each in options.more) if key in _MORE}
     for field, text in texts.items():
-        now_text = known.get(field, "")
         # without accounting Slurm knows no accounts; with it, it writes them in small letters
-        yield field, text, known.get(field), text is None or now_text.casefold() in (text.casefold(), "(null)")
-    if options.time is not None:
-        limit = known.get("TimeLimit", "")
-        yield "TimeLimit", options.time, known.get("TimeLimit"), _minutes(limit) == _minutes(options.time)
+        compare(field, text, known.get(field, "").casefold() in ((text or "").casefold(), "(null)"))
+    compare("TimeLimit", options.time, _minutes(known.get("TimeLimit", "")) == _minutes(options.time or ""))
     for field, gpus in {"TresPerNode": options.gpus_per_node, "TresPerTask": options.gpus_per_task}.items():
-        found = re.search(r"gpu(?::[^:,=\s]+)?[:=](\d+)", known.get(field, ""))
-        if gpus is not None and found is not None:
-            yield field, f"{gpus} GPUs", known.get(field), int(found[1]) == gpus
+        number = re.search(r"gpu(?::[^:,=\s]+)?[:=](\d+)", known.get(field, ""))
+        compare(field, f"{gpus} GPUs", gpus is None or number is None or int(number[1]) == gpus)
+    return found
 
 
 def fields_of(shown: str) -> dict[str, str]:

@@ -16,9 +16,16 @@ from hypothesis import strategies as st
 
 from mtrain.base.errors import ConfigError
 from mtrain.launch.slurm.options import SlurmOptions, container_command, runtime_named
-from mtrain.launch.slurm.script import TEMPLATE, SlurmJob, main_path, render
-from mtrain.launch.slurm.submit import differences, prepare, signal_seconds
-from mtrain.runs.goodput import RunStart, write_start
+from mtrain.launch.slurm.submit import (
+    TEMPLATE,
+    SlurmJob,
+    differences,
+    main_path,
+    prepare,
+    render,
+    signal_seconds,
+)
+from mtrain.runs.starts import RunStart, write_start
 from tests.fault_table import Notice
 from tests.messages import check_message, refuses
 from tests.paths import ROOT
