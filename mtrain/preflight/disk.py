@@ -47,8 +47,7 @@ def disk_need(config: Config) -> DiskNeed:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Estimates a checkpoint: weights in the run's precision, the optimizer's numbers in fp32; for adapters those
-    alone.
+    """Estimates a checkpoint: weights in the run's precision, the optimizer's numbers in fp32; of adapters only theirs.
 
     Replicas are written once, and padding of the vocabulary not at all, so the size does not depend on the layout.
     """

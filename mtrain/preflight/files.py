@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
@@ -30,7 +29,10 @@ def look_at_files(config: Config, findings: Findings) -> None:
             tokenizer = tokenizer_of(config)
             check_vocabulary(tokenizer, config.model.vocab_size)
             check_own_tokenizer(config, tokenizer)
-            findings.fact("tokenizer", _Texts(config, tokenizer, findings).vocabulary())
+            vocab_size, tp = config.model.vocab_size, config.layout.tp
+            rows = f"{padded_vocab_size(config.model, tp):,} rows with padding for tp {tp}"
+            tokens = f"{tokenizer.vocab_size:,} tokens of model.vocab_size={vocab_size:,} ({rows})"
+            findings.fact("tokenizer", f"{tokenizer.path}: {tokens}")
     match config.data:
         case MockSection():
             pass
@@ -41,12 +43,18 @@ def look_at_files(config: Config, findings: Findings) -> None:
                     findings.fact("corpus", f"{path}: {pair.num_documents:,} documents, {pair.num_tokens:,} tokens")
         case SftSection():
             if tokenizer is not None:
-                _Texts(config, tokenizer, findings).look_at_records(config.data)
+                _look_at_records(config, config.data, tokenizer, findings)
         case _:
             assert_never(config.data)
     if config.eval.is_on and tokenizer is not None:
         with findings.looking():
-            _Texts(config, tokenizer, findings).look_at_prompts()
+            from mtrain.training.sampling.prompts import questions_of, read_prompts  # jinja2, as below
+
+            section = config.eval
+            further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
+            questions = questions_of(config, tokenizer, [*section.prompts, *further], section.chat)
+            longest = max(len(each.ids) for each in questions)
+            findings.fact("prompts", f"{len(questions)} of eval, the longest of {longest} tokens")
 
 
 def source_paths(data: FilesSection) -> list[str]:
@@ -54,14 +62,21 @@ def source_paths(data: FilesSection) -> list[str]:
     return list(dict.fromkeys(each.path for each in (*data.all_sources, *held_out, *data.test)))
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """Texts that a run tokenizes, and the findings about them."""
+def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, findings: Findings) -> None:
+    vocab_size, compares = config.model.vocab_size, compared(config.loss, data)
+    from mtrain.data.encoding.compared import (
+        source_encoder,  # jinja2 and its limited process, which pretraining does without
+    )
+    from mtrain.data.formats.record_files import RecordFile, chunks, left_out, source_files
 
-    config: Config
-    tokenizer: Tokenizer
-    findings: Findings
+    encoder = None
+    with findings.looking():
+        is_number = bool(label_columns(config.loss))
+        encoder = source_encoder(data, tokenizer, compares, config.model.head, is_number)
+    if encoder is None:
+        return
 
+<<<<<<< HEAD
     def look_at_prompts(self) -> None:
         """Tokenizes the run's evaluation prompts, under its chat template."""
         from mtrain.training.sampling.prompts import questions_of, read_prompts  # jinja2, as below
@@ -91,13 +106,52 @@ class _Texts:
             is_number = bool(label_columns(config.loss))
             encoder = source_encoder(data, self.tokenizer, compares, config.model.head, is_number)
         if encoder is None:
+=======
+    def look(path: str, file: RecordFile) -> None:
+        chunk = next(chunks([file]), None)
+        if chunk is None:
+            raise DataError(f"{file.path} holds no records; leave it out of {path}")
+        try:
+            found = encoder.encode(chunk.record(0))
+        except DataError as fault:
+            if data.on_bad == "refuse":
+                raise DataError(f"{file.place(1)}: {fault}") from None
+            findings.fact("records", f"{path}: the first one is bad and left out: {fault}")
+>>>>>>> 6b638561 (Look at a start in one pass, without a class for its texts)
             return
+        highest = max(int(sample.ids.max()) for sample in _sequences(found))
+        if highest >= vocab_size:
+            raise DataError(
+                f"{file.place(1)} becomes token {highest}, but model.vocab_size is {vocab_size}; take the model's "
+                "own tokenizer or raise model.vocab_size"
+            )
 
-        def look(path: str, file: RecordFile) -> None:
-            chunk = next(chunks([file]), None)
-            if chunk is None:
-                raise DataError(f"{file.path} holds no records; leave it out of {path}")
+    for path in source_paths(data):
+        with findings.looking():
+            files, empty = source_files(path)
+            for file in files:
+                look(path, file)
+            if empty:
+                findings.fact("records", f"{path}: {left_out(empty)}")
+            template = "" if data.chat_template == "auto" else f", chat template {data.chat_template}"
+            findings.fact("records", f"{path}: {len(files)} file(s), the first record of each is a sample{template}")
+    if not findings.faults:
+        with findings.looking():
+            if not _is_learnable(data, encoder):
+                from mtrain.data.sources import Sources  # numpy and the token cache, which a usual check does without
+
+                Sources(config).training()
+
+
+def _is_learnable(data: SftSection, encoder: SampleEncoder) -> bool:
+    """Says whether one of the first records shows that there is something to learn."""
+    from mtrain.data.formats.record_files import record_files
+
+    for source in data.all_sources:
+        chunk = next(chunks(record_files(source.path)))
+        for index in range(len(chunk)):
             try:
+<<<<<<< HEAD
                 found = encoder.encode(chunk.record(0))
             except DataError as fault:
                 if data.on_bad == "refuse":
@@ -143,6 +197,15 @@ class _Texts:
         from mtrain.data.sources import Sources  # numpy and the token cache, which a usual check does not need
 
         Sources(self.config).training()
+=======
+                found = encoder.encode(chunk.record(index))
+            except DataError:
+                continue  # opening the data reports bad records
+            # a record that fits its row has something to learn, unless its weight is 0
+            if any(each.weight and len(each.ids) <= data.seq_length + 1 for each in _sequences(found)):
+                return True
+    return False
+>>>>>>> 6b638561 (Look at a start in one pass, without a class for its texts)
 
 
 def _sequences(found: TokenizedSample | tuple[TokenizedSample, ...]) -> tuple[TokenizedSample, ...]:

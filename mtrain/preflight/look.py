@@ -32,9 +32,17 @@ _SOON_TOKENISED_BYTES, _SOON_READ_BYTES = 64 << 20, 1 << 30
 """Size of records, and of a checkpoint, up to which a check reads them."""
 
 
-def look_at_start(config: Config, findings: Findings, needs_weights: bool, is_now: bool) -> None:
-    """Goes through a start up to where it would need ranks and devices; arguments as for `look`."""
-    folder = RunFolder(Path(config.run.dir))
+def look(config: Config, findings: Findings, needs_weights: bool = True, *, is_now: bool = True) -> None:
+    """Goes through a start up to where it would need ranks and devices, and checks its disks for room.
+
+    Args:
+        is_now: Whether the run would start now; if not, the one that works in its folder may have ended by then.
+    """
+    run_as_given, folder = config, RunFolder(Path(config.run.dir))
+    if config.metrics.trackers:
+        with findings.looking():
+            refuse_missing(config.metrics.trackers)
+            findings.fact("trackers", ", ".join(config.metrics.trackers))
     if config.checkpoint.export_hf_every_steps:
         with findings.looking():
             from mtrain.hf.schema.registry import refuse_unexportable  # all families, which others do not need
@@ -73,6 +81,7 @@ def look_at_start(config: Config, findings: Findings, needs_weights: bool, is_no
                 findings.packed_steps = partial(packed_steps, epochs)
     with findings.looking():
         start.look_at_weights(folder, data)
+    look_at_disk(run_as_given, findings)
 
 
 def _is_usual(loss: LossSection) -> bool:
@@ -113,7 +122,11 @@ class Start:
         own = _verified(partial(resumable, config.checkpoint, folder)) if folder.path.is_dir() else None
         if own is not None:
             findings.fact("goes on", f"from {own.path}")
-            inputs = self._inputs()
+            inputs: dict[str, str] = {}
+            if not _is_usual(config.loss):
+                from mtrain.core.loss.functions.sources import source_fingerprints
+
+                inputs = source_fingerprints(config.loss)  # not a teacher's, whose weights would have to be loaded
             # scores of a reference model are part of the data's fingerprint, and only a run has them
             if data is not None and not data.preferences:
                 changes_since(own, data, config, folder.path, inputs)
@@ -125,22 +138,13 @@ class Start:
             from mtrain.checkpoint.state.start_weights import check_weights  # megatron-core
             from mtrain.checkpoint.state.teacher import teacher_config
 
-            teacher = _entry(Path(config.loss.teacher.checkpoint))
+            teacher = _entry_at(Path(config.loss.teacher.checkpoint))
             check_weights(teacher, teacher_config(config, teacher.path))
             findings.fact("teacher", str(teacher.path))
-        if own is None and config.adapter is not None:
+        if own is None:
             self._look_at_adapter("adapter")
         if own is None and config.loss.reference is not None:
             self._look_at_reference(config.loss.reference)
-
-    def _inputs(self) -> dict[str, str]:
-        """Returns the fingerprints of the run's inputs besides training data, without a teacher's, whose weights would
-        have to be loaded."""
-        if _is_usual(self.config.loss):
-            return {}
-        from mtrain.core.loss.functions.sources import source_fingerprints
-
-        return source_fingerprints(self.config.loss)
 
     def look_at_model(self, name: str) -> None:
         """Checks the initial weights of a run or a service; the finding has this name."""
@@ -150,13 +154,13 @@ class Start:
 
             start = Path(config.checkpoint.initialize_from)
             found = megatron_folder(start)
-            if found is None:
-                entry = _entry(start)
-                check_weights(entry, config)
-                findings.fact(name, str(entry.path))
-            else:
+            if found is not None:
                 check_megatron_weights(found, config)
                 findings.fact(name, str(found))
+                return
+            entry = _entry_at(start)
+            check_weights(entry, config)
+            findings.fact(name, str(entry.path))
         elif config.model.hf is not None:
             if not self.needs_weights and not has_weights(Path(config.model.hf)):
                 findings.fact(name, f"{config.model.hf} holds none, which a start would refuse")
@@ -168,8 +172,7 @@ class Start:
 
     def _look_at_adapter(self, name: str) -> None:
         config = self.config
-        assert config.adapter is not None, "asked of runs with adapters"
-        if config.adapter.path is not None:
+        if config.adapter is not None and config.adapter.path is not None:
             from mtrain.hf.io.peft import PeftFolder
             from mtrain.hf.schema.registry import family_of_run
 
@@ -183,15 +186,14 @@ class Start:
         found = Start(reference.config, self.findings)
         try:
             found.look_at_model("reference")
-            if reference.config.adapter is not None:
-                found._look_at_adapter("reference")
+            found._look_at_adapter("reference")
             if reference.saved is not None:
-                self.findings.fact("reference", f"{_entry(reference.saved).path}, adapters of a run")
+                self.findings.fact("reference", f"{_entry_at(reference.saved).path}, adapters of a run")
         except DataError as error:
             raise DataError(f"loss.reference={named}: {error}") from error
 
 
-def _entry(start: Path) -> CheckpointEntry:
+def _entry_at(start: Path) -> CheckpointEntry:
     entry = _verified(partial(checkpoint_at, start))
     assert entry is not None, "checkpoint_at raises where there is none"
     return entry
@@ -212,17 +214,3 @@ def _verified(find: Callable[[Mapping[int, str]], Newest]) -> CheckpointEntry | 
             unusable[entry.step] = str(fault)
         else:
             return entry
-
-
-def look(config: Config, findings: Findings, needs_weights: bool = True, *, is_now: bool = True) -> None:
-    """Goes through a start, checks its disks for room, and looks for the libraries of its trackers.
-
-    Args:
-        is_now: Whether the run would start now; if not, the one that works in its folder may have ended by then.
-    """
-    if config.metrics.trackers:
-        with findings.looking():
-            refuse_missing(config.metrics.trackers)
-            findings.fact("trackers", ", ".join(config.metrics.trackers))
-    look_at_start(config, findings, needs_weights, is_now)
-    look_at_disk(config, findings)
