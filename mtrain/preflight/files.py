@@ -76,37 +76,6 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
     if encoder is None:
         return
 
-<<<<<<< HEAD
-    def look_at_prompts(self) -> None:
-        """Tokenizes the run's evaluation prompts, under its chat template."""
-        from mtrain.training.sampling.prompts import questions_of, read_prompts  # jinja2, as below
-
-        section = self.config.eval
-        further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
-        questions = questions_of(self.config, self.tokenizer, [*section.prompts, *further], section.chat)
-        longest = max(len(each.ids) for each in questions)
-        self.findings.fact("prompts", f"{len(questions)} of eval, the longest of {longest} tokens")
-
-    def vocabulary(self) -> str:
-        """Describes how many of the model's rows the tokenizer fills."""
-        model, tp, tokenizer = self.config.model, self.config.layout.tp, self.tokenizer
-        rows = f"{padded_vocab_size(model, tp):,} rows with padding for tp {tp}"
-        return f"{tokenizer.path}: {tokenizer.vocab_size:,} tokens of model.vocab_size={model.vocab_size:,} ({rows})"
-
-    def look_at_records(self, data: SftSection) -> None:
-        config, findings = self.config, self.findings
-        vocab_size, compares = config.model.vocab_size, compared(config.loss, data)
-        from mtrain.data.encoding.compared import (
-            source_encoder,  # jinja2 and its limited process, which pretraining does without
-        )
-        from mtrain.data.formats.record_files import RecordFile, chunks, left_out, source_files
-
-        encoder = None
-        with findings.looking():
-            is_number = bool(label_columns(config.loss))
-            encoder = source_encoder(data, self.tokenizer, compares, config.model.head, is_number)
-        if encoder is None:
-=======
     def look(path: str, file: RecordFile) -> None:
         chunk = next(chunks([file]), None)
         if chunk is None:
@@ -117,7 +86,6 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
             if data.on_bad == "refuse":
                 raise DataError(f"{file.place(1)}: {fault}") from None
             findings.fact("records", f"{path}: the first one is bad and left out: {fault}")
->>>>>>> 6b638561 (Look at a start in one pass, without a class for its texts)
             return
         highest = max(int(sample.ids.max()) for sample in _sequences(found))
         if highest >= vocab_size:
@@ -145,59 +113,12 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
 
 def _is_learnable(data: SftSection, encoder: SampleEncoder) -> bool:
     """Says whether one of the first records shows that there is something to learn."""
-    from mtrain.data.formats.record_files import record_files
+    from mtrain.data.formats.record_files import chunks, record_files
 
     for source in data.all_sources:
         chunk = next(chunks(record_files(source.path)))
         for index in range(len(chunk)):
             try:
-<<<<<<< HEAD
-                found = encoder.encode(chunk.record(0))
-            except DataError as fault:
-                if data.on_bad == "refuse":
-                    raise DataError(f"{file.place(1)}: {fault}") from None
-                findings.fact("records", f"{path}: the first one is bad and left out: {fault}")
-                return
-            highest = max(int(sample.ids.max()) for sample in _sequences(found))
-            if highest >= vocab_size:
-                raise DataError(
-                    f"{file.place(1)} becomes token {highest}, but model.vocab_size is {vocab_size}; take the model's "
-                    "own tokenizer or raise model.vocab_size"
-                )
-
-        for path in source_paths(data):
-            with findings.looking():
-                files, empty = source_files(path)
-                for file in files:
-                    look(path, file)
-                if empty:
-                    findings.fact("records", f"{path}: {left_out(empty)}")
-                template = "" if data.chat_template == "auto" else f", chat template {data.chat_template}"
-                findings.fact(
-                    "records", f"{path}: {len(files)} file(s), the first record of each is a sample{template}"
-                )
-        if not findings.faults:
-            with findings.looking():
-                self._look_for_learnable(data, encoder)
-
-    def _look_for_learnable(self, data: SftSection, encoder: SampleEncoder) -> None:
-        """Opens the data as a run does if none of the first records shows that there is something to learn."""
-        from mtrain.data.formats.record_files import chunks, record_files
-
-        for source in data.all_sources:
-            chunk = next(chunks(record_files(source.path)))
-            for index in range(len(chunk)):
-                try:
-                    found = encoder.encode(chunk.record(index))
-                except DataError:
-                    continue  # opening the data reports bad records
-                # a record that fits its row has something to learn, unless its weight is 0
-                if any(each.weight and len(each.ids) <= data.seq_length + 1 for each in _sequences(found)):
-                    return
-        from mtrain.data.sources import Sources  # numpy and the token cache, which a usual check does not need
-
-        Sources(self.config).training()
-=======
                 found = encoder.encode(chunk.record(index))
             except DataError:
                 continue  # opening the data reports bad records
@@ -205,7 +126,6 @@ def _is_learnable(data: SftSection, encoder: SampleEncoder) -> bool:
             if any(each.weight and len(each.ids) <= data.seq_length + 1 for each in _sequences(found)):
                 return True
     return False
->>>>>>> 6b638561 (Look at a start in one pass, without a class for its texts)
 
 
 def _sequences(found: TokenizedSample | tuple[TokenizedSample, ...]) -> tuple[TokenizedSample, ...]:

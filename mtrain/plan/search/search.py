@@ -14,7 +14,6 @@ from mtrain.arch.memory import MemoryEstimate, memory_per_rank
 from mtrain.config import Config
 from mtrain.config.schema.layout import LayoutSection
 from mtrain.plan.search.candidates import (
-    Candidate,
     batches,
     candidates,
     divisions,

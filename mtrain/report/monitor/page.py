@@ -27,7 +27,6 @@ from mtrain.report.pages.html import render, write_page
 from mtrain.runs.events import ENDS, EventKind, RunEvent, read_events
 from mtrain.runs.folder import RunFolder
 
-
 _MOST_PATHS = 3
 _TRAINING, _VALIDATION = "training", "validation"
 _WIDE = 30.0

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import psutil
 import torch
+from mtrain.training.faults.trial import StepOutcome
 
 from mtrain.arch import Work, flops_of_step, mfu, peak_flops
 from mtrain.config.schema.loss import MAIN_TERM
@@ -16,7 +17,6 @@ from mtrain.core.engine.optimizer import Update
 from mtrain.report.metrics.record import StepRecord
 from mtrain.training.build import Run
 from mtrain.training.evaluate import term_records
-from mtrain.training.faults.trial import StepOutcome
 
 
 def record_of(run: Run, done: int, made: StepOutcome, lr: float, seconds: float) -> StepRecord:
