@@ -20,10 +20,9 @@ from torch import Tensor
 
 from mtrain.base.errors import BadStepError, DataError, NonFiniteError, NumericError, SpikeError, SpoiledStateError
 from mtrain.base.heartbeat import Heartbeat, Phase
-from mtrain.checkpoint.format.training_state import RecentUpdates
 from mtrain.checkpoint.state.save import Saver
 from mtrain.checkpoint.store.directory import delete_checkpoint, set_aside
-from mtrain.checkpoint.store.manifest import BadStepHistory, SkippedInfo
+from mtrain.checkpoint.store.manifest import BadStepHistory, RecentUpdates, SkippedInfo
 from mtrain.config.schema.train import TrainSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.engine.loss_reduction import StepTotals

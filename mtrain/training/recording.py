@@ -30,10 +30,9 @@ from mtrain.config.schema.run import MetricsSection, WatchSection
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.ranks.init import on_first_rank
 from mtrain.data.ledger import StartEntry, StepEntry, rewind_ledger, to_line
-from mtrain.report.metrics.appended import AppendedFile
-from mtrain.report.metrics.jsonl import JsonlSink, last_step
+from mtrain.report.metrics.jsonl import AppendedFile, JsonlSink, last_step
 from mtrain.report.metrics.record import ChangeRecord, Record, StepRecord
-from mtrain.report.metrics.sinks import ConsoleSink, Fence, Sink, Sinks, TensorBoardSink
+from mtrain.report.metrics.sinks import ConsoleSink, Sink, Sinks, TensorBoardSink
 from mtrain.report.metrics.trackers.open import TrackedRun, refuse_missing, tracked_run, tracker_sink
 from mtrain.runs.events import EventKind, EventLog, Fact
 from mtrain.runs.folder import RunFolder
@@ -254,8 +253,8 @@ def open_sinks(run: Run, folder: RunFolder, lock: RunLock, life: Life) -> Sinks:
     others: list[Sink] = [TensorBoardSink(folder.tensorboard, start, _texts(tracked))] if metrics.tensorboard else []
     if start < num_steps:
         others += [tracker_sink(name, tracked) for name in dict.fromkeys(metrics.trackers)]
-    fence = Fence(lock.check_now_and_then)
-    sinks = Sinks(fence, JsonlSink(folder.metrics, start), console, *others, *ledger)
+    metrics_file = JsonlSink(folder.metrics, start)
+    sinks = Sinks(metrics_file, console, *others, *ledger, check=lock.check_now_and_then)
     if start < num_steps:
         new = [ChangeRecord(**each.model_dump()) for each in run.changes if each.step == start]
         for change in new:

@@ -36,7 +36,7 @@ from mtrain.hf.configuration import load_config, resolved
 from mtrain.hf.schema.files import declared_ends
 from mtrain.hf.schema.registry import ORIGIN
 from mtrain.hf.tokenizer.tokenizer import Tokenizer, tokenizer_of
-from mtrain.report.metrics.appended import AppendedFile
+from mtrain.report.metrics.jsonl import AppendedFile
 from mtrain.report.metrics.sinks import Sinks
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run

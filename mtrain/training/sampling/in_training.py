@@ -25,7 +25,7 @@ from mtrain.report.metrics.jsonl import AppendedFile
 from mtrain.report.metrics.sinks import Sinks
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run
-from mtrain.training.due import Due
+from mtrain.training.evaluate import Due
 from mtrain.training.sampling.generate import answer_text
 from mtrain.training.sampling.params import SamplingParams
 from mtrain.training.sampling.prompts import Prompt, Question, questions_of, read_prompts, shown

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mtrain.runs.starts import RunStart, write_start
 
 from mtrain.base.errors import ConfigError
 from mtrain.launch.slurm.options import SlurmOptions, container_command, runtime_named
@@ -26,6 +25,7 @@ from mtrain.launch.slurm.submit import (
     render,
     signal_seconds,
 )
+from mtrain.runs.goodput import RunStart, write_start
 from tests.fault_table import Notice
 from tests.messages import check_message, refuses
 from tests.paths import ROOT

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mtrain.verify.core.bisect import first_deviating
 
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.data.formats.megatron_indexed import writing_corpus
-from mtrain.verify.core.activations import module_order, put_together
+from mtrain.verify.core.activations import first_deviating, module_order, put_together
 from mtrain.verify.core.exact import ExactJob, exact_steps, text_places
 from mtrain.verify.core.layouts import parse_trials, prepared
 from mtrain.verify.core.ranks import Pool

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mtrain.verify.core.bisect import diagnosed
 
 from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError
@@ -18,7 +17,7 @@ from mtrain.config import Config
 from mtrain.config.schema.data import IndexedSection
 from mtrain.data.formats.megatron_indexed import writing_corpus
 from mtrain.verify.core.layouts import Prepared
-from mtrain.verify.core.result import LayoutResult, ResumeReport
+from mtrain.verify.core.result import LayoutResult, ResumeReport, diagnosed
 from mtrain.verify.parity import Request
 from mtrain.verify.planted.inject import RESUME_FAULTS, TESTS
 from mtrain.verify.report.print import write_report
