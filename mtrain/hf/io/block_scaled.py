@@ -41,13 +41,13 @@ class Dequantised:
         # codes of another format: read as plain numbers they would mean something else, without an error
         if method != "fp8":
             raise _unread(folder, said)
-        is_block = isinstance(block, list) and len(block) == 2
-        if not is_block or not all(type(size) is int and size > 0 for size in block):
+        sizes = block if isinstance(block, list) else []
+        if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
             raise DataError(
                 f"{folder.path}: weights in {shown(method)} with {_BLOCK_SIZE}={shown(block)} are not read; take "
                 "weights in bfloat16, in fp8 with scales for blocks of two sizes, or in mxfp4"
             )
-        self._folder, (self._rows, self._columns) = folder, block
+        self._folder, (self._rows, self._columns) = folder, sizes
         self._names = {name for name in folder.names() if not name.endswith(SCALE_SUFFIX)}
         # all at once and from the headers alone, so that an import does not fail in the middle
         for name in sorted(folder.names()):

@@ -102,8 +102,10 @@ def _limited(trial: Trial, max_ranks: int) -> Trial:
         smaller = _divisor_below(degree, degree - 1)
         if smaller == 1:
             return trial
-        shares = None if axis == "pp" else trial.stage_shares
-        trial = _seated(replace(trial, **{axis: smaller}, dp=1, stage_shares=shares))
+        changes: dict[str, Any] = {axis: smaller, "dp": 1}
+        if axis == "pp":
+            changes["stage_shares"] = None
+        trial = _seated(replace(trial, **changes))
     return trial
 
 

@@ -173,7 +173,7 @@ def assert_legal(config: Config, trial: Trial | None) -> None:
     again = Config.model_validate(config.model_dump())
     assert again == config
     if trial is not None:
-        assert Layout.from_config(again, trial.num_ranks)
+        assert Layout.from_config(again, trial.world_size)
     assert not again.metrics.trackers, "nobody else hears of a check"
     assert not again.eval.is_on
 

@@ -58,7 +58,7 @@ def test_degrees_of_experts_need_no_more_ranks_than_there_are(max_ranks: int) ->
         user = expert_config(**layout, layout__sp=tp > 1)
         trials = OwnTrials(user, max_ranks)
         assert max(trial.world_size for trial in trials.derived()) <= max_ranks
-        assert trials.full().num_ranks <= max_ranks
+        assert trials.full().world_size <= max_ranks
 
 
 def test_experts_have_a_place_in_every_layout() -> None:

@@ -211,8 +211,8 @@ def test_files_that_are_there_are_read_with_their_vocabulary(tmp_path: Path) -> 
 )
 def test_sizes_divide_over_every_layout(trial: Trial) -> None:
     found = prepared(trial, shrink(config(), [Trial(micro_batch_size=None), trial]).config)
-    assert found.layout.world_size == trial.num_ranks
-    assert broken_rules(found.config, trial.num_ranks) == []
+    assert found.layout.world_size == trial.world_size
+    assert broken_rules(found.config, trial.world_size) == []
 
 
 def test_logits_are_cut_in_the_small_run_where_the_users_are() -> None:

@@ -209,7 +209,8 @@ _AHEAD_NAMES = tuple(f"{_AHEAD}{name}.weight" for name in ("pre_fc_norm_embeddin
 
 
 def _all(*layer: Rule) -> tuple[Rule, ...]:
-    return (*VOCABULARY, *layer, *ahead(layer, *_AHEAD_NAMES, base=f"{_AHEAD}layers.0."))
+    enorm, hnorm, eh_proj, norm = _AHEAD_NAMES
+    return (*VOCABULARY, *layer, *ahead(layer, enorm, hnorm, eh_proj, norm, f"{_AHEAD}layers.0."))
 
 
 _INERT = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
