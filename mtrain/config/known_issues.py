@@ -116,9 +116,9 @@ REFUSALS = (
     ),
     Refusal(
         ("gradient_accumulation_fusion",),
-        "cannot be combined with train.compile, as graphs hide what a product adds",
-        "turn one of the two off",
-        lambda value, config: bool(value) and config.train.compile != "none",
+        "cannot be combined with train.compile=layers, as graphs hide what a product adds",
+        "set train.compile=regions, or turn one of the two off",
+        lambda value, config: bool(value) and config.train.compile == "layers",
     ),
     Refusal(
         ("gradient_accumulation_fusion",),

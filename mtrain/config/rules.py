@@ -225,20 +225,20 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
 
 def compiled(train: TrainSection, dropout_keys: Sequence[str]) -> Iterator[str]:
     """Checks that torch.compile would do the same as the layers as written."""
-    if train.compile == "none":
-        return
     key = f"train.compile={train.compile}"
+    if train.compile != "none" and train.offload_layers is not None:
+        yield (
+            f"{key} cannot be combined with train.offload_layers, as graphs hide what a layer keeps; turn "
+            "one of the two off"
+        )
+    if train.compile != "layers":  # regions draw nothing, and wait for nothing
+        return
     for name in dropout_keys:
         if name != "model.attention_dropout":  # attention dropout stays outside of the graphs
             yield (
                 f"{key} cannot be combined with {name}, as a compiled layer draws other numbers; turn one of the "
                 "two off"
             )
-    if train.offload_layers is not None:
-        yield (
-            f"{key} cannot be combined with train.offload_layers, as graphs hide what a layer keeps; turn "
-            "one of the two off"
-        )
     if train.overlap_param_gather:
         yield (
             f"{key} cannot be combined with train.overlap_param_gather=true, which waits for parameters inside "

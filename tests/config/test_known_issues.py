@@ -29,7 +29,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("no_rope_freq", 2, {"model__mtp_depths": 1}, "not settled for model.mtp_depths"),
     ("no_rope_freq", 3, {}, "must divide model.num_layers"),
     ("no_rope_freq", [0, 1], {}, "list a 0 or 1 for each of them"),
-    (FUSED, True, {"train__compile": "layers"}, "cannot be combined with train.compile, as graphs hide"),
+    (FUSED, True, {"train__compile": "layers"}, "cannot be combined with train.compile=layers, as graphs hide"),
     (FUSED, True, {"train__offload_layers": 2}, "cannot be combined with train.offload_layers, which hides a weight"),
     (FUSED, True, {"model__backend": "te"}, "which has been shown for our layers alone"),
 ]

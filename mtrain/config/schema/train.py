@@ -16,6 +16,8 @@ Fp8Format = Literal["hybrid", "e4m3"]
 """Formats of fp8. hybrid: e5m2 for gradients, which has more range, and e4m3 for the rest."""
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 """How elements share a scale: a tensor (by its current elements, or those of earlier steps), or blocks of it."""
+Compilation = Literal["none", "regions", "layers"]
+"""What torch.compile compiles."""
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 """Shape of the learning rate after the warm-up."""
 BadStepAction = Literal["stop", "skip", "rollback"]
@@ -93,10 +95,10 @@ class TrainSection(Section):
     deterministic: bool = False
     """Whether a GPU adds in the same order every time, so that a run repeats to the bit on the same GPU, versions and
     layout; slower. Settings of NCCL, cuBLAS and TransformerEngine in the environment must agree. CPUs always do."""
-    compile: Literal["none", "layers"] = "none"
-    """Compilation by torch.compile. layers: each transformer layer, without what the layout adds to it (collectives,
-    pipelines, recomputation, dispatch to experts, documents); if nothing can be compiled, the run continues
-    uncompiled."""
+    compile: Compilation = "none"
+    """Compilation by torch.compile. regions: norms, activations and rotations, each on its own. layers: each
+    transformer layer, without what the layout adds to it (collectives, pipelines, recomputation, dispatch to experts,
+    documents). If nothing can be compiled, the run continues uncompiled."""
     distributed_optimizer: bool = True
     """Whether the ranks of DP x CP divide the optimizer's state."""
     overlap_grad_reduce: bool = False

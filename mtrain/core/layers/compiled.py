@@ -1,4 +1,4 @@
-"""Transformer layers compiled by torch.compile, each separately.
+"""Transformer layers compiled by torch.compile, each separately, or only their regions.
 
 Everything that depends on the layout stays outside of the graphs: collectives, the schedules, recomputation, the
 dispatch of tokens to experts, cutting rows into documents. A layer without any of these is one graph. Layers of a kind
@@ -9,8 +9,8 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, assert_never
+from collections.abc import Sequence
+from typing import assert_never
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from mtrain.base.errors import MachineError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
+from mtrain.config.schema.train import Compilation
+from mtrain.core.layers import region
 from mtrain.core.layers.attention.recurrent.core import RecurrentCore
 from mtrain.core.layers.attention.rotating import RotatingAttention, TemperedAttention
 from mtrain.core.layers.moe.layer import ExpertsLayer
@@ -30,39 +32,42 @@ from mtrain.core.ranks.init import on_all_ranks
 
 _log = logging.getLogger(__name__)
 
-BACKEND: str | Callable[..., Any] = "inductor"
-
 _GRAPHS_OF_A_FUNCTION = 64
 """Most graphs per function, for kinds of layers, training and validation; torch runs further ones uncompiled."""
 
 
 def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) -> None:
-    """Makes the layers of a rank's chunks compile in their first forward pass, as `train.compile` says.
+    """Makes the layers of a rank's chunks, or their regions, compile in their first forward pass: `train.compile`.
 
     All ranks compile or none, as compiled sums round differently and ranks of TP hold copies that have to stay the same
     bits; a note says why not, and which part runs uncompiled. Collective over the world.
     """
-    match config.train.compile:
-        case "none":
-            return
-        case "layers":
-            pass
-        case _:
-            assert_never(config.train.compile)
+    choice = config.train.compile
+    if choice == "none":
+        return
     try:
-        on_all_ranks(lambda: try_compiler(groups.device))
+        on_all_ranks(lambda: try_compiler(groups.device, choice))
     except MachineError as error:
         _note(groups, str(error))
         return
-    _settle(groups)
-    for chunk in chunks:
-        for layer in chunk.modules():
-            if isinstance(layer, TransformerLayer):
-                for owner, name in _kept_out(layer, config, groups):
-                    method = torch.compiler.disable(getattr(owner, name))  # type: ignore[no-untyped-call]
-                    setattr(owner, name, method)
-                # nn.Module.compile, which renames no parameter
-                layer.compile(backend=BACKEND, dynamic=False)
+    _settle(groups, choice)
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        match choice:
+            case "regions":
+                if hasattr(module, "compiles_regions"):
+                    setattr(module, "compiles_regions", True)  # noqa: B010 modules have no such field
+            case "layers":
+                if isinstance(module, TransformerLayer):
+                    _compile_layer(module, config, groups)
+            case _:
+                assert_never(choice)
+
+
+def _compile_layer(layer: TransformerLayer, config: Sections, groups: Groups) -> None:
+    for owner, name in _kept_out(layer, config, groups):
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]
+    # nn.Module.compile, which renames no parameter
+    layer.compile(backend=region.BACKEND, dynamic=False)
 
 
 def as_written() -> contextlib.AbstractContextManager[object]:
@@ -102,7 +107,7 @@ def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list
     return kept
 
 
-def try_compiler(device: torch.device) -> None:
+def try_compiler(device: torch.device, choice: Compilation) -> None:
     """
     Raises:
         MachineError: Forward or backward of a small function cannot be compiled here.
@@ -113,11 +118,11 @@ def try_compiler(device: torch.device) -> None:
     torch.compiler.set_stance("default")  # where megatron-core was imported early, nothing would be compiled
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
-            loss = torch.compile(_small, backend=BACKEND, dynamic=False)(given).sum()
+            loss = torch.compile(_small, backend=region.BACKEND, dynamic=False)(given).sum()
             loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # compilers, linkers and drivers fail in ways of their own
         raise MachineError(
-            f"train.compile=layers is left out, as torch.compile does not work on this machine ({_reason(error)}); "
+            f"train.compile={choice} is left out, as torch.compile does not work on this machine ({_reason(error)}); "
             "install a C++ compiler, and triton on a GPU, or set train.compile=none"
         ) from error
 
@@ -126,25 +131,27 @@ def _small(given: Tensor) -> Tensor:
     return torch.nn.functional.silu(given) * given.cos()
 
 
-def _settle(groups: Groups) -> None:
+def _settle(groups: Groups, choice: Compilation) -> None:
     """Changes torch's settings for the whole process."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS_OF_A_FUNCTION)
+    # an epsilon that two kinds of norms have is a constant of two graphs, never an input rounded on its way
+    dynamo.specialize_float = True
     # megatron-core warns in the middle of a layer, which would end a graph
     dynamo.ignore_logging_functions.add(warnings.warn)
     # a part that cannot be compiled runs uncompiled; torch knows so before any of it has run
     dynamo.suppress_errors = functorch.force_non_lazy_backward_lowering = True
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_NoteInPlaceOfTracebacks(groups))
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_NoteInPlaceOfTracebacks(groups, choice))
 
 
 class _NoteInPlaceOfTracebacks(logging.Filter):
     """Reports once that a part of a layer is not compiled; torch would log the traceback of each."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, choice: Compilation) -> None:
         super().__init__()
-        self._groups, self._has_said = groups, False
+        self._groups, self._choice, self._has_said = groups, choice, False
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Lets all other records pass."""
@@ -155,7 +162,7 @@ class _NoteInPlaceOfTracebacks(logging.Filter):
             self._has_said = True
             _note(
                 self._groups,
-                "train.compile=layers leaves a part of a layer as it is written, which torch cannot compile "
+                f"train.compile={self._choice} leaves a part of a layer as it is written, which torch cannot compile "
                 f"({_reason(error)})",
             )
         return False

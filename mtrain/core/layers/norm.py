@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from mtrain.core.layers.own_parameters import device_of, replicated_parameter
 from mtrain.core.layers.products import widened
+from mtrain.core.layers.region import region
 
 
 class Norm(nn.Module):
@@ -27,36 +28,53 @@ class Norm(nn.Module):
     """
 
     bias: nn.Parameter | None
+    compiles_regions = False
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.size = (hidden_size,)
         self.epsilon = eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
         initial = 0.0 if self.is_zero_centered else 1.0
-        self.weight = replicated_parameter(config, torch.full(self.size, initial))
+        self.weight = replicated_parameter(config, torch.full((hidden_size,), initial))
         if config.normalization == "LayerNorm":
             self.bias = replicated_parameter(config, torch.zeros(hidden_size))
         else:
             self.register_parameter("bias", None)
-        self.is_layer_norm = config.normalization == "LayerNorm"
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalizes, scales and, for LayerNorm, shifts."""
-        if self.is_zero_centered:
-            wide = widened(hidden)
-            bias = None if self.bias is None else self.bias.to(wide.dtype)
-            return self._normalised(wide, 1.0 + self.weight.to(wide.dtype), bias).to(hidden.dtype)
-        return self._normalised(hidden, self.weight, self.bias)
+        if self.bias is None:
+            normalise = rms_normed.compiled_if(self.compiles_regions)
+            return normalise(hidden, self.weight, self.epsilon, self.is_zero_centered)
+        shift = layer_normed.compiled_if(self.compiles_regions)
+        return shift(hidden, self.weight, self.bias, self.epsilon, self.is_zero_centered)
 
-    def _normalised(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.is_layer_norm:
-            return functional.layer_norm(hidden, self.size, weight, bias, self.epsilon)
-        is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
-        # a compiler fuses torch's own formula itself
-        if hidden.device.type == "cpu" and is_wide and not torch.compiler.is_compiling():
-            return RmsNormOnCpu.apply(hidden, weight, self.epsilon)  # type: ignore[no-untyped-call]
-        return functional.rms_norm(hidden, self.size, weight, self.epsilon)
+
+@region(activations=1)
+def layer_normed(hidden: Tensor, weight: Tensor, bias: Tensor, epsilon: float, is_zero_centered: bool) -> Tensor:
+    """Computes LayerNorm of the last dimension; see `Norm`."""
+    if not is_zero_centered:
+        return functional.layer_norm(hidden, weight.shape, weight, bias, epsilon)
+    wide = widened(hidden)
+    scale = 1.0 + weight.to(wide.dtype)
+    return functional.layer_norm(wide, weight.shape, scale, bias.to(wide.dtype), epsilon).to(hidden.dtype)
+
+
+@region(activations=1)
+def rms_normed(hidden: Tensor, weight: Tensor, epsilon: float, is_zero_centered: bool) -> Tensor:
+    """Computes RMSNorm of the last dimension; see `Norm`."""
+    if is_zero_centered:
+        wide = widened(hidden)
+        return _rms_normed(wide, 1.0 + weight.to(wide.dtype), epsilon).to(hidden.dtype)
+    return _rms_normed(hidden, weight, epsilon)
+
+
+def _rms_normed(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
+    # a compiler fuses torch's own formula itself
+    if hidden.device.type == "cpu" and is_wide and not torch.compiler.is_compiling():
+        return RmsNormOnCpu.apply(hidden, weight, epsilon)  # type: ignore[no-untyped-call]
+    return functional.rms_norm(hidden, weight.shape, weight, epsilon)
 
 
 class RmsNormOnCpu(torch.autograd.Function):

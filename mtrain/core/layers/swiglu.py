@@ -1,4 +1,4 @@
-"""SwiGLU of a projection with adjacent gates and ups.
+"""Activations of feed-forward parts, above all SwiGLU of a projection with adjacent gates and ups.
 
 megatron-core adds its offset of the ups even if it is 0, and autograd joins the two gradients in a further copy: here
 the gradient is written where the projection reads it.
@@ -6,7 +6,8 @@ the gradient is written where the projection reads it.
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -15,17 +16,52 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-
-def swiglu(projected: Tensor) -> Tensor:
-    """Computes silu(first half) x second half: [..., 2 f] -> [..., f], in every precision the formula's bits."""
-    return _SwiGlu.apply(projected)  # type: ignore[no-untyped-call]
+from mtrain.core.layers.region import region
 
 
-def is_swiglu(config: TransformerConfig) -> bool:
-    """Says whether feed-forward parts of a model compute `swiglu`; a compiler fuses the formula itself."""
-    is_plain = config.glu_linear_offset == 0 and config.activation_func_clamp_value is None
-    is_gated = config.gated_linear_unit and config.activation_func is functional.silu
-    return is_gated and is_plain and not torch.compiler.is_compiling()
+class Activation(NamedTuple):
+    """Activation of a feed-forward part, as TransformerConfig has it."""
+
+    function: Callable[[Tensor], Tensor]
+    is_gated: bool
+    limit: float | None
+    """Bound of gates from above and of ups from both sides; None: unbounded."""
+    offset: float
+    """Number added to the ups."""
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> Self:
+        """Reads the fields of a model."""
+        limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        return cls(config.activation_func, config.gated_linear_unit, limit, offset)
+
+    @property
+    def is_swiglu(self) -> bool:
+        """Says whether `_SwiGlu` computes it."""
+        return self.is_gated and self.function is functional.silu and self.limit is None and self.offset == 0
+
+
+@region(activations=1)
+def activated(projected: Tensor, activation: Activation) -> Tensor:
+    """Applies an activation to a projection: [..., f] -> [..., f], and [..., 2 f] -> [..., f] if it is gated.
+
+    The first half are gates, the second ups. SwiGLU has the formula's bits in every precision.
+    """
+    if activation.is_swiglu and not torch.compiler.is_compiling():
+        return _SwiGlu.apply(projected)  # type: ignore[no-untyped-call]
+    if not activation.is_gated:
+        return activation.function(projected)
+    gate, up = projected.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return activation.function(gate) * (up + activation.offset)
+
+
+@region(activations=2)
+def weighted_activated(projected: Tensor, weights: Tensor, activation: Activation) -> Tensor:
+    """Computes `activated` times a weight of each row, [rows, 1], in the precision of the projection."""
+    weighted: Tensor = activated(projected, activation) * weights
+    return weighted.to(projected.dtype)
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -52,14 +88,19 @@ class _SwiGlu(torch.autograd.Function):
 class FeedForward(MLP):
     """megatron-core's feed-forward part, with the same state."""
 
+    compiles_regions = False
+
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Computes what megatron-core's module does."""
-        if per_token_scale is not None or not is_swiglu(self.config):
+        activation = Activation.of(self.config)
+        is_taken = activation.is_swiglu or self.compiles_regions
+        if per_token_scale is not None or torch.compiler.is_compiling() or not is_taken:
             return super().forward(hidden_states, per_token_scale, **options)
         projected, bias = self.linear_fc1(hidden_states)
-        output = self.linear_fc2(swiglu(projected if bias is None else projected + bias))
+        projected = projected if bias is None else projected + bias
+        output = self.linear_fc2(activated.compiled_if(self.compiles_regions)(projected, activation))
         return output
 
 

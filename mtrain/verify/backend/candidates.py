@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mtrain.base.errors import MachineError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
+from mtrain.config.schema.train import Compilation
 from mtrain.core.layers.attention import flash_linear_attention
 from mtrain.core.layers.attention.core_attention import CoreAttention
 from mtrain.core.layers.attention.key_set import key_set
@@ -22,6 +23,7 @@ from mtrain.core.layers.build import build_with, unwrap
 from mtrain.core.layers.compiled import compile_layers, try_compiler
 from mtrain.core.layers.layer_spec import absent, unbuildable
 from mtrain.core.layers.norm import Norm
+from mtrain.core.layers.products import widened
 from mtrain.core.ranks.groups import Groups
 
 _MAX_HEAD = 256
@@ -87,16 +89,22 @@ def _with_apex_norms(config: Config, groups: Groups) -> nn.Module:
     chunk, kernels = torch_layers(config, groups), importlib.import_module("apex.normalization.fused_layer_norm")
     for module in chunk.modules():
         if isinstance(module, Norm):
-            module._normalised = partial(_normalised, module, kernels)  # type: ignore[method-assign]
+            module.forward = partial(_normalised, module, kernels)  # type: ignore[method-assign]
     return chunk
 
 
-def _normalised(norm: Norm, kernels: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if norm.is_layer_norm:
-        output: Tensor = kernels.fused_layer_norm_affine(hidden, weight, bias, norm.size, norm.epsilon)
+def _normalised(norm: Norm, kernels: Any, hidden: Tensor) -> Tensor:
+    given: Tensor = hidden
+    weight: Tensor = norm.weight
+    bias: Tensor | None = norm.bias
+    if norm.is_zero_centered:
+        given, weight = widened(hidden), 1.0 + widened(norm.weight)
+        bias = None if bias is None else widened(bias)
+    if bias is None:
+        output: Tensor = kernels.fused_rms_norm_affine(given, weight, weight.shape, norm.epsilon)
     else:
-        output = kernels.fused_rms_norm_affine(hidden, weight, norm.size, norm.epsilon)
-    return output
+        output = kernels.fused_layer_norm_affine(given, weight, bias, weight.shape, norm.epsilon)
+    return output.to(hidden.dtype)
 
 
 def without_apex(config: Sections, device: torch.device) -> str | None:
@@ -125,25 +133,25 @@ def _without_transformer_engine(config: Config, device: torch.device) -> str | N
     return _joined([*absent(device), *unbuildable(config)])
 
 
-def _compiled(config: Config, groups: Groups) -> nn.Module:
+def _compiled(choice: Compilation, config: Config, groups: Groups) -> nn.Module:
     chunk = torch_layers(config, groups)
-    compile_layers([chunk], _with_compilation(config), groups)
+    compile_layers([chunk], _with_compilation(config, choice), groups)
     return chunk
 
 
-def _without_compiler(config: Config, device: torch.device) -> str | None:
+def _without_compiler(choice: Compilation, config: Config, device: torch.device) -> str | None:
     if config.train.fp8 is not None:
         return "train.fp8 needs TransformerEngine's layers, and torch.compile compiles ours"
     try:
-        Config.model_validate(_with_compilation(config).model_dump())
-        try_compiler(device)
+        Config.model_validate(_with_compilation(config, choice).model_dump())
+        try_compiler(device, choice)
     except (MachineError, MtrainError, ValueError) as error:
         return str(error).splitlines()[0]
     return None
 
 
-def _with_compilation(config: Config) -> Config:
-    return config.model_copy(update={"train": config.train.model_copy(update={"compile": "layers"})})
+def _with_compilation(config: Config, choice: Compilation) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": choice})})
 
 
 def _without_delta_rule(config: Config, device: torch.device) -> str | None:
@@ -175,7 +183,8 @@ class Candidate:
 CANDIDATES = (
     Candidate("te", partial(build_with, "te"), _without_transformer_engine),
     Candidate("te-experts", lambda config, *of: build_with("te", _its_experts(config), *of), _without_its_experts),
-    Candidate("compile", _compiled, _without_compiler),
+    Candidate("regions", partial(_compiled, "regions"), partial(_without_compiler, "regions")),
+    Candidate("compile", partial(_compiled, "layers"), partial(_without_compiler, "layers")),
     Candidate("flash-attn", _with_flash_attention, without_flash_attention),
     Candidate("fla", partial(build_with, "fla"), _without_delta_rule),
     Candidate("apex", _with_apex_norms, without_apex),

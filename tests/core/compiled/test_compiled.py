@@ -17,11 +17,12 @@ from tests.parity.batches import documents_steps, two_steps
 from tests.parity.cases import case, lean
 from tests.parity.compare import TOLERANCE, Row, deviation, initial_parameters, run_oracle
 from tests.parity.expert_models import MIXTRAL
-from tests.parity.families import GEMMA, HYBRID
+from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA, HYBRID, MAMBA
 from tests.parity.ranks import Run
 from tests.pool import Pool
 
 COMPILED: dict[str, Any] = {"train__compile": "layers"}
+REGIONS: dict[str, Any] = {"train__compile": "regions"}
 RECOMPUTED = COMPILED | {"train__recompute": "full"}
 SELECTIVE = COMPILED | {"train__recompute": "selective", "train__recompute_modules": ["core_attn", "mlp"]}
 DOCUMENTS = COMPILED | {"data__isolate_documents": True}
@@ -93,6 +94,30 @@ ROWS = [
 @pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows[0].name)
 def test_compiled_layers_do_not_break_the_promise(pool: Pool, rows: list[Row]) -> None:
     assert all(found.num_graphs and not found.printed for found in compiled_rows(pool, rows))
+
+
+REGION_ROWS = [
+    [
+        row("regions", REGIONS),
+        row("regions, recomputed", REGIONS | {"train__recompute": "full"}),
+        row("regions, fused gradients", REGIONS | {"model__megatron": {"gradient_accumulation_fusion": True}}),
+        row("regions, gemma", REGIONS | GEMMA),
+        row("regions, yarn in part", REGIONS | YARN_IN_PART),
+        row("regions, hybrid", REGIONS | HYBRID),
+        row("regions, latents", REGIONS | DEEPSEEK_ATTENTION),
+        row("regions, mamba", REGIONS | MAMBA, num_layers=4),
+    ],
+    [
+        row("regions, tp pp", REGIONS, tp=2, sp=True, pp=2),
+    ],
+    [row("regions, cp", REGIONS | {"data__isolate_documents": True}, cp=2)],
+    [row("regions, ep", REGIONS | MIXTRAL, dp=2, ep=2)],
+]
+
+
+@pytest.mark.parametrize("rows", REGION_ROWS, ids=lambda rows: rows[0].name)
+def test_compiled_regions_do_not_break_the_promise(pool: Pool, rows: list[Row]) -> None:
+    assert all(found.num_graphs and not found.printed for found in compiled_rows(pool, rows, "aot_eager"))
 
 
 @pytest.mark.nightly

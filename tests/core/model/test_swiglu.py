@@ -9,9 +9,11 @@ import torch
 from torch.nn import functional
 
 from mtrain.arch.layout import Layout
-from mtrain.core.layers.swiglu import is_swiglu, swiglu
+from mtrain.core.layers.swiglu import Activation, activated
 from mtrain.core.layers.transformer_config import transformer_config
 from tests.config.samples import config
+
+SWIGLU = Activation(functional.silu, is_gated=True, limit=None, offset=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -19,7 +21,7 @@ def test_it_has_the_bits_of_the_formula(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     projected = (3 * torch.randn(5, 2, 2 * 7, generator=generator)).to(dtype).requires_grad_()
     gate, up = projected.chunk(2, dim=-1)
-    expected, found = functional.silu(gate) * up, swiglu(projected)
+    expected, found = functional.silu(gate) * up, activated(projected, SWIGLU)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     weights = torch.randn(5, 2, 7, generator=generator).to(dtype)
     (wanted,), (gradient,) = (torch.autograd.grad(each, projected, weights) for each in (expected, found))
@@ -27,7 +29,8 @@ def test_it_has_the_bits_of_the_formula(dtype: torch.dtype) -> None:
 
 
 def test_its_gradient_is_the_derivative() -> None:
-    assert torch.autograd.gradcheck(swiglu, (torch.randn(3, 8, dtype=torch.float64, requires_grad=True),))
+    projected = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda given: activated(given, SWIGLU), (projected,))
 
 
 @pytest.mark.parametrize(
@@ -36,4 +39,5 @@ def test_its_gradient_is_the_derivative() -> None:
 )
 def test_other_activations_stay_as_they_are(activation: str, expected: bool) -> None:
     changes: dict[str, Any] = {"model__activation": activation}
-    assert is_swiglu(transformer_config(config(**changes), Layout(), torch.device("cpu"))) == expected
+    built = transformer_config(config(**changes), Layout(), torch.device("cpu"))
+    assert Activation.of(built).is_swiglu == expected

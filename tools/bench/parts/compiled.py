@@ -1,6 +1,6 @@
-"""Effect of `train.compile=layers`: `python tools/bench/parts/compiled.py`.
+"""Effect of `train.compile`: `python tools/bench/parts/compiled.py`.
 
-Two models of the same configuration train in one process, one compiled and one eager, a step in turns; their losses
+Models of the same configuration train in one process, one eager and one for each choice, a step in turns; their losses
 have to agree. Times are user + system seconds of a step on one core, medians and the least of all rounds, after the
 steps in which graphs are compiled, whose time is a column of its own.
 """
@@ -11,7 +11,7 @@ import statistics
 import time
 from pathlib import Path
 from sys import path as import_path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 import torch
 import typer
@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
+from mtrain.config.schema.train import Compilation
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
@@ -81,12 +82,13 @@ def main(
     layers: Annotated[int, typer.Option(help="of the model")] = 4,
     seq: Annotated[int, typer.Option(help="tokens of a row")] = 256,
     precision: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
-    rounds: Annotated[int, typer.Option(help="of both")] = 9,
+    rounds: Annotated[int, typer.Option(help="of all")] = 9,
 ) -> None:
     """Prints the table."""
-    configs = {choice: config_of(choice, precision, hidden, layers, seq) for choice in ("none", "layers")}
+    configs = {choice: config_of(choice, precision, hidden, layers, seq) for choice in get_args(Compilation)}
     (found,) = Pool(timeout_s=3600).run(measure, Layout(), configs, rounds)
-    furthest = max(abs(a / b - 1) for a, b in zip(found["layers"].losses, found["none"].losses, strict=True))
+    eager = found["none"].losses
+    furthest = max(abs(a / b - 1) for one in found.values() for a, b in zip(one.losses, eager, strict=True))
     typer.echo(f"width {hidden}, {layers} layers, 4 rows of {seq}, {precision}, one core; losses within {furthest:.1e}")
     typer.echo(f"{'train.compile':14}{'first s':>9}{'median s':>10}{'least s':>9}")
     for choice, seconds in found.items():

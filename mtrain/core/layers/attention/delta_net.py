@@ -44,6 +44,7 @@ from mtrain.core.layers.own_parameters import (
     output_projection,
 )
 from mtrain.core.layers.products import widened
+from mtrain.core.layers.region import region
 
 _DECAYS = 0.01, 16.0
 """Bounds between which first decays are uniform, as in transformers; parameters are their logarithms."""
@@ -189,6 +190,8 @@ def heads_of_rank(delta_net: DeltaNetSection, tp: int) -> Heads:
 class GatedNorm(nn.Module):
     """RMSNorm of each head, with one weight for all of them, multiplied by silu of a gate."""
 
+    compiles_regions = False
+
     def __init__(self, config: TransformerConfig, size: int, tp: dist.ProcessGroup) -> None:
         """Builds the norm of heads of `size` dimensions; other ranks of TP hold other heads."""
         super().__init__()
@@ -202,8 +205,14 @@ class GatedNorm(nn.Module):
         One all-reduce over TP of the weight's gradient in backward. The output is rounded once more before the gate, as
         transformers does.
         """
-        wide = widened(heads)
         # each rank has a part of the gradient, with sequence parallelism and without
-        weight = copy_to_tensor_model_parallel_region(self.weight.to(wide.dtype), group=self.tp)
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return (weight * normed.to(heads.dtype) * functional.silu(gate.to(wide.dtype))).to(heads.dtype)
+        weight = copy_to_tensor_model_parallel_region(widened(self.weight), group=self.tp)
+        return normed_and_gated.compiled_if(self.compiles_regions)(heads, gate, weight, self.epsilon)
+
+
+@region(activations=2)
+def normed_and_gated(heads: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Computes `GatedNorm`; the weight is [size], float32 at least."""
+    wide = widened(heads)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (weight * normed.to(heads.dtype) * functional.silu(gate.to(wide.dtype))).to(heads.dtype)

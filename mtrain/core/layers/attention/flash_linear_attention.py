@@ -119,7 +119,7 @@ def unable(config: Sections) -> list[str]:
     reasons = {
         "train.precision=fp32: its products of float32 are made in TF32": train.precision == "fp32",
         "train.deterministic=true: its kernels choose their tiles by timing them": train.deterministic,
-        f"train.compile={train.compile}, which compiles our layers alone": train.compile != "none",
+        "train.compile=layers, which compiles our layers alone": train.compile == "layers",
         f"train.offload_layers={train.offload_layers}, which moves what our layers keep alone": (
             train.offload_layers is not None
         ),

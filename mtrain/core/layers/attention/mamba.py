@@ -40,6 +40,7 @@ from mtrain.core.layers.own_parameters import (
     output_projection,
 )
 from mtrain.core.layers.products import widened
+from mtrain.core.layers.region import region
 
 
 class MambaCore(RecurrentCore):
@@ -129,6 +130,7 @@ class GroupNorm(DividedModule):
     """RMSNorm of each group of heads, after the product with silu of a gate; each channel has a weight of its own."""
 
     divided_axes = MappingProxyType({"weight": 0})
+    compiles_regions = False
 
     def __init__(self, config: TransformerConfig, heads: Heads, tp: dist.ProcessGroup) -> None:
         super().__init__(config, tp)
@@ -141,11 +143,17 @@ class GroupNorm(DividedModule):
 
         The output is rounded once more before the weight, as transformers does.
         """
-        wide = widened(context)
-        gated = wide * functional.silu(gate.to(wide.dtype))
-        groups = torch.unflatten(gated, -1, (self.groups, -1))
-        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.epsilon)
-        return self.weight * normed.flatten(2).to(context.dtype)
+        normalise = gated_and_normed.compiled_if(self.compiles_regions)
+        return normalise(context, gate, self.weight, self.epsilon, self.groups)
+
+
+@region(activations=2)
+def gated_and_normed(context: Tensor, gate: Tensor, weight: Tensor, epsilon: float, groups: int) -> Tensor:
+    """Computes `GroupNorm`."""
+    wide = widened(context)
+    gated = torch.unflatten(wide * functional.silu(gate.to(wide.dtype)), -1, (groups, -1))
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + epsilon)
+    return weight * normed.flatten(2).to(context.dtype)
 
 
 def first_step_biases(uniform: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from mtrain.core.layers.own_parameters import (
     replicated_parameter,
 )
 from mtrain.core.layers.products import widened_linear
+from mtrain.core.layers.region import region
 
 
 class ReplicatedLinear(nn.Module):
@@ -76,6 +77,7 @@ class KeyValueProjection(ColumnParallelLinear):
 class LatentAttention(OwnAttention):
     """Attention to latents; parameter names are those of megatron-core's MLASelfAttention."""
 
+    compiles_regions = False
     replicated: Any = ReplicatedLinear
     norm: Any = Norm
     column: Any = ColumnParallelLinear
@@ -186,17 +188,23 @@ class LatentAttention(OwnAttention):
         return latent, self._rotated(rotary_key.unsqueeze(2), angles).squeeze(2)
 
     def _rotated(self, part: Tensor, angles: Tensor) -> Tensor:
-        """Rotates the pairs of [seq, batch, heads, rope] by the first half of the angles, and returns them as (i, i +
-        rope / 2) from either arrangement, for queries and keys alike."""
-        if self.is_interleaved:
-            real, imaginary = part[..., 0::2], part[..., 1::2]
-        else:
-            real, imaginary = part.chunk(2, dim=-1)
-        half = angles[..., : real.shape[-1]]  # the second half repeats the first, for megatron-core's own rotation
-        # float32 up to here: bfloat16 cannot distinguish positions above 256
-        cosine = (half.cos() * self.magnitude).to(part.dtype)
-        sine = (half.sin() * self.magnitude).to(part.dtype)
-        return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
+        rotate = pairs_rotated.compiled_if(self.compiles_regions)
+        return rotate(part, angles, self.magnitude, self.is_interleaved)
+
+
+@region(activations=1)
+def pairs_rotated(part: Tensor, angles: Tensor, magnitude: float, is_interleaved: bool) -> Tensor:
+    """Rotates the pairs of [seq, batch, heads, rope] by the first half of the angles, and returns them as (i, i + rope
+    / 2) from either arrangement, for queries and keys alike."""
+    if is_interleaved:
+        real, imaginary = part[..., 0::2], part[..., 1::2]
+    else:
+        real, imaginary = part.chunk(2, dim=-1)
+    half = angles[..., : real.shape[-1]]  # the second half repeats the first, for megatron-core's own rotation
+    # float32 up to here: bfloat16 cannot distinguish positions above 256
+    cosine = (half.cos() * magnitude).to(part.dtype)
+    sine = (half.sin() * magnitude).to(part.dtype)
+    return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
 
 
 class LatentCore(RowAttention):

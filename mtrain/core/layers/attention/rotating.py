@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mtrain.core.layers.attention.rotary import angle_parts
+from mtrain.core.layers.region import region
 
 
 class Rotations(NamedTuple):
@@ -46,15 +47,21 @@ def rotated_as_rounded(heads: Tensor, rotations: Rotations) -> Tensor:
     return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
 
 
+@region(activations=1)
 def rotated(heads: Tensor, rotations: Rotations) -> Tensor:
     """Rotates dimension i of the first 2 r of each head with i + r; heads are [seq, batch, heads, head_dim].
 
     Costs one new tensor and three passes forward, the same backward; keeps nothing but the rotations that all heads
     share. megatron-core's own (rope_utils.py, `_apply_rotary_pos_emb_bshd`) makes seven passes and five tensors.
     """
+    if torch.compiler.is_compiling():
+        turned = rotated_as_rounded(heads, rotations)
+        # the order of `_heads_first`
+        return turned.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) if heads.device.type == "cpu" else turned
     return _Rotation.apply(heads, *rotations)  # type: ignore[no-untyped-call]
 
 
+@region(activations=1)
 def split_and_rotated(mixed: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor, Tensor]:
     """Splits the output of a projection, [seq, batch, groups, n + 2, head_dim]: of each group n queries, a key and a
     value.
@@ -66,6 +73,9 @@ def split_and_rotated(mixed: Tensor, rotations: Rotations) -> tuple[Tensor, Tens
     Returns:
         [seq, batch, groups * n, head_dim] and twice [seq, batch, groups, head_dim].
     """
+    if torch.compiler.is_compiling():
+        query, key, value = mixed[..., :-2, :].flatten(2, 3), mixed[..., -2, :], mixed[..., -1, :]
+        return rotated(query, rotations), rotated(key, rotations), value.clone()
     return _SplitRotation.apply(mixed, *rotations)  # type: ignore[no-untyped-call]
 
 
@@ -152,6 +162,8 @@ def grown(heads: Tensor, size: int, factor: float) -> Tensor:
 class RotatingAttention(SelfAttention):
     """Self-attention of grouped queries."""
 
+    compiles_regions = False
+
     _angles: Tensor | None = None
     """Angles of the current call, where queries and keys are rotated here."""
     rotation_factor = 1.0
@@ -183,11 +195,13 @@ class RotatingAttention(SelfAttention):
                 # megatron-core rotates them next, without a factor
                 query, key = (grown(heads, self.rotary_size, self.rotation_factor) for heads in (query, key))
             return query, key, *others
-        if _is_exact(hidden_states) and self._is_plainly_split:
+        is_taken = self.compiles_regions or _is_exact(hidden_states)
+        if is_taken and self._is_plainly_split:
             mixed, _ = self.linear_qkv(hidden_states)
             shape = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
             rotations = rotations_of(self._angles, mixed.dtype, self.rotation_factor)
-            return split_and_rotated(mixed.view(*mixed.shape[:2], *shape), rotations)
+            split = split_and_rotated.compiled_if(self.compiles_regions)
+            return split(mixed.view(*mixed.shape[:2], *shape), rotations)
         query, key, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
         return *self.rotated_here(query, key), *others
 
@@ -196,8 +210,10 @@ class RotatingAttention(SelfAttention):
         if self._angles is None:
             return query, key
         rotations = rotations_of(self._angles, query.dtype, self.rotation_factor)
-        rotate = rotated if _is_exact(query) else rotated_as_rounded
-        return rotate(query, rotations), rotate(key, rotations)
+        if self.compiles_regions or _is_exact(query):
+            rotate = rotated.compiled_if(self.compiles_regions)
+            return rotate(query, rotations), rotate(key, rotations)
+        return rotated_as_rounded(query, rotations), rotated_as_rounded(key, rotations)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiplies [seq, batch, heads_local * head_dim] by the sigmoid of a gate; float64 stays so, unlike in

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mtrain.core.layers.moe.grouped_gemm import Implementation, Product, chosen_product, sequential
 from mtrain.core.layers.own_parameters import expert_parameter
-from mtrain.core.layers.swiglu import is_swiglu, swiglu
+from mtrain.core.layers.swiglu import Activation, weighted_activated
 
 _AXIS = {"linear_fc1": 0, "linear_fc2": 1}
 """Axis of one expert's weight that is divided over expert tensor parallelism."""
@@ -60,6 +60,8 @@ class Stack(nn.Module):
 class Experts(MegatronModule):
     """Feed-forward networks of the experts that this rank holds."""
 
+    compiles_regions = False
+
     def __init__(
         self,
         num_local_experts: int,
@@ -102,25 +104,15 @@ class Experts(MegatronModule):
         hidden = self.linear_fc1(tokens, counts, product)
         biases = self.linear_fc1.biases(counts, len(tokens))
         # weighted before fc2, as in megatron-core's experts; fc2's bias is weighted separately
-        hidden = (self._activated(hidden if biases is None else hidden + biases) * weights).to(tokens.dtype)
+        hidden = hidden if biases is None else hidden + biases
+        activate = weighted_activated.compiled_if(self.compiles_regions)
+        hidden = activate(hidden, weights, Activation.of(self.config))
         output = self.linear_fc2(hidden, counts, product)
         # every rank of etp would add it to its part of the sum: config/rules.py refuses biases with etp > 1
         biases = self.linear_fc2.biases(counts, len(tokens))
         if biases is not None:
             output = output + (biases * weights).to(tokens.dtype)
         return output, None
-
-    def _activated(self, hidden: Tensor) -> Tensor:
-        if is_swiglu(self.config):
-            return swiglu(hidden)
-        activation = self.config.activation_func
-        if not self.config.gated_linear_unit:
-            return activation(hidden)
-        gate, up = hidden.chunk(2, dim=-1)  # this rank's rows of fc1: its gates, then its ups
-        limit = self.config.activation_func_clamp_value
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return activation(gate) * (up + self.config.glu_linear_offset)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: object = None
