@@ -58,17 +58,16 @@ def source_of(checkpoint: Path) -> ModelSource:
 
 def source_of_run(run: Config) -> ModelSource:
     """Describes the model of a run, and the origin of its first weights."""
-    origin = _origin_of(run)
+    origin = _origin_of(run.model.hf, run.checkpoint.initialize_from)
     tokenizer = None if run.data.tokenizer is None else Path(run.data.tokenizer)
     if origin is not None and not run.data.allow_other_tokenizer:
         tokenizer = None
     return ModelSource(run.model, origin, run.data.seq_length, tokenizer)
 
 
-def _origin_of(run: Config) -> Path | None:
-    if run.model.hf is not None and (Path(run.model.hf) / CONFIG_NAME).exists():
-        return Path(run.model.hf)
-    start = run.checkpoint.initialize_from
+def _origin_of(hf: str | None, start: str | None) -> Path | None:
+    if hf is not None and (Path(hf) / CONFIG_NAME).exists():
+        return Path(hf)
     if start is None or not Path(start).exists() or megatron_folder(Path(start)) is not None:
         return None
     entry = checkpoint_at(Path(start)).entry

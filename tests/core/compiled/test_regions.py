@@ -84,7 +84,7 @@ def _constants() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_region_is_the_function_in_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By day the graphs alone; the code that torch writes for them at night."""
+    """Graphs alone; the next test compares the code that torch writes for them."""
     monkeypatch.setattr(region, "BACKEND", "aot_eager")
     compare_in_float64(CASES[name])
 
