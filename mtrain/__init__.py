@@ -44,7 +44,8 @@ if TYPE_CHECKING:
         weigh,
         weigh_sequences,
     )
-    from mtrain.core.loss.preference.scores import GroupMember, PreferenceValue, ScoredSequences, preference_loss
+    from mtrain.core.loss.preference.member import GroupMember
+    from mtrain.core.loss.preference.scores import PreferenceValue, ScoredSequences, preference_loss
     from mtrain.core.step.results import EvalResult, ForwardResult, StepResult
     from mtrain.hf.configuration import load_config
     from mtrain.hf.io.broadcast import receive_hf_tensors
@@ -61,7 +62,8 @@ _MODULES = {
     "mtrain.core.batch.datum": "Datum",
     "mtrain.core.loss.pair": "LossFunction LossPair TermInputs at_temperature diagnosed needs_extras needs_teacher "
     "per_token reports stacked_extra weigh weigh_sequences",
-    "mtrain.core.loss.preference.scores": "GroupMember PreferenceValue ScoredSequences preference_loss",
+    "mtrain.core.loss.preference.member": "GroupMember",
+    "mtrain.core.loss.preference.scores": "PreferenceValue ScoredSequences preference_loss",
     "mtrain.core.step.results": "EvalResult ForwardResult StepResult",
     "mtrain.hf.configuration": "load_config",
     "mtrain.hf.io.broadcast": "receive_hf_tensors",

@@ -79,7 +79,6 @@ def status(
 
         from mtrain.base.log import output_console
         from mtrain.report.monitor.status import find_runs, read_status
-        from mtrain.report.monitor.table import status_view
 
         console = output_console()
         # on a terminal each status replaces the last one
@@ -89,6 +88,8 @@ def status(
             if as_json:
                 print(json.dumps([each.as_json() for each in found]), flush=True)
             else:
+                from mtrain.report.monitor.table import status_view  # loads the configuration's modules
+
                 view = status_view(found, console.width if console.is_terminal else None)
                 if live is None:
                     console.print(view)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from mtrain.core.loss.preference.scores import GroupMember
+from mtrain.core.loss.preference.member import GroupMember
 
 FieldPath = tuple[str, ...]
 """Path of a tensor in a batch: a field, and inside it the loss term, extra, choice, or the depth and its field."""

@@ -18,7 +18,7 @@ from mtrain.config.schema.output import HeadOutput
 from mtrain.core.batch.choices import Chosen, checked_experts, open_choice
 from mtrain.core.batch.numbers import TOP_K_IDS, TOP_K_LOGPROBS, real_numbers, token_ids, top_k_fault, whole_number
 from mtrain.core.batch.sample import Sample, shifted
-from mtrain.core.loss.preference.scores import ROLES, GroupMember
+from mtrain.core.loss.preference.member import ROLES, GroupMember
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain.core.loss.preference.scores import GroupMember
+from mtrain.core.loss.preference.member import GroupMember
 
 
 @dataclass(frozen=True)

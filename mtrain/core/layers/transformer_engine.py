@@ -29,6 +29,7 @@ from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.attention.mla import LatentAttention
 from mtrain.core.layers.moe.experts import Experts
 from mtrain.core.layers.own_parameters import marked
+from mtrain.core.layers.swiglu import Activation, weighted_activated
 
 
 class DocumentAttention(TEDotProductAttention):
@@ -169,7 +170,8 @@ class TransformerEngineExperts(Experts):
         multiple = 1 if self.config.fp8 is None else get_fp8_align_size(self.config.fp8_recipe)
         padded_counts = [-(-count // multiple) * multiple for count in counts]
         hidden, _ = self.linear_fc1(_padded(tokens, counts, padded_counts), padded_counts)
-        hidden = (self._activated(hidden) * _padded(weights, counts, padded_counts)).to(tokens.dtype)
+        activate = weighted_activated.compiled_if(self.compiles_regions)
+        hidden = activate(hidden, _padded(weights, counts, padded_counts), Activation.of(self.config))
         output, biases = self.linear_fc2(hidden, padded_counts)
         if padded_counts != counts:
             parts = torch.split(output, padded_counts)

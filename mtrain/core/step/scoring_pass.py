@@ -24,7 +24,8 @@ from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.schedule import evaluating, run_forward
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.objective import Objective
-from mtrain.core.loss.preference.scores import ROLES, ScoredSequences, agreed_fault, preference_marks
+from mtrain.core.loss.preference.member import ROLES
+from mtrain.core.loss.preference.scores import ScoredSequences, agreed_fault, preference_marks
 from mtrain.core.loss.sequences import PackedSequences, sum_by_sequence
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
 from mtrain.core.ranks.groups import to_device

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import Sample, TokenizedSample, with_label
-from mtrain.core.loss.preference.scores import GroupMember, Role
+from mtrain.core.loss.preference.member import GroupMember, Role
 from mtrain.data.cache.entry import TokenCache
 from mtrain.data.samples.sft import Pieces, RowLimit, sample_of_record, why_nothing
 

@@ -89,7 +89,7 @@ class _NeverUpdates(Optimizer):
     """Optimizer that never updates; those of megatron-core do not support float64."""
 
     def __init__(self, sharded: ShardedModel, groups: Groups) -> None:
-        self.sharded, self._device, self._is_fp16 = sharded, groups.device, False
+        self.sharded, self._device, self.scales_loss = sharded, groups.device, False
 
     def zero_grad(self) -> None:
         self.sharded.zero_grad()

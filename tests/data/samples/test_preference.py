@@ -10,7 +10,7 @@ import numpy as np
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
-from mtrain.core.loss.preference.scores import GroupMember
+from mtrain.core.loss.preference.member import GroupMember
 from mtrain.data.loader import StepLoader
 from mtrain.data.samples.preference import PreferenceDataset
 from mtrain.data.sources import Sources

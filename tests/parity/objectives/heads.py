@@ -14,7 +14,7 @@ from torch import Tensor
 from mtrain.config import Config
 from mtrain.core.batch.datum import Datum, sample_of
 from mtrain.core.layers.layer_spec import canonical_name, global_name
-from mtrain.core.loss.preference.scores import GroupMember, Role
+from mtrain.core.loss.preference.member import GroupMember, Role
 from mtrain.hf.schema import peft as peft_schema
 from mtrain.hf.schema.families.dense import LLAMA
 from mtrain.hf.schema.family import Family

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtrain.config import Config
 from mtrain.core.batch.sample import Sample, shifted
-from mtrain.core.loss.preference.scores import GroupMember, Role
+from mtrain.core.loss.preference.member import GroupMember, Role
 from tests.parity.batches import SEQ, VOCAB, GlobalBatch
 from tests.reference import Parameters, logits_of
 from tests.trl_losses import Answer, Trl

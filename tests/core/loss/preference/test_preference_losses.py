@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mtrain.base.errors import DataError
 from mtrain.config.schema.loss import PREFERENCE_LOSSES
 from mtrain.core.loss.functions.load import load_loss_function
-from mtrain.core.loss.preference.scores import ROLES, PreferenceValue, ScoredSequences
+from mtrain.core.loss.preference.member import ROLES
+from mtrain.core.loss.preference.scores import PreferenceValue, ScoredSequences
 from tests.messages import refuses
 
 Line = tuple[float, float, float, float, int, int]
