@@ -31,7 +31,7 @@ RANKS = {
 JUDGES = {
     "parity": ("parity.shrink", "parity.texts_of", "parity.compared", "parity.diagnosed"),
     "resume": ("resume.run.planned", "resume.run.records_of"),
-    "preempt": ("preempt.run.small_run", "preempt.run.launcher", "preempt.run.run_to_end"),
+    "preempt": ("preempt.small_run", "preempt.launcher", "preempt.run_to_end"),
     "hf": ("hf.comparable", "hf.texts_of", "hf.transformers_steps", "hf.diagnosed"),
     "backend": ("backend.run.few_layers", "backend.run.tolerances", "backend.run.layers_of"),
     "rollout": ("rollout.run.read_rollouts", "rollout.run.verify_rollout"),

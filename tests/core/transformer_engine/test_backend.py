@@ -240,5 +240,7 @@ def test_the_page_of_packages_names_every_key_that_stands_in_the_way() -> None:
     asked = [ask for each in FEATURES for ask in (each.needs_torch_layers, each.needs_certificate)]
     functions = (layer_spec.unbuildable, layer_spec.uncertified, beyond_transformer_engine, *asked)
     keys = {key for function in functions for key in named_keys(function)}
+    declared = (getattr(each, "torch_only", None) for each in FEATURES)
+    keys |= {key.partition("=")[0] for key in declared if key is not None}
     assert {"adapter", "data.packing", "model.attention_sinks", "model.mla", "train.compile"} < keys
     assert {key for key in keys if not any(f"`{key}" in row for row in rows)} == set()
