@@ -10,4 +10,4 @@ NO_MKDOCS_2_WARNING=1 "$1" -m mkdocs build --strict & # while the types are chec
 documentation=$!
 trap 'kill "$documentation" 2>/dev/null || true' EXIT
 "$1" -m mypy --strict mtrain tools tests examples
-wait "$documentation"
+wait "$documentation" || { echo "mkdocs failed: its messages stand above, before those of mypy" >&2; exit 1; }
