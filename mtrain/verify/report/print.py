@@ -1,7 +1,5 @@
 """Output of `mtrain verify`: on the terminal, and as files."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -48,9 +46,10 @@ def write_report(report: Report, folder: Path) -> None:
     from mtrain.report.pages.html import write_page  # here, to load matplotlib only if a page is written
     from mtrain.verify.report.page import report_page
 
+    content = report.to_json()  # a fault of ours is no fault of the disk
     with disk_faults(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / report.text.json_name, report.to_json())
+        write_atomically(folder / report.text.json_name, content)
     write_page(folder / report.text.page_name, report_page(report))
 
 

@@ -1,7 +1,5 @@
 """Report of `mtrain verify rollout`: as data, on the terminal and as a page."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,9 +108,10 @@ def lines_of(report: RolloutReport, folder: Path) -> Iterator[str]:
 
 def write_rollout_report(report: RolloutReport, folder: Path) -> None:
     """Writes the JSON file and the page; raises MachineError if the folder cannot be written."""
+    content = report.to_json()  # a fault of ours is no fault of the disk
     with disk_faults(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / JSON_NAME, report.to_json())
+        write_atomically(folder / JSON_NAME, content)
     write_page(folder / PAGE_NAME, rollout_page(report))
 
 
