@@ -70,11 +70,15 @@ def write_model(folder: Path, seed: int = 0) -> None:
     model.save_pretrained(folder)
 
 
+ASKED_ABOUT = ("training/rl.md", "training/serve.md", "data/finetuning.md")
+"""Pages that the reader is asked about."""
+
+
 def write_reader(folder: Path, seed: int = 0) -> None:
     """Writes such a model that calls a tool to read a page, or answers, whatever it was asked."""
     tokenizer, model = _untrained(folder, LONGEST, seed)
     optimizer, rng = torch.optim.AdamW(model.parameters(), 3e-3), random.Random(seed)
-    asked = "".join((ROOT / "docs" / name).read_text() for name in ("rl.md", "serve.md", "finetuning.md"))
+    asked = "".join((ROOT / "docs" / name).read_text() for name in ASKED_ABOUT)
     for _ in range(200):
         ids, labels = [list[int]() for _ in range(2)], [list[int]() for _ in range(2)]
         for row, learned in zip(ids * 4, labels * 4):

@@ -112,8 +112,9 @@ def test_preference_for_shorter_answers_sees_no_difference_of_sampler_and_traine
     found = run_recipe(place, address, "preference.shorter.train", SHOWN["preference.shorter.train"])
     steps = [each for each in found if "optim/kl_sample_train_v1" in each]
     assert len(steps) == 2
-    assert all(each["grad_norm"] > 0 for each in steps)
     for each in steps:
+        # answers that are drawn without a seed may all be equally long, and then nothing is learnt
+        assert (each["grad_norm"] > 0) == (each["env/all/by_group/frac_mixed"] > 0)
         assert abs(each["optim/kl_sample_train_v1"]) < 1e-6
         assert each["optim/kl_sample_train_v2"] < 0.5 * 1e-5**2  # 1e-5 a token, as everywhere in float32
 
