@@ -1,7 +1,5 @@
 """Global batches of a user's program: the part that a rank reads, and what passes over them report."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -32,7 +30,7 @@ from mtrain.core.step.scoring_pass import sequence_scores
 from mtrain.data.loader import Given, RowPlan, RowsOfRank
 
 _TYPE = "{} of type {}, but must be {}"
-_NOTHING = "the {} no sample, but at least one is needed; leave the call out where there is none"
+_NOTHING = "the {} no sample, but at least one is needed; skip the call if there is none"
 
 
 class SplitBatch(NamedTuple):

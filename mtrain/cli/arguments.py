@@ -43,8 +43,10 @@ TextKeyOption = Annotated[str, typer.Option(help="Key of the text in JSONL.")]
 
 
 def with_options(kind: type[Any], *names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces a verb's parameter `options` by the fields of a data class, or by those with these names, each of which
-    is an option of the command line; `defaults` replace some of theirs."""
+    """Turns the fields of a data class into options of the command line, in place of a verb's parameter `options`.
+
+    Only the fields in `names` become options if any are given; `defaults` override those of the data class.
+    """
 
     def spread(verb: Callable[..., None]) -> Callable[..., None]:
         own = [each for each in inspect.signature(verb).parameters.values() if each.name != "options"]

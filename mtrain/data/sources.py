@@ -1,7 +1,5 @@
 """Opens the data that `data.*` names, before training starts, and gives their samples; numpy, no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -408,7 +406,7 @@ class Epochs:
         return packing.model_copy(update={"window": min(packing.window, self.num_sequences)})
 
     def num_steps(self, num_sequences: int) -> int:
-        """Returns the fewest steps that hold so many sequences."""
+        """Returns the smallest number of steps with at least this many sequences."""
         data = self.config.data.model_copy(update={"packing": self.packing})
         return steps_of(self.config.model_copy(update={"data": data}), self.stream).holding(num_sequences)
 

@@ -163,7 +163,7 @@ class Lora(Body):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Returns what clients are told of a model with this adapter."""
+        """Describes a model with this adapter to clients."""
         return {"is_lora": self.rank > 0, "lora_rank": self.rank or None}
 
 

@@ -325,7 +325,7 @@ def test_an_export_is_what_transformers_computes_with(pool: Pool, tmp_path: Path
 
 
 MISTAKES = {
-    "empty": "DataError: the batch has no sample, but at least one is needed; leave the call out",
+    "empty": "DataError: the batch has no sample, but at least one is needed; skip the call if there is none",
     "nothing to look at": "DataError: the batch has no sample",
     "nothing to score": "DataError: the batch has no sample",
     "nothing to evaluate": "DataError: the batches have no sample, but at least one is needed",

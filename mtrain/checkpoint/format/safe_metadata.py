@@ -8,8 +8,6 @@ opcodes that lists of tensors need are known; `pickletools` of Python's standard
 and memory are proportional to the length of the pickle, and nothing recurses. Nothing else of a checkpoint is read so.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable, Collection, Mapping
@@ -169,7 +167,7 @@ class _Machine:
     def name_on_stack(self) -> None:
         module, name = self.pop_several(2)
         if type(name) is not str or type(module) is not str:
-            self._refuse("names something by what is no text")
+            self._refuse("has a name that is not text")
         self._push_name(module, name)
 
     def _push_name(self, module: str, name: str) -> None:
@@ -184,7 +182,7 @@ class _Machine:
         """Pushes what stands for the result of calling a function or class with a tuple of arguments."""
         function, arguments = self.pop_several(2)
         if type(function) is not Named or type(arguments) is not tuple:
-            self._refuse("calls what is no name, or with what are no arguments")
+            self._refuse("calls something other than a name, or without a tuple of arguments")
         if function.name == "collections.OrderedDict" and not arguments:
             self.stack.append({})  # filled by the opcodes that follow
         elif function.name == "builtins.set" and len(arguments) == 1 and type(arguments[0]) is list:

@@ -192,8 +192,10 @@ def publish(
 
 
 def delete_checkpoint(root: Path, step: int) -> bool:
-    """Deletes a published checkpoint, unless someone is `reading` it; returns whether it is gone. If the process is
-    killed in between, the checkpoint is no longer listed and `clean_leftovers` completes the deletion."""
+    """Deletes a published checkpoint unless someone is `reading` it; returns whether it is gone.
+
+    A process that is killed during the deletion leaves no listed checkpoint, and `clean_leftovers` deletes the rest.
+    """
     path = root / step_name(step)
     if _reading_here[path.absolute()]:  # needed where the file system has no locks
         return False

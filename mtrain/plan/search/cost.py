@@ -3,10 +3,10 @@
 Every part is a roofline. Products of matrices run at the device's peak times an efficiency that falls with their
 smallest dimension, and not faster than memory feeds them; fused attention has its own efficiency; everything else is
 bound by memory. A step takes as long as its slowest pipeline stage needs for all microbatches, plus the bubble, exposed
-transfers, and the update. Assumed to be hidden: sums of gradients behind the last backward pass and gathering of
-parameters behind the first forward pass, if the configuration overlaps them; transfers between stages of an interleaved
-schedule except for its warm-up; half of the tensor-parallel transfers of a backward pass, behind the gradients of
-weights.
+transfers, and the update. Assumed to overlap with computation: reductions of gradients with the last backward pass and
+gathers of parameters with the first forward pass, if the configuration overlaps them; transfers between stages of an
+interleaved schedule except for its warm-up; half of the tensor-parallel transfers of a backward pass, with the
+gradients of weights.
 """
 
 from __future__ import annotations

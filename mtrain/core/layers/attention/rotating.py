@@ -55,9 +55,10 @@ def rotated(heads: Tensor, rotations: Rotations) -> Tensor:
     share. megatron-core's own (rope_utils.py, `_apply_rotary_pos_emb_bshd`) makes seven passes and five tensors.
     """
     if torch.compiler.is_compiling():
-        turned = rotated_as_rounded(heads, rotations)
-        # the order of `_heads_first`
-        return turned.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3) if heads.device.type == "cpu" else turned
+        output = rotated_as_rounded(heads, rotations)
+        if heads.device.type == "cpu":  # the memory order of `_heads_first`
+            output = output.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+        return output
     return _Rotation.apply(heads, *rotations)  # type: ignore[no-untyped-call]
 
 
