@@ -1,7 +1,5 @@
 """Entry point of `mtrain` and `python -m mtrain`; imports nothing heavy before stop signals are safe."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -3,8 +3,6 @@
 Every method is collective: all ranks call the same ones in the same order, with the same arguments.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Names, shapes and bits are those of an export: the same tables define both. No disk is used.
 """
 
-from __future__ import annotations
-
 import itertools
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Models that share one frozen base in turns: adapters by name, and saved states."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import weakref

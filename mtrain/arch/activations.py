@@ -5,8 +5,6 @@ keeps its input only for the gradient of its weight, so a frozen one keeps none;
 input for the gradient of A.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never

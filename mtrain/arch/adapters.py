@@ -1,7 +1,5 @@
 """Matrices with adapters, and the sizes of the adapters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 H heads of d dimensions, G query groups, hidden size h, FFN size f, vocabulary V, sequence length s.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import assert_never
 

@@ -1,7 +1,5 @@
 """Memory of a rank, by component."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import assert_never
 

@@ -3,8 +3,6 @@
 Replicated parameters count once in a model, and once on each rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import assert_never
 

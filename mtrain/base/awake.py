@@ -1,7 +1,5 @@
 """Clock that stops while its process is suspended."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

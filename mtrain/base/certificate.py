@@ -1,7 +1,5 @@
 """Certificates of `mtrain verify backend`: how layers of other libraries compare with ours on one machine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

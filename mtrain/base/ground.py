@@ -5,8 +5,6 @@ would silently train another run. An import may take a source tree or an unpacke
 installed distribution, so the source that an import would take is read, without running it.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import sys

@@ -4,8 +4,6 @@ A network disk that fails over to another server answers EIO, ESTALE or a timeou
 reads are retried with a warning; a lasting fault is raised.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import logging

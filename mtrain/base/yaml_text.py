@@ -4,8 +4,6 @@ Values have the types of YAML 1.1 with the floats of 1.2 (`1e-3`), as in version
 configuration needs is refused: depth, aliases that multiply, tags, and numbers that YAML 1.1 misreads.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

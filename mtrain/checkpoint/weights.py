@@ -1,7 +1,5 @@
 """Weights of a checkpoint as numpy arrays: no ranks, no model, no configuration."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ It needs no GPU, no model object and no process group, and reads one tensor at a
 where it stopped.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal

@@ -1,7 +1,5 @@
 """What adapters can be combined with, and the targets that all-linear means."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Differences between two resolved configurations."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Keys that decide which samples a step reads, or what the numbers in a checkpoint
 longer be that of its earlier steps. Keys of NEUTRAL_KEYS need no consent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_origin
 

@@ -1,7 +1,5 @@
 """Values that follow from several sections of a configuration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Everything between data and loss (caches, packing, context parallelism, broadcas
 extra of k numbers per token travels as k arrays.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Sections of several kinds, such as `data`: their classes, and what happens to keys if the kind changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
 

@@ -4,8 +4,6 @@
 conditions that need no torch from here, so that `mtrain check` reports them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, assert_never, get_args

@@ -5,8 +5,6 @@ are relative to the working directory. Nothing is read from the environment, so 
 anywhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Names of version 0.1.0 that have changed; version 0.2 is the last to understand them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any

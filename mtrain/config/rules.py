@@ -3,8 +3,6 @@
 Each function yields a message for every broken rule: what was given, what is needed, what to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Literal, assert_never
 

@@ -1,7 +1,5 @@
 """Exports an adapter checkpoint as a PEFT folder, for servers that hold the frozen model themselves."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

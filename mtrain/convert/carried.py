@@ -7,8 +7,6 @@ and index as they were, the names and order of the shards, and the scales, one b
 from these and the weights.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

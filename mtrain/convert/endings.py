@@ -4,8 +4,6 @@ transformers and vLLM end an answer at the ids of generation_config.json and at 
 model these name the end of a document, but a chat template teaches the end of a turn.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

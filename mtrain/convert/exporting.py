@@ -1,7 +1,5 @@
 """Exports a checkpoint as a folder that Hugging Face's libraries load."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

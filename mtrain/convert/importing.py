@@ -1,7 +1,5 @@
 """Imports a Hugging Face folder as a checkpoint that a run can start from."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Lists a folder's contents from headers and lists alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors of a Megatron-LM or Megatron-Bridge checkpoint under our names, for an export without ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, NamedTuple

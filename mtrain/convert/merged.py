@@ -1,7 +1,5 @@
 """Merges adapters into their frozen base: W + scale B A, computed matrix by matrix when it is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Origin of a checkpoint's weights, and the files that came with them."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Proves every conversion: each Hugging Face tensor is rebuilt from the checkpoint and compared bit for bit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoint to be exported: which model it holds, and what its tensors are called in the export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Compares a checkpoint with a Hugging Face folder: by tensors, or by the logits of both models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

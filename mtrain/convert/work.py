@@ -5,8 +5,6 @@
     .done/FILE.json      facts of a finished file and their digest; written after the file is on disk
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -5,8 +5,6 @@ An entry does not depend on who read a sample or where it lay: identities follow
 of samples are summed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -228,7 +228,6 @@ class StepLoader(OpenedData):
         """Opens and checks everything that the configuration names; raises as `RowsOfRank` and `OpenedData` do."""
         self._rows = RowsOfRank(config, dp_rank, dp_size, extras)
         super().__init__(config)
-        self.dp_size = dp_size
         self._config = config
         self._references = ""
         self._depth = config.data.prefetch_steps

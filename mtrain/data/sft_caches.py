@@ -1,7 +1,5 @@
 """Token caches of the sources of a finetuning (`data.*`)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial

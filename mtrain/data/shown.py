@@ -4,8 +4,6 @@ A token's weight is that of predicting it, in the main term and by its aggregati
 divided by the step's denominator it is the token's share of the loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Configurations whose architecture may come from a Hugging Face folder; loads no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

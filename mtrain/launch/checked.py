@@ -1,7 +1,5 @@
 """Checks a run as far as a login node can: without torch, before anything waits in a queue."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from pathlib import Path

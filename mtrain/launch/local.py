@@ -1,7 +1,5 @@
 """Several ranks on this machine: they start together, stop together, and none is left running."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -7,8 +7,6 @@ started all of its ranks, to which it passes them on. If it has no ranks a while
 nodes, which may never come: there is nothing to save, and it ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

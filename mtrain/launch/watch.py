@@ -1,7 +1,5 @@
 """Watches the ranks of a launch: which one fails or is stopped, and whether any still gives a sign of life."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

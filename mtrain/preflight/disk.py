@@ -1,7 +1,5 @@
 """Disk space of a run: size and largest number of its checkpoints and exports, and whether they fit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import dataclass

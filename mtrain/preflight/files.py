@@ -1,7 +1,5 @@
 """Checks the files that a configuration names: whether they exist, are whole, and fit the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import assert_never
 

@@ -1,7 +1,5 @@
 """Findings before a start: facts for the user, and faults that would end the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

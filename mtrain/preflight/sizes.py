@@ -1,7 +1,5 @@
 """Sizes of the training data, as `mtrain check` shows them: records, tokens, the longest, epochs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from mtrain.config.schema.data import FilesSection

@@ -1,7 +1,5 @@
 """Continues a run: which values it keeps from its earlier start, and which must not change."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

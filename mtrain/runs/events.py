@@ -4,8 +4,6 @@ A later start removes nothing, so the file covers every start, also those whose 
 events that cannot be written are lost, and lines that cannot be read are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

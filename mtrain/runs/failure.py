@@ -5,8 +5,6 @@ Each of them writes the first cause among the records so far as the start's summ
 rank's is the first cause only if there is no other record.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

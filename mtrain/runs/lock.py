@@ -6,8 +6,6 @@ marked. If two starts miss each other nevertheless, the later name overwrites th
 gone stops before it publishes anything. Of two starts that both believe they hold the folder, the higher number wins.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

@@ -3,8 +3,6 @@
 Calls that take time return the name of a future at once; `retrieve_future` waits for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

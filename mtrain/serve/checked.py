@@ -1,7 +1,5 @@
 """Checks of a service before torch is loaded, also on a login node: its model, its key, its libraries."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from importlib import import_module

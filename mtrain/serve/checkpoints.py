@@ -1,7 +1,5 @@
 """Calls on checkpoints, on the first rank: lists, lifetimes, removal and download."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

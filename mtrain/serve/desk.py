@@ -4,8 +4,6 @@ Calls of one model are numbered and run in that order however they arrive. A cal
 they see no answer, is the same call.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import threading

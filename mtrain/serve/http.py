@@ -1,7 +1,5 @@
 """Access, bounded request bodies, and answers that say what is wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

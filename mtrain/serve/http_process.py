@@ -3,8 +3,6 @@
 It needs no torch, and ends when the engine does, whatever signals are sent to the job.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

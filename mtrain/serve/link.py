@@ -4,8 +4,6 @@ Requests arrive as `(id, operation)`, and results return as `(id, result)`. Both
 operations, never the bytes of a client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

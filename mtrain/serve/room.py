@@ -1,7 +1,5 @@
 """Checks memory before a client gets more of it: a failed allocation would end the service."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs a service: HTTP in a process that the first rank starts, the engine on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

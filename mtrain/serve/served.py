@@ -1,7 +1,5 @@
 """The model that a service offers, and what a client may want of it; no torch."""
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass
 from pathlib import Path

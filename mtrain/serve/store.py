@@ -4,8 +4,6 @@ A checkpoint exists once its description, which is written last, is on disk. Nam
 become parts of a path.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

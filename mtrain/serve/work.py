@@ -3,8 +3,6 @@
 Every rank gets the same operations in the same order, so each knows every model; only the first rank answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ that a step is compared with. So all ranks decide alike, and decisions depend ne
 was stopped, except for rounding.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """Builds all parts of a run, before anything is trained."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

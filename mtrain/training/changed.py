@@ -1,8 +1,6 @@
 """Checkpoint that a start resumes from, and changes that the user has consented to: of the configuration, the training
 data, and other inputs that checkpoints name; no torch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence

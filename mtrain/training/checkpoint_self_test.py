@@ -1,7 +1,5 @@
 """Self-test of checkpoints (`checkpoint.self_test`): saves and loads before the first step, and reports the cost."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import time

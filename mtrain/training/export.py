@@ -7,8 +7,6 @@ An export is due while its checkpoint exists and its folder does not; nothing el
 dies leaves its exports to the next start.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import functools

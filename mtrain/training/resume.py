@@ -1,7 +1,5 @@
 """Start of a run in its folder, from a checkpoint or other weights; saves and loads of a user's program."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Training loop of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

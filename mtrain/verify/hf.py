@@ -5,8 +5,6 @@ reference's rows, weights and learning rates; the other is the trainer's step un
 samples and initial weights, in float32.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

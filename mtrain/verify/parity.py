@@ -1,7 +1,5 @@
 """Check `mtrain verify parity`: compares a small copy of the run in many layouts with one process in float64."""
 
-from __future__ import annotations
-
 import datetime
 import time
 from collections.abc import Callable, Collection

@@ -4,8 +4,6 @@ The real launcher starts one run repeatedly; each start is stopped in another ph
 Then records and files of the last checkpoint must equal those of an uninterrupted run bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

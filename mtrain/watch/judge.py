@@ -4,8 +4,6 @@ A training step ends on all ranks or on none, so a job hangs when none of its ra
 for the rank at the earliest place. Time in which the watchdog itself did not run does not count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum

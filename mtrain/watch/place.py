@@ -1,7 +1,5 @@
 """Where a node's ranks and their watchdog meet: a folder in memory that belongs to one launch on one node."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """State of a process as the kernel reports it in /proc; reading it costs microseconds and needs no library."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple

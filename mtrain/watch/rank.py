@@ -1,8 +1,6 @@
 """A rank's side of the watchdog: its pulse, its answer to requests for stacks, and the start of the watchdog's
 process."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

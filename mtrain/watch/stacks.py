@@ -1,7 +1,5 @@
 """Stacks of hanging ranks: by their own handler in C, which needs no interpreter lock, and from outside."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -3,8 +3,6 @@
 It imports no torch, uses no GPU, and exits when the ranks of its node have left. See docs/machines/survive.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

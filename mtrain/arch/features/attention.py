@@ -1,7 +1,5 @@
 """Grouped-query attention and its options: head norms, sinks, windows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, assert_never, final

@@ -1,7 +1,5 @@
 """The gated delta net in place of attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """Feed-forward parts: dense, and a router with experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, final
 

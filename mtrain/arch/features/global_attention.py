@@ -1,7 +1,5 @@
 """Attention with its own heads in layers without a window, and other parts of Gemma 4."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """Mamba-2 in place of attention, and its pattern of sublayers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """Multi-token prediction: layers after the last one."""
 
-from __future__ import annotations
-
 from typing import Any, final
 
 from mtrain.arch.features.feature import Feature, Parameters, SmallRun, norm_elements

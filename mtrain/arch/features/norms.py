@@ -1,7 +1,5 @@
 """The residual stream and its norms."""
 
-from __future__ import annotations
-
 from typing import final
 
 from mtrain.arch.features.feature import LayerPart, Parameters, hidden_local, norm_elements

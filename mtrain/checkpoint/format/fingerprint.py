@@ -4,8 +4,6 @@ Every element adds a hash of its bits, its tensor's name and its place in the wh
 and files add up to the same number in any order. It detects accidental differences, not forgeries.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

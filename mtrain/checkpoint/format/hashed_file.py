@@ -4,8 +4,6 @@ Hashing runs parallel to writing, in another thread: both release the interprete
 to take what has been written so far, so that little is left to wait for at the end.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import hashlib

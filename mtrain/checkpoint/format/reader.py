@@ -7,8 +7,6 @@ A slice is a record of torch.save: an uncompressed zip file of a pickle that des
 pickle may only describe one plain tensor.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import mmap

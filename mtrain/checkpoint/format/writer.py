@@ -4,8 +4,6 @@ Each rank writes its shards into one file, one `torch.save` record after the oth
 in `.metadata`, in torch's own classes, so that torch's and megatron-core's readers find any slice of any tensor.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

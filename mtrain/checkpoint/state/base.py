@@ -4,8 +4,6 @@ Checkpoints of adapters do not hold it. They name its origin and a fingerprint o
 every layout; a run that resumes from them loads the model again and compares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters and gradients under their global names: the shards of a rank, or whole ones, a few at a time."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

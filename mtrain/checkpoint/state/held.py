@@ -3,8 +3,6 @@
 A rank holds its own shards, so the layout plays no role and nothing is communicated but Adam's count of updates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias

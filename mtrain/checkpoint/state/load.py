@@ -5,8 +5,6 @@ main weights and Adam's moments (`optimizer.state.{param,exp_avg,exp_avg_sq}.dec
 rank (`rng...`), and in training_state.json the counters.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Every rank maps the files and copies what it needs, straight to where it compute
 of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import zip_longest

@@ -9,8 +9,6 @@ over what has replicas, and one number that all ranks add: each multiplies its d
 over the replicas of a slice.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Sequence

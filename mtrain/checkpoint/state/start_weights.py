@@ -8,8 +8,6 @@ PEFT and copies its own shards.
 Whether a checkpoint holds the weights of a model is checked without building the model.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product

@@ -1,7 +1,5 @@
 """Teachers from checkpoints: the configuration that a teacher gets, its weights and their fingerprint."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

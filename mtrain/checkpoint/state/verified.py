@@ -1,7 +1,5 @@
 """Opens a checkpoint and checks that every byte is what was saved."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -4,8 +4,6 @@ The contents, also of Megatron-LM's and Bridge's, come from the lists alone; two
 slice at a time.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Description of the model in an imported checkpoint; a run's checkpoint has a config.yaml instead."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

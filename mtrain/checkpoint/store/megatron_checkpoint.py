@@ -9,8 +9,6 @@ pickle (common.pt, or `common_state` since Megatron-Core 0.19), which is never r
 configuration.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ deleted, and nothing is deleted in its favour. Nothing on disk records this: a r
 one that it has seen confirmed itself, and its own first step confirms the checkpoint that it resumes from.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import logging
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Names of checkpoint folders; imports little, so that listing them is fast."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

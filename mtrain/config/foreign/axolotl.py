@@ -3,8 +3,6 @@
 Source: axolotl 0.19.0, axolotl/utils/schemas and axolotl/core/builders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

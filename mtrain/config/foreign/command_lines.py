@@ -1,7 +1,5 @@
 """Options of other programs' command lines, without launchers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 

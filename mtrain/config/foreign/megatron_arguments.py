@@ -1,7 +1,5 @@
 """Arguments of a start of Megatron-LM, and their treatment (`mtrain/config/tables/megatron_lm.toml`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

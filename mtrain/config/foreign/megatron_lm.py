@@ -1,7 +1,5 @@
 """Arguments of Megatron-LM's `pretrain_gpt.py` as a configuration."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

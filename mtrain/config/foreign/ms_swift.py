@@ -3,8 +3,6 @@
 Source: ms-swift 4.6.0, swift/megatron/arguments, swift/arguments and swift/trainers/arguments.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Common settings of finetuning programs: files, schedules, adapters, losses on pairs of answers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Values of other programs, possibly texts, as values of our keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, get_origin

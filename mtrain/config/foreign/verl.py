@@ -3,8 +3,6 @@
 Source: verl 0.9.1, verl/trainer/config.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Without them a typing error (10^12 for 10^2) would pass the checks and end in a traceback, or never.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Output of a model: logits of the vocabulary, or a head that judges sequences."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 

@@ -4,8 +4,6 @@ The weights of tokens are kept as runs of equal weights: a conversation has few 
 every token loses nothing. Runs are as long as possible, so the same samples give the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -9,8 +9,6 @@ tar), but not ctime. A file that changed within _SETTLED_NS before it was hashed
 coarse clocks, and a second change in the same tick would leave no trace.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

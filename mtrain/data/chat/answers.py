@@ -1,7 +1,5 @@
 """Answers in a rendered conversation, found by marks of the template or by what it writes for shorter conversations."""
 
-from __future__ import annotations
-
 import copy
 import re
 from bisect import bisect_left, bisect_right

@@ -1,7 +1,5 @@
 """A conversation as a record holds it: what the template reads, and the weight of each answer in the loss."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence, Set
 from dataclasses import dataclass

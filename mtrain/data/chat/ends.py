@@ -8,8 +8,6 @@ there would not give that answer.
 A sample holds an answer up to the first of these tokens, and an answer without one is refused.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import product

@@ -4,8 +4,6 @@ Most texts appear in the rendering unchanged. For one that does not, the convers
 it: a mark that does not appear lies in a part that the template leaves out.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Sources of a chat template: the tokenizer's folder, a name, or a file of its own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

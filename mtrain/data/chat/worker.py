@@ -14,8 +14,6 @@ without the prompt for an answer and marks around `{% generation %}`; its text i
 refuses it.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import resource

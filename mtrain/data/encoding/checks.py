@@ -1,7 +1,5 @@
 """Checks that records of every form share: known keys, texts and weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Set
 from typing import Any

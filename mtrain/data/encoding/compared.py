@@ -10,8 +10,6 @@ A head judges a sequence as a whole. Its label follows the last token, in the pl
 so cutting, packing, padding and sending labels need nothing new; only the label is in the loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Set
 from dataclasses import replace

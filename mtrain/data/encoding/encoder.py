@@ -1,7 +1,5 @@
 """Encoders that a configuration asks for."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ with "\\n\\n" before it from the second message on. Each piece (prompt, response
 itself, so no token lies half in the loss; where answers are compared or judged, the text is tokenised whole (`joined`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Set
 from dataclasses import replace

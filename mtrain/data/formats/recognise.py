@@ -1,7 +1,5 @@
 """Recognises a file by its first bytes, not by its name; says what an unreadable file is and what to do."""
 
-from __future__ import annotations
-
 import enum
 from codecs import BOM_UTF8
 from pathlib import Path

@@ -7,8 +7,6 @@ author wrote. So null keys are dropped at any depth, also in tools and arguments
 of a message, since an answer that is only a call has one, and elements of lists, which no table fills in.
 """
 
-from __future__ import annotations
-
 import glob
 from abc import ABC, abstractmethod
 from collections import Counter

@@ -1,7 +1,5 @@
 """Rows of parquet and Arrow as records; pyarrow reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

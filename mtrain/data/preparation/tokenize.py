@@ -5,8 +5,6 @@ agree, so they are compared on texts on which tokenizers tend to differ, before 
 of every chunk. One difference ends the job.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

@@ -4,8 +4,6 @@ It is a sentencepiece model, or a byte-level BPE as Hugging Face stores it: toke
 template. Only the latter has special tokens that a chat template can write.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator, Sequence

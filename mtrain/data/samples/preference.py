@@ -5,8 +5,6 @@ answers, 2 i is the answer, and 2 i + 1 is its prompt with the answer of another
 function of the file, whereas neighbours in a batch would depend on the layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal, assert_never

@@ -4,8 +4,6 @@ FP8, as DeepSeek-V3 is published: `W_scale_inv` has a scale for each block of 12
 is published: see `mxfp4`.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import torch

@@ -4,8 +4,6 @@ The description is a JSON object that lists the tensors of each bucket; a bucket
 torch, so that a receiver loads neither Megatron-Core nor a configuration.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

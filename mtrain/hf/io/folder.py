@@ -3,8 +3,6 @@
 Nothing in it runs as code, and no name in it leads outside.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

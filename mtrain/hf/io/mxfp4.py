@@ -4,8 +4,6 @@
 lies along the inputs of a projection.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import product
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A PEFT folder: adapter_config.json, adapter_model.safetensors, and conversion of its tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The header has dtype, shape and position of each tensor; tensors are contiguous, without gaps.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import reprlib

@@ -1,7 +1,5 @@
 """A Hugging Face folder as the global tensors of a model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -4,8 +4,6 @@ The model computes in float32, the loss and its gradient by the logits in float6
 vocabulary, and the losses of likely tokens, by more than the comparison allows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ An export starts from the file that came with the weights and changes only what 
 (token ids, generation defaults, fields of newer versions) stay.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

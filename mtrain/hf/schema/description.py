@@ -1,7 +1,5 @@
 """The architecture of a Hugging Face folder, for `model.hf`; loads no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A safetensors file begins with eight bytes with the length of a JSON object; the
 (https://github.com/huggingface/safetensors).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ projection, and the second parameter of a module wraps the first.
 Source: peft 0.21.2, tuners/lora/layer.py (Linear, Embedding, ParamWrapper), utils/save_and_load.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ the same bytes become two functions, so every field is one of these:
 - anything else: reported to the user (`fields_nobody_knows`), because its meaning is unknown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rotary embeddings in config.json, in the forms of transformers 5 (`rope_parameters`) and earlier versions."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

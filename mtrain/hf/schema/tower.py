@@ -1,7 +1,5 @@
 """A text model inside a multimodal model: its part of config.json, and its tensor names."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

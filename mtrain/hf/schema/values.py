@@ -1,7 +1,5 @@
 """Values of config.json with their exact types: "64", 64.0 and true are not the integer 64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 Source: transformers 5.24, tokenization_utils_base.py (_from_pretrained, __init__) and tokenization_utils_tokenizers.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ vocabulary, merges and post-processor from the file. Known ones are rebuilt here
 Source: transformers 5.24, models/auto/tokenization_auto.py (AutoTokenizer.from_pretrained) and the classes' own files.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

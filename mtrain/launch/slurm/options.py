@@ -3,8 +3,6 @@
 Each is checked, so none becomes shell code.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A service that Slurm runs: its address once it listens, and how to reach it."""
 
-from __future__ import annotations
-
 import shlex
 import socket
 import time

@@ -1,8 +1,6 @@
 """Jobs of Slurm: the batch script, launch/slurm.sbatch with its settings filled in, which is frozen in the run folder
 with everything that it starts, and submitted."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

@@ -4,8 +4,6 @@ The bound sums over all layers and is the same for every pipeline, so it is comp
 layers (tp, cp, ep, etp, micro-batch); the many pipelines over it cost a few multiplications.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from dataclasses import replace

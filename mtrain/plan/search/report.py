@@ -1,7 +1,5 @@
 """Results of a search, for people and for programs, and as a configuration file that states its machine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Searches the fastest layouts that fit: candidates are tried in the order of a lower bound of their time, and only as
 far as that bound requires."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 

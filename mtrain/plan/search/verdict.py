@@ -1,7 +1,5 @@
 """Says whether a run fits into a GPU's memory, and what to change if it does not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations

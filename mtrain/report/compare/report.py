@@ -1,7 +1,5 @@
 """Output of `mtrain compare`: of two runs lines, a table, a picture and a page; of several a table and pages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass

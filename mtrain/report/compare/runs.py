@@ -1,7 +1,5 @@
 """Compares two run folders: where configuration, environment and numbers differ, and what rounding allows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A full disk must not end a run: entries that cannot be written stay in memory un
 only whole entries, in order, each once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

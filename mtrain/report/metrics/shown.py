@@ -1,7 +1,5 @@
 """Numbers and curves as people see them: every view takes names, digits and colours from here."""
 
-from __future__ import annotations
-
 import colorsys
 
 from mtrain.config.schema.loss import MAIN_TERM

@@ -1,7 +1,5 @@
 """History of a run over all of its starts, from its run folder, and its HTML report, one self-contained file."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

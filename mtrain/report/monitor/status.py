@@ -3,8 +3,6 @@
 It loads neither torch nor the configuration's schema, so it answers at once.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

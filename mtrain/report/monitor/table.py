@@ -1,7 +1,5 @@
 """Output of `mtrain status`: a block of lines for one run, one row per run for several."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

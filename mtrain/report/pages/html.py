@@ -1,7 +1,5 @@
 """Renders pages from templates: single files that open without a network."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The latter do not change the run: tokens are drawn without the random states of 
 For serving use an inference engine.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence, Set

@@ -1,7 +1,5 @@
 """Rules for drawing tokens, without torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompts, as texts or conversations, and their token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

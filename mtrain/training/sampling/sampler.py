@@ -8,8 +8,6 @@ The random number of a token is a function of the seed, the number of the answer
 layout nor other answers change an answer, and the random states of training are not touched.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections import deque

@@ -1,7 +1,5 @@
 """Candidates: other builds of a run's layers, each compared with our torch layers."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The compared layers: one of each kind in the user's model, on rows of the same kind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -17,8 +17,6 @@ errors add as squares, and as many again in backward. So forward adds sqrt(4 x 2
 2^-3 (2^-4 in e4m3 alone), and the largest errors four times that.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

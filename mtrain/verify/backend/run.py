@@ -1,7 +1,5 @@
 """Check `mtrain verify backend`: compares the layers that a configuration could use with ours, and certifies them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Outputs of modules in forward order, assembled from all ranks: they show where two forward passes diverge."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Samples are compared with the raw ones: packed rows are split first, and each is compared as if it were alone in a row.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

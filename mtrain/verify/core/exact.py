@@ -1,7 +1,5 @@
 """Exact values of steps at given weights: the reference in float64 on one process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

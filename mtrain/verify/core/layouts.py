@@ -1,7 +1,5 @@
 """Layouts to compare: derived from the user's, or named on the command line."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ that Python cannot collect, with 6 threads and 12 open files per group. A proces
 be forked: if a package does so at import, ranks on GPUs are spawned, which repeats all imports (15 s and more).
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ A fault at the edge of a block, in a clamp or in a small summand changes nothing
 Config keys change in the configuration, kernel sizes in the ranks, and drawn weights are scaled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

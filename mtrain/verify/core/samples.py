@@ -1,7 +1,5 @@
 """Batches of a check: the user's own, then hard ones, which reveal faults of a loss."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ least one per pipeline stage), sizes, sequence, batch. Moved to where they act: 
 model would not reach (`reach`). Precision is float32, where rounding cannot hide a fault.
 """
 
-from __future__ import annotations
-
 import glob
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

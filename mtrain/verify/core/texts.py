@@ -3,8 +3,6 @@
 Only the order of the samples is the trainer's; it is checked against the rules of an order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

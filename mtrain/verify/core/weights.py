@@ -1,7 +1,5 @@
 """Conversion between whole tensors and shards of any layout."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -5,8 +5,6 @@ fault from float32 rounding. Their steps are also made in float64, which has 29 
 its amplified rounding stays far below the last digit of float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

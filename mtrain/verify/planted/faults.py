@@ -1,7 +1,5 @@
 """Implementation of the faults of `inject`: each replaces a function of the training step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

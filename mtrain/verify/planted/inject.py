@@ -4,8 +4,6 @@ Each occurred in a real trainer. The reference never has one. Only `--inject NAM
 are tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 

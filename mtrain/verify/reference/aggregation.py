@@ -15,8 +15,6 @@ and p are constants; sums run over all sequences of the global batch:
 Source: names as verl's agg_loss; square averaging, and powers between token and sample averaging, as InternVL's.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import assert_never

@@ -1,7 +1,5 @@
 """Terms, gradients and gradient norm of one step at given weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ Sources: Jordan et al. 2024, kellerjordan.github.io/posts/muon. Scale and decay:
 equations 2 to 4. Matrices of latent attention: DeepSeek-V2, arXiv 2405.04434, equations 9 to 16.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, assert_never

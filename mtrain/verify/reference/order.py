@@ -1,7 +1,5 @@
 """Rules for any order of samples: each sample once per epoch, sources in their shares."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ set to 0 outside it: token by token, or for a sequence by the product W of its t
 geometric mean of a sequence's w is inside, else 0 (TRL, verl, NeMo-RL).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -14,8 +14,6 @@ update is
 Source: Megatron-LM, core/optimizer_param_scheduler.py (get_lr); transformers, optimization.py (get_*_schedule_with_*).
 """
 
-from __future__ import annotations
-
 import math
 from typing import assert_never
 

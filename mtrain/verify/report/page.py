@@ -1,7 +1,5 @@
 """Report of a check as a self-contained HTML file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

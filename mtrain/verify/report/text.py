@@ -1,7 +1,5 @@
 """What differs between the reports of the checks: compared quantities and texts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

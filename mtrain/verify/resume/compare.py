@@ -1,7 +1,5 @@
 """Bitwise comparison of a resumed run with one that never stopped, in the order of computation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

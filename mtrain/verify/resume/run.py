@@ -3,8 +3,6 @@
 Every start runs the real trainer in new processes, which load the previous start's checkpoint from the run folder.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

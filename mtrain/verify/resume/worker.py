@@ -1,7 +1,5 @@
 """Work of every rank for one start: the real trainer on its run folder, observed from outside."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -8,8 +8,6 @@ experts with nearly equal scores, which changes everything computed from it. Suc
 log-probabilities within the rounding of the engine's precision; chance or a second cause would predict none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

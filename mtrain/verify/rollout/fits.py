@@ -1,7 +1,5 @@
 """Sampler settings, inferred from log-probabilities."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Exact properties of a rollout: vocabulary, tokens that begin a text, chat template, mask."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 docs/training/verify-rollout.md describes our keys.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

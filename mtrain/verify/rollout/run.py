@@ -1,7 +1,5 @@
 """Check `mtrain verify rollout`: why an inference engine and the trainer disagree, and which is wrong."""
 
-from __future__ import annotations
-
 import datetime
 import math
 from collections.abc import Callable, Mapping, Sequence

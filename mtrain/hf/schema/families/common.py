@@ -1,7 +1,5 @@
 """Rules and fields of config.json that families share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, final

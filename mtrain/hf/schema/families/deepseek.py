@@ -3,8 +3,6 @@
 GLM-4.5, 4.6 and 4.7: the same experts and MTP, with partly rotated heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final

@@ -1,7 +1,5 @@
 """Llama 3.x, Mistral and Ministral 3, Qwen2.5, Qwen3, SmolLM3 and Phi: one architecture in several dialects."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, final
 

@@ -4,8 +4,6 @@ MiniMax-M2 scores experts by a sigmoid, norms whole queries and keys, and rotate
 everywhere, attention sinks, and experts that are fused, transposed and interleaved on disk.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, final
 

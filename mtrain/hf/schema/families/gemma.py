@@ -5,8 +5,6 @@ Wide layers of Gemma 4 have their own heads, whose keys are the values; it has n
 capped logits, and in some models experts next to each dense network.
 """
 
-from __future__ import annotations
-
 from typing import Any, final
 
 from mtrain.base.errors import DataError

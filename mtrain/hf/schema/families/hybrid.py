@@ -1,7 +1,5 @@
 """Qwen3-Next and Qwen3.5, with or without images: gated delta nets, and gated attention every few layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, final
 

@@ -1,7 +1,5 @@
 """Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without positions, a network, or experts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final

@@ -1,7 +1,5 @@
 """OLMo-2 and OLMo-3: norms after attention and the feed-forward part, and over whole queries and keys."""
 
-from __future__ import annotations
-
 from typing import Any, final
 
 from mtrain.base.errors import DataError

@@ -4,8 +4,6 @@ A tracker cannot stop a run: it has a thread of its own, and what it does not ac
 their names, and by values from the environment.
 """
 
-from __future__ import annotations
-
 import html
 import importlib.util
 import json

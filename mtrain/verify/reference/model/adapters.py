@@ -4,8 +4,6 @@ Sources: LoRA: Hu et al. 2021, arXiv 2106.09685, section 4.1. rsLoRA: Kalajdziev
 al. 2024, arXiv 2402.09353, equation 5, with a constant norm (section 4.3).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Each kind of attention is listed in KINDS.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, assert_never
 
 from torch import Tensor

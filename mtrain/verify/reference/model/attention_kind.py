@@ -1,7 +1,5 @@
 """Interface of a kind of attention in the reference, and functions that several kinds share."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

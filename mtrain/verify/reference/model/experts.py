@@ -4,8 +4,6 @@ Sources: Switch Transformer (Fedus et al. 2021), section 2.2; ST-MoE (Zoph et al
 equations 12 to 20; auxiliary-loss-free balancing (Wang et al. 2024), algorithm 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

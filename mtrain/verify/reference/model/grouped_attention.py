@@ -4,8 +4,6 @@ Sources: grouped queries: Ainslie et al. 2023. Sinks: gpt-oss model card, arXiv 
 Gemma 4 as released.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import final

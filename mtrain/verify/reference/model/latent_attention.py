@@ -3,8 +3,6 @@
 Source: DeepSeek-V2, arXiv 2405.04434, equations 9 to 19, with the softmax scale and the norms of the released models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import final

@@ -14,8 +14,6 @@ gated norm as in the published weights of Qwen3-Next. Dao and Gu 2024, "Transfor
 sections 2.1 and 7.1; convolution, steps and gated norm as in the published weights of Nemotron-H.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final

@@ -4,8 +4,6 @@ Sources: RoFormer (Su et al. 2021); position interpolation (Chen et al. 2023); L
 2023), section 3.2, with the magnitudes of DeepSeek's released models.
 """
 
-from __future__ import annotations
-
 import math
 from typing import assert_never
 

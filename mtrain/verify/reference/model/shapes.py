@@ -1,7 +1,5 @@
 """Names and shapes of a model's tensors in forward order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from mtrain.config.schema.model import ModelSection

@@ -4,8 +4,6 @@ Source of multi-token prediction: DeepSeek-V3 report (2024), section 2.2, equati
 in the concatenation as in the published weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
