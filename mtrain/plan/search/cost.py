@@ -165,6 +165,7 @@ def _stages(work: Workload) -> list[StepCost]:
             _add(stage, work, costs[kind], count, count / total * _num_again(work, total))
         if pp_rank == layout.pp - 1:
             stage.time.matrices += logits * (1 + _backward(work))
+        stage.time.elementwise += _accumulation_seconds(work, pp_rank)
         stages.append(stage)
     return stages
 
@@ -176,6 +177,18 @@ def _kinds(model: ModelSection) -> tuple[list[int], dict[int, list[int]]]:
     keys = ((parts, sees_everything(model, layer)) for layer, parts in enumerate(kinds(model)))
     found = [first.setdefault(key, layer) for layer, key in enumerate(keys)]
     return found, {kind: list(accumulate((each == kind for each in found), initial=0)) for kind in first.values()}
+
+
+def _accumulation_seconds(work: Workload, pp_rank: int) -> float:
+    """Predicts how long it takes to add the gradients of one microbatch to their float32 sums.
+
+    A sum is read and written. A gradient that a product has written is read once more; a product that adds to the sum
+    writes no gradient.
+    """
+    trained = trained_parameters(work.config, work.layout, pp_rank).total
+    is_fused = work.config.model.megatron.get("gradient_accumulation_fusion", False)
+    moved = 2 * FP32_BYTES + (-work.element_bytes if is_fused else work.element_bytes)
+    return trained * moved / work.cluster.gpu.memory_bandwidth
 
 
 def _num_again(work: Workload, num_layers: int) -> int:
@@ -322,7 +335,7 @@ def _matrix_seconds(work: Workload, part: LayerPart) -> float:
         local = model.experts.num_experts / layout.ep
         rows = tokens / layout.tp * layout.ep * layout.etp * model.experts.top_k / model.experts.num_experts
         width = found.experts / model.experts.num_experts / layout.etp / hidden
-        seconds += local * 2 * product_seconds(work, rows, width / 2, hidden)
+        seconds += local * 2 * product_seconds(work, rows, width / 2, hidden) / work.cluster.gpu.grouped_share
     return seconds
 
 

@@ -41,6 +41,9 @@ class Gpu:
     """Share of the peak that a product of large matrices reaches under the device's power limit."""
     attention_efficiency: float
     """Share of the peak that fused attention reaches, forward and backward together."""
+    grouped_share: float = 0.5
+    """Rate of a grouped product of experts, relative to one product of an expert's size. Fitted to the only step of a
+    model with experts that was measured, on an h100, so it also covers the permutation of tokens."""
 
 
 GPUS = {

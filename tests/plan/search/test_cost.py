@@ -21,7 +21,7 @@ from tests.parity.expert_models import DEEPSEEK, MIXTRAL
 from tests.parity.families import DEEPSEEK_ATTENTION, GEMMA
 
 IDEAL = Cluster(
-    replace(GPUS["h100"], matrix_efficiency=1.0, attention_efficiency=1.0, memory_bandwidth=1e30),
+    replace(GPUS["h100"], matrix_efficiency=1.0, attention_efficiency=1.0, grouped_share=1.0, memory_bandwidth=1e30),
     link_efficiency=1.0,
     nvlink_latency_s=0.0,
     network_latency_s=0.0,

@@ -11,6 +11,7 @@ from mtrain.plan.search.cost import Workload, step_cost, step_mfu
 from mtrain.plan.search.hardware import GPUS, Cluster
 from tests.paths import DOCS
 from tests.plan.search.published import GROWING, MAXTEXT, RUNS, V6E, Published
+from tools.bench.one_gpu.shapes import EXPERTS, ONE_B, Bench, speed_config
 
 FACTOR = 1.3
 """Largest factor between prediction and publication, as docs/machines/planning.md states it."""
@@ -88,3 +89,18 @@ def test_maxtext_on_trillium_is_predicted_within_the_same_factor() -> None:
         assert run.mfu / FACTOR < ours < run.mfu * FACTOR
         expected.append((run.name, f"{100 * run.mfu:.1f}", f"{100 * ours:.1f}"))
     assert found == expected
+
+
+def test_our_own_steps_on_an_h100_are_predicted_as_the_page_says() -> None:
+    """The second column of docs/proof/performance.md is the median that was measured."""
+    text = (DOCS / "proof" / "performance.md").read_text()
+    rows = re.findall(r"^\| .+ \| [\d.]+ % \| ([\d.]+), best [\d.]+ \| ([\d.]+) \|", text, re.MULTILINE)
+    bench, cluster = Bench("cpu", is_tiny=False), Cluster(GPUS["h100"])
+    fused = {"megatron": {"gradient_accumulation_fusion": True}}
+    for (model, micro_batch), (measured, on_page) in zip(
+        ((ONE_B, 2), (ONE_B | fused, 2), (EXPERTS, 1)), rows, strict=True
+    ):
+        config = speed_config(bench, model, 4096, micro_batch)
+        seconds = step_cost(Workload(config, Layout.from_config(config, 1), cluster)).time.total
+        assert f"{seconds:.3f}" == on_page
+        assert 1 / TYPICAL < seconds / float(measured) < TYPICAL
