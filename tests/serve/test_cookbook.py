@@ -113,7 +113,7 @@ def test_preference_for_shorter_answers_sees_no_difference_of_sampler_and_traine
     steps = [each for each in found if "optim/kl_sample_train_v1" in each]
     assert len(steps) == 2
     for each in steps:
-        # answers that are drawn without a seed may all be equally long, and then nothing is learnt
+        # answers drawn without a seed may all have one length: no advantage, no gradient
         assert (each["grad_norm"] > 0) == (each["env/all/by_group/frac_mixed"] > 0)
         assert abs(each["optim/kl_sample_train_v1"]) < 1e-6
         assert each["optim/kl_sample_train_v2"] < 0.5 * 1e-5**2  # 1e-5 a token, as everywhere in float32
