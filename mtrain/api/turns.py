@@ -152,8 +152,8 @@ class Turns:
             )
         if self.config.train.compile != "none":
             raise ConfigError(
-                "several adapters cannot be had with train.compile=layers, whose graphs hold those of one; set "
-                "train.compile=none"
+                f"several adapters cannot be combined with train.compile={self.config.train.compile}, whose graphs may "
+                "hold those of one; set train.compile=none"
             )
         if name in base.names:
             raise ConfigError(f"there is an adapter {name!r} already; take another name, or close that one first")

@@ -9,9 +9,9 @@ from typing import assert_never
 from mtrain.arch.adapters import OUTPUT, in_layer, learns_output, tables
 from mtrain.arch.features import LAYER_PARTS
 from mtrain.arch.features.feature import EMBEDDING
-from mtrain.config import Config
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import Precision
 
 _PEAK_FLOPS = {
@@ -60,7 +60,7 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
     return 3 * forward
 
 
-def run_flops_per_token(config: Config) -> float:
+def run_flops_per_token(config: Sections) -> float:
     """Counts, like `flops_per_token`, what a run trains: the whole model, or adapters of a frozen one."""
     model, seq = config.model, config.data.seq_length
     windowed = num_attended_pairs(seq, model.sliding_window)

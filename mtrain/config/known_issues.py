@@ -14,6 +14,7 @@ from mtrain.config.schema.layout import CpComm, LayoutSection
 from mtrain.config.schema.loss import own_functions
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.sections import Sections
+from mtrain.config.schema.train import COMPILED
 
 CLIP_EPSILON = 1e-6
 """megatron-core and torch clip by clip_grad / (norm + CLIP_EPSILON)."""
@@ -156,7 +157,7 @@ def beyond_transformer_engine(config: Sections) -> Iterator[str]:
             "train.precision=fp32: its products of float32 are made in TF32, and its attention has no float32 under "
             "layout.cp"
         )
-    if config.train.compile != "none":
+    if config.train.compile in COMPILED:
         yield f"train.compile={config.train.compile}, which compiles our layers alone"
     if config.train.offload_layers is not None:
         yield f"train.offload_layers={config.train.offload_layers}, which moves what our layers keep alone"

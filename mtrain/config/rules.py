@@ -21,7 +21,7 @@ from mtrain.config.schema.loss import (
 from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.run import CheckpointSection
 from mtrain.config.schema.sections import Sections
-from mtrain.config.schema.train import EvalSection, Fp8Recipe, OptimizerSection, TrainSection, ValidSection
+from mtrain.config.schema.train import COMPILED, EvalSection, Fp8Recipe, OptimizerSection, TrainSection, ValidSection
 
 
 def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
@@ -224,7 +224,7 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
 def compiled(train: TrainSection, dropout_keys: Sequence[str]) -> Iterator[str]:
     """Checks that torch.compile would do the same as the layers as written."""
     key = f"train.compile={train.compile}"
-    if train.compile != "none" and train.offload_layers is not None:
+    if train.compile in COMPILED and train.offload_layers is not None:
         yield (
             f"{key} cannot be combined with train.offload_layers, as graphs hide what a layer keeps; turn "
             "one of the two off"
@@ -249,7 +249,7 @@ def deterministic(train: TrainSection, model: ModelSection) -> Iterator[str]:
     if not train.deterministic:
         return
     key = "train.deterministic=true"
-    if train.compile != "none":
+    if train.compile in COMPILED:
         yield (
             f"{key} cannot be combined with train.compile={train.compile}, as torch may choose kernels by "
             "timing them; turn one of the two off"
@@ -420,7 +420,7 @@ def products_in_8_bits(config: Sections) -> Iterator[str]:
         yield f"{key} needs TransformerEngine's layers, but model.backend=torch; set it to auto, or remove train.fp8"
     if train.precision != "bf16":
         yield f"{key} keeps everything but products in bf16, but train.precision={train.precision}; set it to bf16"
-    if train.compile != "none":
+    if train.compile in COMPILED:
         yield (
             f"{key} needs TransformerEngine's layers, which train.compile={train.compile} leaves out; remove one of "
             "the two"

@@ -16,8 +16,12 @@ Fp8Format = Literal["hybrid", "e4m3"]
 """Formats of fp8. hybrid: e5m2 for gradients, which has more range, and e4m3 for the rest."""
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 """How elements share a scale: a tensor (by its current elements, or those of earlier steps), or blocks of it."""
-Compilation = Literal["none", "regions", "layers"]
+Compiled = Literal["none", "regions", "layers"]
 """What torch.compile compiles."""
+Compilation = Literal["auto", Compiled]
+"""`Compiled`, or auto: what pays on the machine."""
+COMPILED: tuple[Compilation, ...] = ("regions", "layers")
+"""Values that ask for compilation whatever the machine."""
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 """Shape of the learning rate after the warm-up."""
 BadStepAction = Literal["stop", "skip", "rollback"]
@@ -98,7 +102,8 @@ class TrainSection(Section):
     compile: Compilation = "none"
     """Compilation by torch.compile. regions: norms, activations and rotations, each on its own. layers: each
     transformer layer, without what the layout adds to it (collectives, pipelines, recomputation, dispatch to experts,
-    documents). If nothing can be compiled, the run continues uncompiled."""
+    documents). auto: regions if `mtrain verify backend` found them right and faster on this GPU, and on a CPU if the
+    run is long enough to save the time of compiling. If nothing can be compiled, the run continues uncompiled."""
     distributed_optimizer: bool = True
     """Whether the ranks of DP x CP divide the optimizer's state."""
     overlap_grad_reduce: bool = False

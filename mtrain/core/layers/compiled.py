@@ -19,21 +19,50 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
+from mtrain.arch.flops import run_flops_per_token
 from mtrain.base.errors import MachineError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
-from mtrain.config.schema.train import Compilation
+from mtrain.config.schema.train import Compiled
 from mtrain.core.layers import region
 from mtrain.core.layers.attention.recurrent.core import RecurrentCore
 from mtrain.core.layers.attention.rotating import RotatingAttention, TemperedAttention
+from mtrain.core.layers.certified import finding
+from mtrain.core.layers.layer_spec import choose
 from mtrain.core.layers.moe.layer import ExpertsLayer
 from mtrain.core.ranks.groups import Groups
-from mtrain.core.ranks.init import on_all_ranks
+from mtrain.core.ranks.init import any_rank, on_all_ranks
 
 _log = logging.getLogger(__name__)
 
 _GRAPHS_OF_A_FUNCTION = 64
 """Most graphs per function, for kinds of layers, training and validation; torch runs further ones uncompiled."""
+
+_WORTH_COMPILING = 3e13
+"""FLOPs of a run on CPUs from which regions are compiled: they save about 3 s of 1e12, and start 10 to 30 s later."""
+
+
+def choose_compilation(config: Sections, device: torch.device) -> tuple[Compiled, str]:
+    """Resolves `train.compile=auto` on this rank; returns the choice, and a note on a GPU."""
+    train = config.train
+    if train.compile != "auto":
+        return train.compile, ""
+    if train.offload_layers is not None or train.deterministic or choose(config, device).backend == "te":
+        return "none", ""
+    if device.type == "cpu":
+        tokens = train.num_steps * train.global_batch_size * config.data.seq_length
+        return "regions" if tokens * run_flops_per_token(config) >= _WORTH_COMPILING else "none", ""
+    found = finding(config, device, "regions")
+    if found.comparison is None:
+        cause = f"the certificate {found.certificate} is of {found.differs}" if found.certificate else "no certificate"
+        return "none", f"train.compile=auto compiles nothing: {cause}; `mtrain verify backend` measures this machine"
+    is_taken = found.comparison.passed and found.comparison.is_faster
+    times = f"{found.comparison.ms:.3g} ms a pass, without {found.comparison.own_ms:.3g} ms"
+    return (
+        "regions" if is_taken else "none",
+        f"train.compile=auto compiles {'regions' if is_taken else 'nothing'} by the certificate {found.certificate} "
+        f"({times if found.comparison.passed else 'their results are wrong'})",
+    )
 
 
 def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) -> None:
@@ -42,7 +71,12 @@ def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) 
     All ranks compile or none, as compiled sums round differently and ranks of TP hold copies that have to stay the same
     bits; a note says why not, and which part runs uncompiled. Collective over the world.
     """
-    choice = config.train.compile
+    choice, note = choose_compilation(config, groups.device)
+    if note:
+        _note(groups, note)
+    # certificates are files, which one node may have and another not
+    if config.train.compile == "auto" and groups.device.type == "cuda" and any_rank(choice == "none", groups.device):
+        choice = "none"
     if choice == "none":
         return
     try:
@@ -107,7 +141,7 @@ def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list
     return kept
 
 
-def try_compiler(device: torch.device, choice: Compilation) -> None:
+def try_compiler(device: torch.device, choice: Compiled) -> None:
     """
     Raises:
         MachineError: Forward or backward of a small function cannot be compiled here.
@@ -131,7 +165,7 @@ def _small(given: Tensor) -> Tensor:
     return torch.nn.functional.silu(given) * given.cos()
 
 
-def _settle(groups: Groups, choice: Compilation) -> None:
+def _settle(groups: Groups, choice: Compiled) -> None:
     """Changes torch's settings for the whole process."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
@@ -149,7 +183,7 @@ def _settle(groups: Groups, choice: Compilation) -> None:
 class _NoteInPlaceOfTracebacks(logging.Filter):
     """Reports once that a part of a layer is not compiled; torch would log the traceback of each."""
 
-    def __init__(self, groups: Groups, choice: Compilation) -> None:
+    def __init__(self, groups: Groups, choice: Compiled) -> None:
         super().__init__()
         self._groups, self._choice, self._has_said = groups, choice, False
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mtrain.base.errors import MachineError, MtrainError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
-from mtrain.config.schema.train import Compilation
+from mtrain.config.schema.train import Compiled
 from mtrain.core.layers.attention import flash_linear_attention
 from mtrain.core.layers.attention.core_attention import CoreAttention
 from mtrain.core.layers.attention.key_set import key_set
@@ -131,13 +131,13 @@ def _without_transformer_engine(config: Config, device: torch.device) -> str | N
     return _joined([*absent(device), *unbuildable(config)])
 
 
-def _compiled(choice: Compilation, config: Config, groups: Groups) -> nn.Module:
+def _compiled(choice: Compiled, config: Config, groups: Groups) -> nn.Module:
     chunk = torch_layers(config, groups)
     compile_layers([chunk], _with_compilation(config, choice), groups)
     return chunk
 
 
-def _without_compiler(choice: Compilation, config: Config, device: torch.device) -> str | None:
+def _without_compiler(choice: Compiled, config: Config, device: torch.device) -> str | None:
     if config.train.fp8 is not None:
         return "train.fp8 needs TransformerEngine's layers, and torch.compile compiles ours"
     try:
@@ -148,7 +148,7 @@ def _without_compiler(choice: Compilation, config: Config, device: torch.device)
     return None
 
 
-def _with_compilation(config: Config, choice: Compilation) -> Config:
+def _with_compilation(config: Config, choice: Compiled) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"compile": choice})})
 
 

@@ -24,7 +24,8 @@ from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.config.schema.adapter import AdapterSection
 from mtrain.config.schema.data import AnyData, FilesSection, IndexedSection, MockSection, SftSection, SourceSection
 from mtrain.config.schema.model import ModelSection
-from mtrain.config.schema.train import OptimizerSection
+from mtrain.config.schema.sections import Sections
+from mtrain.config.schema.train import Compiled, OptimizerSection
 from mtrain.verify.core.layouts import Trial
 from mtrain.verify.core.reach import epsilon_factor, loss_keys, model_keys, optimizer_keys, section_keys
 
@@ -104,7 +105,7 @@ def small(
     content["model"] |= _model(config, trials, length, reads)
     content["adapter"] = None if config.adapter is None else _adapter(config.adapter)
     content["layout"] = {}
-    content["train"] |= {"global_batch_size": batch, "micro_batch_size": batch}
+    content["train"] |= {"global_batch_size": batch, "micro_batch_size": batch, "compile": _compilation(config)}
     if config.train.tokens_per_micro_batch is not None:
         ratio = min(_MAX_WIDTH, config.row_width // config.data.seq_length)
         content["train"] |= {"micro_batch_size": 1, "tokens_per_micro_batch": ratio * length}
@@ -116,6 +117,18 @@ def small(
         content[section] |= values
     changed = Config.model_validate(content)
     return Shrunk(changed, tuple(_changes(config, changed)), reads)
+
+
+def _compilation(config: Sections) -> Compiled:
+    """Returns what the run compiles on this machine: a certificate is of the run's own layers."""
+    if config.train.compile != "auto":
+        return config.train.compile
+    import torch  # here, as most configurations are shrunk without it
+
+    from mtrain.core.layers.compiled import choose_compilation
+
+    is_on_gpu = config.train.device != "cpu" and torch.cuda.is_available()
+    return choose_compilation(config, torch.device("cuda" if is_on_gpu else "cpu"))[0]
 
 
 def small_schedule(optimizer: OptimizerSection, warmup_steps: int, final_steps: int) -> dict[str, int | None]:

@@ -4,7 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mtrain.arch.flops import run_flops_per_token
+from mtrain.base.certificate import Certificate, Comparison
+from mtrain.core.layers import certified
+from mtrain.core.layers.certified import layers_of
+from mtrain.core.layers.compiled import choose_compilation
+from mtrain.verify.core.layouts import Trial
+from mtrain.verify.core.shrink import small
+from tests.config.samples import config
 from tests.core.compiled.compiled_ranks import (
     Compiled,
     graphs_of_generation,
@@ -174,3 +185,51 @@ def test_without_a_compiler_layers_run_as_they_are_written(pool: Pool, tmp_path:
     )
     assert found.printed.endswith("or set train.compile=none\n")
     assert found.printed.count("\n") == 1
+
+
+CUDA = torch.device("cuda")
+AUTO: dict[str, Any] = {"train__compile": "auto", "model__backend": "torch"}
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected", "said"),
+    [
+        ({"passed": True, "ms": 1.0, "own_ms": 2.0}, "regions", "1 ms a pass, without 2 ms"),
+        ({"passed": True, "ms": 2.0, "own_ms": 1.0}, "none", "2 ms a pass, without 1 ms"),
+        ({"passed": False, "ms": 1.0, "own_ms": 2.0}, "none", "their results are wrong"),
+    ],
+    ids=["faster", "slower", "wrong"],
+)
+def test_auto_compiles_regions_that_a_certificate_calls_right_and_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any], expected: str, said: str
+) -> None:
+    here = {"gpu": "NVIDIA H100"}
+    monkeypatch.setattr(certified, "machine_of", lambda device: here)
+    monkeypatch.setenv("MTRAIN_CERTIFICATES", str(tmp_path))
+    asked = config(**AUTO)
+    assert choose_compilation(asked, CUDA)[0] == "none"
+    other = Certificate("then", {"gpu": "NVIDIA A100"}, layers_of(asked), {"regions": Comparison(**measured)})
+    other.save(tmp_path)
+    choice, note = choose_compilation(asked, CUDA)
+    assert choice == "none"
+    assert other.name in note
+    assert "NVIDIA A100 and not NVIDIA H100" in note
+    known = Certificate("now", here, layers_of(asked), {"regions": Comparison(**measured)})
+    known.save(tmp_path)
+    choice, note = choose_compilation(asked, CUDA)
+    assert choice == expected
+    assert known.name in note
+    assert said in note
+    for kept_out in ({"train__deterministic": True}, {"train__offload_layers": 1}):
+        assert choose_compilation(config(**AUTO, **kept_out), CUDA) == ("none", "")
+
+
+@given(st.floats(-2, 2), st.sampled_from([{}, {"adapter": {"kind": "lora", "rank": 2, "targets": ["qkv"]}}]))
+def test_auto_compiles_on_a_cpu_what_is_long_enough(factor: float, changes: dict[str, Any]) -> None:
+    one = config(**AUTO, **changes, train__num_steps=1)
+    of_step = run_flops_per_token(one) * one.train.global_batch_size * one.data.seq_length
+    steps = round(3e13 / of_step * 10**factor)
+    long_enough = config(**AUTO, **changes, train__num_steps=steps)
+    expected = "regions" if steps * of_step >= 3e13 else "none"
+    assert choose_compilation(long_enough, torch.device("cpu")) == (expected, "")
+    assert small(long_enough, [Trial()], 32, {}).config.train.compile == expected, "verify checks what the run does"
