@@ -13,6 +13,8 @@ from mtrain.base.files import disk_faults, write_atomically
 
 FORMAT = 1
 VARIABLE = "MTRAIN_CERTIFICATES"
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Version of the driver of this machine's GPUs; missing without one."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """`mtrain check`: what a run would be, without starting it."""
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,6 +65,8 @@ def check(
 
             look(config, findings)
         look_at_gpus(config, world_size, gpu_memory, gpu, stated, findings)
+        if not without_files and (config.model.backend == "auto" or config.train.compile == "auto"):
+            look_for_certificates(arguments, findings)
     print_findings(findings)
     if findings.faults:
         raise typer.Exit(findings.exit_code)
@@ -102,6 +105,19 @@ def look_at_gpus(
             f"{seconds * steps / 3600:,.1f} hours on {ranks} x {name}, predicted (docs/machines/planning.md): "
             f"{steps:,} steps of {seconds:.3g} s" + (", if no samples shared a row" if is_most else ""),
         )
+
+
+def look_for_certificates(arguments: Sequence[str], findings: "Findings") -> None:
+    """Says how to certify the layers of a run on this machine, if it has a GPU and no certificate of any layers."""
+    from mtrain.base.certificate import NVIDIA_DRIVER, certificate_folder, certificates
+
+    with findings.looking():
+        if NVIDIA_DRIVER.exists() and not any(certificates(certificate_folder())):
+            findings.fact(
+                "certificate",
+                f"none; `mtrain verify backend {' '.join(arguments)}` takes 2 to 10 minutes on one GPU and says which "
+                "layers model.backend=auto and train.compile=auto may take (or launch with --certify)",
+            )
 
 
 def print_findings(findings: "Findings") -> None:

@@ -14,6 +14,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from mtrain.base import certificate
+from mtrain.base.certificate import Certificate
 from mtrain.data.formats.megatron_indexed import Corpus, check_pair, writing_corpus
 from tests.cli.command_line import call
 from tests.config.samples import content
@@ -393,3 +395,21 @@ def test_data_in_which_nothing_is_learned_are_refused_as_a_run_refuses_them(
     something = records(tmp_path / "something.jsonl", {"prompt": "a", "response": "b"})
     code, output = check(data=sft(tokenizer, nothing, something, cache_dir=str(tmp_path / "cache")))
     assert code == 0, output
+
+
+def test_a_machine_with_a_gpu_and_no_certificate_says_how_to_make_one(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, driver = "mtrain verify backend", tmp_path / "version"
+    monkeypatch.setenv(certificate.VARIABLE, str(tmp_path / "certificates"))
+    monkeypatch.setattr(certificate, "NVIDIA_DRIVER", driver)
+    assert said not in check()[1], "no GPU"
+    driver.write_text("NVRM version")
+    code, text = check()
+    assert code == 0, text
+    assert re.search(rf"`{said} \S+/config.yaml` takes", text)
+    assert said not in check("--without-files")[1], "another machine"
+    assert said not in check(model__backend="torch")[1], "nothing would follow it"
+    assert said in check(model__backend="torch", train__compile="auto")[1]
+    Certificate("now", {}, {}, {}).save(tmp_path / "certificates")
+    assert said not in check()[1]

@@ -6,12 +6,11 @@ import platform
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from mtrain.base.certificate import Certificate, Comparison, certificate_folder, certificates
+from mtrain.base.certificate import NVIDIA_DRIVER, Certificate, Comparison, certificate_folder, certificates
 from mtrain.base.environment import program_versions
 from mtrain.base.errors import MachineError
 from mtrain.config.schema.sections import Sections
@@ -27,7 +26,6 @@ _NOT_OF_LAYERS = {
     *("mtp_depths", "init_std", "backend"),
 }
 """Keys of `model.*` that no layer reads."""
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Finding(NamedTuple):
@@ -119,6 +117,6 @@ def _machine(kind: str, index: int) -> Mapping[str, str]:
 
 def _driver_version() -> str:
     with suppress(OSError):
-        if (found := re.search(r"Module\s+([\d.]+)", _DRIVER.read_text())) is not None:
+        if (found := re.search(r"Module\s+([\d.]+)", NVIDIA_DRIVER.read_text())) is not None:
             return found[1]
     return "unknown"
