@@ -8,10 +8,7 @@ class AwakeClock:
     """Clock of the seconds in which this process was not suspended; read it often."""
 
     def __init__(self, longest_gap_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            longest_gap_s: Longest gap between two readings that counts in full; a longer one means a suspended process.
-        """
+        """A gap between two readings longer than `longest_gap_s` means that the process was suspended."""
         self._longest_gap_s, self._clock = longest_gap_s, clock
         self._read_s, self._awake_s = clock(), 0.0
 

@@ -1,40 +1,31 @@
-"""Heartbeats: a small file per rank in the run folder that says what the rank is doing.
+"""What a rank is doing: its pulse, in memory shared with its node's watchdog, and its heartbeat, in the run folder.
 
-A thread of each rank writes its file every few seconds and soon after a change of phase. Training never waits for it,
-ranks send each other nothing, and a full disk costs only the heartbeats. A rank whose file stops changing is stopped or
-gone; a rank that beats but lags behind is the one that the others wait for.
+Writing a pulse takes a microsecond, waits for no disk and needs no thread, so it stays true for a rank that is stopped,
+loops for ever, or holds the interpreter's lock in C.
+
+A heartbeat is a small file that a thread of each rank writes every few seconds and soon after a change of phase.
+Training never waits for it, ranks send each other nothing, and a full disk costs only the heartbeats. A rank whose file
+stops changing is stopped or gone; a rank that beats but lags behind is the one that the others wait for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import mmap
 import os
+import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from mtrain.base import pulse
 from mtrain.base.fault_points import fault_point
-
-_BEATS_PER_TIMEOUT = 20
-_INTERVALS_S = (0.2, 1.0)
-"""Shortest and longest interval between beats of a small run."""
-_MAX_BEATS_PER_S = 500
-"""Beats per second of all ranks together, to spare a shared file system."""
-_CHANGES_PER_INTERVAL = 10
-"""Most phase changes written in an interval."""
-_INTERVALS_OF_SILENCE = 2.5
-"""Intervals without a beat after which a rank counts as silent."""
-_SHORTEST_SILENCE_S = 1.0
-_NUM_BYTES = 512
-"""Size of every file from the first beat on, so later beats need no more disk space."""
-_MAX_NAMED = 8
+from mtrain.base.signals import at_interrupt
 
 
 class Phase(StrEnum):
@@ -56,6 +47,8 @@ _ORDER = tuple(Phase)
 
 @dataclass(frozen=True)
 class Beat:
+    """State of a rank; times of a pulse are seconds of its node's monotonic clock, not Unix times."""
+
     rank: int
     pid: int
     step: int
@@ -80,12 +73,18 @@ class Beat:
     """Monotonic time, on the rank's node, of its last progress; other ranks only check whether it changes."""
     call: str | None = None
     """Collective or message that the rank waits for, with the rank's count of it; None outside one."""
+    calls: int = 0
+    """Collectives and messages that the rank has waited for, including the last; 0 in the run folder."""
+    last_call: str | None = None
+    """Last collective or message; None before the first, and in the run folder."""
 
     @property
     def place(self) -> str:
         """Phase, step and pending collective in words."""
         inside = f"{self.phase} of step {self.step}" if self.step else self.phase
-        return f"{inside}, waiting in {self.call}" if self.call else inside
+        if self.call is not None:
+            return f"{inside}, waiting in {self.call}"
+        return inside if self.last_call is None else f"{inside}, after {self.last_call}"
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -93,8 +92,166 @@ class Beat:
         return self.step, _ORDER.index(self.phase)
 
 
+_SIZE = 4096
+_HEAD = struct.Struct("=8sII")
+_PLACE = struct.Struct("=Qqq20s")
+"""Place: time of the change (ns), start number of the run, step, phase."""
+_CALL = struct.Struct("=QQi?")
+"""Last call: time of the change (ns), number, kind, whether the rank waits in it."""
+_NUMBER = struct.Struct("=QQ")
+_TEXT = struct.Struct("=64s")
+_AT_PLACE, _AT_CALL, _AT_TICK, _AT_BEAT, _AT_END = 64, 128, 192, 256, 320
+"""Offsets of the records, one for each writer (training thread, waiting thread, any, heartbeat)."""
+_MAGIC = b"mtpulse1"
+_TRIES = 5
+
+OPERATIONS = (
+    *("broadcast", "all-reduce", "all-reduce", "reduce", "all-gather", "all-gather", "all-gather", "gather"),
+    *("scatter", "reduce-scatter", "all-to-all", "all-to-all", "send", "receive", "receive", "barrier"),
+    *("reduce-scatter", "several operations", "all-reduce"),
+)
+"""Names of operations in messages, by their numbers in torch's c10d::OpType."""
+_NO_CALL = -1
+
+
+class Pulse:
+    def __init__(self, path: Path, rank: int) -> None:
+        """Creates the file, in a folder in memory (`mtrain.watch.node`); raises OSError if that fails."""
+        self.path, self.start_number, self.opened_s = path, 0, time.monotonic()
+        new = path.with_name(f".{path.name}-{os.getpid()}")
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, _SIZE)  # a full memory disk refuses here, and not by SIGBUS later
+            self._memory = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        self._ticks, self._calls = itertools.count(1), 0
+        _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank)
+        _CALL.pack_into(self._memory, _AT_CALL, 0, 0, _NO_CALL, False)
+        self.enter("start", 0)
+        self.beat()
+        # from here on a reader who finds a pulse whose process has ended considers the rank lost
+        at_interrupt(self.leave)
+        new.rename(path)  # a reader never finds a part of it
+
+    def enter(self, phase: str, step: int) -> None:
+        now = time.monotonic_ns()
+        _PLACE.pack_into(self._memory, _AT_PLACE, now, self.start_number, step, phase.encode())
+
+    def begin_wait(self, kind: int) -> None:
+        """Notes that the rank waits for a collective or message; `kind` is an index of OPERATIONS."""
+        self._calls += 1
+        _CALL.pack_into(self._memory, _AT_CALL, time.monotonic_ns(), self._calls, kind, True)
+
+    def end_wait(self, kind: int) -> None:
+        """Notes that the collective or message has completed."""
+        _CALL.pack_into(self._memory, _AT_CALL, time.monotonic_ns(), self._calls, kind, False)
+
+    def tick(self) -> None:
+        """Notes progress inside the phase; may be called from any thread."""
+        _NUMBER.pack_into(self._memory, _AT_TICK, time.monotonic_ns(), next(self._ticks))
+
+    def beat(self) -> None:
+        """Notes that the interpreter runs; called from a thread that does nothing else."""
+        _NUMBER.pack_into(self._memory, _AT_BEAT, time.monotonic_ns(), 0)
+
+    def leave(self, how: str) -> None:
+        """Notes how the rank ends: `done`, or its error."""
+        _TEXT.pack_into(self._memory, _AT_END, how.encode()[:63])
+
+    @property
+    def state(self) -> Beat:
+        return _unpacked(bytes(self._memory[:_SIZE]))
+
+
+def read_pulse(path: Path) -> Beat | None:
+    """Reads the pulse once; None if there is none."""
+    try:
+        data = path.read_bytes()
+        for _ in range(_TRIES):  # read again until it was not written meanwhile
+            again = path.read_bytes()
+            if again == data:
+                break
+            data = again
+        return _unpacked(data)
+    except (OSError, struct.error, ValueError):
+        return None
+
+
+def _unpacked(data: bytes) -> Beat:
+    magic, pid, rank = _HEAD.unpack_from(data, 0)
+    if magic != _MAGIC:
+        raise ValueError("no pulse")
+    place_ns, start, step, phase = _PLACE.unpack_from(data, _AT_PLACE)
+    call_ns, calls, kind, is_waiting = _CALL.unpack_from(data, _AT_CALL)
+    tick_ns, _ = _NUMBER.unpack_from(data, _AT_TICK)
+    beat_ns, _ = _NUMBER.unpack_from(data, _AT_BEAT)
+    (end,) = _TEXT.unpack_from(data, _AT_END)
+    call = None if kind == _NO_CALL else f"{OPERATIONS[kind] if kind < len(OPERATIONS) else 'a collective'} {calls}"
+    return Beat(
+        rank=rank,
+        pid=pid,
+        step=step,
+        phase=Phase(phase.rstrip(b"\0").decode()),
+        since_s=place_ns / 1e9,
+        written_s=beat_ns / 1e9,
+        left_with=end.rstrip(b"\0").decode(errors="replace") or None,
+        start=start,
+        changed_s=max(place_ns, call_ns, tick_ns) / 1e9,
+        call=call if is_waiting else None,
+        calls=calls,
+        last_call=call,
+    )
+
+
+_pulses: list[Pulse] = []
+"""Pulses of this process; the last one counts. Like a log, it is written from anywhere."""
+
+
+@contextlib.contextmanager
+def beating(pulse: Pulse) -> Iterator[Pulse]:
+    """Makes `pulse` this process's pulse inside the block, and notes how the block ended."""
+    _pulses.append(pulse)
+    how = "done"
+    try:
+        yield pulse
+    except BaseException as error:
+        how = type(error).__name__
+        raise
+    finally:
+        pulse.leave(how)
+        _pulses.remove(pulse)
+
+
+def current_pulse() -> Pulse | None:
+    """Returns the pulse of this process; None if nobody watches it."""
+    return _pulses[-1] if _pulses else None
+
+
+def tick() -> None:
+    """Notes progress of this process: a microbatch, a file, a thousand samples."""
+    if _pulses:
+        _pulses[-1].tick()
+
+
+os.register_at_fork(after_in_child=_pulses.clear)
+
+_BEATS_PER_TIMEOUT = 20
+_INTERVALS_S = (0.2, 1.0)
+"""Shortest and longest interval between beats of a small run."""
+_MAX_BEATS_PER_S = 500
+"""Beats per second of all ranks together, to spare a shared file system."""
+_CHANGES_PER_INTERVAL = 10
+"""Most phase changes written in an interval."""
+_INTERVALS_OF_SILENCE = 2.5
+"""Intervals without a beat after which a rank counts as silent."""
+_SHORTEST_SILENCE_S = 1.0
+_NUM_BYTES = 512
+"""Size of every file from the first beat on, so later beats need no more disk space."""
+_MAX_NAMED = 8
+
+
 def heartbeat_file(folder: Path, rank: int) -> Path:
-    """Returns the rank's file in the run's folder `heartbeats`."""
     return folder / f"rank_{rank:05d}.json"
 
 
@@ -124,8 +281,8 @@ class Heartbeat:
             start: Number of this start of the run; the thread stops writing when a later start beats.
         """
         self._folder, self._world_size = folder, world_size
-        self.on_beat: Callable[[], None] = lambda: None
-        """Called by the thread at every beat; may raise OSError."""
+        self.on_beat: list[Callable[[], None]] = []
+        """Actions of the thread at every beat, in this order; they may raise OSError."""
         shortest, longest = _INTERVALS_S
         own_s = min(max(timeout_s / _BEATS_PER_TIMEOUT, shortest), longest)
         self._interval_s = max(own_s, world_size / _MAX_BEATS_PER_S)
@@ -143,12 +300,10 @@ class Heartbeat:
 
     @property
     def step(self) -> int:
-        """Current step, counted from 1."""
         return self._beat.step
 
     @property
     def place(self) -> str:
-        """Phase and step in words."""
         return self._beat.place
 
     @property
@@ -167,8 +322,8 @@ class Heartbeat:
 
     def enter(self, phase: Phase, step: int) -> None:
         """Notes that this rank begins a phase; the thread writes it soon after."""
-        if (own := pulse.current()) is not None:
-            own.enter(phase, step)
+        if _pulses:
+            _pulses[-1].enter(phase, step)
         now, before = time.monotonic(), self._beat.phase
         self._phases_s[before] = self._phases_s.get(before, 0.0) + now - self._entered_s
         self._entered_s = now
@@ -209,8 +364,9 @@ class Heartbeat:
             self._changed.clear()
             with contextlib.suppress(OSError):  # the next beat tries again; training matters more
                 self._write()
-            with contextlib.suppress(OSError):
-                self.on_beat()
+            for action in self.on_beat:
+                with contextlib.suppress(OSError):
+                    action()
             if has_ended:
                 return
             self._ended.wait(self._interval_s / _CHANGES_PER_INTERVAL)
@@ -218,7 +374,11 @@ class Heartbeat:
 
     def _write(self) -> None:
         """Writes the beat; reopens the file each time, so that other nodes of a network file system see it."""
-        text = json.dumps(asdict(replace(self._beat, written_s=time.time(), **_pulse_fields())))
+        beat = replace(self._beat, written_s=time.time())
+        if _pulses:
+            pulse = _pulses[-1].state
+            beat = replace(beat, changed_s=pulse.changed_s, call=pulse.call)
+        text = json.dumps(asdict(beat))
         self._folder.mkdir(parents=True, exist_ok=True)
         file = os.open(heartbeat_file(self._folder, self._beat.rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -229,13 +389,6 @@ class Heartbeat:
             os.pwrite(file, text.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
         finally:
             os.close(file)
-
-
-def _pulse_fields() -> dict[str, Any]:
-    if (own := pulse.current()) is None:
-        return {}
-    state = own.state
-    return {"changed_s": state.changed_s, "call": f"{state.call} {state.calls}" if state.is_waiting else None}
 
 
 def verdict(silent: Sequence[Beat], everyone: Sequence[Beat]) -> str:

@@ -25,7 +25,7 @@ from mtrain.base.signals import STOP_SIGNALS, StopSignal
 from mtrain.launch.checked import checked_config
 from mtrain.launch.watch import Failure, Heartbeats, Rank, RankWatch
 from mtrain.runs.failure import FailureClass, FailureRecord, last_failure, last_summary, record_failure
-from mtrain.watch.place import node_folder
+from mtrain.watch.node import node_folder
 from mtrain.watch.watchdog import ENDING, ORDERED
 
 MARK = "MTRAIN_LAUNCH"

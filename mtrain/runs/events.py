@@ -33,11 +33,9 @@ class EventKind(StrEnum):
     FAILURE = "failure"
     """The run ended by the error in `text`; fact `exit_code`."""
     FINISH = "finish"
-    """All steps are done."""
 
 
 ENDS = frozenset({EventKind.STOP, EventKind.FAILURE, EventKind.FINISH})
-"""Kinds that end a start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,6 @@ class RunEvent:
     kind: EventKind
     step: int
     time_s: float
-    """Unix time."""
     text: str = ""
     rank: int = 0
     facts: Mapping[str, Fact] = field(default_factory=dict)

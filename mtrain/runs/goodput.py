@@ -13,15 +13,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mtrain.base import pulse
 from mtrain.base.files import disk_faults
-from mtrain.base.heartbeat import Heartbeat
+from mtrain.base.heartbeat import Heartbeat, current_pulse
 
 _NUM_BYTES = 4096
 """Size of every file from the first write on, so that a later one needs no more disk space."""
@@ -249,12 +248,12 @@ class StartAccount:
 
     def __init__(self, folder: Path, number: int, rank: int, world_size: int) -> None:
         self._folder, self._is_writer = folder, rank == 0
-        job, now_s, own = os.environ.get("SLURM_JOB_ID"), time.time(), pulse.current()
+        job, now_s, pulse = os.environ.get("SLURM_JOB_ID"), time.time(), current_pulse()
         # replaced as a whole: the heartbeat's thread writes it while training goes on
         self._start = RunStart(
             number=number,
             # in a user's program, whose beginning is not known, the current time
-            began_s=now_s - (0.0 if own is None else time.monotonic() - own.state.opened_s),
+            began_s=now_s - (0.0 if pulse is None else time.monotonic() - pulse.opened_s),
             written_s=now_s,
             host=socket.gethostname(),
             job=None if job is None else f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}",
@@ -262,7 +261,6 @@ class StartAccount:
         )
         self._heartbeat: Heartbeat | None = None
         self._at: dict[int, float] = {}
-        self._before_each: Callable[[], None] = lambda: None
 
     def __enter__(self) -> StartAccount:
         return self
@@ -280,12 +278,10 @@ class StartAccount:
             for line in goodput.lines():
                 _log.info(line)
 
-    def phases_of(self, heartbeat: Heartbeat) -> None:
+    def follow(self, heartbeat: Heartbeat) -> None:
+        """Writes the account at every beat, with the time that the heartbeat has seen in each phase."""
         self._heartbeat = heartbeat
-
-    def before_each(self, action: Callable[[], None]) -> None:
-        """Sets an action that runs before each account is written, in the same thread."""
-        self._before_each = action
+        heartbeat.on_beat.append(self.write)
 
     def goes_on(self, step: int) -> None:
         """Sets the number of updates at the beginning of this start."""
@@ -323,7 +319,6 @@ class StartAccount:
 
     def write(self) -> None:
         """Writes the account from the heartbeat's thread; raises OSError if the disk refuses."""
-        self._before_each()
         if not self._is_writer:
             return
         phases = {} if self._heartbeat is None else self._heartbeat.phases_s

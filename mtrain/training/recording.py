@@ -8,11 +8,11 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from mtrain.arch import Work, flops_of_step, mfu, peak_flops
 from mtrain.base.errors import MtrainError, RankLostError, RunFolderError
 from mtrain.base.files import disk_faults, write_atomically
-from mtrain.base.heartbeat import Heartbeat
+from mtrain.base.heartbeat import Beat, Heartbeat
 from mtrain.checkpoint.store.steps import published_steps
 from mtrain.config import Config
 from mtrain.config.changes import flat_keys
@@ -130,20 +130,11 @@ class Life:
         return self._rank == 0 or not (isinstance(error, MtrainError) and error.on_every_rank)
 
 
-class OwnTime(NamedTuple):
-    """Working time of one rank over a window of steps."""
-
-    stage: int
-    """Pipeline stage of the rank."""
-    seconds: float
-    """Mean time per step, without waiting for other ranks."""
-
-
-def slow_ranks(window: Mapping[int, OwnTime], percent: float) -> dict[int, float]:
+def slow_ranks(beats: Collection[Beat], percent: float) -> dict[int, float]:
     """Returns the slow ranks, `percent` above the median of their stage: rank -> its time divided by the median."""
     found: dict[int, float] = {}
-    for stage in {one.stage for one in window.values()}:
-        times = {rank: one.seconds for rank, one in window.items() if one.stage == stage}
+    for stage in {beat.stage for beat in beats}:
+        times = {beat.rank: beat.pace_s for beat in beats if beat.stage == stage}
         usual = statistics.median_low(times.values())  # of two ranks the faster one is the reference
         if usual > 0:
             found |= {rank: own / usual for rank, own in times.items() if own > usual * (1 + percent / 100)}
@@ -157,9 +148,9 @@ class PaceJudge:
         self._percent, self._num_windows = percent, num_windows
         self._in_a_row: dict[int, int] = {}
 
-    def add(self, window: Mapping[int, OwnTime]) -> dict[int, float]:
+    def add(self, beats: Collection[Beat]) -> dict[int, float]:
         """Returns the ranks that are slow by now, with the last window's ratio to the median."""
-        slow = slow_ranks(window, self._percent)
+        slow = slow_ranks(beats, self._percent)
         self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank in slow}
         return {rank: ratio for rank, ratio in slow.items() if self._in_a_row[rank] >= self._num_windows}
 
@@ -198,12 +189,12 @@ class SlowRanks:
         window = self._window
         if self._groups.rank != 0 or window == self._judged:
             return
-        beats = self._heartbeat.of_all()
-        if any(beat is None or beat.pace_step != window for beat in beats):
+        of_all = self._heartbeat.of_all()
+        beats = [beat for beat in of_all if beat is not None and beat.pace_step == window]
+        if len(beats) < len(of_all):
             return
         self._judged = window
-        own = {beat.rank: OwnTime(beat.stage, beat.pace_s) for beat in beats if beat is not None}
-        slow = self._judge.add(own)
+        slow = self._judge.add(beats)
         for rank in slow.keys() - self._reported:
             self._reported.add(rank)  # once per start; records continue to name it
             steps = self._watch.slow_rank_windows * self._watch.window_steps

@@ -14,11 +14,10 @@ import torch
 
 from mtrain.arch.layout import Layout
 from mtrain.arch.lr import learning_rate
-from mtrain.base import pulse
 from mtrain.base.environment import RankEnvironment, git_checkout, program_versions
 from mtrain.base.errors import NumericError, SpoiledStateError, StopRequestedError
 from mtrain.base.files import disk_faults, write_atomically
-from mtrain.base.heartbeat import Heartbeat, Phase
+from mtrain.base.heartbeat import Heartbeat, Phase, current_pulse
 from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.state.replicas import ReplicaCheck
 from mtrain.checkpoint.state.save import Provenance, Saver
@@ -172,7 +171,7 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         exporter = Exporter(folder, config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0, lock.check)
         held.callback(exporter.close)
         slow = SlowRanks(config.watch, groups, heartbeat, life)
-        account.before_each(slow.look)
+        heartbeat.on_beat.append(slow.look)
         profiler = StepProfiler(config.metrics, folder.profile, groups.rank, groups.device)
         held.callback(profiler.close)
         samples = PromptSamples(config, folder, run.model.chunks, groups.rank == 0)
@@ -204,13 +203,13 @@ def _open_reporting(
     folder: RunFolder, number: int, train: TrainSection, groups: Groups, held: contextlib.ExitStack
 ) -> tuple[Heartbeat, StartAccount]:
     """Starts reporting the phase of this start, its use of time, and the reason if it fails."""
-    if (own := pulse.current()) is not None:
-        own.start_number = number
+    if (pulse := current_pulse()) is not None:
+        pulse.start_number = number
     size, timeout_s = groups.layout.world_size, train.process_group_timeout_s
     account = held.enter_context(StartAccount(folder.starts, number, groups.rank, size))
     heartbeat = Heartbeat(folder.heartbeats, groups.rank, size, timeout_s, number)
-    heartbeat.on_beat = account.write
-    account.phases_of(held.enter_context(heartbeat))
+    account.follow(heartbeat)
+    held.enter_context(heartbeat)
     held.enter_context(recording(folder.path, groups.rank, number, lambda: heartbeat.place))
     held.enter_context(deterministic(train.deterministic))  # here too: what it raises is recorded
     held.enter_context(naming_lack_of_memory())

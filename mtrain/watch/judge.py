@@ -7,18 +7,13 @@ for the rank at the earliest place. Time in which the watchdog itself did not ru
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import itemgetter
 
 from mtrain.base.heartbeat import Beat, Phase
-from mtrain.base.pulse import PulseState
-from mtrain.watch.process import ProcessState
-
-_ORDER = {str(phase): number for number, phase in enumerate(Phase)}
-_MOST_NAMED = 8
+from mtrain.watch.node import ProcessState
 
 
 class Lost(StrEnum):
-    """How a rank is lost."""
-
     STOPPED = "is stopped"
     """The rank shows no sign of life: it uses no processor time, and its heartbeat thread does not run."""
     STUCK = "makes no progress"
@@ -37,9 +32,9 @@ class Limits:
     """Limit until the first step is done: programs load, kernels are compiled, data are built."""
     save_s: float
 
-    def of(self, phase: str, is_first_step: bool) -> float:
+    def of(self, phase: Phase, is_first_step: bool) -> float:
         """Returns the limit of a phase; infinite if nothing shows progress."""
-        match Phase(phase):
+        match phase:
             case Phase.START | Phase.BUILD:
                 return max(self.start_s, self.step_s)
             case Phase.DATA | Phase.FORWARD_BACKWARD | Phase.UPDATE | Phase.VALIDATION:
@@ -54,7 +49,7 @@ class Limits:
 class Seen:
     """State of one rank of this node at one look."""
 
-    state: PulseState
+    state: Beat
     process: ProcessState | None
     """State of its process; None once it has ended."""
 
@@ -70,7 +65,6 @@ class Loss:
     silent_s: float
     """Time since the last sign of life or progress of the rank."""
     is_here: bool
-    """Whether the rank is on this node."""
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else "a rank of this node"
@@ -99,8 +93,7 @@ class Judge:
 
     def __init__(self, limits: Limits, longest_gap_s: float, others: Callable[[], Mapping[int, Beat]] = dict) -> None:
         """Args:
-        longest_gap_s: Longest time between two looks that counts; a longer gap means that the node or the watchdog
-            was suspended.
+        longest_gap_s: Longest time between two looks that counts; in a longer gap the watchdog was suspended.
         others: Returns the beats of other nodes' ranks; called when this node's ranks make no progress.
         """
         self._limits, self._longest_gap_s, self._others = limits, longest_gap_s, others
@@ -116,18 +109,25 @@ class Judge:
         """Share of its limit that the slowest rank had used at the latest look; at 1 it is lost."""
 
     def look(self, now: float, seen: Sequence[Seen], expected: int) -> Loss | None:
-        """Returns the lost rank; None if there is none."""
         passed_s = min(now - (now if self._looked_s is None else self._looked_s), self._longest_gap_s)
         self._looked_s = now
-        gone = [one for one in seen if one.process is None]
-        if gone:
-            return _loss(gone[0], Lost.GONE, 0.0)
+        gone = next((one for one in seen if one.process is None), None)
+        if gone is not None:
+            return _loss(gone, Lost.GONE, 0.0)
         if any(one.process is not None and one.process.is_debugged for one in seen):
-            self._life.clear(), self._progress.clear()  # type: ignore[func-returns-value]
+            self._life, self._progress = {}, {}
             return None
         for one in seen:
             self._note(one, passed_s)
-        return self._lifeless(seen) or self._standing_still(now, seen) or self._absent(seen, expected, passed_s)
+        if seen:
+            silent_s, first = max(((self._life[one.state.rank].silent_s, one) for one in seen), key=itemgetter(0))
+            if silent_s > self._limits.step_s:
+                return _loss(first, Lost.STOPPED, silent_s)
+            if (behind := self._standing_still(now, seen)) is not None:
+                return behind
+        # a rank of this node may not have begun although others have
+        self._absent_s = self._absent_s + passed_s if seen and len(seen) < expected else 0.0
+        return Loss(-1, Lost.ABSENT, "", self._absent_s, True) if self._absent_s > self._limits.step_s else None
 
     def _note(self, one: Seen, passed_s: float) -> None:
         state, process = one.state, one.process
@@ -136,20 +136,11 @@ class Judge:
             self._first_steps.setdefault(state.rank, state.step)
         progress = (state.changed_s, state.step, state.phase)
         self._progress.setdefault(state.rank, _Clock(progress)).look(progress, passed_s)
-        life = (progress, state.beat_s, process.cpu_s)
+        life = (progress, state.written_s, process.cpu_s)
         self._life.setdefault(state.rank, _Clock(life)).look(life, passed_s)
-
-    def _lifeless(self, seen: Sequence[Seen]) -> Loss | None:
-        silent = [one for one in seen if self._life[one.state.rank].silent_s > self._limits.step_s]
-        if not silent:
-            return None
-        first = max(silent, key=lambda one: self._life[one.state.rank].silent_s)
-        return _loss(first, Lost.STOPPED, self._life[first.state.rank].silent_s)
 
     def _standing_still(self, now: float, seen: Sequence[Seen]) -> Loss | None:
         """Finds the slowest rank if no rank of the job has made progress for longer than that rank's limit."""
-        if not seen:
-            return None
         here_s = min(self._progress[one.state.rank].silent_s for one in seen)
         shortest_s = min(self._limit(one) for one in seen)
         self._ask_others(now, here_s, shortest_s)
@@ -178,13 +169,6 @@ class Judge:
         state = one.state
         return self._limits.of(state.phase, self._first_steps.get(state.rank, state.step) == state.step)
 
-    def _absent(self, seen: Sequence[Seen], expected: int, passed_s: float) -> Loss | None:
-        """Reports a rank of this node that has not begun although others have."""
-        self._absent_s = self._absent_s + passed_s if seen and len(seen) < expected else 0.0
-        if self._absent_s <= self._limits.step_s:
-            return None
-        return Loss(-1, Lost.ABSENT, "", self._absent_s, True)
-
 
 def _loss(one: Seen, how: Lost, silent_s: float) -> Loss:
     return Loss(one.state.rank, how, one.state.place, silent_s, True)
@@ -192,16 +176,14 @@ def _loss(one: Seen, how: Lost, silent_s: float) -> Loss:
 
 def _behind(seen: Sequence[Seen], beats: Mapping[int, Beat]) -> Loss:
     """Returns the rank at the earliest place: by step, by phase, then one that does not wait for another."""
-    here = {one.state.rank for one in seen}
-    found: list[tuple[tuple[int, int, bool, int], Loss]] = []
-    for one in seen:
-        state = one.state
-        key = (state.step, _ORDER[state.phase], state.is_waiting, state.calls if state.is_waiting else 0)
-        stopped = one.process is not None and one.process.is_stopped
-        how = Lost.STOPPED if stopped else Lost.STUCK
-        found.append((key, _loss(one, how, 0.0)))
-    for rank, beat in beats.items():
-        if rank not in here and beat.left_with is None:
-            key = (beat.step, _ORDER[beat.phase], beat.call is not None, 0)
-            found.append((key, Loss(rank, Lost.STUCK, beat.place, 0.0, False)))
-    return min(found, key=lambda pair: (pair[0], pair[1].rank))[1]
+    here = {one.state.rank: one for one in seen}
+    elsewhere = [beat for rank, beat in beats.items() if rank not in here and beat.left_with is None]
+    first = min([*(one.state for one in seen), *elsewhere], key=_earliness)
+    own = here.get(first.rank)
+    is_stopped = own is not None and own.process is not None and own.process.is_stopped
+    return Loss(first.rank, Lost.STOPPED if is_stopped else Lost.STUCK, first.place, 0.0, own is not None)
+
+
+def _earliness(state: Beat) -> tuple[tuple[int, int], bool, int, int]:
+    is_waiting = state.call is not None
+    return state.progress, is_waiting, state.calls if is_waiting else 0, state.rank

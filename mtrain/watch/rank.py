@@ -1,5 +1,4 @@
-"""A rank's side of the watchdog: its pulse, its answer to requests for stacks, and the start of the watchdog's
-process."""
+"""A rank's side of the watchdog: its pulse, its answer to requests for stacks, and the start of the watchdog."""
 
 import contextlib
 import logging
@@ -11,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mtrain.base.environment import RankEnvironment
-from mtrain.base.pulse import Pulse, beating
+from mtrain.base.heartbeat import Pulse, beating
 from mtrain.config import Config
-from mtrain.watch.place import has_launcher, node_folder, pulse_file
+from mtrain.watch.node import node_folder, pulse_file
 from mtrain.watch.stacks import answer_to_signal, flight_recorder
 from mtrain.watch.watchdog import Settings
 
@@ -30,16 +29,15 @@ def watched(config: Config, environment: RankEnvironment) -> Iterator[Pulse | No
     Enter it before torch is loaded, so that a rank that hangs during loading is found. Yields None if nobody watches:
     watch.enabled=false, or a single rank at a terminal, perhaps in a debugger.
     """
-    alone_at_a_terminal = not has_launcher(environment) and sys.stdin is not None and sys.stdin.isatty()
-    if not config.watch.enabled or alone_at_a_terminal:
+    has_launcher = environment.master_port != 0
+    is_at_a_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if not config.watch.enabled or (is_at_a_terminal and not has_launcher):
         yield None
         return
     folder = node_folder(os.environ)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        pulse = Pulse(
-            pulse_file(folder, environment.rank), environment.rank, environment.world_size, environment.local_world_size
-        )
+        pulse = Pulse(pulse_file(folder, environment.rank), environment.rank)
         answer_to_signal(folder, environment.rank)
     except OSError as fault:
         _log.warning(f"warning: this run has no watchdog: {folder} cannot be written ({fault.strerror or fault})")
@@ -48,7 +46,19 @@ def watched(config: Config, environment: RankEnvironment) -> Iterator[Pulse | No
     for name, value in flight_recorder(folder).items():
         os.environ.setdefault(name, value)  # read by torch when it opens NCCL
     ended = threading.Event()
-    settings = _settings(config, environment, folder) if environment.local_rank == 0 else None
+    settings = None
+    if environment.local_rank == 0:
+        settings = Settings(
+            node=str(folder),
+            run_dir=str(Path(config.run.dir).absolute()),
+            local_world_size=environment.local_world_size,
+            world_size=environment.world_size,
+            parent=os.getpid(),
+            step_s=config.train.process_group_timeout_s,
+            start_s=config.watch.start_timeout_s,
+            save_s=config.checkpoint.save_timeout_s,
+            launch=os.environ.get("MTRAIN_LAUNCH"),
+        )
     thread = threading.Thread(target=_beat, args=(pulse, settings, ended), name="pulse", daemon=True)
     thread.start()
     try:
@@ -57,20 +67,6 @@ def watched(config: Config, environment: RankEnvironment) -> Iterator[Pulse | No
     finally:
         ended.set()
         thread.join(1.0)
-
-
-def _settings(config: Config, environment: RankEnvironment, folder: Path) -> Settings:
-    return Settings(
-        node=str(folder),
-        run_dir=str(Path(config.run.dir).absolute()),
-        local_world_size=environment.local_world_size,
-        world_size=environment.world_size,
-        parent=os.getpid(),
-        step_s=config.train.process_group_timeout_s,
-        start_s=config.watch.start_timeout_s,
-        save_s=config.checkpoint.save_timeout_s,
-        launch=os.environ.get("MTRAIN_LAUNCH"),
-    )
 
 
 def _beat(pulse: Pulse, settings: Settings | None, ended: threading.Event) -> None:

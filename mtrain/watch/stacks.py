@@ -12,21 +12,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mtrain.base.pulse import PulseState
-from mtrain.watch.place import stack_file
-from mtrain.watch.process import kernel_view, process_state, text_of
+from mtrain.base.heartbeat import Beat
+from mtrain.watch.node import kernel_view, process_state, stack_file, text_of
 
 SIGNAL = signal.SIGUSR2
 _PATIENCE_S = 1.5
 _SETTLED_S = 0.15
 _PY_SPY_S = 3.0
 _TRACES = "nccl_trigger_"
-FLIGHT_RECORDER = {
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
-"""Environment variables that make NCCL's process groups record their last collectives: sequence number, sizes,
-state."""
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+"""Environment variables that make NCCL record its last collectives: sequence number, sizes, state."""
 
 
 def answer_to_signal(folder: Path, rank: int) -> None:
@@ -50,7 +45,7 @@ def flight_recorder(folder: Path) -> dict[str, str]:
     }
 
 
-def ask(states: Sequence[PulseState]) -> list[PulseState]:
+def ask(states: Sequence[Beat]) -> list[Beat]:
     """Asks ranks for their stacks, which costs each a millisecond; returns those that will answer.
 
     A stopped rank answers when it is continued. All its threads continue at once then, and if another thread answered,
@@ -76,13 +71,10 @@ def _send_to_main_thread(pid: int, number: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def dump(folder: Path, states: Sequence[PulseState], lost: int, out: Path) -> dict[int, Path]:
-    """Writes a file of stacks for each rank; returns rank -> file, for those that could be written. A continued rank,
-    which was stopped, should be ended at once afterwards.
+def dump(folder: Path, states: Sequence[Beat], lost: int, out: Path) -> dict[int, Path]:
+    """Writes a file of stacks for each rank, into the folder `out`; returns rank -> file, for those that were written.
 
-    Args:
-        lost: Rank that the others wait for; more is collected about it.
-        out: Folder for the files; it is created.
+    More is collected about the rank `lost`, which the others wait for. A stopped rank is continued; end it afterwards.
     """
     seen = {state.rank: process_state(state.pid) for state in states}
     in_kernel = {state.rank: kernel_view(state.pid) for state in states}
@@ -108,7 +100,9 @@ def dump(folder: Path, states: Sequence[PulseState], lost: int, out: Path) -> di
             path = out / f"stacks_rank_{state.rank:05d}.txt"
             path.write_text("".join(parts), encoding="utf-8", errors="replace")
             files[state.rank] = path
-    _collect_traces(folder, out)
+    for trace in folder.glob("nccl_trace_*"):
+        with contextlib.suppress(OSError):
+            shutil.copyfile(trace, out / trace.name)
     return files
 
 
@@ -123,7 +117,7 @@ def _settle(files: Sequence[Path]) -> None:
     """Waits until every file has grown and no longer changes, or patience ends."""
     deadline, sizes, since = time.monotonic() + _PATIENCE_S, [0] * len(files), time.monotonic()
     while time.monotonic() < deadline:
-        now = [_size(path) for path in files]
+        now = [len(text_of(path)) for path in files]
         if now != sizes:
             sizes, since = now, time.monotonic()
         if all(now) and time.monotonic() - since > _SETTLED_S:
@@ -153,16 +147,3 @@ def _ask_flight_recorders(folder: Path) -> None:
                 os.write(descriptor, b"1\n")
             finally:
                 os.close(descriptor)
-
-
-def _collect_traces(folder: Path, out: Path) -> None:
-    for trace in folder.glob("nccl_trace_*"):
-        with contextlib.suppress(OSError):
-            shutil.copyfile(trace, out / trace.name)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

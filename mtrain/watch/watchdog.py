@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mtrain.base.errors import RankLostError
-from mtrain.base.heartbeat import Beat, read_beat
-from mtrain.base.pulse import PulseState, read_pulse
+from mtrain.base.heartbeat import Beat, read_beat, read_pulse
 from mtrain.runs.failure import FailureClass, FailureRecord, record_failure, records_folder, summary
 from mtrain.watch.judge import Judge, Limits, Loss, Lost, Seen
-from mtrain.watch.process import memory_kills, process_state
+from mtrain.watch.node import memory_kills, process_state
 from mtrain.watch.stacks import ask, dump, innermost
 
 ENDING = "ending"
@@ -55,7 +54,6 @@ class Settings:
     local_world_size: int
     world_size: int
     parent: int
-    """Process that started the watchdog."""
     step_s: float
     start_s: float
     save_s: float
@@ -66,8 +64,6 @@ class Settings:
 
 
 class Watchdog:
-    """Watchdog of one node in one start."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings, self._node, self._run_dir = settings, Path(settings.node), Path(settings.run_dir)
         shortest, longest = _LOOK_S
@@ -89,20 +85,16 @@ class Watchdog:
             loss = self._judge.look(now, seen, expected)
             if loss is not None and loss.how is Lost.GONE:
                 self._note_gone(loss, [one.state for one in seen if one.process is None])
-            elif loss is None:
-                self._ask_early(states)
-            else:
+            elif loss is not None:
                 self._end(self._named(loss, states), states)
                 return
+            # some time before the end: ranks that wait for the lost one leave as soon as it is gone
+            elif self._judge.nearness < _EARLY:
+                self._has_asked = False
+            elif not self._has_asked:
+                self._has_asked = True
+                ask([state for state in states if state.left_with is None])
             time.sleep(self._look_s)
-
-    def _ask_early(self, states: Sequence[PulseState]) -> None:
-        """Asks for stacks some time before the end: ranks that wait for the lost one leave as soon as it is gone."""
-        if self._judge.nearness < _EARLY:
-            self._has_asked = False
-        elif not self._has_asked:
-            self._has_asked = True
-            ask([state for state in states if state.left_with is None])
 
     def _is_over(self) -> bool:
         if self._is_ordered():
@@ -119,7 +111,7 @@ class Watchdog:
     def _is_ordered(self) -> bool:
         return (self._node / ORDERED).exists()
 
-    def _states(self) -> list[PulseState]:
+    def _states(self) -> list[Beat]:
         found = (read_pulse(path) for path in sorted(self._node.glob("rank_*")))
         return [state for state in found if state is not None]
 
@@ -128,18 +120,18 @@ class Watchdog:
         if len(here) >= self._settings.world_size:
             return {}
         others = (rank for rank in range(self._settings.world_size) if rank not in here)
-        number = max((state.start_number for state in self._states()), default=0)
+        number = max((state.start for state in self._states()), default=0)
         beats = ((rank, read_beat(self._run_dir / "heartbeats", rank)) for rank in others)
         return {rank: beat for rank, beat in beats if beat is not None and beat.start == number}
 
-    def _named(self, loss: Loss, states: Sequence[PulseState]) -> Loss:
+    def _named(self, loss: Loss, states: Sequence[Beat]) -> Loss:
         """Adds the number of a rank that has never begun, if there is only one node."""
         if loss.rank >= 0 or self._settings.local_world_size != self._settings.world_size:
             return loss
         missing = set(range(self._settings.world_size)) - {state.rank for state in states}
-        return Loss(min(missing, default=-1), loss.how, loss.place, loss.silent_s, loss.is_here)
+        return replace(loss, rank=min(missing, default=-1))
 
-    def _note_gone(self, loss: Loss, gone: Sequence[PulseState]) -> None:
+    def _note_gone(self, loss: Loss, gone: Sequence[Beat]) -> None:
         """Reports a rank that ended without saying why; its launcher knows more, and ends the others."""
         time_s = time.time()
         time.sleep(_GONE_S)
@@ -151,7 +143,7 @@ class Watchdog:
             kind, text = FailureClass.OUT_OF_MEMORY, f"{loss}: the kernel killed a process for memory meanwhile"
         self._record(self._failure(loss, kind, text, gone, time_s))
 
-    def _end(self, loss: Loss, states: Sequence[PulseState]) -> None:
+    def _end(self, loss: Loss, states: Sequence[Beat]) -> None:
         """Reports the lost rank, saves all stacks of this node, and ends its ranks, the lost one first."""
         time_s = time.time()
         print(f"watchdog: {loss}; this job is ended", file=sys.stderr, flush=True)
@@ -174,13 +166,13 @@ class Watchdog:
             time.sleep(self._look_s)
         self._kill(running)
 
-    def _kill(self, states: Sequence[PulseState]) -> None:
+    def _kill(self, states: Sequence[Beat]) -> None:
         for state in states:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(state.pid, signal.SIGKILL)
 
     def _failure(
-        self, loss: Loss, kind: FailureClass, text: str, states: Sequence[PulseState], time_s: float
+        self, loss: Loss, kind: FailureClass, text: str, states: Sequence[Beat], time_s: float
     ) -> FailureRecord:
         return FailureRecord(
             rank=loss.rank,
@@ -197,8 +189,7 @@ class Watchdog:
         )
 
     def _record(self, failure: FailureRecord, is_last: bool = True) -> None:
-        """Writes a record into the run folder, if this start has it; else prints the final summary on standard
-        error."""
+        """Writes a record into the run folder, if this start has it; else prints the final summary."""
         if failure.start:
             with contextlib.suppress(OSError):  # a full disk: only the line on standard error remains
                 record_failure(self._run_dir, failure, again=True)
@@ -206,8 +197,8 @@ class Watchdog:
             print(summary(failure, self._run_dir), end="", file=sys.stderr, flush=True)
 
 
-def _number(states: Sequence[PulseState]) -> int:
-    return max((state.start_number for state in states), default=0)
+def _number(states: Sequence[Beat]) -> int:
+    return max((state.start for state in states), default=0)
 
 
 def _sweep(own: Path) -> None:
@@ -221,7 +212,6 @@ def _sweep(own: Path) -> None:
 
 
 def main() -> None:
-    """Runs the watchdog with the settings from the command line."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks, which may still save for minutes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())

@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 
 from mtrain.base.heartbeat import Beat, Phase
-from mtrain.base.pulse import PulseState
 from mtrain.watch.judge import Judge, Limits, Loss, Lost, Seen
-from mtrain.watch.process import ProcessState
+from mtrain.watch.node import ProcessState
 
 LIMITS = Limits(step_s=10, start_s=100, save_s=50)
 RUNS, STOPPED, DEBUGGED = ProcessState("R", 1.0, 0, 0), ProcessState("T", 1.0, 0, 0), ProcessState("t", 1.0, 7, 0)
 
 
-def at(rank: int, phase: Phase, step: int = 5, is_waiting: bool = False, calls: int = 7) -> PulseState:
-    call = "all-reduce" if is_waiting else None
-    return PulseState(100 + rank, rank, 4, 2, 0.0, 1, step, phase, 0.0, calls, call, is_waiting, 0.0, 0.0, None)
+def at(rank: int, phase: Phase, step: int = 5, is_waiting: bool = False, calls: int = 7) -> Beat:
+    call = f"all-reduce {calls}" if is_waiting else None
+    return Beat(rank, 100 + rank, step, phase, 0.0, 0.0, start=1, call=call, calls=calls)
 
 
 class Story:
@@ -39,12 +38,12 @@ class Story:
         raise AssertionError("nobody is lost")
 
 
-def living(state: PulseState, now: float, process: ProcessState | None = RUNS) -> Seen:
+def living(state: Beat, now: float, process: ProcessState | None = RUNS) -> Seen:
     """Builds a rank whose interpreter runs, but which makes no progress."""
-    return Seen(replace(state, beat_s=now), process)
+    return Seen(replace(state, written_s=now), process)
 
 
-def seen(*states: PulseState, process: ProcessState = RUNS) -> list[Seen]:
+def seen(*states: Beat, process: ProcessState = RUNS) -> list[Seen]:
     return [Seen(state, process) for state in states]
 
 
@@ -58,7 +57,7 @@ def seen(*states: PulseState, process: ProcessState = RUNS) -> list[Seen]:
     ],
     ids=["phase", "step", "who waits", "the earlier collective"],
 )
-def test_the_rank_that_is_behind_is_lost_whoever_notices(first: PulseState, second: PulseState) -> None:
+def test_the_rank_that_is_behind_is_lost_whoever_notices(first: Beat, second: Beat) -> None:
     seconds, loss = Story().ends_after(*seen(first, second))
     assert (loss.rank, loss.how) == (1, Lost.STUCK)
     assert seconds >= (LIMITS.save_s if second.phase == Phase.SAVE else LIMITS.step_s)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mtrain.base.heartbeat import Beat, Phase
 from mtrain.runs.events import EventKind, read_events
-from mtrain.training.recording import OwnTime, PaceJudge, slow_ranks
+from mtrain.training.recording import PaceJudge, slow_ranks
 from tests.fault_table import Notice
 from tests.training.test_trainer import command, finished, records, start
 
@@ -52,8 +54,12 @@ def test_a_slow_rank_is_named(command: Any, start: Any, tmp_path: Path, notice: 
     assert all(0 <= step["waited_seconds"] < step["seconds"] for step in steps)
 
 
-def window(*seconds: float, stages: tuple[int, ...] = ()) -> dict[int, OwnTime]:
-    return {rank: OwnTime(stages[rank] if stages else 0, each) for rank, each in enumerate(seconds)}
+def window(*seconds: float, stages: tuple[int, ...] = ()) -> list[Beat]:
+    beat = Beat(0, 1, 5, Phase.UPDATE, 0.0, 0.0)
+    return [
+        replace(beat, rank=rank, stage=stages[rank] if stages else 0, pace_s=pace_s)
+        for rank, pace_s in enumerate(seconds)
+    ]
 
 
 def test_ranks_are_compared_with_the_median_of_their_stage() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtrain.base.pulse import Pulse, beating, read_pulse, tick
+from mtrain.base.heartbeat import Phase, Pulse, beating, read_pulse, tick
 from mtrain.watch.judge import Loss, Lost
-from mtrain.watch.place import node_folder
+from mtrain.watch.node import node_folder
 from mtrain.watch.stacks import flight_recorder
 from mtrain.watch.watchdog import ORDERED
 from tests.fault_table import Notice
@@ -131,14 +131,14 @@ def test_a_rank_that_two_interrupts_end_has_said_so(tmp_path: Path, while_made: 
     """The report exists from the first moment that a watchdog can see; Python's own exits may then be skipped."""
     program = (
         "import os, pathlib, signal, sys\n"
-        "from mtrain.base.pulse import Pulse\n"
+        "from mtrain.base.heartbeat import Pulse\n"
         "from mtrain.base.signals import hold_stop_signals\n"
         "hold_stop_signals()\n"
         "signal.raise_signal(signal.SIGINT)\n"
         "if sys.argv[2] == 'True': sys.addaudithook("
         "lambda event, _: signal.raise_signal(signal.SIGINT) if event == 'os.rename' else None)\n"
         "try:\n"
-        "    Pulse(pathlib.Path(sys.argv[1]), 0, 1, 1)\n"
+        "    Pulse(pathlib.Path(sys.argv[1]), 0)\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "finally:\n"
         "    os._exit(130)\n"
@@ -211,15 +211,15 @@ def test_what_an_ended_watchdog_left_is_swept_up(
 
 def test_a_pulse_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "rank_00003"
-    pulse = Pulse(path, 3, 8, 4)
+    pulse = Pulse(path, 3)
     with beating(pulse):
         pulse.start_number = 7
         pulse.enter("forward_backward", 12)
         pulse.begin_wait(1)
         state = read_pulse(path)
         assert state is not None
-        assert (state.pid, state.rank, state.world_size, state.local_world_size) == (os.getpid(), 3, 8, 4)
-        assert (state.start_number, state.step, state.phase) == (7, 12, "forward_backward")
+        assert (state.pid, state.rank) == (os.getpid(), 3)
+        assert (state.start, state.step, state.phase) == (7, 12, Phase.FORWARD_BACKWARD)
         assert state.place == "forward_backward of step 12, waiting in all-reduce 1"
         pulse.end_wait(1)
         before = read_pulse(path)
@@ -233,7 +233,7 @@ def test_a_pulse_is_read_as_it_was_written(tmp_path: Path) -> None:
         beaten = read_pulse(path)
         assert beaten is not None
         assert beaten.changed_s == after.changed_s, "a beat is none"
-        assert beaten.beat_s > after.beat_s
+        assert beaten.written_s > after.written_s
         assert beaten.left_with is None
     left = read_pulse(path)
     assert left is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mtrain.base.pulse import PulseState
+from mtrain.base.heartbeat import Beat, Phase
 from mtrain.watch.stacks import ask, dump, innermost
 from tests.watch.test_hanging_ranks import wait_until
 
@@ -36,7 +36,7 @@ def test_a_stopped_process_is_shown_where_it_was_stopped(tmp_path: Path, is_aske
     with subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path)]) as process:
         try:
             wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
-            state = PulseState(process.pid, 0, 1, 1, 0.0, 1, 3, "save", 0.0, 0, None, False, 0.0, 0.0, None)
+            state = Beat(0, process.pid, 3, Phase.SAVE, 0.0, 0.0)
             assert ask([state] * is_asked_before) == [state] * is_asked_before
             found = dump(tmp_path, [state], 0, tmp_path / "out")[0].read_text()
         finally:

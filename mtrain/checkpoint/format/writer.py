@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mtrain.base import pulse
 from mtrain.base.background import started
 from mtrain.base.errors import DataError
+from mtrain.base.heartbeat import tick
 from mtrain.checkpoint.format.hashed_file import HashedFile, write_hashed
 from mtrain.checkpoint.format.safe_metadata import GlobalTensor, SavedSlice
 from mtrain.checkpoint.store.manifest import FileInfo
@@ -71,7 +71,7 @@ def write_shards(
     with HashedFile(path) as file:
         for number, shard in enumerate(shards):
             before_each(number)
-            pulse.tick()  # shows that a large save makes progress
+            tick()  # shows that a large save makes progress
             start = file.tell()
             # view, not reshape, which would silently copy what is not contiguous
             save_record(shard.data.detach().view(shard.at.shape).cpu(), file)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.base import pulse
+from mtrain.base.heartbeat import tick
 from mtrain.config.schema.loss import MAIN_TERM
 from mtrain.core.loss.pair import LossPair, Reported, joined, shown_name
 from mtrain.core.ranks import patience
@@ -87,7 +87,7 @@ class PairAccumulator:
 
     def add(self, pairs: Mapping[str, LossPair]) -> None:
         """Adds one microbatch; keeps nothing that could change later."""
-        pulse.tick()
+        tick()
         for term, numerator, denominator in self._places:
             # The sum holds a copy: megatron-core scales the loss in place afterwards (forward_step_calc_loss).
             numerator.add_(pairs[term].numerator.detach())

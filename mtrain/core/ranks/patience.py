@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from mtrain.base import pulse
 from mtrain.base.awake import AwakeClock
+from mtrain.base.heartbeat import current_pulse
 
 _NEVER = timedelta(days=365)
 _POLLS_PER_LIMIT = 40
@@ -189,7 +189,7 @@ def install() -> None:
 
 
 def _noted(self: Work, *arguments: Any, **options: Any) -> Any:
-    own, began = pulse.current(), time.perf_counter()
+    own, began = current_pulse(), time.perf_counter()
     kind = -1
     if own is not None:
         kind = self._get_op_type()  # type: ignore[attr-defined]

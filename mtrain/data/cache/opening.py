@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtrain.base import pulse
 from mtrain.base.certificate import cache_folder
 from mtrain.base.errors import DataError
 from mtrain.base.fault_points import fault_point
 from mtrain.base.files import LockOutcome, disk_faults, remove, sync_file, try_lock
+from mtrain.base.heartbeat import tick
 from mtrain.base.signals import leave_if_stopped
 from mtrain.base.steady_files import SteadyFile
 from mtrain.data.cache.encoding_workers import TOKENISING, EncodingJob, encoded_chunks
@@ -138,7 +138,7 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
             writer.add(chunk, facts.first_of_file(chunk))
             facts.add(chunk)
             progress.update(facts.num_records, writer.num_tokens)
-            pulse.tick()
+            tick()
         if writer.num_samples == 0:
             raise DataError(
                 f"{job.files[0].path} holds no sample ({facts.num_bad} of {facts.num_records} records are bad"

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mtrain.base.heartbeat import Heartbeat, Phase
-from mtrain.base.pulse import Pulse, beating, tick
-from mtrain.watch.place import node_folder
+from mtrain.base.heartbeat import Heartbeat, Phase, Pulse, beating, tick
+from mtrain.watch.node import node_folder
 
 _REPEATS = 20_000
 
@@ -18,7 +17,7 @@ def main() -> None:
     """Prints a line for each action."""
     folder = node_folder({"MTRAIN_LAUNCH": "bench"})
     folder.mkdir(exist_ok=True)
-    pulse = Pulse(folder / "rank_00000", 0, 1, 1)
+    pulse = Pulse(folder / "rank_00000", 0)
 
     def wait() -> None:
         pulse.begin_wait(1)

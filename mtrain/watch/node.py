@@ -1,20 +1,53 @@
-"""State of a process as the kernel reports it in /proc; reading it costs microseconds and needs no library."""
+"""What the ranks of a node and their watchdog see of each other: a folder in memory, which belongs to one launch on one
+node, and the state of processes in /proc, which costs microseconds to read and needs no library."""
 
+from __future__ import annotations
+
+import hashlib
 import os
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+_MEMORY = Path("/dev/shm")
+_OF_LOCAL_LAUNCH = ("MTRAIN_LAUNCH",)
+_OF_TORCHRUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_SRUN = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_NODEID")
+
+
+def node_folder(environ: Mapping[str, str]) -> Path:
+    """Returns the folder shared by the ranks of one launch on one node, and by no others; does not create it."""
+    if environ.get("MTRAIN_LAUNCH"):
+        names: tuple[str, ...] = _OF_LOCAL_LAUNCH
+    elif "RANK" in environ:
+        names = _OF_TORCHRUN
+    else:
+        names = _OF_SRUN
+    values = [environ.get(name, "") for name in names]
+    if not any(values):
+        values = [str(os.getpid())]  # alone
+    code = hashlib.sha256("\0".join(values).encode()).hexdigest()[:16]
+    base = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"mtrain-{os.getuid()}-{code}"
+
+
+def pulse_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}"
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack_{rank:05d}"
+
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _LONGEST = 20_000
 
 
 class ProcessState(NamedTuple):
-    """State of a process at one time."""
-
     letter: str
     """R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger."""
     cpu_s: float
-    """Processor time that the process has used."""
     tracer: int
     """Process that debugs it; 0 if there is none."""
     caught_signals: int
@@ -75,7 +108,6 @@ def memory_kills() -> int:
 
 
 def text_of(path: Path) -> str:
-    """Reads a file; empty if that fails."""
     try:
         return path.read_text(errors="replace")
     except OSError:
