@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mtrain.base.errors import DataError
-from mtrain.data.preparation.train_tokenizer import train_tokenizer
+from mtrain.data.formats.documents import TextFiles
+from mtrain.data.preparation.train_tokenizer import ControlIds, train_tokenizer
 from mtrain.hf.tokenizer.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, load_tokenizer
 from tests.fault_table import Notice
 from tests.messages import refuses
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizers")
     (folder / "text.txt").write_text("\n".join(f"def function_{n}(x):\n    return x + {n}" for n in range(300)))
     (folder / "sp").mkdir()
-    train_tokenizer([folder / "text.txt"], folder / "sp" / "m.model", vocab_size=320)
+    train_tokenizer(TextFiles([folder / "text.txt"]), folder / "sp" / "m.model", vocab_size=320)
     (folder / "hf").mkdir()
     model = Model(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -204,6 +205,8 @@ def test_an_endless_name_is_shortened(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_without_an_end_is_refused(folder: Path, tmp_path: Path) -> None:
-    train_tokenizer([folder / "text.txt"], tmp_path / "m.model", vocab_size=320, eos_id=-1)
+    train_tokenizer(
+        TextFiles([folder / "text.txt"]), tmp_path / "m.model", vocab_size=320, control=ControlIds(eos_id=-1)
+    )
     with refuses(DataError):
         load_tokenizer(tmp_path / "m.model")

@@ -50,26 +50,23 @@ def tokenize(
 ) -> None:
     """Writes Megatron's .bin/.idx pair: one document for each text file and for each line of JSONL."""
     with one_message():
-        from mtrain.data.formats.documents import PACKED_SUFFIXES, find_files
-        from mtrain.data.preparation.tokenize import tokenize_corpus
+        from mtrain.data.formats.documents import PACKED_SUFFIXES, TextFiles
+        from mtrain.data.preparation.tokenize import Encoding, tokenize_corpus
         from mtrain.hf.tokenizer.tokenizer import PARALLELISM
 
         # this process does nothing else, and `--workers` says how many threads there are
         os.environ.setdefault(PARALLELISM, "false")
-        files = find_files(inputs, glob)
+        texts = TextFiles(inputs, glob, text_key)
+        files = texts.files()
         is_packed = any(path.suffix in PACKED_SUFFIXES for path in files)
         # the amount of text in a packed file is only known at its end
         with _progress(None if is_packed else sum(path.stat().st_size for path in files)) as progress:
             summary = tokenize_corpus(
-                inputs,
-                tokenizer,
+                texts,
+                Encoding(tokenizer, append_eos, fast),
                 output_prefix,
-                pattern=glob,
-                text_key=text_key,
                 num_workers=workers,
-                append_eos=append_eos,
                 overwrite=overwrite,
-                is_fast=fast,
                 progress=progress,
             )
     empty = f" ({summary.num_empty} empty ones left out)" if summary.num_empty else ""
@@ -134,33 +131,31 @@ def train_tokenizer(
         if kind is TokenizerKind.HF:
             of_sentencepiece = {"--algorithm": algorithm, "--bos-id": bos_id, "--eos-id": eos_id, "--pad-id": pad_id}
             _refuse([name for name, value in of_sentencepiece.items() if value is not None], "sentencepiece")
+            from mtrain.data.formats.documents import TextFiles
             from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
 
             train_hf_tokenizer(
-                inputs,
+                TextFiles(inputs, glob, text_key),
                 output,
                 vocab_size,
                 special_tokens=special_token,
                 chat_template=chat_template,
-                pattern=glob,
-                text_key=text_key,
                 overwrite=overwrite,
             )
         else:
             of_hf = {"--special-token": special_token or None, "--chat-template": chat_template}
             _refuse([name for name, value in of_hf.items() if value is not None], "hf")
+            from mtrain.data.formats.documents import TextFiles
+            from mtrain.data.preparation.train_tokenizer import ControlIds
             from mtrain.data.preparation.train_tokenizer import train_tokenizer as train_model
 
+            ids = {"bos_id": bos_id, "eos_id": eos_id, "pad_id": pad_id}
             train_model(
-                inputs,
+                TextFiles(inputs, glob, text_key),
                 output,
                 vocab_size,
                 kind=(algorithm or Algorithm.BPE).value,
-                pattern=glob,
-                text_key=text_key,
-                bos_id=1 if bos_id is None else bos_id,
-                eos_id=2 if eos_id is None else eos_id,
-                pad_id=3 if pad_id is None else pad_id,
+                control=ControlIds(**{name: number for name, number in ids.items() if number is not None}),
                 overwrite=overwrite,
             )
     typer.echo(f"{output}: {vocab_size} tokens")

@@ -18,6 +18,7 @@ from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.convert.adapters import export_adapter
 from mtrain.convert.exporting import export_hf
+from mtrain.data.formats.documents import TextFiles
 from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
 from mtrain.hf.configuration import load_config
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer, tokenizer_of
@@ -51,7 +52,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     words = ["reader", "writer", "index", "value"]
     lines = [f"a {word} is <search>a {other}</search>." for word in words for other in words]
     (folder / "text.txt").write_text("\n".join(lines * 4).replace("<search>", "").replace("</search>", ""))
-    train_hf_tokenizer([folder / "text.txt"], folder / "hf", VOCABULARY, chat_template="chatml")
+    train_hf_tokenizer(TextFiles([folder / "text.txt"]), folder / "hf", VOCABULARY, chat_template="chatml")
     (folder / "template.jinja").write_text(TEMPLATE)
     torch.manual_seed(3)
     rows = VOCABULARY + (SPARE if request.param else 0)

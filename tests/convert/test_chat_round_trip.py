@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from mtrain.arch.layout import Layout
 from mtrain.config import Config
 from mtrain.convert.exporting import export_hf
+from mtrain.data.formats.documents import TextFiles
 from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
 from mtrain.hf.configuration import load_config
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
@@ -52,7 +53,7 @@ def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["reader", "writer", "index", "value"]
     answers = [f"a {word} is a {other}." for word in words for other in words]
     (folder / "text.txt").write_text("\n".join(answers * 4))
-    train_hf_tokenizer([folder / "text.txt"], folder / "hf", VOCABULARY, chat_template="chatml")
+    train_hf_tokenizer(TextFiles([folder / "text.txt"]), folder / "hf", VOCABULARY, chat_template="chatml")
     torch.manual_seed(3)
     settings = LlamaConfig(**SIZES, vocab_size=VOCABULARY, eos_token_id=0, bos_token_id=None, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(settings).save_pretrained(folder / "hf")

@@ -31,6 +31,7 @@ from mtrain.core.engine.rank_model import RankModel, build_model
 from mtrain.core.loss.objective import Objective
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.step import TrainingStep
+from mtrain.data.formats.documents import TextFiles
 from mtrain.data.loader import StepLoader
 from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
 from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
@@ -109,7 +110,9 @@ def prepare(work: Path, steps: int) -> dict[str, Any]:
     """Writes corpus and tokenizer; returns the configuration that both runs share."""
     build_stdlib_corpus("chat", work)
     build_stdlib_corpus("text", work)
-    train_hf_tokenizer([work / "text-valid.jsonl"], work / "hf", VOCAB, chat_template="chatml", overwrite=True)
+    train_hf_tokenizer(
+        TextFiles([work / "text-valid.jsonl"]), work / "hf", VOCAB, chat_template="chatml", overwrite=True
+    )
     shape = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4}
     return {
         "run": {"dir": str(work)},

@@ -17,24 +17,35 @@ class Document(NamedTuple):
     """File, and line of a JSONL file, for messages."""
 
 
-def find_files(inputs: Sequence[Path], pattern: str) -> list[Path]:
-    """Lists the named files, and the matching files of the named folders, sorted within each folder."""
-    files: list[Path] = []
-    for given in inputs:
-        if given.is_dir():
-            found = sorted(path for path in given.glob(pattern) if path.is_file())
-            if not found:
-                raise DataError(f"folder {given} has no file that matches {pattern!r}; change the pattern")
-            files += found
-        elif given.is_file():
-            files.append(given)
-        else:
-            raise DataError(f"input {given} does not exist; name a file or a folder")
-    return files
+class TextFiles(NamedTuple):
+    """Named files, and the matching files of named folders, sorted within each folder."""
+
+    inputs: Sequence[Path]
+    pattern: str = "**/*.txt"
+    """Glob that a file in a named folder has to match."""
+    text_key: str = "text"
+    """Key of the text in JSON."""
+
+    def files(self) -> list[Path]:
+        files: list[Path] = []
+        for path in self.inputs:
+            if path.is_dir():
+                found = sorted(file for file in path.glob(self.pattern) if file.is_file())
+                if not found:
+                    raise DataError(f"folder {path} has no file that matches {self.pattern!r}; change the pattern")
+                files += found
+            elif path.is_file():
+                files.append(path)
+            else:
+                raise DataError(f"input {path} does not exist; name a file or a folder")
+        return files
+
+    def documents(self) -> Iterator[Document]:
+        """Yields a document for each line of a .jsonl file and one for every other file; .gz and .zst are unpacked."""
+        return _documents(self.files(), self.text_key)
 
 
-def documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
-    """Yields a document for each line of a .jsonl file and one for every other file; .gz and .zst are unpacked."""
+def _documents(files: Sequence[Path], text_key: str) -> Iterator[Document]:
     for path in files:
         is_packed = path.suffix in PACKED_SUFFIXES
         kind = kind_of_file(path) if is_packed else FileKind.LINES

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.base.signals import interrupts_blocked
-from mtrain.data.formats.documents import Document, documents, find_files
+from mtrain.data.formats.documents import Document, TextFiles
 from mtrain.data.formats.megatron_indexed import element_type, writing_corpus
 from mtrain.hf.tokenizer.tokenizer import PARALLELISM, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
@@ -138,12 +138,14 @@ class _Tokens(NamedTuple):
     num_empty: int
 
 
-class _Work(NamedTuple):
-    """Task of a worker; picklable."""
+class Encoding(NamedTuple):
+    """How texts become tokens; picklable, for workers."""
 
     tokenizer_path: Path
-    append_eos: bool
-    is_fast: bool
+    append_eos: bool = True
+    """Whether each document ends with the end-of-document token."""
+    is_fast: bool = False
+    """Whether gigatoken encodes, as `CheckedEncoding` describes."""
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[list[str]], _Tokens]:
         encode = (
@@ -155,16 +157,12 @@ class _Work(NamedTuple):
 
 
 def tokenize_corpus(
-    inputs: Sequence[Path],
-    tokenizer_path: Path,
+    texts: TextFiles,
+    encoding: Encoding,
     output_prefix: str,
     *,
-    pattern: str = "**/*.txt",
-    text_key: str = "text",
     num_workers: int = 1,
-    append_eos: bool = True,
     overwrite: bool = False,
-    is_fast: bool = False,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> CorpusSummary:
     """Writes one document for each text, in the order of the inputs.
@@ -180,27 +178,28 @@ def tokenize_corpus(
     for path in (f"{output_prefix}.bin", f"{output_prefix}.idx"):
         if not overwrite and os.path.exists(path):
             raise DataError(f"{path} exists; choose another output prefix, or overwrite it with --overwrite")
-    tokenizer = load_tokenizer(tokenizer_path)
-    work = _Work(tokenizer_path, append_eos, is_fast)
-    files = find_files(inputs, pattern)
+    tokenizer = load_tokenizer(encoding.tokenizer_path)
+    documents = texts.documents()
     num_empty = num_bytes = 0
     with writing_corpus(output_prefix, tokenizer.vocab_size) as writer:
-        for chunk, tokens in _tokenized(_chunks(documents(files, text_key)), work, tokenizer, num_workers):
+        for chunk, tokens in _tokenized(_chunks(documents), encoding, tokenizer, num_workers):
             writer.add_all(tokens.ids, tokens.lengths)
             num_empty += tokens.num_empty
             num_bytes += chunk.num_bytes
             progress(chunk.num_bytes)
         if writer.num_tokens == 0:
-            raise DataError(f"{', '.join(map(str, inputs))} hold no text, so there is no corpus to write; check them")
+            raise DataError(
+                f"{', '.join(map(str, texts.inputs))} hold no text, so there is no corpus to write; check them"
+            )
     seconds = time.perf_counter() - began
     return CorpusSummary(writer.num_documents, num_empty, writer.num_tokens, num_bytes, seconds)
 
 
-def _chunks(texts: Iterable[Document]) -> Iterator[_TextChunk]:
+def _chunks(documents: Iterable[Document]) -> Iterator[_TextChunk]:
     """Groups texts into chunks whose bounds depend on the texts alone."""
     group: list[str] = []
     size = num_bytes = 0
-    for document in texts:
+    for document in documents:
         group.append(document.text)
         size += len(document.text)
         num_bytes += len(document.text.encode())
@@ -212,10 +211,10 @@ def _chunks(texts: Iterable[Document]) -> Iterator[_TextChunk]:
 
 
 def _tokenized(
-    chunks: Iterator[_TextChunk], work: _Work, tokenizer: Tokenizer, num_workers: int
+    chunks: Iterator[_TextChunk], encoding: Encoding, tokenizer: Tokenizer, num_workers: int
 ) -> Iterator[tuple[_TextChunk, _Tokens]]:
     if num_workers == 1:
-        encoder = work.encoder(tokenizer)
+        encoder = encoding.encoder(tokenizer)
         for chunk in chunks:
             yield chunk, encoder(chunk.texts)
         return
@@ -225,7 +224,7 @@ def _tokenized(
     context.set_forkserver_preload([__name__, "sentencepiece", "tokenizers"])
     with interrupts_blocked():  # the workers' server, hence the workers
         forkserver.ensure_running()
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(work,))
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(encoding,))
     under_way: collections.deque[tuple[_TextChunk, Future[_Tokens]]] = collections.deque()
     try:
         for chunk in chunks:
@@ -253,9 +252,9 @@ _of_worker: list[Callable[[list[str]], _Tokens]] = []
 """Encodes texts in a worker process; empty elsewhere."""
 
 
-def _start_worker(work: _Work) -> None:
+def _start_worker(encoding: Encoding) -> None:
     os.environ[PARALLELISM] = "false"  # the workers are the parallelism, and threads on top would fight for processors
-    _of_worker.append(work.encoder(load_tokenizer(work.tokenizer_path)))
+    _of_worker.append(encoding.encoder(load_tokenizer(encoding.tokenizer_path)))
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 

@@ -8,11 +8,11 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.files import disk_faults, replacing
-from mtrain.data.formats.documents import documents, find_files
+from mtrain.data.formats.documents import Document, TextFiles
 
 _MAX_LINE_BYTES = 65536
 
@@ -26,39 +26,41 @@ _LOSSLESS: dict[str, Any] = {
 }
 
 
+class ControlIds(NamedTuple):
+    """Ids of special tokens of a sentencepiece model; -1 leaves one out."""
+
+    bos_id: int = 1
+    eos_id: int = 2
+    pad_id: int = 3
+
+
 def train_tokenizer(
-    inputs: Sequence[Path],
+    texts: TextFiles,
     output: Path,
     vocab_size: int,
     *,
     kind: Literal["bpe", "unigram"] = "bpe",
-    pattern: str = "**/*.txt",
-    text_key: str = "text",
-    bos_id: int = 1,
-    eos_id: int = 2,
-    pad_id: int = 3,
+    control: ControlIds = ControlIds(),  # noqa: B008
     overwrite: bool = False,
 ) -> None:
     """Writes a `.model` whose decode(encode(text)) is the text.
 
     What the vocabulary lacks is spelt in bytes, white space is kept, and digits stand alone. The unknown token has id
-    0; -1 leaves a special token out. The same inputs give the same model.
+    0. The same inputs give the same model.
     """
     from sentencepiece import SentencePieceTrainer
 
     _refuse_existing(output, overwrite)
     model = io.BytesIO()
-    texts = (document.text for document in documents(find_files(inputs, pattern), text_key))
+    documents = texts.documents()
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=(line for text in texts for line in text.split("\n") if line.strip()),
+            sentence_iterator=(line for each in documents for line in each.text.split("\n") if line.strip()),
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
             unk_id=0,
-            bos_id=bos_id,
-            eos_id=eos_id,
-            pad_id=pad_id,
+            **control._asdict(),
             max_sentence_length=_MAX_LINE_BYTES,
             num_threads=1,  # the same inputs must give the same model, on any number of processors
             minloglevel=2,
@@ -91,14 +93,12 @@ _PIECES = (
 
 
 def train_hf_tokenizer(
-    inputs: Sequence[Path],
+    texts: TextFiles,
     output: Path,
     vocab_size: int,
     *,
     special_tokens: Sequence[str] = (),
     chat_template: str | None = None,
-    pattern: str = "**/*.txt",
-    text_key: str = "text",
     overwrite: bool = False,
 ) -> None:
     """Writes a folder whose tokenizer spells every text in bytes: decode(encode(text)) is the text.
@@ -121,8 +121,8 @@ def train_hf_tokenizer(
         files["chat_template.jinja"] = template
     for name in files:
         _refuse_existing(output / name, overwrite)
-    texts = (document.text for document in documents(find_files(inputs, pattern), text_key))
-    files["tokenizer.json"] = _trained(texts, vocab_size, specials)
+    documents = texts.documents()
+    files["tokenizer.json"] = _trained(documents, vocab_size, specials)
     with disk_faults(f"write the tokenizer {output}"):
         output.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -146,7 +146,7 @@ def _settings(specials: Sequence[str]) -> dict[str, Any]:
     return {**settings, "clean_up_tokenization_spaces": False, "additional_special_tokens": more}
 
 
-def _trained(texts: Iterator[str], vocab_size: int, specials: Sequence[str]) -> str:
+def _trained(documents: Iterator[Document], vocab_size: int, specials: Sequence[str]) -> str:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -161,7 +161,7 @@ def _trained(texts: Iterator[str], vocab_size: int, specials: Sequence[str]) -> 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
     if (found := tokenizer.get_vocab_size()) < vocab_size:
         raise DataError(
             f"no tokenizer of {vocab_size} tokens can be trained on this text, which gives {found}; change the number "

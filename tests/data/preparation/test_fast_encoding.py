@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.preparation.tokenize import CheckedEncoding, tokenize_corpus
+from mtrain.data.formats.documents import TextFiles
+from mtrain.data.preparation.tokenize import CheckedEncoding, Encoding, tokenize_corpus
 from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer, train_tokenizer
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.messages import refuses
@@ -20,7 +21,7 @@ TEXTS = ["naïve 日本 🙂 12345", "a <|im_start|>user<|endoftext|> b", "  x =
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trains a byte-level tokenizer with special tokens."""
     folder = tmp_path_factory.mktemp("bpe")
-    train_hf_tokenizer([SOURCE], folder, 500, chat_template="chatml")
+    train_hf_tokenizer(TextFiles([SOURCE]), folder, 500, chat_template="chatml")
     return folder
 
 
@@ -36,7 +37,7 @@ def test_both_libraries_write_the_same_bytes(bpe: Path, tmp_path: Path) -> None:
     lines = [*TEXTS, SOURCE.read_text()]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
     for name, is_fast in (("slow", False), ("fast", True)):
-        tokenize_corpus([tmp_path / "in.jsonl"], bpe, str(tmp_path / name), is_fast=is_fast)
+        tokenize_corpus(TextFiles([tmp_path / "in.jsonl"]), Encoding(bpe, is_fast=is_fast), str(tmp_path / name))
     for ending in ("bin", "idx"):
         assert (tmp_path / f"fast.{ending}").read_bytes() == (tmp_path / f"slow.{ending}").read_bytes()
 
@@ -62,6 +63,6 @@ def test_what_it_cannot_read_is_refused(bpe: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "normalizer": {"type": "Lowercase"}}))
     with pytest.raises(DataError, match=r"gigatoken cannot encode with .*Unsupported normalizer.*leave --fast out"):
         CheckedEncoding(load_tokenizer(tmp_path))
-    train_tokenizer([SOURCE], tmp_path / "m.model", 400)
+    train_tokenizer(TextFiles([SOURCE]), tmp_path / "m.model", 400)
     with refuses(DataError, "--fast", "tokenizer.json"):
         CheckedEncoding(load_tokenizer(tmp_path / "m.model"))

@@ -11,10 +11,10 @@ import pyarrow
 import pytest
 
 from mtrain.base.errors import DataError
-from mtrain.data.formats.documents import documents, find_files
+from mtrain.data.formats.documents import TextFiles
 from mtrain.data.formats.megatron_indexed import Corpus
 from mtrain.data.preparation import tokenize as module
-from mtrain.data.preparation.tokenize import tokenize_corpus
+from mtrain.data.preparation.tokenize import Encoding, tokenize_corpus
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.messages import refuses
 from tests.warm import completed
@@ -39,13 +39,16 @@ def read(prefix: Path) -> list[list[int]]:
 
 def test_documents_keep_the_order_of_the_inputs(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
     """The ids are a = 4, b = 5, ..., </s> = 2; folders are sorted by path, empty texts left out."""
-    summary = tokenize_corpus([texts / "more.jsonl", texts], word_tokenizer, str(tmp_path / "out" / "c"))
+    summary = tokenize_corpus(
+        TextFiles([texts / "more.jsonl", texts]), Encoding(word_tokenizer), str(tmp_path / "out" / "c")
+    )
     assert read(tmp_path / "out" / "c") == [[10, 11, 2], [13, 2], [6, 7, 8, 2], [4, 5, 2], [9, 2]]
     assert (summary.num_documents, summary.num_empty, summary.num_tokens, summary.num_bytes) == (5, 2, 14, 13)
 
 
 def test_options_choose_files_keys_and_ends(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
-    tokenize_corpus([texts], word_tokenizer, str(tmp_path / "c"), pattern="*.jsonl", text_key="title", append_eos=False)
+    titles = TextFiles([texts], "*.jsonl", "title")
+    tokenize_corpus(titles, Encoding(word_tokenizer, append_eos=False), str(tmp_path / "c"))
     assert read(tmp_path / "c") == [[12], [13], [4]]
 
 
@@ -54,23 +57,24 @@ def test_packed_inputs_are_unpacked(tmp_path: Path, word_tokenizer: Path) -> Non
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"c\nc"))
     (tmp_path / "c.jsonl.zst").write_bytes(zst)
-    tokenize_corpus([tmp_path], word_tokenizer, str(tmp_path / "out"), pattern="*")
+    tokenize_corpus(TextFiles([tmp_path], "*"), Encoding(word_tokenizer), str(tmp_path / "out"))
     assert read(tmp_path / "out") == [[4, 2], [5, 2], [6, 6, 2], [7, 2], [8, 2]]
 
 
 def test_damaged_packs_and_tables_are_refused(tmp_path: Path, word_tokenizer: Path) -> None:
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"c" * 100)[:-9])
     with refuses(DataError, "b.txt.gz"):
-        tokenize_corpus([tmp_path / "b.txt.gz"], word_tokenizer, str(tmp_path / "out"))
+        tokenize_corpus(TextFiles([tmp_path / "b.txt.gz"]), Encoding(word_tokenizer), str(tmp_path / "out"))
     (tmp_path / "b.jsonl.gz").write_bytes(b"PAR1")
     with refuses(DataError, "b.jsonl.gz"):
-        tokenize_corpus([tmp_path / "b.jsonl.gz"], word_tokenizer, str(tmp_path / "out"))
+        tokenize_corpus(TextFiles([tmp_path / "b.jsonl.gz"]), Encoding(word_tokenizer), str(tmp_path / "out"))
 
 
 def test_torch_is_not_loaded(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
     """Loading torch takes longer than ten megabytes of text."""
-    program = "import sys; from pathlib import Path; from mtrain.data.preparation.tokenize import tokenize_corpus\n"
-    program += "tokenize_corpus([Path(sys.argv[1])], Path(sys.argv[2]), sys.argv[3])\n"
+    program = "import sys; from pathlib import Path; from mtrain.data.formats.documents import TextFiles\n"
+    program += "from mtrain.data.preparation.tokenize import Encoding, tokenize_corpus\n"
+    program += "tokenize_corpus(TextFiles([Path(sys.argv[1])]), Encoding(Path(sys.argv[2])), sys.argv[3])\n"
     program += "print({'torch', 'megatron'} & sys.modules.keys())"
     command = [sys.executable, "-c", program, str(texts), str(word_tokenizer), str(tmp_path / "c")]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -86,8 +90,10 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
     path = tmp_path / "many.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     done: list[int] = []
-    one = tokenize_corpus([path], word_tokenizer, str(tmp_path / "one"))
-    two = tokenize_corpus([path], word_tokenizer, str(tmp_path / "two"), num_workers=2, progress=done.append)
+    one = tokenize_corpus(TextFiles([path]), Encoding(word_tokenizer), str(tmp_path / "one"))
+    two = tokenize_corpus(
+        TextFiles([path]), Encoding(word_tokenizer), str(tmp_path / "two"), num_workers=2, progress=done.append
+    )
     assert (one.num_documents, one.num_tokens) == (two.num_documents, two.num_tokens)
     assert sum(done) == two.num_bytes
     assert len(done) > 10
@@ -103,7 +109,7 @@ def test_a_bad_input_is_named_and_leaves_nothing(tmp_path: Path, word_tokenizer:
     path.write_text('{"text": "a"}\n{"txt": "b"}\n')
     out = tmp_path / "out"
     with refuses(DataError, "line 2", "bad.jsonl", "'text'", "--text-key"):
-        tokenize_corpus([path], word_tokenizer, str(out / "c"), num_workers=num_workers)
+        tokenize_corpus(TextFiles([path]), Encoding(word_tokenizer), str(out / "c"), num_workers=num_workers)
     assert list(out.iterdir()) == []
 
 
@@ -119,26 +125,26 @@ def test_bad_lines_are_reported(tmp_path: Path, word_tokenizer: Path, content: b
     path = tmp_path / "in.jsonl"
     path.write_bytes(content)
     with refuses(DataError, fact):
-        tokenize_corpus([path], word_tokenizer, str(tmp_path / "c"))
+        tokenize_corpus(TextFiles([path]), Encoding(word_tokenizer), str(tmp_path / "c"))
 
 
 def test_bad_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
     with refuses(DataError, "a.txt"):
-        list(documents([tmp_path / "a.txt"], "text"))
+        list(TextFiles([tmp_path / "a.txt"]).documents())
     with refuses(DataError):
-        find_files([tmp_path / "none"], "*")
+        TextFiles([tmp_path / "none"], "*").files()
     with refuses(DataError, "'*.md'"):
-        find_files([tmp_path], "*.md")
+        TextFiles([tmp_path], "*.md").files()
 
 
 def test_an_existing_pair_is_replaced_only_if_asked(texts: Path, tmp_path: Path, word_tokenizer: Path) -> None:
     prefix = str(tmp_path / "c")
-    tokenize_corpus([texts], word_tokenizer, prefix)
+    tokenize_corpus(TextFiles([texts]), Encoding(word_tokenizer), prefix)
     with refuses(DataError, "c.bin", "--overwrite"):
-        tokenize_corpus([texts / "b.txt"], word_tokenizer, prefix)
+        tokenize_corpus(TextFiles([texts / "b.txt"]), Encoding(word_tokenizer), prefix)
     assert len(read(tmp_path / "c")) == 3
-    tokenize_corpus([texts / "b.txt"], word_tokenizer, prefix, overwrite=True)
+    tokenize_corpus(TextFiles([texts / "b.txt"]), Encoding(word_tokenizer), prefix, overwrite=True)
     assert read(tmp_path / "c") == [[4, 5, 2]]
 
 

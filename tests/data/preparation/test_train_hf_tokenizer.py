@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from mtrain.base.errors import ConfigError, DataError
+from mtrain.data.formats.documents import TextFiles
 from mtrain.data.preparation.train_tokenizer import END, train_hf_tokenizer
 from mtrain.hf.tokenizer.tokenizer import load_tokenizer
 from tests.cli.command_line import call
@@ -30,12 +31,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("hf") / "made" / "here"
-    train_hf_tokenizer([text], output, VOCABULARY, chat_template="chatml")
+    train_hf_tokenizer(TextFiles([text]), output, VOCABULARY, chat_template="chatml")
     return output
 
 
 def test_the_same_text_gives_the_same_files_of_the_size_asked_for(text: Path, folder: Path, tmp_path: Path) -> None:
-    train_hf_tokenizer([text], tmp_path, VOCABULARY, chat_template="chatml")
+    train_hf_tokenizer(TextFiles([text]), tmp_path, VOCABULARY, chat_template="chatml")
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
     assert [(tmp_path / name).read_bytes() for name in FILES] == [(folder / name).read_bytes() for name in FILES]
     tokenizer = load_tokenizer(folder)
@@ -69,7 +70,9 @@ def test_transformers_reads_it_and_writes_conversations_in_its_template(folder: 
 def test_a_template_of_ones_own_comes_with_its_tokens(text: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("{{ '<a>' + messages[0].content + '<b>' }}")
-    train_hf_tokenizer([text], tmp_path / "out", 300, special_tokens=["<a>", "<b>"], chat_template=str(template))
+    train_hf_tokenizer(
+        TextFiles([text]), tmp_path / "out", 300, special_tokens=["<a>", "<b>"], chat_template=str(template)
+    )
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == template.read_text()
     assert load_tokenizer(tmp_path / "out").special_tokens() == {END, "<a>", "<b>"}
 
@@ -77,19 +80,19 @@ def test_a_template_of_ones_own_comes_with_its_tokens(text: Path, tmp_path: Path
 def test_nothing_is_replaced_unasked(text: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("precious")
     with refuses(DataError, "tokenizer_config.json", "--overwrite"):
-        train_hf_tokenizer([text], tmp_path, VOCABULARY)
+        train_hf_tokenizer(TextFiles([text]), tmp_path, VOCABULARY)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer_config.json"]
-    train_hf_tokenizer([text], tmp_path, VOCABULARY, overwrite=True)
+    train_hf_tokenizer(TextFiles([text]), tmp_path, VOCABULARY, overwrite=True)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == END
 
 
 def test_what_cannot_be_made_is_refused(text: Path, tmp_path: Path) -> None:
     with refuses(DataError, "90000"):
-        train_hf_tokenizer([text], tmp_path / "out", 90000)
+        train_hf_tokenizer(TextFiles([text]), tmp_path / "out", 90000)
     with refuses(ConfigError, "--vocab-size=200", "256", "259"):
-        train_hf_tokenizer([text], tmp_path / "out", 200, chat_template="chatml")
+        train_hf_tokenizer(TextFiles([text]), tmp_path / "out", 200, chat_template="chatml")
     with refuses(DataError):
-        train_hf_tokenizer([text], tmp_path / "out", VOCABULARY, chat_template="chatmll")
+        train_hf_tokenizer(TextFiles([text]), tmp_path / "out", VOCABULARY, chat_template="chatmll")
     assert not (tmp_path / "out").exists()
 
 
