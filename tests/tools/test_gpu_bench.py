@@ -30,6 +30,7 @@ NAMES = (
     "attention kernels",
     "products",
     "1B",
+    "hybrid",
     "packed finetuning",
     "on the host",
     "deterministic runs",
@@ -46,15 +47,17 @@ def test_sections_measure_what_they_say(pool: Pool, names: tuple[str, ...]) -> N
     }
     assert "from float64" in found["judged otherwise"]["error"]
     assert max(found[NAMES[0]]["found"]["relative difference"].values()) < 2e-6
-    compared = {name: found[name]["found"] for name in ("1B", "experts") if name in names}
+    compared = {name: found[name]["found"] for name in ("1B", "experts", "hybrid") if name in names}
     for each in compared.values():
         assert all(3.0 < one["loss"] < 6.5 for one in each.values()), "about the logarithm of the vocabulary"
         assert {name for name, one in each.items() if "mtrain is faster by" in one} == each.keys() - {"mtrain"}
         assert all(len(one["top 10 kernels"]) == 10 and one["step s"] > 0 for one in each.values())
         assert each["mtrain"]["estimated bytes"] > 0
         assert each["mtrain"]["MFU"] is each["mtrain"]["peak bytes"] is None, "neither is known of a CPU"
+        assert sum(each["mtrain"]["share of kernels"].values()) == pytest.approx(1)
+        assert each["mtrain"]["share of kernels"]["products"] > 0.01
     assert len(compared.get("1B", "four")) == 4
-    assert compared["experts"].keys() == {"mtrain", "megatron-core local"}
+    assert compared["experts"].keys() == {"mtrain", "mtrain, fused weight gradients", "megatron-core local"}
     moved = found["on the host"]["found"] if "on the host" in names else {}
     assert len({each["loss"] for each in moved.values()}) <= 1
     assert [name for name, each in moved.items() if each["estimated bytes on the host"]] == list(moved)[1:]
@@ -115,4 +118,4 @@ def test_what_cannot_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_all_sections_fit_into_nine_minutes() -> None:
     assert DEADLINE_S < 540
-    assert all(section.seconds <= 100 for section in SECTIONS.values())
+    assert all(section.seconds <= 150 for section in SECTIONS.values())

@@ -247,15 +247,17 @@ def _losses(path: Path) -> list[tuple[int, float, float]]:
     return [(each["step"], each["loss"], each["grad_norm"]) for each in records if "loss" in each]
 
 
-def verified(verb: str) -> Callable[[Bench], dict[str, Any]]:
-    """Makes a section that runs `mtrain verify VERB` with the torch backend, dense and with experts."""
+def verified(verb: str, *keys: str) -> Callable[[Bench], dict[str, Any]]:
+    """Makes a section that runs `mtrain verify VERB` with the torch backend and `keys`, dense and with experts."""
 
     def run(bench: Bench) -> dict[str, Any]:
         said = {}
         with tempfile.TemporaryDirectory() as folder:
             for name, model in (("dense", TINY), ("experts", TINY_EXPERTS)):
                 path = _run_folder(bench, model, Path(folder) / name)
-                lines = _mtrain("verify", verb, str(path), "train.precision=fp32", "--max-ranks", "1").splitlines()
+                lines = _mtrain(
+                    "verify", verb, str(path), "train.precision=fp32", *keys, "--max-ranks", "1"
+                ).splitlines()
                 said[name] = next((line for line in reversed(lines) if line.strip()), "")
         return said
 

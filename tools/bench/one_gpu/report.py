@@ -18,7 +18,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {result} | {answer['seconds']} |")
     for name, answer in report["sections"].items():
         if answer["found"]:
-            lines += ["", f"## {name}", "", *_section(answer["found"])]
+            right_if = [f"Right if: {answer['right if']}.", ""] if "right if" in answer else []
+            lines += ["", f"## {name}", "", *right_if, *_section(answer["found"])]
     return "\n".join(lines) + "\n"
 
 

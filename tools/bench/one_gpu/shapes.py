@@ -40,6 +40,28 @@ EXPERTS: Model = {
     "vocab_size": 151936,
     "experts": {"num_experts": 64, "top_k": 8, "ffn_hidden_size": 768},
 }
+HYBRID: Model = {
+    "num_layers": 8,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 6144,
+    "num_attention_heads": 16,
+    "num_query_groups": 4,
+    "head_dim": 256,
+    "vocab_size": 151936,
+    "zero_centered_norm": True,
+    "qk_norm": True,
+    "attention_gate": True,
+    "rope": {"base": 10000000, "partial": 0.25},
+    "delta_net": {
+        "num_key_heads": 16,
+        "num_value_heads": 32,
+        "key_head_dim": 128,
+        "value_head_dim": 128,
+        "conv_kernel": 4,
+        "full_attention_every": 4,
+    },
+}
+"""Layers of Qwen3.5's kind: three delta nets, then attention."""
 WINDOWS: Model = ONE_B | {"sliding_window": 1024, "global_attention_every": 4}
 TINY: Model = {
     "num_layers": 2,
@@ -56,6 +78,17 @@ TINY_EXPERTS: Model = TINY | {
     "experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32},
 }
 """Small model with experts of one size, as in Mixtral, whose names of tensors the judge knows."""
+TINY_HYBRID: Model = TINY | {
+    "zero_centered_norm": True,
+    "delta_net": {
+        "num_key_heads": 2,
+        "num_value_heads": 4,
+        "key_head_dim": 16,
+        "value_head_dim": 16,
+        "conv_kernel": 4,
+        "full_attention_every": 2,
+    },
+}
 TINY_WINDOWS: Model = TINY | {"sliding_window": 9, "global_attention_every": 2}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from mtrain.base.tensor_slice import TensorSlice
 from mtrain.checkpoint.format.fingerprint import hash_of
 from mtrain.config import Config
 from mtrain.core.engine.training_state import local_state
+from mtrain.core.layers.layer_spec import has_transformer_engine
 from mtrain.core.layers.offload import activations
 from mtrain.core.ranks.groups import Groups
 from tools.bench.one_gpu.contenders import Build, Contender, one_rank, ours, reference, stock
@@ -30,9 +32,11 @@ from tools.bench.one_gpu.padded import padded_loop
 from tools.bench.one_gpu.shapes import (
     EIGHT_B,
     EXPERTS,
+    HYBRID,
     ONE_B,
     TINY,
     TINY_EXPERTS,
+    TINY_HYBRID,
     TINY_WINDOWS,
     WINDOWS,
     Bench,
@@ -40,6 +44,15 @@ from tools.bench.one_gpu.shapes import (
     speed_config,
 )
 
+KERNELS = {
+    "attention": "flash|fmha|sdpa|attention|attn",
+    "products": "gemm|nvjet|cutlass|xmma|matmul|aten::mm|aten::bmm|aten::addmm|aten::_grouped_mm|grouped",
+    "optimizer": "multi_tensor|adam",
+    "collectives": "nccl|gloo|c10d",
+    "copies": "memcpy|memset|copy_|aten::copy",
+    "compiled regions": "triton_|cpp_fused|compiledfxgraph|compiledfunction",
+}
+"""Classes of kernels by parts of their names, looked for in this order; all others are elementwise ones and sums."""
 BYTES_A_PARAMETER = 20
 """Number of bytes per parameter for weights, gradients and optimizer, in any contender."""
 
@@ -64,15 +77,11 @@ def products(bench: Bench) -> dict[str, Any]:
 
 
 def dense_1b(bench: Bench) -> dict[str, Any]:
-    """Compares contenders on Llama 3.2 1B; ours also with weight gradients that products accumulate."""
+    """Compares contenders on Llama 3.2 1B."""
     config = speed_config(bench, TINY if bench.is_tiny else ONE_B, 4096, 2)
-    fused = config.model.model_copy(update={"megatron": {"gradient_accumulation_fusion": True}})
-
-    def with_fused(bench: Bench, config: Config, groups: Groups) -> Contender:
-        return ours(bench, config.model_copy(update={"model": fused}), groups)
-
-    builds = {"mtrain": ours, "megatron-core local": stock, "compiled reference": reference}
-    return _compared(bench, config, {**builds, "mtrain, fused weight gradients": with_fused})
+    return _compared(
+        bench, config, _own_builds(bench) | {"megatron-core local": stock, "compiled reference": reference}
+    )
 
 
 def dense_8b(bench: Bench) -> dict[str, Any]:
@@ -84,7 +93,30 @@ def dense_8b(bench: Bench) -> dict[str, Any]:
 def experts(bench: Bench) -> dict[str, Any]:
     """Compares contenders on a model with 64 experts, 8 per token."""
     config = speed_config(bench, TINY_EXPERTS if bench.is_tiny else EXPERTS, 4096, 1)
-    return _compared(bench, config, {"mtrain": ours, "megatron-core local": stock})
+    return _compared(bench, config, _own_builds(bench) | {"megatron-core local": stock})
+
+
+def hybrid(bench: Bench) -> dict[str, Any]:
+    """Compares our builds on eight layers of delta nets and attention."""
+    return _compared(bench, speed_config(bench, TINY_HYBRID if bench.is_tiny else HYBRID, 4096, 1), _own_builds(bench))
+
+
+def _own_builds(bench: Bench) -> dict[str, Build]:
+    """Lists our layers as written, and with what can be turned on here; regions on a CPU only if asked for."""
+    fused: dict[str, dict[str, Any]] = {"model": {"megatron": {"gradient_accumulation_fusion": True}}}
+    regions: dict[str, dict[str, Any]] = {"train": {"compile": "regions"}}
+    changes: dict[str, dict[str, dict[str, Any]]] = {"mtrain, fused weight gradients": fused}
+    if bench.device == "cuda" or bench.compiles_tiny:
+        changes |= {"mtrain, regions": regions, "mtrain, both": fused | regions}
+    if bench.device == "cuda" and has_transformer_engine():
+        changes["mtrain, TransformerEngine"] = {"model": {"backend": "te"}}
+    builds: dict[str, Build] = {name: functools.partial(_changed, changed) for name, changed in changes.items()}
+    return {"mtrain": ours} | builds
+
+
+def _changed(changes: dict[str, dict[str, Any]], bench: Bench, config: Config, groups: Groups) -> Contender:
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    return ours(bench, config.model_copy(update=sections), groups)
 
 
 def windows(bench: Bench) -> dict[str, Any]:
@@ -286,7 +318,7 @@ def _measured(bench: Bench, config: Config, groups: Groups, builds: Mapping[str,
         def prepare(name: str = name, build: Build = build) -> None:
             before = _allocated(bench)
             contender = build(bench, config, groups)
-            for _ in range(2):  # allocates the optimizer's state, compiles
+            for _ in range(3):  # allocates the optimizer's state, compiles, and once more for another number of rows
                 contender.step()
             held[name], own_bytes[name] = contender, _allocated(bench) - before
             found[name]["notes"] = contender.notes
@@ -354,7 +386,7 @@ def _figures(bench: Bench, config: Config, times: Times) -> dict[str, Any]:
 
 
 def _needs(bench: Bench, contender: Contender, own_bytes: int) -> dict[str, Any]:
-    """Measures peak memory of a step, without what other contenders hold, and the ten longest kernels."""
+    """Measures peak memory of a step, without what other contenders hold, and where the time of its kernels goes."""
     peak = None
     if bench.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -362,16 +394,33 @@ def _needs(bench: Bench, contender: Contender, own_bytes: int) -> dict[str, Any]
         contender.step()
         peak = torch.cuda.max_memory_allocated() - others
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.device == "cuda" else [])]
+    start = time.perf_counter()
     with profile(activities=kinds) as watched:
         contender.step()
         bench.synchronize()
+    wall_us = 1e6 * (time.perf_counter() - start)
     times = {
         each.key: each.self_device_time_total if bench.device == "cuda" else each.self_cpu_time_total
         for each in watched.key_averages()
     }
     total = sum(times.values()) or 1
     longest = sorted(times, key=lambda key: -times[key])[:10]
-    return {"peak bytes": peak, "top 10 kernels": {key[:100]: times[key] / total for key in longest}}
+    return {
+        "peak bytes": peak,
+        "share of kernels": _classes(times),
+        "kernels / time of a profiled step": total / wall_us,
+        "top 10 kernels": {key[:100]: times[key] / total for key in longest},
+    }
+
+
+def _classes(times: Mapping[str, float]) -> dict[str, float]:
+    """Returns the share of each class of kernels in their time, the largest first."""
+    sums = dict.fromkeys([*KERNELS, "elementwise and sums"], 0.0)
+    for name, seconds in times.items():
+        kind = next((kind for kind, parts in KERNELS.items() if re.search(parts, name.lower())), "elementwise and sums")
+        sums[kind] += seconds
+    total = sum(sums.values()) or 1
+    return {kind: sums[kind] / total for kind in sorted(sums, key=lambda kind: -sums[kind])}
 
 
 def _seconds(bench: Bench, call: Callable[[], Any]) -> float:
