@@ -32,8 +32,8 @@ stands. `core` is to be understood without what lies above it; `loss` has names 
 ORDER = tuple(package for line in PACKAGES for package in line)
 WITHOUT_TORCH = r"mtrain\.(base|config|arch|runs|watch|launch|plan|hf\.(schema|tokenizer|configuration))(\..*)?"
 
-ROOMS_OF_CORE = ("state", "loss", "batch", "ranks", "layers", "engine", "step")
-"""Folders of `mtrain/core` from the bottom up: each imports only from those before it."""
+ROOMS_OF_CORE = ("kernels", "state", "loss", "batch", "ranks", "layers", "engine", "step")
+"""Folders and modules of `mtrain/core` from the bottom up: each imports only from those before it."""
 
 MAX_FILES_IN_A_FOLDER = 20
 MAX_FILE_LINES, MAX_TABLE_LINES = 500, 700

@@ -24,7 +24,7 @@ from mtrain.base.errors import MachineError
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import Compiled
-from mtrain.core.layers import region
+from mtrain.core import kernels
 from mtrain.core.layers.attention.recurrent.core import RecurrentCore
 from mtrain.core.layers.attention.rotating import RotatingAttention, TemperedAttention
 from mtrain.core.layers.certified import finding
@@ -101,7 +101,7 @@ def _compile_layer(layer: TransformerLayer, config: Sections, groups: Groups) ->
     for owner, name in _kept_out(layer, config, groups):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]
     # nn.Module.compile, which renames no parameter
-    layer.compile(backend=region.BACKEND, dynamic=False)
+    layer.compile(backend=kernels.BACKEND, dynamic=False)
 
 
 def as_written() -> contextlib.AbstractContextManager[object]:
@@ -152,7 +152,7 @@ def try_compiler(device: torch.device, choice: Compiled) -> None:
     torch.compiler.set_stance("default")  # where megatron-core was imported early, nothing would be compiled
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
-            loss = torch.compile(_small, backend=region.BACKEND, dynamic=False)(given).sum()
+            loss = torch.compile(_small, backend=kernels.BACKEND, dynamic=False)(given).sum()
             loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # compilers, linkers and drivers fail in ways of their own
         raise MachineError(

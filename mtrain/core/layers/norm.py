@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from mtrain.core.kernels import region
 from mtrain.core.layers.own_parameters import device_of, replicated_parameter
 from mtrain.core.layers.products import widened
-from mtrain.core.layers.region import region
 
 
 class Norm(nn.Module):

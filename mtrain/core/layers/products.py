@@ -15,6 +15,8 @@ from torch import Tensor, autograd
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from mtrain.core.kernels import add_product
+
 
 def widened(x: Tensor) -> Tensor:
     """Returns numbers in float32 at least."""
@@ -59,14 +61,3 @@ def install() -> None:
     module: Any = layers
     module.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
     module._grad_accum_fusion_available = True
-
-
-@torch.no_grad()
-def add_product(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None:
-    """Adds the gradient of a weight to its total, [out, in] float32, in place."""
-    if inputs.dtype == torch.float32:
-        total.addmm_(output_gradients.t(), inputs)
-    elif inputs.device.type == "cuda":
-        torch.addmm(total, output_gradients.t(), inputs, out_dtype=torch.float32, out=total)
-    else:
-        total.add_(output_gradients.t() @ inputs)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mtrain.core.layers.region import region
+from mtrain.core.kernels import region
 
 
 class Activation(NamedTuple):

@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from mtrain.config import Config
+from mtrain.core import kernels
 from mtrain.core.engine.generation import PassTokens, cached_model
 from mtrain.core.engine.rank_model import build_model
-from mtrain.core.layers import region
 from mtrain.core.ranks.groups import Groups
 from tests.parity.ranks import Outcome, Run, train
 
@@ -53,7 +53,7 @@ def train_each(groups: Groups, runs: Sequence[Run], backend: str, refused_after:
             graphs += 1
             return build(graph, inputs)
 
-        region.BACKEND = counted
+        kernels.BACKEND = counted
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             outcome = train(groups, *run)
         found.append(Compiled(outcome, graphs - 1, printed.getvalue()))  # the first one tries the compiler
@@ -62,7 +62,7 @@ def train_each(groups: Groups, runs: Sequence[Run], backend: str, refused_after:
 
 def names(groups: Groups, config: Config) -> list[list[str]]:
     """Returns the names of all parameters and checkpoint tensors, first as written, then compiled."""
-    region.BACKEND = "eager"
+    kernels.BACKEND = "eager"
     found = []
     for choice in ("none", "layers"):
         train_section = config.train.model_copy(update={"compile": choice})
@@ -91,7 +91,7 @@ def graphs_of_generation(groups: Groups, config: Config) -> int:
         graphs += 1
         return graph
 
-    region.BACKEND = counted
+    kernels.BACKEND = counted
     chunks = build_model(config, groups).chunks
     graphs = 0
     with cached_model(config, groups, chunks, num_sequences=1, length=8) as model:

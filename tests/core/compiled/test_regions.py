@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtrain.core.layers import region
+from mtrain.core import kernels
+from mtrain.core.kernels import Region
 from mtrain.core.layers.attention.delta_net import normed_and_gated
 from mtrain.core.layers.attention.mamba import gated_and_normed
 from mtrain.core.layers.attention.mla import pairs_rotated
 from mtrain.core.layers.attention.rotating import Rotations, rotated, split_and_rotated
 from mtrain.core.layers.norm import layer_normed, rms_normed
-from mtrain.core.layers.region import Region
 from mtrain.core.layers.swiglu import Activation, activated, weighted_activated
 
 
@@ -92,7 +92,7 @@ def with_rows(case: Case, num_rows: int) -> Case:
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_region_is_the_function_in_float64(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs alone by day; the code that torch writes for them at night."""
-    monkeypatch.setattr(region, "BACKEND", backend)
+    monkeypatch.setattr(kernels, "BACKEND", backend)
     # the second number of rows makes the graph dynamic; a rank may have no token of its experts, but has rows to rotate
     for num_rows in (6, 9) if CASES[name].table else (6, 9, 0):
         tensors, further = drawn(with_rows(CASES[name], num_rows), torch.float64)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mtrain.arch.layout import Layout
-from mtrain.core.layers.products import FIELD, add_product
+from mtrain.core.kernels import add_product
+from mtrain.core.layers.products import FIELD
 from tests.core.engine.weight_gradient_ranks import step
 from tests.core.state.test_save_and_load import BF16, TIED, configured
 from tests.pool import Pool

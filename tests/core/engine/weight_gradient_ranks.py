@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mtrain.config import Config
+from mtrain.core.kernels import add_product
 from mtrain.core.layers import products
-from mtrain.core.layers.products import add_product
 from mtrain.core.ranks.groups import Groups
 from mtrain.data.loader import StepLoader
 from tests.core.state.checkpoint_ranks import build

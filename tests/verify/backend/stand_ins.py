@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from mtrain.config import Config
-from mtrain.core.layers import region
+from mtrain.core import kernels
 from mtrain.core.layers.build import unwrap
 from mtrain.core.ranks.groups import Groups
 from mtrain.verify.backend.candidates import CANDIDATES, Candidate, torch_layers
@@ -38,7 +38,7 @@ def _in_other_order(config: Config, groups: Groups) -> nn.Module:
 
 def _captured(config: Config, groups: Groups) -> nn.Module:
     """Compiles the layers with a backend that needs no compiler."""
-    region.BACKEND = "eager"
+    kernels.BACKEND = "eager"
     return _named("compile").build(config, groups)
 
 

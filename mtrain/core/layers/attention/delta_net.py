@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mtrain.config.schema.delta_net import DeltaNetSection
+from mtrain.core.kernels import region
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, applied, by_chunk, chunk_decays
 from mtrain.core.layers.attention.recurrent.core import Convolution, Heads, RecurrentCore
 from mtrain.core.layers.own_parameters import (
@@ -44,7 +45,6 @@ from mtrain.core.layers.own_parameters import (
     output_projection,
 )
 from mtrain.core.layers.products import widened
-from mtrain.core.layers.region import region
 
 _DECAYS = 0.01, 16.0
 """Bounds between which first decays are uniform, as in transformers; parameters are their logarithms."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain.config.schema.mamba import MambaSection
+from mtrain.core.kernels import region
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, by_chunk, chunk_decays
 from mtrain.core.layers.attention.recurrent.core import Convolution, Heads, RecurrentCore
 from mtrain.core.layers.own_parameters import (
@@ -40,7 +41,6 @@ from mtrain.core.layers.own_parameters import (
     output_projection,
 )
 from mtrain.core.layers.products import widened
-from mtrain.core.layers.region import region
 
 
 class MambaCore(RecurrentCore):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from mtrain.config.schema.attention import LatentAttentionSection
 from mtrain.config.schema.rope import RopeSection
+from mtrain.core.kernels import region
 from mtrain.core.layers.attention.core_attention import RowAttention
 from mtrain.core.layers.attention.key_set import key_set
 from mtrain.core.layers.attention.rotary import inverse_frequencies, latent_softmax_scale
@@ -39,7 +40,6 @@ from mtrain.core.layers.own_parameters import (
     replicated_parameter,
 )
 from mtrain.core.layers.products import widened_linear
-from mtrain.core.layers.region import region
 
 
 class ReplicatedLinear(nn.Module):

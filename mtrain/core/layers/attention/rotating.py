@@ -12,8 +12,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mtrain.core.kernels import region
 from mtrain.core.layers.attention.rotary import angle_parts
-from mtrain.core.layers.region import region
 
 
 class Rotations(NamedTuple):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mtrain.core.kernels import add_product
+
 LossOfChunk = Callable[[int, slice, Tensor], Tensor]
 """Function of (index of the hidden states, rows of them, their logits [rows, 1, vocab_local]) that returns a scalar,
 with a graph on the logits if gradients are recorded."""
@@ -134,16 +136,14 @@ class _WeightGradient:
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
         """Adds the part of some rows: gradient [rows, vocab_local], hidden [rows, hidden]."""
-        if gradient.dtype != self._wide and not gradient.is_cuda:
+        if not gradient.is_cuda:  # CPUs have no product of halves into float32
             gradient, hidden = gradient.to(self._wide), hidden.to(self._wide)
-        if gradient.dtype != self._wide:
-            # tensor cores return the product in float32, as they do for whole logits before it is rounded
-            product = torch.mm(gradient.t(), hidden, out_dtype=self._wide)
-            self._sum = product if self._sum is None else self._sum.add_(product)
-        elif self._sum is None:
+        if self._sum is not None:
+            add_product(hidden, gradient, self._sum)
+        elif gradient.dtype == self._wide:
             self._sum = torch.mm(gradient.t(), hidden)
         else:
-            self._sum.addmm_(gradient.t(), hidden)
+            self._sum = torch.mm(gradient.t(), hidden, out_dtype=self._wide)
 
     def rounded(self) -> Tensor:
         """Returns the gradient in the table's dtype."""

@@ -1,7 +1,7 @@
 """Output layer and loss in chunks of tokens equal those of whole logits, in the memory of a chunk."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,11 +9,18 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtrain.arch.layout import Layout
-from mtrain.core.loss.vocab_parallel.chunks import chunks, logits_of_rows, sum_over_chunks
+from mtrain.core.loss.vocab_parallel.chunks import (
+    _WeightGradient,
+    chunks,
+    logits_of_rows,
+    sum_over_chunks,
+)
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.core.ranks.groups import Groups
+from tests.core.loss.vocab_parallel.counting import Kernels
 from tests.plan.allocations import Allocations
 from tests.pool import Pool
 
@@ -182,6 +189,32 @@ def test_gradients_have_the_dtype_of_hidden_states_and_table(dtype: torch.dtype)
     unit = torch.finfo(dtype).eps
     for each, exact_ in zip(results[1:], right[1:], strict=True):
         assert (each - exact_).norm() <= max(20 * unit, 1e-6) * exact_.norm()
+
+
+class GpuKernels(Kernels):
+    """Runs nothing where torch knows no shapes of a GPU's tensors without a GPU: products that write into one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.addmm.dtype_out:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        assert args[0] is kwargs["out"]
+        assert args[0].dtype == args[3] == torch.float32
+        self.names.append("addmm")
+        return args[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpu_adds_the_part_of_each_chunk_in_its_product(dtype: torch.dtype) -> None:
+    """The shapes alone, as there is no GPU: no second product of the table's size is made and added."""
+    with FakeTensorMode(), torch.device("cuda"):
+        weight, hidden, gradient = (torch.empty(*shape, dtype=dtype) for shape in ((64, 8), (5, 8), (5, 64)))
+        with GpuKernels(weight.numel()) as kernels:
+            sums = _WeightGradient(weight)
+            for _ in range(3):
+                sums.add(gradient, hidden)
+            assert sums.rounded().dtype == dtype
+    rounding = [] if dtype == torch.float32 else ["_to_copy"]
+    assert [name.removesuffix("_") for name in kernels.names] == ["mm", "addmm", "addmm", *rounding]
 
 
 def test_many_chunks_lose_no_more_digits_of_the_table_than_one() -> None:

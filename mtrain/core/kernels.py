@@ -1,8 +1,8 @@
-"""Parts of a layer that are bound by memory: torch compiles each into about one pass forward and one backward.
+"""Kernels that layers and losses share: products into float32, and regions, which torch compiles.
 
-A region knows nothing of the layout. Products, collectives and recomputation stay outside, so that fused weight
-gradients, adapters and pipelines work as without. Modules with regions have `compiles_regions`, which
-`mtrain/core/layers/compiled.py` turns on.
+Regions are bound by memory; torch compiles each into about one pass forward and one backward. A region knows nothing of
+the layout. Products, collectives and recomputation stay outside, so that fused weight gradients, adapters and pipelines
+work as without. Modules with regions have `compiles_regions`, which `mtrain/core/layers/compiled.py` turns on.
 """
 
 import functools
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 BACKEND: str | Callable[..., Any] = "inductor"
@@ -45,7 +46,7 @@ class Region(Generic[P, Result]):
         activations = [activation.detach().requires_grad_() for activation in given[: self._activations]]
         with torch.enable_grad():
             results = _compiled(self._function, BACKEND)(*activations, *given[self._activations :], **options)
-        detached: Result = tree_map(torch.Tensor.detach, results)
+        detached: Result = tree_map(Tensor.detach, results)
         return detached
 
 
@@ -62,3 +63,14 @@ def region(activations: int) -> Callable[[Callable[P, Result]], Region[P, Result
 def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
     """Compiles once a process; a second number of rows, as experts have, makes the graph one for all numbers."""
     return torch.compile(function, backend=backend)
+
+
+@torch.no_grad()
+def add_product(inputs: Tensor, output_gradients: Tensor, total: Tensor) -> None:
+    """Adds the gradient of a weight to its total, [out, in] in float32 at least, in place."""
+    if inputs.dtype == total.dtype:
+        total.addmm_(output_gradients.t(), inputs)
+    elif inputs.device.type == "cuda":
+        torch.addmm(total, output_gradients.t(), inputs, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(output_gradients.t() @ inputs)
