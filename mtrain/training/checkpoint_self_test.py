@@ -15,6 +15,7 @@ from mtrain.checkpoint.state.load import load_checkpoint
 from mtrain.checkpoint.state.save import Saver
 from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import checkpoint_at, clean_leftovers
+from mtrain.checkpoint.store.retention import Keep, Retention
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.core.engine.training_state import local_shards
 from mtrain.core.ranks.init import on_all_ranks, on_first_rank
@@ -32,8 +33,8 @@ def run_self_test(run: Run, checkpoints: Path) -> None:
     on_first_rank(lambda: clean_leftovers(checkpoints))
     memory, began = _peak_memory_bytes(run), time.monotonic()
     before = [part._replace(data=part.data.detach().cpu().clone()) for part in local_shards(run.model)]
-    saver = Saver(root, run.model.groups, run.model.config)
-    saver.save(run.model, step)
+    saver = Saver(run.model, Retention(root, Keep.of(run.model.config.checkpoint)))
+    saver.save(step)
     waited = time.monotonic() - began
     saver.finish()
     saved = time.monotonic()

@@ -22,6 +22,7 @@ from mtrain.base.signals import StopSignal
 from mtrain.checkpoint.state.replicas import ReplicaCheck
 from mtrain.checkpoint.state.save import Provenance, Saver
 from mtrain.checkpoint.store.manifest import GitState
+from mtrain.checkpoint.store.retention import Keep, Retention
 from mtrain.config import Config
 from mtrain.config.schema.sections import Sections
 from mtrain.config.schema.train import TrainSection
@@ -167,7 +168,8 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
             account.saved(step)
             life.saved(step, seconds)
 
-        saver = Saver(folder.checkpoints, groups, config, _origin(run), lock.check, run.start_step, saved)
+        retention = Retention(folder.checkpoints, Keep.of(config.checkpoint), lock.check, run.start_step)
+        saver = Saver(run.model, retention, _origin(run), saved)
         exporter = Exporter(folder, config.checkpoint.export_hf_every_steps if groups.rank == 0 else 0, lock.check)
         held.callback(exporter.close)
         slow = SlowRanks(config.watch, groups, heartbeat, life)
@@ -351,7 +353,7 @@ class _Loop:
         if made.is_applied:
             self.saver.confirm(step - 1)  # loss and gradient of the weights before the update were finite
             if step == run.start_step + 1:
-                self.saver.expect(run.model)
+                self.saver.expect()
         spoil_point(run.model, step)
         took_s, waited_s = time.perf_counter() - began, patience.waited_s() - waited_before_s
         record = self.slow.noted(record_of(run, step, made, lr, took_s), waited_s)
@@ -407,6 +409,6 @@ class _Loop:
         if is_saved:
             self.heartbeat.enter(Phase.SAVE, step)
             self.exporter.expect(step)
-            self.saver.save(self.run.model, step, valid_loss, self._tokens, self.guard.history)
+            self.saver.save(step, valid_loss, self._tokens, self.guard.history)
         self.exporter.poll()
         return is_stopped

@@ -22,6 +22,7 @@ from mtrain.checkpoint.state.reader import GlobalTensors, Wanted, load_parameter
 from mtrain.checkpoint.state.save import Provenance, Saver
 from mtrain.checkpoint.store.directory import CheckpointEntry
 from mtrain.checkpoint.store.manifest import STATE_NAME, BaseInfo, RecentUpdates, TrainingState, read_state
+from mtrain.checkpoint.store.retention import Keep, Retention
 from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.core.engine.optimizer import Optimizer
@@ -60,8 +61,8 @@ def save_checkpoint(
 ) -> None:
     """Makes one save, published when this returns, in the folder `checkpoints` of a run, which all ranks see.
     Collective over the world."""
-    saver = Saver(folder, model.groups, model.config, Provenance(inputs=inputs))
-    saver.save(model, step, tokens=tokens)
+    saver = Saver(model, Retention(folder, Keep.of(model.config.checkpoint)), Provenance(inputs=inputs))
+    saver.save(step, tokens=tokens)
     saver.finish()
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, assert_never
 
@@ -48,15 +47,13 @@ from mtrain.checkpoint.store.manifest import (
     TrainingState,
     write_state,
 )
-from mtrain.checkpoint.store.retention import Keep, Retention, way_back
+from mtrain.checkpoint.store.retention import Retention, way_back
 from mtrain.checkpoint.store.steps import step_name
-from mtrain.config import Config
 from mtrain.config.load import config_hash, config_yaml
 from mtrain.core.engine.optimizer import Optimizer
 from mtrain.core.engine.rank_model import RankModel
 from mtrain.core.engine.training_state import local_shards
 from mtrain.core.ranks.all_reduce import AsyncVote
-from mtrain.core.ranks.groups import Groups
 from mtrain.core.ranks.init import any_rank, on_first_rank
 from mtrain.core.state.finite import NonFinite, described, non_finite
 from mtrain.core.state.shard import Shard
@@ -147,48 +144,35 @@ def first_fault(everyone: Sequence[Outcome | None]) -> MtrainError | None:
 
 
 class Saver:
-    """The saves of one run; at most one is in flight. All methods are collective over the world."""
+    """The saves of one model; at most one is in flight. All methods are collective over the world."""
 
     def __init__(
         self,
-        folder: Path,
-        groups: Groups,
-        config: Config,
+        model: RankModel,
+        retention: Retention,
         origin: Provenance = Provenance(),  # noqa: B008
-        check: Callable[[], None] = lambda: None,
-        start_step: int = 0,
         on_saved: Callable[[int, float], None] = lambda step, seconds: None,
     ) -> None:
-        """
-        Args:
-            folder: Folder `checkpoints` of the run, seen by all ranks.
-            check: Called on the first rank before anything becomes visible or is deleted, and on any rank if a step has
-                been saved already; raises if another run has taken the folder over.
-            start_step: Number of updates completed when the run began or was resumed.
-            on_saved: Called on the first rank when a checkpoint is on disk, with its step and the seconds that it took.
-        """
-        self._folder, self._groups, self._config = folder, groups, config
-        self._origin, self._check, self._on_saved = origin, check, on_saved
-        section = config.checkpoint
-        self._timeout_s = section.save_timeout_s
-        keep = Keep(section.keep_last, section.keep_every_steps, section.keep_best)
-        self._retention = Retention(folder, keep, check, start_step)
-        self._config_hash, self._versions = config_hash(config), program_versions()
+        """`on_saved` is called on the first rank when a checkpoint is on disk, with its step and the seconds that it
+        took."""
+        self._model, self._retention, self._origin, self._on_saved = model, retention, origin, on_saved
+        self._groups, self._config = model.groups, model.config
+        self._timeout_s = self._config.checkpoint.save_timeout_s
+        self._config_hash, self._versions = config_hash(self._config), program_versions()
         self._snapshot = Snapshot()
         self._flight: PendingSave | None = None
         self._stuck: list[Future[Any]] = []
         self._cleaning: Future[None] | None = None
         self._fault: MtrainError | None = None
 
-    def expect(self, model: RankModel) -> None:
+    def expect(self) -> None:
         """Takes the memory for copies of the state in a thread, if saves are planned; call it after an update."""
         section = self._config.checkpoint
         if section.async_save and (section.at_end or section.interval_steps > 0):
-            self._snapshot.expect(local_shards(model))
+            self._snapshot.expect(local_shards(self._model))
 
     def save(
         self,
-        model: RankModel,
         step: int,
         valid_loss: float | None = None,
         tokens: int = 0,
@@ -208,7 +192,7 @@ class Saver:
             MachineError: A save failed and checkpoint.on_save_failure is `stop`.
         """
         self.wait()  # one save in flight: another copy of the state would need as much memory again
-        began = time.monotonic()
+        began, model = time.monotonic(), self._model
         model.sharded.gather_parameters()  # else a rank would save weights from before the update
         state = self._training_state(model.optimizer, step, history)
         staging = on_first_rank(lambda: self._named_staging(step))  # one folder name for all ranks
@@ -299,7 +283,7 @@ class Saver:
 
     def _way_back(self) -> str:
         try:
-            return way_back(self._folder, self._retention.confirmed)
+            return way_back(self._retention.root, self._retention.confirmed)
         except MachineError as fault:  # the numeric error is the one that ends the run
             return f"which step to go back to is not known: {fault}"
 
@@ -324,7 +308,7 @@ class Saver:
         """Names the folder of a save, on the first rank, after deleting failed ones, as a full disk has no space."""
         if self._cleaning is not None:
             concurrent.futures.wait([self._cleaning], _CLEANING_S)
-        return named_staging(self._folder, step)
+        return named_staging(self._retention.root, step)
 
     def _training_state(self, optimizer: Optimizer, step: int, history: BadStepHistory) -> TrainingState:
         return TrainingState(
@@ -348,7 +332,7 @@ class Saver:
             return found
         with disk_faults(f"save the checkpoint of step {step}"):
             fault_point("open", rank, step)
-            open_staging(staging, self._check)
+            open_staging(staging, self._retention.check)
             path = staging.path / f"__{rank}_0.distcp"
             try:
                 written = write_shards(path, shards, lambda number: fault_point(f"write.{number}", rank, step))
@@ -375,7 +359,7 @@ class Saver:
 
         def check() -> None:
             fault_point("rename", 0, step)
-            self._check()
+            self._retention.check()
 
         try:
             publish(flight.staging, flight.facts, files, check)

@@ -6,6 +6,8 @@ deleted, and nothing is deleted in its favour. Nothing on disk records this: a r
 one that it has seen confirmed itself, and its own first step confirms the checkpoint that it resumes from.
 """
 
+from __future__ import annotations
+
 import concurrent.futures
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +21,7 @@ from mtrain.base.fault_points import fault_point
 from mtrain.checkpoint.store.directory import delete_checkpoint, load_entry
 from mtrain.checkpoint.store.manifest import Manifest
 from mtrain.checkpoint.store.steps import published_steps, step_name
+from mtrain.config.schema.run import CheckpointSection
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +35,10 @@ class Keep(NamedTuple):
     """Interval whose multiples are kept for ever; None keeps none."""
     best: int = 0
     """Number of checkpoints with the lowest validation loss to keep, of each measure; of equal ones the newer."""
+
+    @classmethod
+    def of(cls, section: CheckpointSection) -> Keep:
+        return cls(section.keep_last, section.keep_every_steps, section.keep_best)
 
 
 def to_delete(
@@ -92,13 +99,15 @@ def way_back(root: Path, confirmed: int) -> str:
 class Retention:
     """Deletes old checkpoints in a thread, once a newer one is confirmed. Only on the first rank; no collectives."""
 
-    def __init__(self, root: Path, keep: Keep, check: Callable[[], None], start_step: int) -> None:
+    def __init__(self, root: Path, keep: Keep, check: Callable[[], None] = lambda: None, start_step: int = 0) -> None:
         """
         Args:
-            check: Called before anything is deleted; raises if another run has taken the folder over.
+            root: Folder `checkpoints` of the run, seen by all ranks.
+            check: Called on the first rank before anything becomes visible or is deleted, and on any rank if a step has
+                been saved already; raises if another run has taken the folder over.
             start_step: Step of the checkpoint that the run has resumed from; 0 without one.
         """
-        self._root, self._keep, self._check = root, keep, check
+        self.root, self._keep, self.check = root, keep, check
         self.confirmed = start_step - 1  # what came before the loaded checkpoint was followed by it
         # after a crash between a publication and its retention the first step of the next start catches up
         self._pending: int | None = start_step if start_step > 0 else None
@@ -114,7 +123,7 @@ class Retention:
         Those from step `below` on are too new. If none is confirmed, as in the first step of a start, any whole one
         from before it has to do.
         """
-        steps = list(whole_steps(self._root))
+        steps = list(whole_steps(self.root))
         limit = max((step for step in steps if step < below and step <= self.confirmed), default=below - 1)
         return {
             step: f"no finite loss followed, or it is not from before step {below}" for step in steps if step > limit
@@ -148,8 +157,8 @@ class Retention:
         """Deletes in the thread; a run that lost its folder learns so when it saves again."""
         fault_point("retention", 0, step)
         try:
-            self._check()
-            apply_retention(self._root, self._keep, step)
+            self.check()
+            apply_retention(self.root, self._keep, step)
         except MtrainError as fault:  # a run that cannot delete still trains; the next confirmed checkpoint tries again
             _log.warning(f"warning: {fault}")
         fault_point("end", 0, step)

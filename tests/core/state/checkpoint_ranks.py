@@ -21,6 +21,7 @@ from mtrain.checkpoint.state.gather import parameter_shards
 from mtrain.checkpoint.state.load import LoadedState, load_checkpoint, load_weights, save_checkpoint
 from mtrain.checkpoint.state.save import Saver
 from mtrain.checkpoint.store.directory import load_entry, newest_good
+from mtrain.checkpoint.store.retention import Keep, Retention
 from mtrain.checkpoint.store.steps import step_name
 from mtrain.config import Config
 from mtrain.core.engine.rank_model import RankModel, build_rank_model
@@ -180,10 +181,11 @@ def start_from(groups: Groups, configs: Sequence[Config], folder: Path, step: in
 
 def save(groups: Groups, config: Config, folder: Path, steps: Sequence[int]) -> None:
     """Saves the initial weights under several step numbers; all of them count as good."""
-    parts, saver = build(groups, config), Saver(folder, groups, config)
+    parts = build(groups, config)
+    saver = Saver(parts.model, Retention(folder, Keep.of(config.checkpoint)))
     for step in steps:
         saver.confirm(step)
-        saver.save(parts.model, step)
+        saver.save(step)
         saver.finish()
 
 

@@ -20,6 +20,7 @@ from mtrain.checkpoint.state.load import load_checkpoint
 from mtrain.checkpoint.state.save import PendingSave, Saver
 from mtrain.checkpoint.state.verified import opened_checkpoint
 from mtrain.checkpoint.store.directory import newest_good
+from mtrain.checkpoint.store.retention import Keep, Retention
 from mtrain.checkpoint.store.steps import published_steps
 from mtrain.config import Config
 from mtrain.core.ranks.groups import Groups
@@ -58,13 +59,15 @@ def train_and_save(
         os.environ[fault_points.VARIABLE] = fault
     config = in_few_passes(config, groups)
     parts, steps = build(groups, config), range(first, num_steps)
-    return _ending(lambda count: _train(groups, config, parts, Saver(folder, groups, config), saves, steps, count))
+    saver = Saver(parts.model, Retention(folder, Keep.of(config.checkpoint)))
+    return _ending(lambda count: _train(groups, config, parts, saver, saves, steps, count))
 
 
 def save_once(groups: Groups, config: Config, folder: Path) -> list[int]:
     """Saves after one step; returns the steps that are published when `save` returns."""
-    parts, saver = build(groups, config), Saver(folder, groups, config)
-    saver.save(parts.model, 1)
+    parts = build(groups, config)
+    saver = Saver(parts.model, Retention(folder, Keep.of(config.checkpoint)))
+    saver.save(1)
     found = published_steps(folder)
     saver.finish()
     return found
@@ -80,16 +83,16 @@ def lose_the_folder(groups: Groups, config: Config, run: Path, has_saved: bool) 
     folder.create()
     parts = build(groups, config)
     with folder.locked() as lock:
-        saver = Saver(folder.checkpoints, groups, config, check=lock.check)
+        saver = Saver(parts.model, Retention(folder.checkpoints, Keep.of(config.checkpoint), lock.check))
 
         def work(count: Callable[[], None]) -> None:
-            saver.save(parts.model, 1)
+            saver.save(1)
             saver.wait()
             count()
             if has_saved:
                 save(folder.checkpoints, 2)
                 folder.lock_file.write_text(_OTHER)
-            saver.save(parts.model, 2)
+            saver.save(2)
             if not has_saved:  # written once: the save under way would read a file that is empty for an instant
                 folder.lock_file.write_text(_OTHER)
             saver.finish()
@@ -129,7 +132,7 @@ def _train(
         if step + 1 == steps.stop:
             saver.confirm(steps.stop)  # the trainer does so after a forward pass
         if step + 1 in saves:
-            saver.save(parts.model, step + 1)
+            saver.save(step + 1)
     saver.finish()
 
 
