@@ -19,7 +19,7 @@ from mtrain.checkpoint.store.directory import reading
 from mtrain.convert.carried import published_form
 from mtrain.convert.endings import put_ending, write_json
 from mtrain.convert.origin import put_side_files
-from mtrain.convert.proof import Proof, prove, whole
+from mtrain.convert.proof import Proof, Sides, prove, whole
 from mtrain.convert.target import ExportTarget, files_there, open_target
 from mtrain.convert.work import Tell, Unit, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
@@ -86,10 +86,8 @@ def export_hf(
         weights = written if target.published is None else Mxfp4(written)
         check_names(folder, weights, target.table, target.family.carried)
         scales = None if target.published is None else target.published.scales
-        proof = prove(
-            target.table, target.tensors, target.key, weights, "folder", num_workers, check, target.carried, scales
-        )
-    return proof
+        sides = Sides(target.table, target.tensors, weights, "folder", target.key, target.carried, scales)
+        return prove(sides, num_workers, check)
 
 
 class Outgoing(NamedTuple):

@@ -23,7 +23,7 @@ from mtrain.checkpoint.store.imported import MODEL_NAME
 from mtrain.checkpoint.store.manifest import FileInfo, GitState, Manifest, TrainingState, write_manifest, write_state
 from mtrain.checkpoint.store.megatron_checkpoint import LATEST_NAME, RELEASE
 from mtrain.convert.carried import CARRIED_NAME, carried_in, keep_published, write_carried
-from mtrain.convert.proof import Proof, prove
+from mtrain.convert.proof import Proof, Sides, prove
 from mtrain.convert.work import Unit, is_published, run_units, working_folder
 from mtrain.hf.io.block_scaled import plain_config
 from mtrain.hf.io.mxfp4 import BLOCKS_SUFFIX, Mxfp4
@@ -55,15 +55,8 @@ def import_hf(path: Path, out: Path, dtype: torch.dtype | None, num_workers: int
         with disk_faults(f"write {folder}"):
             _write_side_files(folder, source, out)
         written = CheckpointTensors(folder)
-        proof = prove(
-            source.table,
-            written,
-            lambda key: key,
-            source.weights,
-            "checkpoint",
-            num_workers,
-            carried=carried_in(folder / ORIGIN, source.family),
-        )
+        carried = carried_in(folder / ORIGIN, source.family)
+        proof = prove(Sides(source.table, written, source.weights, "checkpoint", carried=carried), num_workers)
         with disk_faults(f"write {folder}"):
             _write_manifest(folder, known)
     return proof
@@ -82,7 +75,7 @@ def import_for_megatron(path: Path, out: Path, dtype: torch.dtype | None, num_wo
             release.mkdir()
         known = _write_tensors(folder, source, dtypes, num_workers)
         written = CheckpointTensors(folder)
-        proof = prove(source.table, written, lambda key: key, source.weights, "checkpoint", num_workers)
+        proof = prove(Sides(source.table, written, source.weights, "checkpoint"), num_workers)
         with disk_faults(f"write {folder}"):
             write_atomically(folder / LATEST_NAME, f"{RELEASE}\n")
             for name in known:

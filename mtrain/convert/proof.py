@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -42,40 +43,43 @@ class Proof(NamedTuple):
     block."""
 
 
-def prove(
-    table: Table,
-    checkpoint: Readable,
-    key_of: Callable[[str], str],
-    weights: Weights,
-    into: Literal["checkpoint", "folder"],
-    num_workers: int,
-    check: Callable[[], None] = lambda: None,
-    carried: Carried | None = None,
-    scales: Carried | None = None,
-) -> Proof:
+@dataclass(frozen=True)
+class Sides:
+    """A checkpoint and a folder of Hugging Face, one of which was converted into the other."""
+
+    table: Table
+    checkpoint: Readable
+    weights: Weights
+    into: Literal["checkpoint", "folder"]
+    """Side that was written: if a cast changed dtypes, both are compared in that side's dtype."""
+    key_of: Callable[[str], str] = str
+    """Converts a key in the table to a key in the checkpoint."""
+    carried: Carried | None = None
+    scales: Carried | None = None
+    """Original scales of weights in MXFP4, which may differ by their rounding alone."""
+
+
+def prove(sides: Sides, num_workers: int, check: Callable[[], None] = lambda: None) -> Proof:
     """Compares every Hugging Face tensor with the one that is made from the checkpoint.
 
-    Args:
-        key_of: Converts a key in the table to a key in the checkpoint.
-        into: Side that was written: if a cast changed dtypes, both are compared in that side's dtype.
-        check: Called between two pieces of work, in any thread; an error that it raises ends the proof.
-        scales: Original scales of weights in MXFP4, which may differ by their rounding alone.
+    `check` is called between two pieces of work, in any thread; an error that it raises ends the proof.
     """
-    tensors = list(table.tensors())
+    checkpoint, weights, scales = sides.checkpoint, sides.weights, sides.scales or {}
+    tensors = list(sides.table.tensors())
     facts = {tensor.name: weights.facts(tensor.name) for tensor, _ in tensors}
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in facts.items()}
-    stored = carried or {}
+    stored = sides.carried or {}
     sizes |= {name: file.entries[name].stop - file.entries[name].start for name, file in stored.items()}
     rounding: dict[str, float] = {}
 
     def differs(item: tuple[HfTensor, FilledSlice]) -> bool:
         tensor, filled = item
-        parts = stream_tensor(tensor, key_of(filled.key), checkpoint.read)
-        theirs, had = weights.tensor(tensor.name), (scales or {}).get(tensor.name + SCALES_SUFFIX)
+        parts = stream_tensor(tensor, sides.key_of(filled.key), checkpoint.read)
+        theirs, had = weights.tensor(tensor.name), scales.get(tensor.name + SCALES_SUFFIX)
         check()
         meter.add(sizes[tensor.name])
         if had is None:
-            return _is_other(parts, theirs, into, check)
+            return _is_other(parts, theirs, sides.into, check)
         return _is_rounded_otherwise(tensor.name, whole(tensor, parts), had, theirs, rounding)
 
     def is_changed(name: str) -> bool:
@@ -92,7 +96,7 @@ def prove(
             f"{len(differing)} of {len(sizes)} tensors differ between {checkpoint.folder} and Hugging Face's folder: "
             f"{shown_names(differing)}"
         )
-    return Proof(len(sizes), sum(sizes.values()), len(scales or {}), rounding)
+    return Proof(len(sizes), sum(sizes.values()), len(scales), rounding)
 
 
 def whole(tensor: HfTensor, parts: Iterable[torch.Tensor]) -> torch.Tensor:

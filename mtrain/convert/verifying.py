@@ -14,7 +14,7 @@ from mtrain.config import Config
 from mtrain.config.schema.model import ModelSection
 from mtrain.convert.carried import carried_in
 from mtrain.convert.origin import source_of
-from mtrain.convert.proof import Proof, prove
+from mtrain.convert.proof import Proof, Sides, prove
 from mtrain.convert.target import exported_family, open_target
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.layers.build import build_frozen_model, run_chunk
@@ -43,7 +43,8 @@ def verify_hf(checkpoint: Path, hf: Path, num_workers: int) -> Proof:
     # a run that began without images may have them from --like
     if carried and (other := sorted(target.carried.keys() - carried.keys())):
         raise DataError(f"{hf} holds {shown_names(other)}, which {origin} does not; name another folder")
-    return prove(source.table, target.tensors, target.key, source.weights, "checkpoint", num_workers, carried=carried)
+    sides = Sides(source.table, target.tensors, source.weights, "checkpoint", target.key, carried)
+    return prove(sides, num_workers)
 
 
 _ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0)
