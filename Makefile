@@ -20,7 +20,7 @@ test-fast: ## the tests of tests/fast.txt: what breaks first, in under 90 s on t
 	@$(setup) "$$python" -m pytest -n 2 --dist worksteal @tests/fast.txt
 
 test-nightly: ## rows of many ranks and other programs' evaluation: what cheaper tests show already
-	@$(setup) "$$python" -m pytest -n 2 --dist worksteal -m nightly
+	@$(setup) "$$python" -m pytest -n 2 --dist worksteal -m "nightly or hypothesis"
 
 test-newest: ## every test but Slurm's, the nightly ones too, on the newest Python, torch and megatron-core, in .venv-newest (5 GB)
 	@MTRAIN_VENV=$$PWD/.venv-newest MTRAIN_PYTHON=newest bash tests/run.sh -m "not slurm"

@@ -4,7 +4,8 @@ The mark `nightly` is for tests that repeat, at a high price, something that a c
 gives it to rows of tests that start ranks: by day a test runs as few rows as cover every axis of a layout and every
 value of its other parameters that occurs in any of its rows, with four ranks where that is enough. The night runs the
 others. The promise itself (PAIRS) has every pair of axes by day, and every injected fault of docs/proof/faults.md keeps
-a row. The rest is marked by hand, next to the test that shows the same.
+a row. The rest is marked by hand, next to the test that shows the same. Tests of hypothesis run by day with a third of
+their examples, and at night with all.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
 
 from mtrain.arch.layout import Layout
 from tests.parity.cases import Case
@@ -24,6 +26,9 @@ from tests.parity.cases import Case
 ALWAYS = "tests/core/distributed/"
 PAIRS = "tests/parity/layouts/test_layouts.py"
 FEW_RANKS = 4
+_SETTINGS = "_hypothesis_internal_use_settings"
+FEWER, FEWEST = 3, 10
+"""Factor between the examples of a drawn test at night and by day, and the smallest number that it leaves by day."""
 
 
 def layouts_of(value: object) -> Iterator[Mapping[str, Any]]:
@@ -95,6 +100,14 @@ def covering(rows: Collection[tuple[frozenset[str], int]], together: int = 1) ->
     return chosen
 
 
+def draw_fewer_examples(items: Iterable[pytest.Item]) -> None:
+    """Reduces the number of examples of the tests that hypothesis runs."""
+    for test in {item.obj for item in items if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj)}:
+        whole: settings = vars(test)[_SETTINGS]
+        count = min(whole.max_examples, max(FEWEST, whole.max_examples // FEWER))
+        vars(test)[_SETTINGS] = settings(whole, max_examples=count)
+
+
 class Nightly:
     """Plugin that marks tests before `-m` chooses among them."""
 
@@ -107,8 +120,10 @@ class Nightly:
         return any(test.startswith(f"{file}::") for test in self.rows)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Adds the mark `nightly` to the rows that are not needed by day."""
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Adds the mark `nightly` to the rows that are not needed by day, and draws fewer examples by day."""
+        if "not nightly" in config.option.markexpr:
+            draw_fewer_examples(items)
         rows: dict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:
             if item.nodeid.startswith(ALWAYS) or item.get_closest_marker("nightly") is not None:

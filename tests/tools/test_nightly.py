@@ -47,6 +47,10 @@ def test_large_alone(pool, layout): ...
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=8)], ids=str)
 def test_without_ranks(layout): ...
 """
+PLUGIN = """
+from tests.tools.nightly import Nightly
+def pytest_configure(config): config.pluginmanager.register(Nightly())
+"""
 BY_NIGHT = [
     "axes[tp1-pp1-cp1-dp1]",
     "axes[tp2-pp1-cp1-dp1]",
@@ -92,10 +96,7 @@ def test_ranks_are_those_of_the_largest_layout(value: Any, ranks: int) -> None:
 def test_what_there_is_to_a_row_is_there_by_day(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmarkers = nightly\n")
     pytester.syspathinsert(ROOT)
-    pytester.makeconftest(
-        "from tests.tools.nightly import Nightly\n"
-        "def pytest_configure(config): config.pluginmanager.register(Nightly())\n"
-    )
+    pytester.makeconftest(PLUGIN)
     pytester.makepyfile(SUITE)
     names = {}
     for chosen in ("nightly", "not nightly"):
@@ -143,4 +144,29 @@ def test_every_test_stays_by_day_with_every_axis_that_it_has(request: pytest.Fix
 
 def test_the_suite_leaves_them_out_and_a_target_runs_them() -> None:
     assert '-m "not slurm and not nightly"' in (ROOT / "tests/run.sh").read_text()
-    assert "-m nightly" in (ROOT / "Makefile").read_text()
+    assert '-m "nightly or hypothesis"' in (ROOT / "Makefile").read_text()
+
+
+DRAWN = """
+from hypothesis import given, settings, strategies as st
+
+@settings(max_examples=60, database=None)
+@given(st.integers())
+def test_many(number): print("many")
+
+@settings(max_examples=7, database=None)
+@given(st.integers())
+def test_few(number): print("few")
+"""
+
+
+@pytest.mark.parametrize(("chosen", "numbers"), [("hypothesis", (60, 7)), ("not nightly", (20, 7)), ("", (60, 7))])
+def test_drawn_tests_have_a_third_of_their_examples_by_day(
+    pytester: pytest.Pytester, chosen: str, numbers: tuple[int, int]
+) -> None:
+    pytester.makeini("[pytest]\nmarkers = nightly\n")
+    pytester.syspathinsert(ROOT)
+    pytester.makeconftest(PLUGIN)
+    pytester.makepyfile(DRAWN)
+    shown = pytester.runpytest_inprocess("-m", chosen, "-p", "no:cacheprovider", "-rP").outlines
+    assert tuple(shown.count(name) for name in ("many", "few")) == numbers
