@@ -12,6 +12,9 @@ import pytest
 from tests.browser import Browser
 from tests.paths import ROOT
 
+pytestmark = (
+    pytest.mark.nightly
+)  # by day `make check` builds the site and follows its links, other tests read its pages
 SHOWN = (
     "index",
     "start/install",
