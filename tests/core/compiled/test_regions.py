@@ -88,8 +88,14 @@ def with_rows(case: Case, num_rows: int) -> Case:
     return case._replace(shapes=shapes, table=(num_rows, *case.table[1:]) if case.table else ())
 
 
+BY_NIGHT = ("rms", "layer centred on zero", "swiglu", "squared relu", "experts", "rotation", "split", "pairs")
+"""Cases of a region whose other case is compared by day, with a further branch."""
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in CASES]
+)
 def test_a_compiled_region_is_the_function_in_float64(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs alone by day; the code that torch writes for them at night."""
     monkeypatch.setattr(kernels, "BACKEND", backend)
@@ -124,9 +130,8 @@ def test_half_precision_is_as_near_to_float64_as_the_function(name: str, dtype: 
         assert (one.double() - value).abs().max() <= (other.double() - value).abs().max() + rounding
 
 
-@pytest.mark.parametrize(
-    "name", ["rms centred on zero", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("split", "experts"))]
-)
+@pytest.mark.nightly  # code of inductor, as above; by day test_compiled.py recomputes regions
+@pytest.mark.parametrize("name", ["rms centred on zero", "split", "experts"])
 def test_a_pass_without_gradients_has_the_bits_of_training(name: str) -> None:
     """Recomputed layers run once without gradients and again in backward; inductor's code, which may differ."""
     tensors, further = drawn(CASES[name], torch.float32)

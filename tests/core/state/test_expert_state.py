@@ -168,7 +168,13 @@ def test_biases_of_the_choice_travel_between_layouts(pool: Pool, tmp_path: Path)
         assert_same_bits(expected, found)
 
 
-@pytest.mark.parametrize("saved", [DENSE_FIRST, EVERYWHERE], indirect=True, ids=_named)
+@pytest.mark.parametrize(
+    "saved",
+    # keys with the numbers of layers, by day: test_family_state.py
+    [pytest.param(DENSE_FIRST, marks=pytest.mark.nightly), EVERYWHERE],
+    indirect=True,
+    ids=_named,
+)
 def test_checkpoint_keys_are_megatrons(pool: Pool, saved: Any) -> None:
     base, folder, straight = saved
     stored = pool.run(checkpoint_ranks.read_by_megatron, Layout(), folder, 1)[0]

@@ -86,9 +86,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], Layout, Layout, set[str]]] = {
 
 @pytest.mark.parametrize(
     "family",
-    # gemma 4 has the norms of gemma; those over whole heads travel alike, and their names are compared for the
-    # checkpoints of tests/convert
-    [pytest.param(each, marks=[pytest.mark.nightly] if each in ("gemma", "olmo2") else []) for each in FAMILIES],
+    # gemma 4 with experts has the norms of the other two; those over whole heads travel alike, and their names are
+    # compared for the checkpoints of tests/convert
+    [
+        pytest.param(each, marks=[pytest.mark.nightly] if each in ("gemma", "gemma4", "olmo2") else [])
+        for each in FAMILIES
+    ],
 )
 def test_another_layout_loads_and_trains_alike(pool: Pool, tmp_path: Path, family: str) -> None:
     knobs, first, second, keys = FAMILIES[family]

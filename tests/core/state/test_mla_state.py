@@ -70,6 +70,7 @@ def test_the_keys_are_megatrons(straight: Any) -> None:
     assert {key.removeprefix(prefix) for key in keys if key.startswith(prefix)} == KEYS
 
 
+@pytest.mark.nightly  # a plain projection, which travels as in test_save_and_load.py
 def test_direct_queries_travel_as_well(pool: Pool, tmp_path: Path) -> None:
     config = latent(None)
     saved: Outcome = pool.run(checkpoint_ranks.train, Layout(tp=2), config, tmp_path, None, 1, 1, ["save"])[0]
