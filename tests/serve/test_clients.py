@@ -108,7 +108,8 @@ LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"]
     [
         (LAYOUTS[1], LOSSES),
         # the engine computes every loss: on these axes the day sees that its numbers arrive, whole and clipped
-        *((each, LOSSES[::2]) for each in LAYOUTS[3:]),
+        at_night(LAYOUTS[3], LOSSES[::2]),  # test_sampler_and_trainer.py has cp by day
+        *((each, LOSSES[::2]) for each in LAYOUTS[4:]),
         *(at_night(each, LOSSES * 2) for each in LAYOUTS),
     ],
     ids=lambda value: named(value) if isinstance(value, Case) else str(len(value)),
@@ -136,6 +137,7 @@ def check_adapter(service: Any, folder: Path, config: Config, base: Parameters, 
     run_steps(again, oracle, ["cross_entropy"])
 
 
+@pytest.mark.nightly  # restarts: test_restart.py; other layouts: tests/core/adapters/test_adapter_state.py
 def test_a_checkpoint_goes_on_under_another_layout(pool: Pool, tmp_path: Path) -> None:
     folder, (_, tensor, data, *_) = tmp_path / "base", LAYOUTS
     config = config_of(tensor, Lora(rank=4))
@@ -179,7 +181,8 @@ def trained_alone(service: Any, seed: int) -> list[list[list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("one", [LAYOUTS[0], pytest.param(LAYOUTS[2], marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.nightly  # by day tests/training/test_adapters.py, by the engine
+@pytest.mark.parametrize("one", [LAYOUTS[0], LAYOUTS[2]], ids=str)
 def test_models_that_take_turns_are_what_each_is_alone(pool: Pool, tmp_path: Path, one: Case) -> None:
     """Compares to the bit, also where one is sampled from or left with half a gradient while others train."""
     with running(pool, one, one.config(), tmp_path / "base") as address:

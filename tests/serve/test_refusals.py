@@ -257,11 +257,12 @@ def test_no_option_of_adamw_leaves_nan_in_a_weight(pool: Pool, tmp_path: Path, o
     exit_code=None,
 )
 @pytest.mark.waits
-def test_no_value_of_any_field_stops_the_service(pool: Pool, tmp_path: Path, notice: Notice) -> None:
+@pytest.mark.parametrize("num_requests", [100, pytest.param(350, marks=pytest.mark.nightly)])
+def test_no_value_of_any_field_stops_the_service(pool: Pool, tmp_path: Path, notice: Notice, num_requests: int) -> None:
     one = LAYOUTS[0]
     with running(pool, one, one.config(), tmp_path / "base") as address, notice:
         with Client(address) as victim, Client(address) as other:
-            drawn = hostile_bodies(victim, random.Random(1), 350)
+            drawn = hostile_bodies(victim, random.Random(1), num_requests)
             for place, (method, path, given) in enumerate(drawn):
                 answer = victim.http.request(method, path, **given)
                 assert answer.status_code < 500, (path, given, answer.text)

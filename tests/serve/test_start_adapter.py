@@ -79,6 +79,7 @@ def scored(sampler: Any) -> list[list[float]]:
 
 @pytest.mark.waits
 @pytest.mark.parametrize("one", [at_night(case(2)), case(2, tp=2)], ids=named)
+@pytest.mark.nightly  # tests/core/adapters/test_peft.py starts from such a folder; refusals: below
 def test_models_start_from_the_adapter_of_a_folder(pool: Pool, tmp_path: Path, one: Case) -> None:
     """Passes, an update, the base model's answers, another client's model and a checkpoint are those of PEFT."""
     config = written(tmp_path, one)

@@ -84,6 +84,7 @@ def test_a_run_of_adapters_is_asked_with_its_frozen_model(folder: Path) -> None:
     assert load_tokenizer(folder / "hf").decode(answer) in result.stdout
 
 
+@pytest.mark.nightly  # streamed merged by day in tests/core/adapters/test_peft.py
 def test_an_engine_exports_adapters_merged(folder: Path, pool: Pool, tmp_path: Path) -> None:
     """The start is the folder of PEFT, which serves like any other start."""
     export_adapter(folder / "run", tmp_path / "adapter", None)

@@ -152,11 +152,8 @@ def test_rows_that_fill_up_microbatches_count_nothing(pool: Pool) -> None:
     assert relative(spread.evaluation.loss, alone.evaluation.loss) < 1e-5
 
 
-@pytest.mark.parametrize(  # other axes: tests/parity/layouts/test_packing.py
-    "case",
-    [case(4, num_layers=1, tp=2, sp=True, dp=2), pytest.param(case(2, pp=2, vpp=2, cp=2), marks=pytest.mark.nightly)],
-    ids=str,
-)
+@pytest.mark.nightly  # by day packed rows: tests/parity/layouts/test_packing.py; an engine that packs: test_extras.py
+@pytest.mark.parametrize("case", [case(4, num_layers=1, tp=2, sp=True, dp=2), case(2, pp=2, vpp=2, cp=2)], ids=str)
 def test_packed_samples_give_what_they_give_alone(pool: Pool, case: Case) -> None:
     """Packed samples have the same losses and log-probabilities, also in an evaluation in other batches."""
     packed = {"data__isolate_documents": True, "data__packing": {}}
@@ -271,6 +268,7 @@ def own(inputs):
 """
 
 
+@pytest.mark.nightly  # faults/test_changed_inputs.py, by the comparison that both make
 def test_an_engine_goes_on_by_the_loss_and_the_teacher_of_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """Compares what a start compares; a moved teacher is the same one, and consent lets another one in."""
     batch, layout = data_of(three_steps())[0][:4], Layout(dp=2)

@@ -124,6 +124,7 @@ def test_rollouts_of_a_file_are_those_of_a_program(pool: Pool, folder: Path) -> 
     assert steps[0].loss != steps[1].loss
 
 
+@pytest.mark.nightly  # tests/parity/objectives/test_top_k.py; files with extras: below
 def test_a_teacher_s_likeliest_tokens_are_learned_from(pool: Pool, folder: Path) -> None:
     """A file under cp, packed, gives what a program gives on one rank; a file with too few tokens is refused."""
     given: dict[str, Any] = {
@@ -234,6 +235,7 @@ PACKED: dict[str, Any] = {"data__packing": {}}
     ],
     ids=["tp2sp ep2 packed", "cp2 ep2 packed", "dp2 ep2", "pp2 packed", "ulysses"],
 )
+@pytest.mark.nightly  # test_routing_replay.py; records of a file: tests/verify/parity/test_run.py
 def test_experts_of_a_file_are_replayed(
     pool: Pool, folder: Path, layout: dict[str, Any], changes: dict[str, Any]
 ) -> None:

@@ -27,7 +27,7 @@ PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 DEPTHS = {"model__mtp_depths": 1}
 LAYOUTS = [
     (case(2, num_layers=2, tp=2, sp=True, ep=2), SIGMOID | PACKED | FULL),
-    (case(2, num_layers=2, cp=2, ep=2), SOFTMAX | DEPTHS),
+    at_night(case(2, num_layers=2, cp=2, ep=2), SOFTMAX | DEPTHS),  # tests/parity/models/test_routing_replay.py
     at_night(case(2, num_layers=4, pp=2, vpp=2), SIGMOID | PACKED),
     at_night(case(2, num_layers=2, cp=2, cp_comm="ulysses", dp=2, ep=4), SIGMOID | PACKED),
     at_night(case(2, num_layers=2), QWEN),
@@ -50,9 +50,10 @@ def rollouts(config: Config | None = None, seed: int = 6) -> list[Datum]:
 
 @pytest.mark.parametrize(
     ("case", "changes"),
-    [LAYOUTS[0], at_night(*LAYOUTS[1]), *LAYOUTS[2:]],  # the day replays another choice under cp, below
+    LAYOUTS,
     ids=NAMES,
 )
+@pytest.mark.nightly  # by day another choice, below, and the sampler returns its own
 def test_replaying_the_own_choice_changes_nothing(pool: Pool, case: Case, changes: dict[str, Any]) -> None:
     """Compares bits: of all tokens, and of some, the others choosing."""
     config = case.config(**changes)
@@ -96,8 +97,8 @@ def test_another_choice_is_replayed(pool: Pool, case: Case, changes: dict[str, A
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
-        (case(2, num_layers=2, tp=2, sp=True, pp=2, ep=2), DEEPSEEK),
-        at_night(case(2, num_layers=2, dp=2, ep=2), MIXTRAL),
+        at_night(case(2, num_layers=2, tp=2, sp=True, pp=2, ep=2), DEEPSEEK),
+        (case(2, num_layers=2, dp=2, ep=2), MIXTRAL),  # answers by tensor ranks and stages: sampling/test_sampler.py
         at_night(case(2, num_layers=2, cp=2, ep=2), QWEN),
     ],
     ids=["tp2sp pp2 ep2", "dp2 ep2", "cp2 ep2"],

@@ -81,6 +81,7 @@ def assert_the_same_terms(folder: Path, one: str, two: str, kind: str = "step") 
             assert second["terms"][name]["loss"] == pytest.approx(term["loss"], rel=1e-5)
 
 
+@pytest.mark.nightly  # tests/parity/objectives/test_distillation.py; a teacher of a run: faults/test_changed_inputs.py
 def test_a_teacher_of_another_layout_and_shape_is_the_same_under_every_layout(
     run: Run, folder: Path, teacher: Path
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_mask_that_the_model_decides_works_alone(measured: list[dict[str, Any]
     assert all(0 < record["denominator"] < 64 for record in measured)
 
 
+@pytest.mark.nightly  # tests/parity/objectives/test_terms.py
 def test_a_mask_that_the_model_decides_is_the_same_on_two_ranks(
     run: Run, folder: Path, measured: list[dict[str, Any]]
 ) -> None:

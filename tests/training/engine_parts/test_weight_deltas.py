@@ -64,7 +64,10 @@ def test_a_copy_is_the_weights_after_each_step(pool: Pool, one: Case, changes: d
     assert found[-1].number == len(found) - (NOTHING in how.rates)
 
 
-@pytest.mark.parametrize("content", ["adapter", "merged", "base"])
+@pytest.mark.parametrize(
+    "content",
+    ["adapter", "merged", pytest.param("base", marks=pytest.mark.nightly)],  # what is frozen does not change
+)
 def test_adapters_change_alone(pool: Pool, content: Any) -> None:
     one = case(2, num_layers=1, tp=2)
     found = checked(pool, one, one.config(**LORA), Following([MUCH, MUCH], content=content))

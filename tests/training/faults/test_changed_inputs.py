@@ -44,7 +44,9 @@ def manifest(run: Path, step: int) -> dict[str, Any]:
     happens="resuming is refused until checkpoint.allow_changed names the term's function",
     exit_code=3,
 )
-@pytest.mark.parametrize("term", ["loss", "loss.side_terms.own"])
+@pytest.mark.parametrize(  # a side term is read by the same code
+    "term", [pytest.param("loss", marks=pytest.mark.nightly), "loss.side_terms.own"]
+)
 def test_another_source_of_a_loss_needs_consent(
     term: str, command: Any, start: Any, tmp_path: Path, notice: Notice
 ) -> None:
@@ -103,6 +105,7 @@ def test_another_teacher_needs_consent_and_a_moved_one_does_not(
     assert (change["step"], change["key"]) == (5, "loss.teacher.checkpoint")
 
 
+@pytest.mark.nightly  # old manifests are read by day in tests/compatibility and tests/runs
 def test_a_teacher_that_no_checkpoint_knows_is_known_by_its_path(
     command: Callable[..., list[str]], start: Any, tmp_path: Path
 ) -> None:
@@ -122,6 +125,7 @@ def test_a_teacher_that_no_checkpoint_knows_is_known_by_its_path(
     assert "loss.teacher.checkpoint" in manifest(tmp_path / "run", 3)["inputs"]
 
 
+@pytest.mark.nightly  # by day the training data, in test_changed.py, by the same fingerprints
 def test_losses_of_another_validation_set_are_told_apart(command: Any, start: Any, tmp_path: Path) -> None:
     train, first, other = (write_corpus(tmp_path / name, place) for name, place in (("t", 0), ("v", 5), ("w", 9)))
     moved = write_corpus(tmp_path / "there" / "x", 5)

@@ -144,7 +144,7 @@ def test_a_signal_to_torchrun_while_it_loads_reaches_the_ranks(
     happens="it is saved: `stopped at step 11 of 13; the same command goes on`, and it does",
     exit_code=0,
 )
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])  # the first of two says the same
 def test_an_interrupt_says_where_the_run_stands(
     command: Any, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, notice: Notice
 ) -> None:

@@ -210,6 +210,7 @@ def test_a_run_keeps_the_reference_of_its_first_start(pool: Pool, folder: Path, 
     assert records(here / "run") == before
 
 
+@pytest.mark.nightly  # by day other scores are refused, below
 def test_a_run_that_begins_again_looks_at_the_adapter(pool: Pool, folder: Path) -> None:
     """A start that reached no checkpoint left scores of older weights, which are not used."""
     here = folder / "again"
@@ -227,7 +228,8 @@ def test_a_run_that_begins_again_looks_at_the_adapter(pool: Pool, folder: Path) 
     "reference",
     [
         pytest.param("adapter", marks=pytest.mark.nightly),  # by day as the start of a run, above
-        "other",
+        # by day a run of adapters, below
+        pytest.param("other", marks=pytest.mark.nightly),
     ],
     ids=["of the run's form", "of another form"],
 )

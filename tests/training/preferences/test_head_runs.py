@@ -146,6 +146,7 @@ def test_a_reward_model_begins_at_a_model_of_tokens_and_goes_to_transformers_and
     assert found == pytest.approx(rewards_in_transformers(folder / "rewards", sequences), rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.nightly  # tests/core/adapters/test_peft.py saves both and starts from them
 def test_a_run_with_adapters_and_a_head_goes_on_on_other_ranks(pool: Pool, folder: Path) -> None:
     """The run resumes bit for bit on its own layout; checkpoints hold both, no frozen tensor; losing the head fails."""
     model = {"hf": str(folder / "tokens"), "num_labels": 1}
@@ -173,6 +174,7 @@ def test_a_run_with_adapters_and_a_head_goes_on_on_other_ranks(pool: Pool, folde
         config(folder, "output", "reward_model", model, adapter={"targets": ["output"]})
 
 
+@pytest.mark.nightly  # tests/parity/objectives/test_heads.py has the loss; texts with labels: below
 def test_classes_are_learned_from_texts(pool: Pool, folder: Path) -> None:
     """A text longer than a row, whose end is cut, keeps its class."""
     model = {**SIZES, "num_query_groups": 4, "num_labels": 3}

@@ -102,6 +102,7 @@ def test_pairs_give_the_same_numbers_spread_and_packed(pool: Pool, folder: Path)
         assert ours.get("grad_norm", 0) == pytest.approx(theirs.get("grad_norm", 0), rel=1e-5)
 
 
+@pytest.mark.nightly  # test_adapter_references.py and tests/parity/objectives/test_preferences.py
 def test_adapters_compare_with_the_frozen_model_and_kto_with_mismatched_answers(pool: Pool, folder: Path) -> None:
     pool.run(train_fresh, Layout(), config(folder, "adapters", "dpo", adapter={"rank": 2}))
     first, second, _ = records(folder / "adapters")
@@ -117,6 +118,7 @@ def test_adapters_compare_with_the_frozen_model_and_kto_with_mismatched_answers(
     assert valid["valid_loss"] < 0.5
 
 
+@pytest.mark.nightly  # losses of users: tests/docs/test_extending.py; pairs of the files: above
 def test_a_loss_of_the_users_own_trains_from_the_same_files(pool: Pool, folder: Path) -> None:
     """Steps and passes hold every pair twice."""
     own = "tests.training.preferences.preference_ranks:hinge"
@@ -128,6 +130,7 @@ def test_a_loss_of_the_users_own_trains_from_the_same_files(pool: Pool, folder: 
     assert valid["valid_loss"] < second["loss"] < 1
 
 
+@pytest.mark.nightly  # a saving of time; which scores belong to a run: test_adapter_references.py
 def test_scores_of_another_model_serve_other_runs_and_damaged_ones_are_computed_again(pool: Pool, folder: Path) -> None:
     """A model compared with itself has the loss log 2; changed kept scores show in the loss."""
     pool.run(train_fresh, Layout(), config(folder, "kept", "orpo", 8, **ONE_STEP))

@@ -46,6 +46,7 @@ def test_a_profile_tells_the_operations_and_changes_no_number(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("pool")
+@pytest.mark.nightly  # the same file at the end of the steps: above
 def test_steps_that_the_run_does_not_reach_cut_the_profile_off(tmp_path: Path) -> None:
     run(tmp_path, "short", "train.num_steps=1", "metrics.profile_steps=[1,60]", ranks=1)
     assert (tmp_path / "short" / "profile" / "rank_00000.steps_1_to_60.kernels.txt").exists()

@@ -24,9 +24,8 @@ def test_rewards_rise_and_are_the_same_on_two_layouts(pool: Pool, tmp_path: Path
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.05
 
 
-@pytest.mark.parametrize(  # weights come whole from any layout: tests/training/engine_parts/test_hf_tensors.py
-    "ranks", [1, pytest.param(2, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # weights after each step: engine_parts/test_weight_deltas.py; the loop: tests/test_examples.py
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_vllm_draws_with_the_weights_of_the_moment_where_it_is_installed(
     pool: Pool, tmp_path: Path, ranks: int
 ) -> None:

@@ -38,16 +38,27 @@ def tokenizer(tmp_path: Path) -> Path:
     return tmp_path
 
 
+TEXTS = ["a b", "a <end> b", "b</s>", "a\r\nb"]
+MORE: list[dict[str, Any]] = [
+    {"tools": TOOLS},
+    {},
+    {"tools": json.dumps(TOOLS)},
+    {"chat_template_kwargs": {"mode": "on"}},
+    {"note": 1},
+]
+BY_DAY = [*zip(TEXTS, MORE), (TEXTS[0], MORE[-1])]
+"""Each text and each field once; special tokens in text: test_a_text_is_the_prompt_of_its_sample."""
+
+
 @pytest.mark.parametrize(
-    "options",
-    # special tokens in text, by day: test_a_text_is_the_prompt_of_its_sample
-    [{}, pytest.param({"special_tokens_in_text": True}, marks=pytest.mark.nightly)],
+    ("text", "more", "options"),
+    [
+        pytest.param(text, more, options, marks=[] if (text, more) in BY_DAY and not options else [pytest.mark.nightly])
+        for options in ({}, {"special_tokens_in_text": True})
+        for more in MORE
+        for text in TEXTS
+    ],
 )
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"tools": TOOLS}, {"tools": json.dumps(TOOLS)}, {"chat_template_kwargs": {"mode": "on"}}, {"note": 1}],
-)
-@pytest.mark.parametrize("text", ["a b", "a <end> b", "b</s>", "a\r\nb"])
 def test_a_question_is_the_beginning_of_its_sample(
     tokenizer: Path, text: str, more: dict[str, Any], options: dict[str, Any]
 ) -> None:
