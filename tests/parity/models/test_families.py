@@ -148,13 +148,11 @@ SEEN_APART, WITH_EXPERTS = case(tp=2, sp=True, cp=2, cp_comm="ulysses"), case(tp
 DAY: list[tuple[str, dict[str, Any], Case]] = [
     ("gemma", GEMMA | SELECTIVE, IN_A_PIPELINE),
     ("gemma 4", GEMMA4 | ISOLATED, SEEN_APART),
-    ("gemma 4", GEMMA4 | SELECTIVE, IN_A_PIPELINE),
     ("gemma 4 with experts", GEMMA4_EXPERTS | ISOLATED | SELECTIVE, WITH_EXPERTS),
     ("olmo2", OLMO2 | AHEAD | {"model__zero_centered_norm": True}, IN_A_PIPELINE),
     ("olmo3", OLMO3 | ISOLATED, SEEN_APART),
     ("ministral", MINISTRAL | ISOLATED, SEEN_APART),
     ("hybrid", HYBRID | ISOLATED, SEEN_APART),
-    ("hybrid", HYBRID | ISOLATED | EXPERTS | SELECTIVE, WITH_EXPERTS),
     ("hybrid", HYBRID | ISOLATED | AHEAD, IN_A_PIPELINE),
     ("mamba", MAMBA | ISOLATED, SEEN_APART),
     ("mamba", MAMBA | ISOLATED | SELECTIVE, IN_A_PIPELINE),

@@ -129,6 +129,7 @@ DAY_OF_ROUTERS = Row("both", ONE | SIGMOID | FULL, case(8, num_layers=2, tp=2, s
 
 
 @pytest.mark.parametrize("row", [DAY_OF_ROUTERS, *map(at_night, ROUTERS)], ids=str)
+@pytest.mark.nightly  # tests/verify/parity has a router of a depth by day, with its biases
 def test_routers_of_depths_count_their_own_tokens(pool: Pool, row: Row) -> None:
     assert_rows_exact(pool, [row])
 
@@ -163,6 +164,7 @@ def test_nothing_lies_so_far_ahead(pool: Pool, case: Case) -> None:
         pytest.param(TWO, lean(case(pp=2, dp=2)), id="of more in a pipeline", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.nightly  # depths next to other terms: above; a teacher: tests/parity/objectives/test_distillation.py
 def test_a_teacher_looks_at_the_next_token_alone(pool: Pool, teachers: dict[str, Any], case: Case) -> None:
     changes: dict[str, Any] = ONE | {
         "loss__teacher": {"checkpoint": "not read here"},

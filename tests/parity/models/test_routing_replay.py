@@ -54,7 +54,7 @@ DAY = [
     row("depths", DEPTHS, case(2, pp=2, cp=2, cp_comm="ring", ep=2), padded_steps()[:1]),
     row("documents", {**SIGMOID, **DOCUMENTS}, case(2, cp=2, ep=2), documents_steps()[:1]),
     row("nemotron", {**NEMOTRON, **DOCUMENTS}, case(4, tp=2, sp=True, ep=2), documents_steps()[:1], num_layers=4),
-    row("every other layer", BIASED, case(4, tp=2, sp=True, dp=2, ep=2), two_steps()[:1], num_layers=4),
+    row("every other layer", BIASED, case(4, tp=2, sp=True, ep=2), two_steps()[:1], num_layers=4),
 ]
 """Rows by day: each kind of router, each axis, recomputation and depths once."""
 NIGHT = [

@@ -27,8 +27,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 CASES = [*map(lean, [case(tp=2, sp=True, pp=2), case(cp=2, dp=2), case(pp=2, vpp=2), case(cp=4, cp_comm="ulysses")])]
 
 
-DAY = [("seq-mean-token-mean", lean(case(cp=2))), ("with-z-loss", CASES[2])]
-RUNS = [("token-mean", CASES[0]), ("seq-mean-token-mean", CASES[1]), ("with-z-loss", CASES[3])]
+DAY = [("seq-mean-token-mean", lean(case(cp=2)))]
+RUNS = [
+    ("with-z-loss", CASES[2]),
+    ("token-mean", CASES[0]),
+    ("seq-mean-token-mean", CASES[1]),
+    ("with-z-loss", CASES[3]),
+]
 """Runs with every objective and every layout: test_aggregations.py has them by day."""
 
 
