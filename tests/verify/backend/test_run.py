@@ -106,9 +106,14 @@ def test_kernels_of_other_libraries_are_compared(pool: Pool, changes: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "case"),
     [
-        ({}, ""),
-        (DOCUMENTS, ", documents"),
-        (DOCUMENTS | {"layout": {"cp": 2, "cp_comm": "ulysses"}}, ", documents, cp2 ulysses"),
+        pytest.param({}, "", marks=pytest.mark.nightly),
+        pytest.param(DOCUMENTS, ", documents", marks=pytest.mark.nightly),
+        # documents over ranks: tests/core/model/attention/test_delta_net_core.py
+        pytest.param(
+            DOCUMENTS | {"layout": {"cp": 2, "cp_comm": "ulysses"}},
+            ", documents, cp2 ulysses",
+            marks=pytest.mark.nightly,
+        ),
         ({"train__precision": "fp16", "train__micro_batch_size": 2}, ""),
     ],
     ids=str,

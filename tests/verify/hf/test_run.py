@@ -110,7 +110,9 @@ class _OtherScale:
 @pytest.mark.parametrize(
     ("fault", "axis", "reported"),
     [
-        (None, "every layout", "one process too: not a fault of a layout"),
+        pytest.param(  # by day tests/verify/planted/test_shared_faults.py
+            None, "every layout", "one process too: not a fault of a layout", marks=pytest.mark.nightly
+        ),
         ("positions-not-zigzag", "cp", "cp alone breaks the run"),
     ],
     ids=["softmax-scale-off", "positions-not-zigzag"],

@@ -67,6 +67,7 @@ def test_adapters_of_a_delta_net_are_exact(pool: Pool) -> None:
     assert_passes(check(pool, user, "tp2spcp2mbs4", num_steps=NUM_STEPS))
 
 
+@pytest.mark.nightly  # the same product as in a delta net, above; tests/core/adapters/test_peft.py
 def test_adapters_of_mamba_are_exact(pool: Pool) -> None:
     """Layers of one sublayer each, with all targets that they have."""
     mamba = {"num_heads": 4, "head_dim": 8, "num_groups": 2, "state_dim": 8}
@@ -93,9 +94,11 @@ TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
         pytest.param(
             "tp2spcp2mbs4",
             {"train__recompute": "full", "adapter__base_dtype": "bf16"},
-            marks=pytest.mark.nightly,  # by day the row below: tp divides a table
+            marks=pytest.mark.nightly,  # by day tests/parity/objectives/test_modules_to_save.py: tp divides a table
         ),
-        ("tp2mbs8", {"loss__chunk_tokens": 20}),
+        # chunks: below, with an adapter of the output layer
+        pytest.param("tp2mbs8", {"loss__chunk_tokens": 20}, marks=pytest.mark.nightly),
+        # overlaps with adapters: above
         pytest.param(
             "dp2mbs4",
             {"train__overlap_param_gather": True, "train__overlap_grad_reduce": True},
@@ -147,7 +150,9 @@ def test_norms_that_learn_whole_are_exact(pool: Pool, name: str, layouts: str) -
     assert "decoder.final_layernorm.weight" in report.tensors
 
 
-@pytest.mark.parametrize("fault", ["saved-module-times-tp", "sp-norms-not-reduced"])
+@pytest.mark.parametrize(  # the first one by day in tables, above
+    "fault", [pytest.param("saved-module-times-tp", marks=pytest.mark.nightly), "sp-norms-not-reduced"]
+)
 def test_a_wrong_gradient_of_norms_that_learn_whole_is_found(pool: Pool, fault: str) -> None:
     user = adapted(LORA | {"targets": ["qkv"], "modules_to_save": ["norms"]})
     report = check(
@@ -201,6 +206,7 @@ def test_adapters_of_experts_are_exact_before_a_frozen_depth(pool: Pool, layouts
 
 
 @pytest.mark.parametrize("layouts", ["tp2spep2mbs4", pytest.param("pp2cp2mbs2,ep2dp2mbs2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # tests/core/adapters/test_peft.py has patterns by day
 def test_ranks_and_alphas_of_single_targets_are_exact(pool: Pool, layouts: str) -> None:
     user = expert_config(
         adapter=LORA
@@ -219,7 +225,8 @@ def test_ranks_and_alphas_of_single_targets_are_exact(pool: Pool, layouts: str) 
 @pytest.mark.parametrize(
     "recompute",
     [
-        {"train__recompute": "full", "train__recompute_layers": 1},
+        # full recomputation: above
+        pytest.param({"train__recompute": "full", "train__recompute_layers": 1}, marks=pytest.mark.nightly),
         {"train__recompute": "selective", "train__recompute_modules": ["core_attn", "mlp"]},
     ],
     ids=["layers", "modules"],
@@ -239,7 +246,8 @@ def test_adapters_are_exact_with_recomputation_and_logits_in_chunks(
     ("kind", "rank", "layouts"),
     [
         ("dora", 24, "tp2spmbs8"),
-        ("lora", None, "cp2ulyssesmbs8"),
+        # a plain projection of queries, adapted as in every other model
+        pytest.param("lora", None, "cp2ulyssesmbs8", marks=pytest.mark.nightly),
         pytest.param("lora", 24, "tp2mbs8,tp2spcp2mbs2,pp2mbs4", marks=pytest.mark.nightly),
         pytest.param("dora", 24, "tp2mbs8", marks=pytest.mark.nightly),
         pytest.param("lora", None, "tp2spmbs8", marks=pytest.mark.nightly),
@@ -253,7 +261,9 @@ def test_adapters_of_latent_attention_are_exact(pool: Pool, kind: str, rank: int
     assert_passes(check(pool, user, layouts, num_steps=NUM_STEPS))
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize(  # norms and dense matrices under a base in bf16: above
+    "kind", [pytest.param("dense", marks=pytest.mark.nightly), "experts"]
+)
 def test_a_base_in_bf16_is_exact_below_a_run_in_float32(pool: Pool, kind: str) -> None:
     """The comparison is with float64 at the rounded weights, so every product has to widen them."""
     held = LORA | {"base_dtype": "bf16"}

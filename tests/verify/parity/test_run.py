@@ -90,6 +90,7 @@ def test_layouts_of_experts_pass_with_their_routers_and_biases(pool: Pool, layou
         assert len(biases) == report.config["model"]["num_layers"] - 1 + user.model.mtp_depths
 
 
+@pytest.mark.nightly  # tests/parity/models/test_groups_against_transformers.py
 def test_groups_ranked_by_a_number_of_their_own_pass(pool: Pool) -> None:
     user = expert_config()
     assert user.model.experts is not None
@@ -185,7 +186,7 @@ def replaying_config() -> Config:
 
 @pytest.mark.parametrize(
     "layouts",
-    ["cp2dp2ep2mbs2", pytest.param("tp2spdp2ep2etp2mbs2,pp2mbs2,cp2ulysses", marks=pytest.mark.nightly)],
+    ["ep2mbs4", pytest.param("cp2dp2ep2mbs2,tp2spdp2ep2etp2mbs2,pp2mbs2,cp2ulysses", marks=pytest.mark.nightly)],
 )
 def test_layouts_replay_the_experts_of_records(pool: Pool, layouts: str) -> None:
     report = check(pool, replaying_config(), layouts, num_steps=2)
@@ -207,7 +208,9 @@ class _WithoutReplay:
         return self._pool.run(function, layout, job, *others)
 
 
-@pytest.mark.parametrize("is_of_reference", [True, False], ids=["reference", "trainer"])
+@pytest.mark.parametrize(
+    "is_of_reference", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["reference", "trainer"]
+)
 def test_a_side_that_does_not_replay_is_found(pool: Pool, is_of_reference: bool) -> None:
     faulty: Any = _WithoutReplay(pool, is_of_reference)
     report = check(faulty, replaying_config(), "mbs4", num_steps=1)
@@ -299,6 +302,7 @@ def test_packed_conversations_of_a_file_are_samples_alone(
     assert report.num_steps == 4
 
 
+@pytest.mark.nightly  # test_packed_conversations_of_a_file_are_samples_alone reads such a file
 def test_rows_grow_until_they_hold_answers(pool: Pool, word_tokenizer: Path, tmp_path: Path) -> None:
     samples = [{"prompt": "a b c d " * 10, "response": "e f g " * (number % 5 + 1)} for number in range(40)]
     path = tmp_path / "samples.jsonl"
@@ -316,6 +320,7 @@ def test_rows_grow_until_they_hold_answers(pool: Pool, word_tokenizer: Path, tmp
     assert report.reference.steps[0].denominators["main"] > 16
 
 
+@pytest.mark.nightly  # sums of weights: tests/parity/objectives/test_denominators.py
 def test_fractional_weights_that_add_up_to_a_whole_number_round_like_others(
     pool: Pool, word_tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -358,7 +363,7 @@ def test_a_wrong_configuration_ends_with_2(tmp_path: Path) -> None:
 
 
 def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
-    path = write(tmp_path / "config.yaml", content(run__dir=str(tmp_path / "run")))
+    path = write(tmp_path / "config.yaml", content(run__dir=str(tmp_path / "run"), model__num_layers=2))
     command = [sys.executable, "-m", "mtrain", "verify", "parity", path]
     done = completed([*command, "--layouts", "mbs4", "--steps", 2, "--inject", "microbatch-means"])
     assert (done.returncode, done.stderr) == (1, "")
@@ -407,6 +412,7 @@ def test_a_loss_that_is_not_linear_in_tokens_is_named_with_what_makes_it_exact(p
     "layouts",
     ["tp2cp2mbs4", pytest.param("dp2mbs2,pp2mbs2,tp2mbs8,cp2mbs8", marks=pytest.mark.nightly)],  # each alone
 )
+@pytest.mark.nightly  # tests/parity/objectives/test_policy.py has the formulas, the test below a fault of one
 def test_losses_of_policies_are_those_of_their_papers(pool: Pool, layouts: str) -> None:
     """All policy losses run at once, on drawn advantages and log-probabilities; layouts may hide no tokens' share."""
     means, sums = {"aggregation": "seq-mean-token-mean"}, {"aggregation": "token-mean"}

@@ -305,6 +305,7 @@ def test_a_browser_shows_the_page(tmp_path: Path, chromium: Browser, gradient: f
     assert any(name.startswith("worst deviation of the gradients, 3 tensors by") for name in pictures)
 
 
+@pytest.mark.nightly  # a browser shows their sizes and names by day, above
 def test_the_pictures_are_painted(tmp_path: Path, chromium: Browser) -> None:
     open_page(report(0.5), chromium, tmp_path)
     chromium.picture(tmp_path / "page.png")

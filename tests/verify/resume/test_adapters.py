@@ -22,6 +22,7 @@ from tests.verify.resume.test_run import gone_on, lively_config
         pytest.param(lively_config, "pp2", 4, ["embedding", "output", "norms"], marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.nightly  # tests/core/adapters/test_adapter_state.py has both by day
 def test_adapters_resume_bit_for_bit_and_on_another_layout(
     kept: KeptPool, tmp_path: Path, user: Callable[..., Config], layouts: str, max_ranks: int, whole: list[str]
 ) -> None:

@@ -181,6 +181,7 @@ def test_sound_runs_pass_bit_for_bit_with_dropout_and_to_rounding_elsewhere(
         pytest.param(lively_config, "tp4dp1,pp2", 4, marks=pytest.mark.nightly),  # by day above: fp16 and dropout
     ],
 )
+@pytest.mark.nightly  # momenta are divided as planned: tests/core/engine/test_muon.py
 def test_momenta_of_muon_are_resumed_on_any_layout(
     kept: KeptPool, tmp_path: Path, user: Callable[..., Config], layouts: str, max_ranks: int
 ) -> None:
@@ -243,7 +244,7 @@ def test_a_fault_that_is_a_test_is_refused() -> None:
 
 def test_the_command_writes_a_report_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
-    path.write_text(json.dumps(content(run__dir=str(tmp_path / "run"), train__device="cpu")))
+    path.write_text(json.dumps(content(run__dir=str(tmp_path / "run"), train__device="cpu", model__num_layers=2)))
     command = [sys.executable, "-m", "mtrain", "verify", "resume", path]
     small = ["--max-ranks", "1", "--steps", "3", "--at", "2"]
     ended = completed([*command, *small, "--inject", "moments-not-restored"])
