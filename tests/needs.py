@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from tests.slurm.cluster import missing
 from tests.tools.wheels import (
@@ -58,6 +57,8 @@ def may_mount() -> bool:
 
 def can_simulate_a_gpu() -> bool:
     """Says whether tests/simulated_gpu can take CUDA's places in torch, which a build for CUDA has filled itself."""
+    import torch  # not before: the process that hands tests to workers runs none
+
     return shutil.which("c++") is not None and not torch.backends.cuda.is_built()
 
 

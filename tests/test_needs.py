@@ -34,6 +34,7 @@ def suite(*options: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 # with workers, which pass on what they left out, at night: the suite itself runs with them
 @pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.nightly)], ids=["alone", "xdist"])
+@pytest.mark.nightly  # a suite within the suite; by day what it leaves out, below
 def test_what_a_machine_cannot_run_is_named_at_the_end(workers: tuple[str, ...]) -> None:
     done = suite(*workers, *FILES, "-k", "test_where_no_test_may or pictures_are_painted or leave_good_checkpoints")
     assert done.returncode == 0, done.stdout

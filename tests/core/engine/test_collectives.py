@@ -80,6 +80,7 @@ def test_no_collective_but_those_of_a_step_without_normalisation(pool: Pool, cas
 
 
 @pytest.mark.parametrize("case", TWO_RANKS, ids=str)
+@pytest.mark.nightly  # by day with an optimizer that is divided, above
 def test_replicated_optimizers_need_one_as_well(pool: Pool, case: Case) -> None:
     for replicated, _ in steps_of_all_ranks(pool, case, REPLICATED, ALIKE, ways=WITHOUT_MEGATRONS):
         assert added_by(replicated["ours"], replicated["bare"]) == small(case, numbers=10)
@@ -200,6 +201,7 @@ def test_half_precision_waits_no_more(pool: Pool, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [case(8, 1, tp=2, sp=True), case(8, 1, tp=2)], ids=str)
+@pytest.mark.nightly  # numbers of the documentation; by day those of a plain step, above
 def test_chunks_cost_two_sums_of_their_tokens_and_nothing_else(pool: Pool, case: Case) -> None:
     """A selection makes the same calls on fewer tokens; under sequence parallelism one all-gather a microbatch less."""
     chunks = [{"loss__chunk_tokens": each} for each in ("whole", "auto", 40)]

@@ -124,15 +124,10 @@ def test_an_update_that_overflows_leaves_the_momentum(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     "case",  # rounds where a stage is one rank, and several: by dp; divided sequences exchange no more
-    [
-        case(4, 2, dp=2),
-        *(
-            pytest.param(each, marks=pytest.mark.nightly)
-            for each in (case(8, 2), case(8, 2, tp=2, sp=True), case(8, 2, tp=2, pp=2))
-        ),
-    ],
+    [case(4, 2, dp=2), case(8, 2), case(8, 2, tp=2, sp=True), case(8, 2, tp=2, pp=2)],
     ids=str,
 )
+@pytest.mark.nightly  # a number of the documentation; by day tests/tools/test_traffic.py counts what a step sends
 def test_a_step_costs_two_exchanges_a_round_and_no_further_read(pool: Pool, case: Case) -> None:
     """Every rank of a stage owns one tensor per round; a layer has four tensors with matrices."""
     configs = [case.config(**MUON), case.config()]

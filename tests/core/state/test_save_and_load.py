@@ -206,9 +206,8 @@ def test_another_layout_gets_the_same_bits_and_trains_alike(
         np.testing.assert_allclose(_tokens(others), _tokens(values), rtol=1e-5, atol=bound, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "tied", [TIED, pytest.param({}, marks=pytest.mark.nightly)], ids=["tied", "untied"]
-)  # fewer copies
+@pytest.mark.nightly  # tied tables on two stages: above; steps of depths: tests/parity/models/test_multi_token.py
+@pytest.mark.parametrize("tied", [TIED, {}], ids=["tied", "untied"])
 def test_depths_of_multi_token_prediction_travel_between_layouts(
     pool: Pool, tmp_path: Path, tied: dict[str, Any]
 ) -> None:

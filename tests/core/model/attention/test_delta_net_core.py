@@ -118,6 +118,7 @@ def test_rows_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(("key_heads", "counts"), [(2, PASSED_STATES), (4, EXCHANGED_HEADS)])
+@pytest.mark.nightly  # a number of the documentation; the values: above
 def test_collectives_are_counted(pool: Pool, key_heads: int, counts: tuple[list[str], list[str]]) -> None:
     """Four ranks, since the two of a gloo group send and receive instead."""
     heads = Heads(key_heads, 2 * key_heads, KEY_DIM, VALUE_DIM)
