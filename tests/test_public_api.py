@@ -65,6 +65,7 @@ def test_what_is_listed_for_type_checkers_is_what_is_loaded() -> None:
     assert (Path(mtrain.__file__).parent / "py.typed").exists()
 
 
+@pytest.mark.nightly  # by day mypy checks the package, whose names are compared above
 def test_a_users_program_is_checked_against_its_types(tmp_path: Path) -> None:
     """Checks that a wrong argument is a type error, and so are misspelt public names."""
     program = tmp_path / "program.py"

@@ -132,7 +132,7 @@ def resolved(files: Sequence[Path], overrides: Sequence[str], lacking: Collectio
     return flat_keys(config_yaml(load_config(list(files), [*overrides, *filled])))
 
 
-@pytest.mark.parametrize("num_examples", [4, pytest.param(40, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_examples", [2, pytest.param(40, marks=pytest.mark.nightly)])
 def test_a_plan_changes_nothing_but_what_it_chooses(num_examples: int) -> None:
     @settings(max_examples=num_examples)
     @given(given=configurations())

@@ -192,6 +192,7 @@ def test_an_adapter_trains_their_rows_and_is_merged(pool: Pool, folder: Path) ->
 
 # untied by day: tables that learn whole go to PEFT and back in tests/core/adapters/test_peft.py
 @pytest.mark.parametrize("folder", [pytest.param(False, marks=pytest.mark.nightly), True], indirect=True, ids=IDS)
+@pytest.mark.nightly  # tables go to PEFT in tests/core/adapters/test_peft.py; new rows learn: above
 def test_tables_that_learn_whole_train_their_rows_beside_adapters(pool: Pool, folder: Path) -> None:
     """PEFT loads the export onto a frozen model that it has resized, tied or not."""
     adapter = {"targets": ["qkv"], "modules_to_save": ["embed_tokens", "lm_head"]}

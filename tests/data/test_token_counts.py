@@ -39,8 +39,12 @@ def test_the_loader_counts_rows_and_what_fills_them_up(
 
 
 @pytest.mark.parametrize(  # two ranks that add their counts, and two that share each row, count what one rank does
+    # counts of dp: tests/core/engine/test_loss_reduction.py
     ("ranks", "layout"),
-    [pytest.param(1, "layout.tp=1", marks=pytest.mark.nightly), (2, "layout.tp=1"), (2, "layout.cp=2")],
+    [
+        *(pytest.param(ranks, "layout.tp=1", marks=pytest.mark.nightly) for ranks in (1, 2)),
+        (2, "layout.cp=2"),
+    ],
 )
 def test_a_run_reports_text_and_padding_apart(
     command: Callable[..., list[str]],
@@ -71,6 +75,7 @@ def test_a_run_reports_text_and_padding_apart(
     assert manifest["tokens"] == 3 * TEXT, "over both starts"
 
 
+@pytest.mark.nightly  # runs/test_ledger_of_runs.py packs on the way; losses: tests/parity/layouts/test_packing.py
 def test_a_run_may_be_packed_from_a_checkpoint_on(
     command: Callable[..., list[str]],
     start: Any,

@@ -116,7 +116,7 @@ def test_a_long_conversation_passes_through_the_pipes() -> None:
     assert found == text
 
 
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("marked", [pytest.param(False, marks=pytest.mark.nightly), True])  # without the marks
 def test_a_long_conversation_is_rendered_at_each_of_its_messages(marked: bool) -> None:
     """The conversation has 200 turns of 1.7 KB: all renderings together are longer than the limit of what is sent."""
     messages = [{"role": "user", "content": f"{number} " + "x" * 850} for number in range(400)]

@@ -87,7 +87,8 @@ def test_no_beginning_is_rendered_where_one_rendering_says_it(body: str) -> None
     assert asked == [Cut(8, False)]
 
 
-@pytest.mark.parametrize("turns", [200, pytest.param(400, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # by day test_hostile.py renders one with marks
+@pytest.mark.parametrize("turns", [200, 400])
 def test_a_long_conversation_is_in_the_loss(turns: int, chat_encoder: MakeEncoder, chat_tokenizer: Path) -> None:
     """Turns have 1.7 KB; the renderings of all beginnings together would be up to 272 million characters."""
     messages = [

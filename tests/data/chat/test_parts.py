@@ -50,7 +50,13 @@ def joined(messages: list[dict[str, Any]], roles: list[str]) -> list[dict[str, A
     ]
 
 
-@pytest.mark.parametrize("roles", [["user"], ["user", "assistant"], ["system", "user", "assistant"]])
+@pytest.mark.parametrize(
+    "roles",
+    [
+        ["user", "assistant"],
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in (["user"], ["system", "user", "assistant"])),
+    ],
+)
 def test_lists_are_handed_on_where_the_template_reads_them(
     roles: list[str], encoder_of_text: MakeEncoder, chat_tokenizer: Path
 ) -> None:

@@ -271,6 +271,9 @@ LIKE_OTHERS = (
     "olmo3",
     "smollm3",
     "smollm3-windowed",
+    "qwen3",
+    "gemma3",
+    "gemma4",
     "phi3",
     "glm4-moe-lite",
     "glm4-moe",
@@ -278,8 +281,9 @@ LIKE_OTHERS = (
     "qwen3.5-moe",
     *TOWERS,
 )
-"""Models nearly all of whose fields are read as those of llama, qwen3, gpt-oss (experts), gemma3 (windows), deepseek
-(its experts) and minimax (heads that rotate in part); fields around a text tower: tests/hf/schema/test_config.py."""
+"""Models nearly all of whose fields are read as those of llama, qwen3.5 (norms of heads), gpt-oss (experts),
+gemma4-experts (windows), deepseek (its experts) and minimax (heads that rotate in part); fields around a text tower:
+tests/hf/schema/test_config.py."""
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ echo 4711
 COMMANDS = ("sbatch", "scontrol", "sinfo", "squeue")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_nothing_of_the_submitters_environment_overrides_an_option(folder: Path, seed: int) -> None:
     drawn = random.Random(seed).sample(OF_SBATCH, 20)
     options = ["--nodes=2", "--partition=gpu", "--account=team", "--qos=high", "--time=60"]

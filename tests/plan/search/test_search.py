@@ -47,7 +47,9 @@ def all_that_fit(given: Config, num_gpus: int, usable: int) -> list[float]:
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 1024}
 
 
-@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(  # experts add degrees to the same search
+    "experts", [None, pytest.param(EXPERTS, marks=pytest.mark.nightly)], ids=["dense", "experts"]
+)
 def test_nothing_faster_is_overlooked(experts: dict[str, int] | None) -> None:
     sizes = {"model__hidden_size": 1024, "model__ffn_hidden_size": 4096, "model__vocab_size": 32000}
     given = config(**sizes, model__experts=experts, train__precision="bf16", data={"kind": "mock", "seq_length": 4096})

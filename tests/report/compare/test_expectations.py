@@ -107,6 +107,7 @@ def test_an_unrecorded_world_size_may_be_another(tmp_path: Path) -> None:
     assert reported.endswith("follow the world size (not recorded)")
 
 
+@pytest.mark.nightly  # real runs; by day the same sentences from records, above
 def test_dropout_follows_the_micro_batch_size_and_every_record_says_so(
     command: Callable[..., list[str]], start: Any, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ def colours(picture: Path) -> set[tuple[int, int, int]]:
 BLUE, RED = (25, 89, 179), (179, 25, 43)
 
 
-@pytest.mark.parametrize("num_steps", [3, 300])
+@pytest.mark.parametrize("num_steps", [3, pytest.param(300, marks=pytest.mark.nightly)])
 def test_each_run_is_drawn_in_its_colour(tmp_path: Path, num_steps: int) -> None:
     steps = [step_record(step, 4.0 / step) for step in range(1, num_steps + 1)]
     first = run_folder(tmp_path / "a" / "run", valid_record(0), *steps, valid_record(num_steps))
