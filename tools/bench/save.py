@@ -40,6 +40,7 @@ if __name__ == "__main__":
 
 from mtrain.arch.layout import Layout
 from mtrain.checkpoint.state.save import Saver
+from mtrain.checkpoint.store.retention import Keep, Retention
 from mtrain.config import Config
 from mtrain.core.engine.rank_model import RankModel, build_rank_model
 from mtrain.core.engine.training_state import local_shards
@@ -108,12 +109,12 @@ def measure(groups: Groups, config: Config, folder: Path, num_rounds: int) -> Ro
     content = torch.cat([part.data.flatten().view(torch.uint8) for part in parts])
     memory = [torch.zeros_like(part.data) for part in parts]
     raw = functools.partial(_raw, folder / f"raw-{groups.rank}", content)
-    saver = Saver(folder / "ours", groups, config)
-    saver.expect(model)  # as training does after its first step
+    saver = Saver(model, Retention(folder / "ours", Keep.of(config.checkpoint)))
+    saver.expect()  # as training does after its first step
     rounds = list[list[float]]()
     for step in range(num_rounds + 1):
         columns = [raw(), _seconds(lambda: [one.copy_(part.data) for one, part in zip(memory, parts)])]
-        rounds.append([*columns, *_ours(saver, model, step)])
+        rounds.append([*columns, *_ours(saver, step)])
     raw_best, memcpy, ours, copy = _best(rounds)
     first_copy = rounds[0][-1]
     theirs = _megatrons_save(model)
@@ -136,11 +137,11 @@ def _raw(path: Path, content: torch.Tensor) -> float:
     return seconds
 
 
-def _ours(saver: Saver, model: RankModel, step: int) -> tuple[float, float]:
+def _ours(saver: Saver, step: int) -> tuple[float, float]:
     """Returns the seconds until the save is on disk, and those that training waits."""
     dist.barrier()
     began = time.perf_counter()
-    copy = _seconds(functools.partial(saver.save, model, step))
+    copy = _seconds(functools.partial(saver.save, step))
     saver.wait()
     ours = _slowest(time.perf_counter() - began)
     saver.confirm(step)  # so that the one before is deleted

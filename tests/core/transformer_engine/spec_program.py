@@ -52,7 +52,7 @@ Backend = Literal["torch", "te"]
 OPENED = ("qwen2_57b_a14b", "qwen3_30b_a3b", "mixtral_8x7b", "glm4.7_flash", "deepseek_v3")
 """Models that are refused without a certificate alone."""
 OPENED_AMONG_FEW = ("mixtral_8x7b", "glm4.7_flash")
-"""Those with experts alone, and with latent attention as well; the others have the same parts."""
+"""Models with experts alone, and with latent attention as well; all others have the same parts."""
 DOCUMENTS = "data.isolate_documents=true"
 WINDOWS = ("model.sliding_window=9", "model.global_attention_every=2")
 VERIFIED: tuple[tuple[str, tuple[str, ...]], ...] = (
