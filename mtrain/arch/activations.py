@@ -22,6 +22,11 @@ from mtrain.config.schema.train import TrainSection
 
 FEWEST_TOKENS = 1024
 """Fewest tokens of an automatic chunk: in smaller ones, matrix products of GPUs wait for memory."""
+TOKENS_ON_GPU = 4096
+"""Tokens of an automatic chunk on a GPU: each chunk reads and writes the float32 gradient of the whole table, which then
+takes a quarter of the product's time."""
+MOST_LOGITS_ON_GPU = 2**29
+"""Most logits of such a chunk: 4 GiB in half precision, with their exponentials and gradient."""
 LOGITS_AT_A_TIME = 2**26
 """Logits of an automatic chunk, if that gives more tokens: 256 MiB in float32."""
 
@@ -45,7 +50,8 @@ def chunk_tokens(section: LossSection, vocab_local: int, on_cpu: bool) -> int | 
         case "auto" if on_cpu and LOGITS_AT_A_TIME_ON_CPU // vocab_local >= FEWEST_TOKENS_ON_CPU:
             return LOGITS_AT_A_TIME_ON_CPU // vocab_local
         case "auto":
-            return max(FEWEST_TOKENS, LOGITS_AT_A_TIME // vocab_local)
+            tokens = FEWEST_TOKENS if on_cpu else min(TOKENS_ON_GPU, MOST_LOGITS_ON_GPU // vocab_local)
+            return max(FEWEST_TOKENS, tokens, LOGITS_AT_A_TIME // vocab_local)
         case "whole":
             return None
         case _:

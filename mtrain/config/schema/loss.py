@@ -286,8 +286,9 @@ class LossSection(TermSection):
     chunk_tokens: ChunkTokens = "auto"
     """Most tokens of a microbatch whose logits exist at once; output layer and loss then run together, a chunk of
     tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at one token
-    at a time (`mtrain.per_token`), as this package's own do. auto: if functions permit it, chunks of 1024 tokens, or of
-    as many as have 2^26 logits on a rank if that is more (on a CPU 2^21, if that is 256 tokens or more); smaller
+    at a time (`mtrain.per_token`), as this package's own do. auto: if functions permit it, chunks of
+    4096 tokens on a GPU, or of as many as have 2^29 logits on a rank if that is less, but at least 1024; of 1024 tokens
+    on a CPU; of as many as have 2^26 logits if that is more (on a CPU 2^21, if that is 256 tokens or more); smaller
     microbatches whose tokens all count are left whole. whole: logits of all tokens at once."""
     allow_layout_dependent: bool = False
     """Whether keys with a layout-dependent effect are permitted; every report of the run then says so."""

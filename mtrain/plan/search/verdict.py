@@ -7,9 +7,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mtrain.arch.activations import FEWEST_TOKENS
 from mtrain.arch.layout import Layout, broken_rules
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
+from mtrain.config.schema.loss import own_functions
 from mtrain.plan.search.cost import Workload, step_cost
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster
 from mtrain.plan.search.report import nothing_fits, recompute_name
@@ -60,6 +62,8 @@ def _changes(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[dict[s
         yield {"train.distributed_optimizer": True}
     if config.loss.chunk_tokens != "auto":
         yield {"loss.chunk_tokens": "auto"}
+    if config.loss.chunk_tokens != FEWEST_TOKENS and not own_functions(config.loss):
+        yield {"loss.chunk_tokens": FEWEST_TOKENS}
     for name in _DEGREES:
         degree = 2 * getattr(layout, name)
         while degree <= (cluster.gpus_per_node if name == "tp" else num_gpus):

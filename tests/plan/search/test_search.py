@@ -149,7 +149,7 @@ def test_a_batch_that_no_layout_divides_says_which_would() -> None:
             {"loss.chunk_tokens": "whole", "train.recompute": "full", "layout.tp": 2, "layout.sp": True},
             8,
             41.7,
-            "set loss.chunk_tokens=auto,",
+            "set loss.chunk_tokens=1024,",
         ),
     ],
 )

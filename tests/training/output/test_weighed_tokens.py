@@ -74,23 +74,28 @@ def cut(value: str | int, vocab_size: int = 32_000, **changes: object) -> Config
         ("whole", 1000, True, None),
         (77, 1000, False, 77),
         (77, 1000, True, 77),
-        ("auto", 128_256, False, 1024),
+        ("auto", 128_256, False, 4096),
+        ("auto", 2**18, False, 2048),
+        ("auto", 2**18 + 1, False, 2047),
+        ("auto", 2**20, False, 1024),
         ("auto", 8192, True, 256),
         ("auto", 8193, True, 2**26 // 8193),
         ("auto", 128_256, True, 1024),
         ("auto", 16_384, False, 4096),
+        ("auto", 8192, False, 8192),
         ("auto", 4096, True, 512),
         ("auto", 1, False, 2**26),
     ],
 )
-def test_automatic_chunks_are_of_1024_tokens_or_of_two_to_the_26_logits_and_fewer_on_a_cpu(
+def test_automatic_chunks_are_larger_on_a_gpu_and_have_a_bound_in_bytes(
     value: str | int, vocab_local: int, on_cpu: bool, expected: int | None
 ) -> None:
     assert chunk_tokens(cut(value).loss, vocab_local, on_cpu) == expected
 
 
 def test_functions_of_the_users_own_count_as_needing_whole_logits() -> None:
-    assert tokens_at_once(cut("auto"), 8192, 128_256) == 1024
+    assert tokens_at_once(cut("auto"), 8192, 128_256) == 4096
+    assert tokens_at_once(cut("auto", train__device="cpu"), 8192, 128_256) == 1024
     assert tokens_at_once(cut("auto", loss__function="my.losses:own"), 8192, 128_256) == 8192
     assert tokens_at_once(cut(64, loss__function="my.losses:own"), 8192, 128_256) == 64
     assert tokens_at_once(cut("whole"), 8192, 128_256) == 8192

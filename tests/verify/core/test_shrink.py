@@ -216,8 +216,8 @@ def test_sizes_divide_over_every_layout(trial: Trial) -> None:
 
 
 def test_logits_are_cut_in_the_small_run_where_the_users_are() -> None:
-    cut = shrink(config(model__vocab_size=32_000, data__seq_length=4096), ONE)
+    cut = shrink(config(model__vocab_size=32_000, data__seq_length=8192), ONE)
     assert cut.config.loss.chunk_tokens == 20
     assert "loss.chunk_tokens: auto -> 20" in cut.changes
-    for user in (config(), config(model__vocab_size=32_000, data__seq_length=4096, loss__chunk_tokens="whole")):
+    for user in (config(), config(model__vocab_size=32_000, data__seq_length=8192, loss__chunk_tokens="whole")):
         assert shrink(user, ONE).config.loss.chunk_tokens == user.loss.chunk_tokens
