@@ -21,6 +21,8 @@ class DeltaNetSection(Section):
         (*DELTA_NET_PARTS, "in_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")
     )
     """Names in adapter.targets of its projections."""
+    size: ClassVar[str] = "num_value_heads"
+    """Key without which a model has no such layers."""
     num_key_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Query and key heads."""
     num_value_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)

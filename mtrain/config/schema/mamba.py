@@ -17,6 +17,8 @@ class MambaSection(Section):
 
     projections: ClassVar[frozenset[str]] = frozenset(("in_proj_zxbcdt", "in_proj", "out_proj"))
     """Names in adapter.targets of its projections."""
+    size: ClassVar[str] = "num_heads"
+    """Key without which a model has no such layers."""
     num_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Heads, each with its own state; a multiple of num_groups."""
     head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)

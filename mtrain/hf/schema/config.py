@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from mtrain.base.errors import DataError
 from mtrain.config.megatron_fields import PROVEN
 from mtrain.config.messages import readable
-from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.model import RECURRENT, ModelSection
 from mtrain.config.schema.section import Section
 from mtrain.hf.schema.rope import (
     PARTIAL,
@@ -32,8 +32,7 @@ from mtrain.hf.schema.values import needed_value, shown, value_of
 SIZES: Mapping[str, str] = {
     "experts": "experts.num_experts",
     "mla": "mla.kv_lora_rank",
-    "delta_net": "delta_net.num_value_heads",
-    "mamba": "mamba.num_heads",
+    **{key: f"{key}.{section.size}" for key, section in RECURRENT.items()},
     "sliding_window": "sliding_window",
 }
 """Part -> our field with its size: absent or 0 in the file, the model has no such part."""
