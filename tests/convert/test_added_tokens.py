@@ -113,6 +113,8 @@ def test_the_tokenizer_gives_the_ids_of_transformers(folder: Path) -> None:
     assert VOCABULARY + ADDED - 1 not in ours.encode("<|note|>"), "a control token is written by templates alone"
 
 
+# tied by day: the steps below
+@pytest.mark.parametrize("folder", [False, pytest.param(True, marks=pytest.mark.nightly)], indirect=True, ids=IDS)
 def test_runs_on_all_layouts_are_those_of_a_folder_that_transformers_resized(pool: Pool, folder: Path) -> None:
     expected = trained(pool, config_of(folder, "of theirs", "theirs"), Layout())
     given = config_of(folder, "x").model
@@ -144,8 +146,9 @@ def test_steps_are_those_of_a_model_that_transformers_resizes(pool: Pool, folder
     assert any(VOCABULARY in text.ids for step in texts for text in step), "<search> does not occur"
 
 
-# untied by day: the tables of an export in test_runs_on_all_layouts_..., what a run resumes in tests/core/state
-@pytest.mark.parametrize("folder", [pytest.param(False, marks=pytest.mark.nightly), True], indirect=True, ids=IDS)
+# the tables of an export, by day: test_runs_on_all_layouts_...; what a run resumes: tests/core/state; the tokenizer of
+# an export: test_endings.py
+@pytest.mark.nightly
 def test_a_run_goes_on_and_its_export_is_whole(pool: Pool, folder: Path) -> None:
     config = config_of(folder, "long")
     trained(pool, config, Layout(tp=2))

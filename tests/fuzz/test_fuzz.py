@@ -55,6 +55,7 @@ def test_a_broken_promise_is_found(monkeypatch: pytest.MonkeyPatch, name: str, w
     assert finding.text.startswith(words) or words in finding.text.splitlines()[0]
 
 
+@pytest.mark.nightly  # the tool alone; by day it finds memory of a smaller process, above
 def test_memory_is_measured_below_a_process_that_has_more() -> None:
     large = bytearray(b"1") * (600 << 20)  # a child's getrusage begins with what its parent had
     (finding,) = fuzz("tests.fuzz.planted:MEMORY", 1, seed=0).found

@@ -217,8 +217,9 @@ def test_a_client_goes_on_after_each_refusal(pool: Pool, tmp_path: Path, notice:
         assert seen(clients[0].forward(batch(2)[:1], "cross_entropy"))[0] == pytest.approx(found[1][0], abs=1e-6)
 
 
+@pytest.mark.parametrize("num_draws", [80, pytest.param(200, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("one", [LAYOUTS[0]], ids=["one"])
-def test_no_option_of_adamw_leaves_nan_in_a_weight(pool: Pool, tmp_path: Path, one: Any) -> None:
+def test_no_option_of_adamw_leaves_nan_in_a_weight(pool: Pool, tmp_path: Path, one: Any, num_draws: int) -> None:
     """Draws options over all of float64: a step is refused, with nothing changed, or its weights are finite."""
     rng = random.Random(0)
 
@@ -241,13 +242,13 @@ def test_no_option_of_adamw_leaves_nan_in_a_weight(pool: Pool, tmp_path: Path, o
                 "clip_grad": number(0.0, 0.0, 1.0, 2.0**-1074, 1e308),
             },
         )
-        for _ in range(200)
+        for _ in range(num_draws)
     ]
     config = one.config()
     tokens = sequences(1, (4, 7), VOCAB)
     (counts,) = pool.run(service_ranks.drawn_steps, one.resolved(config), config, str(tmp_path), tokens, draws)
-    assert counts["refused"] > 20
-    assert counts["made"] > 20
+    assert counts["refused"] > num_draws / 10
+    assert counts["made"] > num_draws / 10
 
 
 @pytest.mark.fault(

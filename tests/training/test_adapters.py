@@ -77,6 +77,7 @@ def test_adapters_that_take_turns_are_what_each_is_alone(pool: Pool, one: Case, 
     assert len({tuple(each) for each in losses}) == 3
 
 
+@pytest.mark.nightly  # in turns they are what they are alone, above; alone: tests/core/adapters/test_peft_training.py
 def test_one_of_several_adapters_is_that_of_peft_in_float64(pool: Pool, tmp_path: Path) -> None:
     save("llama", tmp_path / "hf", torch.float32, num_key_value_heads=2)
     keys = [f"model.hf={tmp_path / 'hf'}", f"run.dir={tmp_path / 'run'}", "data={kind: mock, seq_length: 16}"]

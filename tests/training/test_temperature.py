@@ -32,7 +32,8 @@ ALL: dict[str, Any] = {
 }
 PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
 LAYOUTS = [
-    (case(2, num_layers=2, tp=2, pp=2), PACKED | {"loss__chunk_tokens": 5}),
+    # a temperature divides the logits of a token, on whichever ranks they are: tests/verify/planted/test_reach.py
+    at_night(case(2, num_layers=2, tp=2, pp=2), PACKED | {"loss__chunk_tokens": 5}),
     (case(2, num_layers=2, cp=2), {"loss__chunk_tokens": "whole"}),
     at_night(case(2, num_layers=2, dp=2), {}),
 ]

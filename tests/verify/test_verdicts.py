@@ -84,7 +84,15 @@ def is_foreseen(error: BaseException) -> bool:
     return isinstance(error, MtrainError) and error.exit_code > 1
 
 
-@pytest.mark.parametrize(("verb", "place"), PLACES, ids=[place for _, place in PLACES])
+BY_NIGHT = ("parity.exact_steps", "parity.compared", "resume.run.run_start", "resume.run.records_of")
+BY_NIGHT += ("hf.run_from_hf", "hf.diagnosed", "backend.run.layers_of", "backend.run.tolerances")
+"""Places where a verb has worked for long; others of each verb, and of each part, are by day."""
+
+
+@pytest.mark.parametrize(
+    ("verb", "place"),
+    [pytest.param(*row, marks=[pytest.mark.nightly] if row[1] in BY_NIGHT else [], id=row[1]) for row in PLACES],
+)
 def test_a_failure_is_no_verdict(
     verb: str, place: str, tmp_path: Path, ended: Callable[[str, str, str], tuple[int, str]]
 ) -> None:

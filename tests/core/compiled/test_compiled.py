@@ -113,13 +113,16 @@ REGION_ROWS = [
         row("regions, recomputed", REGIONS | {"train__recompute": "full"}),
         row("regions, fused gradients", REGIONS | {"model__megatron": {"gradient_accumulation_fusion": True}}),
         row("regions, hybrid", REGIONS | HYBRID),
-        row("regions, latents", REGIONS | DEEPSEEK_ATTENTION),
-        row("regions, mamba", REGIONS | MAMBA, num_layers=4),
     ],
     [row("regions, ep", REGIONS | MIXTRAL, dp=2, ep=2)],
 ]
 REGIONS_BY_NIGHT = [
-    [row("regions, gemma", REGIONS | GEMMA), row("regions, yarn in part", REGIONS | YARN_IN_PART)],
+    [
+        row("regions, gemma", REGIONS | GEMMA),
+        row("regions, yarn in part", REGIONS | YARN_IN_PART),
+        row("regions, latents", REGIONS | DEEPSEEK_ATTENTION),
+        row("regions, mamba", REGIONS | MAMBA, num_layers=4),
+    ],
     [row("regions, tp pp", REGIONS, tp=2, sp=True, pp=2)],
     [row("regions, cp", REGIONS | {"data__isolate_documents": True}, cp=2)],
 ]

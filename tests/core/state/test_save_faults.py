@@ -24,13 +24,13 @@ WAITS = {"checkpoint.async_save": False}
 BEFORE = 1
 """The step that is saved before the fault strikes in the save of the next."""
 BY_DAY = [
-    *((0, phase) for phase in ("snapshot", "write.1", "list", "publish", "rename", "retention")),
-    *((1, phase) for phase in ("write.20", "written")),
+    *((0, phase) for phase in ("snapshot", "write.1", "publish", "rename", "retention")),
+    (1, "write.20"),
 ]
 """Rank and phase; all but `snapshot` lie in the thread that writes."""
 BY_NIGHT = [
-    *((0, phase) for phase in ("open", "write.0", "write.20", "write.26", "written", "state", "end")),
-    *((1, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.2", "write.26")),
+    *((0, phase) for phase in ("open", "write.0", "write.20", "write.26", "written", "list", "state", "end")),
+    *((1, phase) for phase in ("snapshot", "open", "write.0", "write.1", "write.2", "write.26", "written")),
 ]
 """Further phases between those by day, with the same files present."""
 

@@ -186,7 +186,7 @@ def replaying_config() -> Config:
 
 @pytest.mark.parametrize(
     "layouts",
-    ["ep2mbs4", pytest.param("cp2dp2ep2mbs2,tp2spdp2ep2etp2mbs2,pp2mbs2,cp2ulysses", marks=pytest.mark.nightly)],
+    ["dp2ep2mbs2", pytest.param("cp2dp2ep2mbs2,tp2spdp2ep2etp2mbs2,pp2mbs2,cp2ulysses", marks=pytest.mark.nightly)],
 )
 def test_layouts_replay_the_experts_of_records(pool: Pool, layouts: str) -> None:
     report = check(pool, replaying_config(), layouts, num_steps=2)

@@ -15,13 +15,9 @@ from tests.paths import CONFIGS
 from tests.recipes import NAMES, shipped
 from tests.verify.parity.checks import check
 
-BY_DAY = ("model gpt_oss_20b",)
-"""Model with sinks and windows, which a ring does not support, and experts."""
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in NAMES]
-)
+@pytest.mark.nightly  # by day its layouts are legal: tests/verify/core/test_any_key.py; families: tests/parity/models
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_shipped_passes(name: str, pool: Pool, tmp_path: Path) -> None:
     report = check(pool, shipped(name, tmp_path), num_steps=1)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
