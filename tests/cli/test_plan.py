@@ -167,6 +167,7 @@ def test_programs_get_seconds_and_bytes() -> None:
     assert {"weights_bytes", "activations_bytes", "total_bytes"} <= one["memory_bytes"].keys()
 
 
+@pytest.mark.nightly  # tests/plan/search/test_cost.py has bounds of each network
 def test_a_faster_network_is_believed() -> None:
     def seconds(*options: object) -> float:
         code, text = call("plan", LLAMA, "--gpus", 64, *ASKED, "--json", "--top", 1, *options)

@@ -87,9 +87,7 @@ def test_a_loss_of_a_users_package_is_the_same_on_two_layouts(
     """One process in float64 is the oracle; a loss that averages by itself is found by the same command."""
     write_package(tmp_path)
     name = f"my_package.losses:{function}"
-    config = write(
-        tmp_path / "config.yaml", content(run__dir="run", loss__function=name, model__num_layers=2, **changes)
-    )
+    config = write(tmp_path / "config.yaml", content(run__dir="run", loss__function=name, **changes))
     command = [sys.executable, "-m", "mtrain", "verify", "parity", str(config), "--layouts", layouts, "--steps", "1"]
     done = completed(command, tmp_path, program_environment(tmp_path), timeout=600)
     assert (done.returncode, done.stderr) == (exit_code, ""), done.stdout

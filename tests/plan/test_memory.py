@@ -120,6 +120,7 @@ def of_experts(*modules: str) -> Config:
     return config(**keys)
 
 
+@pytest.mark.nightly  # by day experts and latents of test_memory_of_families.py, recomputed in tests/parity/models
 def test_recomputed_experts_and_latents_change_no_bit(pool: Pool) -> None:
     chosen = [(), ("mlp",), ("moe",), ("shared_experts", "core_attn")]
     layout = Layout(dp=2, ep=2)

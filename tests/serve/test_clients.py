@@ -109,7 +109,8 @@ LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"]
         (LAYOUTS[1], LOSSES),
         # the engine computes every loss: on these axes the day sees that its numbers arrive, whole and clipped
         at_night(LAYOUTS[3], LOSSES[::2]),  # test_sampler_and_trainer.py has cp by day
-        *((each, LOSSES[::2]) for each in LAYOUTS[4:]),
+        at_night(LAYOUTS[4], LOSSES[::2]),  # an engine in a pipeline: tests/training/test_engine.py
+        (LAYOUTS[5], LOSSES[::2]),
         *(at_night(each, LOSSES * 2) for each in LAYOUTS),
     ],
     ids=lambda value: named(value) if isinstance(value, Case) else str(len(value)),

@@ -301,6 +301,7 @@ def test_an_engine_goes_on_by_the_loss_and_the_teacher_of_its_checkpoint(pool: P
         assert all(f"checkpoint.allow_changed=[{key}]" in each for each in refusals), "neither loaded nor saved"
 
 
+@pytest.mark.nightly  # adapters begin as the frozen model: tests/core/adapters/test_first_values.py
 def test_without_its_adapters_a_model_is_the_one_that_never_had_any(pool: Pool) -> None:
     """Log-probabilities and a loss agree to the bit, after a step that has moved the adapters."""
     batch = data_of(three_steps())[0][:4]
@@ -309,6 +310,7 @@ def test_without_its_adapters_a_model_is_the_one_that_never_had_any(pool: Pool) 
         assert found["off"] == found["plain"] != found["on"] == found["on again"]
 
 
+@pytest.mark.nightly  # export/test_export.py, of a run
 def test_an_export_is_what_transformers_computes_with(pool: Pool, tmp_path: Path) -> None:
     config, batch = small(layout__tp=2), data_of(three_steps())[0][:2]
     pool.run(engine_ranks.exported, Layout(tp=2), config, str(tmp_path / "out"))

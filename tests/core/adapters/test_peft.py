@@ -145,7 +145,7 @@ def held(folder: Path, adapter: dict[str, Any]) -> Any:
 BY_NIGHT = ["rslora", "base in bf16", "interleaved experts", "lora", "dora", "experts", "fused dense"]
 BY_NIGHT += [name for name in CASES if name.startswith("norms of")]  # by day those that PEFT has saved, below
 # tables: below; delta nets and experts: with shared experts and with patterns
-BY_NIGHT += ["whole tables", "delta nets", "experts next to images"]
+BY_NIGHT += ["whole tables", "delta nets", "experts next to images", "fused dora"]  # dora: of PEFT, below
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,7 @@ def test_an_adapter_goes_to_peft_merged_and_not_and_comes_back(pool: Pool, tmp_p
     assert_close(back, torch.from_numpy(ours))
 
 
+@pytest.mark.nightly  # tied tables that learn: below
 def test_an_adapter_of_a_tied_table_leaves_the_output_layer_on_the_frozen_one(pool: Pool, tmp_path: Path) -> None:
     hf, adapter = tmp_path / "hf", LORA | {"targets": ["q_proj", "embedding"]}
     save("llama-tied", hf, torch.float32, **LAYERS)

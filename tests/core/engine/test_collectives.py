@@ -122,6 +122,7 @@ PACKED: dict[str, Any] = {"data__isolate_documents": True, "data__packing": {}}
     by_day(CASES[6], of=[CASES[1], CASES[2], CASES[3], CASES[6]]),
     ids=str,
 )
+@pytest.mark.nightly  # numbers of the documentation; the rows: tests/parity/layouts/test_packing.py
 def test_packed_rows_add_two_numbers_where_ranks_do_not_read(pool: Pool, case: Case) -> None:
     """Packing costs one broadcast between hosts of TP, and none where every rank reads; a row here has one sample."""
     receives, alone = case.layout.get("tp", 1) > 1, PACKED | {"data__packing": None}
@@ -150,6 +151,7 @@ EXPERTS: dict[str, Any] = {
     by_day(CASES[2], of=[CASES[2], CASES[3], CASES[5]]),  # tp shares rows like cp, dp shares none
     ids=str,
 )
+@pytest.mark.nightly  # numbers of the documentation; the terms: tests/parity/models/test_balance.py
 def test_balancing_costs_the_plan_one_sum_of_counts_and_those_of_shared_rows(pool: Pool, case: Case) -> None:
     """A z-loss alone costs the plan, and moving biases one sum a step. A balance over sequences costs one sum per
     router and microbatch where ranks share rows. The host waits for none of it."""
@@ -174,6 +176,7 @@ JUDGED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", [case(8, 1, cp=2), case(4, 1, dp=2), case(8, 2, pp=2, cp=2)], ids=str)
+@pytest.mark.nightly  # numbers of the documentation; the losses: tests/parity/objectives/test_sequences.py
 def test_a_loss_of_whole_sequences_costs_two_sums_of_rows_where_ranks_share_them(pool: Pool, case: Case) -> None:
     """Each microbatch costs one sum in forward and one in backward, of one number per row, on the last stage."""
     layout, is_shared = case.resolved(case.config(**JUDGED)), "cp" in case.layout

@@ -154,6 +154,7 @@ def test_experts_get_the_same_bits_on_another_layout_and_train_alike(
         np.testing.assert_allclose(other, one, rtol=1e-5)
 
 
+@pytest.mark.nightly  # by day they are saved and resumed with the experts, above
 def test_biases_of_the_choice_travel_between_layouts(pool: Pool, tmp_path: Path) -> None:
     """The biases are float32 in bf16 as well: no bfloat16 holds these values."""
     config = with_experts(DENSE_FIRST, **BF16, **{"model.num_layers": 3})

@@ -91,6 +91,7 @@ def test_a_process_killed_at_any_of_many_points_of_a_save(
             (saved / step_name(step)).rmdir()
 
 
+@pytest.mark.nightly  # tests/training/faults saves both ways by day
 def test_a_save_that_training_waits_for_writes_the_same_bytes(pool: Pool, tmp_path: Path) -> None:
     beside, waiting = tmp_path / "beside", tmp_path / "waiting"
     pool.run(ranks.save_once, LAYOUT, configured(), beside)

@@ -87,6 +87,7 @@ def test_a_teacher_in_chunks(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", at_night("fp16")])
+@pytest.mark.nightly  # by day in float32, above; half precision of whole logits: tests/parity/layouts/test_precision.py
 def test_half_precision_is_that_of_whole_logits(pool: Pool, precision: str) -> None:
     """Bounds are tighter than half precision's: only the order of sums differs, in values that are rounded to 8
     bits."""

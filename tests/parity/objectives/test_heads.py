@@ -120,6 +120,7 @@ def test_losses_and_gradients_are_those_of_transformers_and_trl(pool: Pool, one:
         pytest.param(case(1, num_layers=2, pp=2), PACKED, id="pp2 packed", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.nightly  # tests/core/adapters/test_peft.py has both by day
 def test_a_head_learns_whole_with_adapters_as_in_peft(pool: Pool, one: Case, changes: dict[str, Any]) -> None:
     """Checks gradients of every pair and of the head, and that nothing else has one."""
     config = config_of("reward_model", one, {**changes, "adapter": {"rank": 3, "alpha": 5.0}})

@@ -135,8 +135,9 @@ ROWS = (
     case(4, num_layers=2, cp=2, tp=2, sp=True),
     case(4, num_layers=2, dp=2),
 )
-BY_DAY = (("two tables", ROWS[0]), ("tied", ROWS[0]), ("norms", ROWS[0]))
-"""What learns, under tp and pp; norms under sp: tests/verify/parity/test_adapters.py."""
+BY_DAY = (("two tables", ROWS[0]), ("norms", ROWS[0]))
+"""What learns, under tp and pp; norms under sp: tests/verify/parity/test_adapters.py; a tied table:
+tests/core/adapters/test_peft.py."""
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def _is_clipped(
     return advantage < 0 and (ratio < 1 - low or (dual_clip is not None and ratio > dual_clip))
 
 
+@pytest.mark.nightly  # it shows faults of others; ours: above
 def test_the_faults_of_verl_change_the_policy(pool: Pool) -> None:
     """Tests pull requests 906 and 4510, on the same rollouts and ranks for which our gradient is right."""
     one, batch = case(2, num_layers=2, dp=2), [replace(each, weight=1.0) for each in rollouts(False)]

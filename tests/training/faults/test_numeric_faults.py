@@ -189,6 +189,7 @@ def test_the_last_update_is_judged_before_it_is_saved(pool: Pool, tmp_path: Path
     assert whole(tmp_path) == []
 
 
+@pytest.mark.nightly  # which checkpoints stay: tests/checkpoint/store/test_retention.py
 def test_stops_before_anything_is_confirmed_leave_one_checkpoint_more_and_no_pile(pool: Pool, tmp_path: Path) -> None:
     """What a stop saves is confirmed, and older ones go, in the first step of the next start."""
     config = run_config(tmp_path, **{"checkpoint.keep_last": 1, "checkpoint.interval_steps": 0})

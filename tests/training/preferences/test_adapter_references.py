@@ -194,6 +194,7 @@ def test_a_run_from_an_adapter_compares_with_it(pool: Pool, folder: Path, kind: 
 @pytest.mark.parametrize(
     "is_gone", [pytest.param(True, marks=pytest.mark.nightly), False], ids=["gone", "another"]
 )  # another one would be compared with, where it were looked at
+@pytest.mark.nightly  # by day other scores than those of the first start are refused, below
 def test_a_run_keeps_the_reference_of_its_first_start(pool: Pool, folder: Path, is_gone: bool) -> None:
     """The reference stays, whatever became of the first adapter, and whether or not the run still names it."""
     here = folder / f"resumed {is_gone}"

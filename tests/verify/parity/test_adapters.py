@@ -60,6 +60,7 @@ def test_lora_of_everything_is_exact_on_all_axes(pool: Pool, layouts: str) -> No
     assert_passes(check(pool, user, layouts, num_steps=2))
 
 
+@pytest.mark.nightly  # tests/core/adapters/test_peft.py and test_peft_training.py have them by day
 def test_adapters_of_a_delta_net_are_exact(pool: Pool) -> None:
     net = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8, "full_attention_every": 2}
     changes = {"model__delta_net": net, "model__sliding_window": None, "model__global_attention_every": None}
@@ -67,7 +68,7 @@ def test_adapters_of_a_delta_net_are_exact(pool: Pool) -> None:
     assert_passes(check(pool, user, "tp2spcp2mbs4", num_steps=NUM_STEPS))
 
 
-@pytest.mark.nightly  # the same product as in a delta net, above; tests/core/adapters/test_peft.py
+@pytest.mark.nightly  # tests/core/adapters/test_peft.py has them by day
 def test_adapters_of_mamba_are_exact(pool: Pool) -> None:
     """Layers of one sublayer each, with all targets that they have."""
     mamba = {"num_heads": 4, "head_dim": 8, "num_groups": 2, "state_dim": 8}

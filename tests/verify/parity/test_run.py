@@ -363,7 +363,7 @@ def test_a_wrong_configuration_ends_with_2(tmp_path: Path) -> None:
 
 
 def test_a_fault_ends_with_1_two_lines_and_two_files(tmp_path: Path) -> None:
-    path = write(tmp_path / "config.yaml", content(run__dir=str(tmp_path / "run"), model__num_layers=2))
+    path = write(tmp_path / "config.yaml", content(run__dir=str(tmp_path / "run")))
     command = [sys.executable, "-m", "mtrain", "verify", "parity", path]
     done = completed([*command, "--layouts", "mbs4", "--steps", 2, "--inject", "microbatch-means"])
     assert (done.returncode, done.stderr) == (1, "")

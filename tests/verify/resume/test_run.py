@@ -194,6 +194,7 @@ def test_momenta_of_muon_are_resumed_on_any_layout(
         assert compared["exp_avg_sq"] == set(check.tensors) - matrices
 
 
+@pytest.mark.nightly  # tests/data/runs/test_curriculum_of_runs.py goes over two of them
 def test_a_curriculum_goes_on_over_a_border_after_the_stop(kept: KeptPool, tmp_path: Path) -> None:
     """Samples of every step are compared with the definition of their order, also in the resumed run."""
     for number, name in enumerate(("first", "late")):
@@ -245,7 +246,7 @@ def test_a_fault_that_is_a_test_is_refused() -> None:
 
 def test_the_command_writes_a_report_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
-    path.write_text(json.dumps(content(run__dir=str(tmp_path / "run"), train__device="cpu", model__num_layers=2)))
+    path.write_text(json.dumps(content(run__dir=str(tmp_path / "run"), train__device="cpu")))
     command = [sys.executable, "-m", "mtrain", "verify", "resume", path]
     small = ["--max-ranks", "1", "--steps", "3", "--at", "2"]
     ended = completed([*command, *small, "--inject", "moments-not-restored"])
