@@ -39,6 +39,7 @@ EXAMPLES = {
     ),
     "verify hf": "mtrain verify hf configs/run/finetune.yaml --hf models/qwen3-8b --steps 5 --layouts tp2,pp2",
     "verify rollout": "mtrain verify rollout runs/grpo --rollouts rollouts.jsonl",
+    "verify machine": "mtrain verify machine --output machine",
     "verify backend": "mtrain verify backend configs/model/qwen3_8b.yaml configs/run/pretrain.yaml",
     "show-batch": "mtrain show-batch configs/run/finetune.yaml model.hf=models/qwen3-8b --step 3 --html page.html",
     "from megatron-lm": (

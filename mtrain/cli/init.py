@@ -9,11 +9,9 @@ import typer
 
 from mtrain.base.errors import ConfigError
 from mtrain.base.files import disk_faults
-from mtrain.base.version import PACKAGE_FOLDER
+from mtrain.base.version import SHARED
 from mtrain.cli.messages import one_message
 
-SHARED = PACKAGE_FOLDER / "_share"
-"""Shipped files: links to the originals in a checkout, the files themselves in a wheel."""
 PARTS = ("configs", "launch", "examples")
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtrain.base.errors import ConfigError
 from mtrain.cli.arguments import split_arguments, with_options
 from mtrain.cli.messages import one_message
 
@@ -46,6 +47,12 @@ class PlanOptions:
     network_gbs: Annotated[
         float | None, typer.Option(min=0.1, help="GB/s of a GPU's network card.", rich_help_panel=_HARDWARE)
     ] = None
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            help="Links of a node as in this machine.json of mtrain verify machine.", rich_help_panel=_HARDWARE
+        ),
+    ] = None
     top: Annotated[int, typer.Option(min=1, max=50, help="Layouts to show.")] = 5
     write: Annotated[
         Path | None, typer.Option(help="Write the first layout as a configuration.", show_default=False)
@@ -68,7 +75,7 @@ def plan(
     """Ranks the layouts that fit by the time of a step, which a stated model predicts (docs/machines/planning.md)."""
     with one_message():
         from mtrain.plan.search import report
-        from mtrain.plan.search.hardware import Cluster, gpu_named, memory_size
+        from mtrain.plan.search.hardware import Cluster, gpu_named, memory_size, read_links
         from mtrain.plan.search.search import search
 
         given_of_gpu = {
@@ -78,6 +85,12 @@ def plan(
         }
         changed: dict[str, Any] = {name: value for name, value in given_of_gpu.items() if value is not None}
         cluster = Cluster(replace(gpu_named(options.gpu), **changed), options.gpus_per_node)
+        if options.measured is not None:
+            if options.nvlink_gbs is not None:
+                raise ConfigError(
+                    "--measured and --nvlink-gbs both say how fast the links of a node are; leave one of them out"
+                )
+            cluster = cluster.measured(read_links(options.measured))
         memory = cluster.gpu.memory_bytes if options.gpu_memory is None else memory_size(options.gpu_memory)
         given = _given(models, options.seq_length, options.global_batch_size)
         config, assumed = _completed(given)

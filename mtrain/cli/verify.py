@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain.base.errors import UnfinishedError
+from mtrain.base.environment import RankEnvironment
+from mtrain.base.errors import ConfigError, UnfinishedError
 from mtrain.base.ground import require_ground
 from mtrain.base.log import output_console
 from mtrain.cli.arguments import ConfigArguments, ModelArgument, Verbs, loaded_config, with_options
-from mtrain.cli.messages import one_message, one_verdict
+from mtrain.cli.messages import one_message, one_verdict, this_rank
 
 if TYPE_CHECKING:
     from mtrain.config import Config
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from mtrain.verify.parity import Request
 
 verify_app = typer.Typer(cls=Verbs, help="Checks the promise on your own configuration.", no_args_is_help=True)
+
+
+class MachineDevice(enum.StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class RolloutDtype(enum.StrEnum):
@@ -35,9 +42,14 @@ def _list_injections(context: typer.Context, wanted: bool) -> None:
     """Prints the faults of the verb, and exits."""
     if not wanted:
         return
-    from mtrain.verify.planted.inject import BACKEND_FAULTS, FAULTS, PREEMPT_FAULTS, RESUME_FAULTS
+    from mtrain.verify.planted.inject import BACKEND_FAULTS, FAULTS, MACHINE_FAULTS, PREEMPT_FAULTS, RESUME_FAULTS
 
-    of_verbs = {"backend": BACKEND_FAULTS, "preempt": PREEMPT_FAULTS, "resume": RESUME_FAULTS}
+    of_verbs = {
+        "backend": BACKEND_FAULTS,
+        "machine": MACHINE_FAULTS,
+        "preempt": PREEMPT_FAULTS,
+        "resume": RESUME_FAULTS,
+    }
     print(*(fault.name for fault in of_verbs.get(context.info_name or "", FAULTS)), sep="\n")
     raise typer.Exit
 
@@ -170,6 +182,39 @@ def backend(
 
 
 @verify_app.command()
+@with_options(VerifyOptions, "inject", "list_injections")
+def machine(
+    options: VerifyOptions,
+    device: Annotated[MachineDevice, typer.Option(help="Device of the ranks.")] = MachineDevice.AUTO,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=2, max=16, help="Number of ranks; by default one for each GPU, up to 8, or 4 on CPUs."),
+    ] = None,
+    families: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Models of configs/model; by default one of each kind of layer."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One model, and fewer layouts.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for the report as JSON and HTML.")] = Path("machine"),
+) -> None:
+    """Checks collectives, layouts and resuming on the GPUs of this node, and measures links; exit 0 pass, 1 fail."""
+    with one_message(this_rank()), one_verdict(machine.__name__) as place:
+        place.folder = output
+        require_ground()
+        if RankEnvironment.from_environ(os.environ).world_size > 1:
+            raise ConfigError(
+                "verify machine starts a rank for each GPU itself; call it once, without torchrun or srun"
+            )
+        if device is MachineDevice.CPU:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core takes a GPU that it sees; read when CUDA starts
+        from mtrain.verify.machine.run import MachineRequest, verify_machine  # loads torch
+
+        report = verify_machine(MachineRequest(device.value, ranks, families, quick, options.inject), _show)
+        _show_report(report, output)
+    raise typer.Exit(report.exit_code)
+
+
+@verify_app.command()
 def rollout(
     model: ModelArgument,
     rollouts: Annotated[
@@ -224,16 +269,21 @@ def _verify(
         if verb != backend.__name__:
             config = on_several_ranks(config, options.max_ranks)
         place.folder = folder = Path(config.run.dir) / verb if options.output is None else options.output
-        from mtrain.verify.report.print import print_report, write_report  # loads torch
-
         report = run(config)
-        write_report(report, folder)
-        print_report(report, folder, output_console(260))
-        if report.exit_code > 1:
-            unfinished = UnfinishedError(f"{report.unfinished}; {folder / report.text.json_name} says why")
-            unfinished.exit_code = report.exit_code
-            raise unfinished
+        _show_report(report, folder)
     raise typer.Exit(report.exit_code)
+
+
+def _show_report(report: "Report", folder: Path) -> None:
+    """Writes and prints a report; raises UnfinishedError if it has no verdict."""
+    from mtrain.verify.report.print import print_report, write_report  # loads torch
+
+    write_report(report, folder)
+    print_report(report, folder, output_console(260))
+    if report.exit_code > 1:
+        unfinished = UnfinishedError(f"{report.unfinished}; {folder / report.text.json_name} says why")
+        unfinished.exit_code = report.exit_code
+        raise unfinished
 
 
 def on_several_ranks(config: "Config", max_ranks: int) -> "Config":

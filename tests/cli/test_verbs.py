@@ -11,7 +11,7 @@ import torch
 
 from mtrain.cli.verify import on_several_ranks
 from mtrain.config.schema.train import Device
-from mtrain.verify.planted.inject import BACKEND_FAULTS, FAULTS, PREEMPT_FAULTS, RESUME_FAULTS, Fault
+from mtrain.verify.planted.inject import BACKEND_FAULTS, FAULTS, MACHINE_FAULTS, PREEMPT_FAULTS, RESUME_FAULTS, Fault
 from tests.cli.command_line import call, command, options
 from tests.config.samples import config
 from tests.fault_table import Notice
@@ -131,6 +131,7 @@ def test_the_three_checks_take_the_same_options() -> None:
         ("hf", FAULTS),
         ("preempt", PREEMPT_FAULTS),
         ("backend", BACKEND_FAULTS),
+        ("machine", MACHINE_FAULTS),
     ],
 )
 def test_each_check_lists_its_own_faults(verb: str, faults: tuple[Fault, ...]) -> None:

@@ -33,6 +33,7 @@ JUDGES = {
     "resume": ("resume.run.planned", "resume.run.records_of"),
     "preempt": ("preempt.small_run", "preempt.launcher", "preempt.run_to_end"),
     "hf": ("hf.comparable", "hf.texts_of", "hf.transformers_steps", "hf.diagnosed"),
+    "machine": ("machine.run.load_config", "machine.run.collective_layouts"),
     "backend": ("backend.run.few_layers", "backend.run.tolerances", "backend.run.layers_of"),
     "rollout": ("rollout.run.read_rollouts", "rollout.run.verify_rollout"),
 }
@@ -46,6 +47,8 @@ PLACES = [
 
 def arguments(verb: str, folder: Path) -> list[str]:
     """Returns the command that checks a small run."""
+    if verb == "machine":
+        return ["verify", verb, "--device", "cpu", "--quick", "--output", str(folder / "run" / verb)]
     path = folder / "run.yaml"
     few = {"train__global_batch_size": 4, "model__num_layers": 2, "run__dir": str(folder / "run")}
     if verb == "rollout":
@@ -67,7 +70,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool) -> Callab
 
     def call(verb: str, place: str, name: str) -> tuple[int, str]:
         monkeypatch.setenv("MTRAIN_CERTIFICATES", str(tmp_path / "certificates"))
-        for module in ("parity", "resume.run", "hf", "backend.run", "rollout.run"):
+        for module in ("parity", "resume.run", "hf", "backend.run", "machine.run", "rollout.run"):
             monkeypatch.setattr(f"mtrain.verify.{module}.Pool", lambda *given, **options: pool)
         monkeypatch.setattr(verify_backend, "__defaults__", (None, (STAND_IN,)))
         if verb == "page":

@@ -1,24 +1,32 @@
 """GPUs and their links according to their makers, and the shares of these rates that programs reach.
 
-Everything here is an assumption that can be overridden; docs/machines/planning.md has the sources and the check against
-published numbers.
+Everything here is an assumption that can be overridden, links within a node by a measurement;
+docs/machines/planning.md has the sources and the check against published numbers.
 
 Transfers between ranks follow the alpha-beta model: a latency, and bytes over a bandwidth. Ranks are numbered with tp
 innermost, then cp, dp, pp (mtrain/arch/layout.py). A group whose members are `stride` ranks apart fits into a node if
 stride x size does; else the members that share a node use as many network cards together.
 """
 
-from __future__ import annotations
-
+import hashlib
+import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from mtrain.base.errors import ConfigError
+from pydantic import Field, TypeAdapter, ValidationError
+
+from mtrain.base.errors import ConfigError, DataError
+from mtrain.base.plain_files import parsed_json, read_plain_file
 
 GIB = 2**30
 USABLE_MEMORY = 0.9
 """Share of a GPU's memory that the estimate may fill; libraries, buffers and fragmentation take the rest."""
+MEASURED = "machine.json"
+"""Name of the file with measured links that `mtrain verify machine` writes."""
+_MOST_BYTES = 64 << 20
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
 
 
@@ -56,6 +64,63 @@ GPUS = {
 """Known GPUs by name, from NVIDIA's data sheets (SXM, dense), whose GB of memory are about as many GiB."""
 
 
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv"]
+"""Transfers between ranks that the model of costs predicts."""
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class MeasuredTransfer:
+    collective: Collective
+    num_bytes: _Count
+    """Bytes of the whole tensor of a rank, as the model of costs counts them."""
+    seconds: _Positive
+    """Median of the slowest rank's time."""
+    assumed_s: _Positive | None
+    """Prediction of `mtrain plan` without this measurement; None for a device that it does not know."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Transfer between two ranks, while all others wait."""
+
+    source: Annotated[int, Field(ge=0)]
+    target: Annotated[int, Field(ge=0)]
+    num_bytes: _Count
+    seconds: _Positive
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """Links between the ranks of one node, measured by `mtrain verify machine`."""
+
+    created: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$")]
+    """ISO 8601, UTC."""
+    device: Annotated[str, Field(pattern=r"^[ -~]{1,100}$")]
+    """Name of the GPUs, such as `NVIDIA H100 80GB HBM3`; `cpu` for gloo."""
+    num_ranks: Annotated[int, Field(ge=2, le=1024)]
+    bandwidth: _Positive
+    """Bytes a second of a rank in large transfers."""
+    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    transfers: tuple[MeasuredTransfer, ...]
+    pairs: tuple[Pair, ...]
+    format: Literal[1] = 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Returns a name that differs wherever a number does."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    def __str__(self) -> str:
+        """Says what was measured where and when, in one line."""
+        return (
+            f"{self.num_ranks} x {self.device}, measured by mtrain verify machine on {self.created[:10]} (fingerprint "
+            f"{self.fingerprint}): large transfers reach {self.bandwidth / 1e9:.3g} GB/s, after "
+            f"{self.latency_s * 1e6:.3g} us"
+        )
+
+
 @dataclass(frozen=True)
 class Cluster:
     gpu: Gpu
@@ -66,6 +131,57 @@ class Cluster:
     network_latency_s: float = 30e-6
     launch_s: float = 4e-6
     """Time in which the host launches a kernel."""
+    links: MeasuredLinks | None = None
+    """Origin of the node's bandwidth and latency; None: assumed."""
+
+    def measured(self, links: MeasuredLinks) -> Self:
+        """Returns the cluster with these links inside its nodes.
+
+        Raises:
+            ConfigError: They are those of CPUs or of another GPU.
+        """
+        known = known_gpu(links.device)
+        if links.device == "cpu":
+            raise ConfigError(
+                "--measured names links of CPUs over gloo, which say nothing about those of GPUs; run mtrain verify "
+                "machine on a node with GPUs"
+            )
+        if known is not None and known.name != self.gpu.name:
+            raise ConfigError(
+                f"--measured names links of {links.device}, but --gpu is {self.gpu.name}; write --gpu {known.name}, or "
+                f"measure a node of {self.gpu.name}"
+            )
+        # transfers take `link_efficiency` of a bandwidth, which is the network's as well
+        gpu = replace(self.gpu, nvlink_bandwidth=links.bandwidth / self.link_efficiency)
+        return replace(self, gpu=gpu, nvlink_latency_s=links.latency_s, links=links)
+
+
+def read_links(path: Path) -> MeasuredLinks:
+    """Reads the links in a file of `mtrain verify machine`.
+
+    Raises:
+        DataError: The file is missing or damaged, or has no measured links.
+    """
+    needed = f"give the {MEASURED} of a finished mtrain verify machine"
+    try:
+        content = parsed_json(read_plain_file(path, _MOST_BYTES))
+    except (OSError, ValueError) as fault:
+        reason = fault.strerror if isinstance(fault, OSError) else fault
+        raise DataError(f"--measured {path} cannot be read as JSON ({reason}); {needed}") from None
+    links = content.get("links") if isinstance(content, dict) else None
+    if links is None:
+        raise DataError(f"--measured {path} holds no measured links; {needed}")
+    try:
+        return TypeAdapter(MeasuredLinks).validate_json(json.dumps(links), strict=True)
+    except ValidationError as fault:
+        first = fault.errors(include_url=False)[0]
+        place = ".".join(map(str, ("links", *first["loc"])))
+        raise DataError(f"--measured {path} is damaged: {place}: {first['msg']}; {needed}") from None
+
+
+def known_gpu(device: str) -> Gpu | None:
+    """Returns the known GPU with a device's name, such as `NVIDIA A100-SXM4-80GB`; None for another device."""
+    return next((gpu for name, gpu in GPUS.items() if re.search(rf"\b{name}\b", device, re.IGNORECASE)), None)
 
 
 def gpu_named(name: str) -> Gpu:
@@ -93,14 +209,14 @@ class Transfer:
     nvlink_bytes: float = 0.0
     network_bytes: float = 0.0
 
-    def __add__(self, other: Transfer) -> Transfer:
+    def __add__(self, other: "Transfer") -> "Transfer":
         return Transfer(
             self.seconds + other.seconds,
             self.nvlink_bytes + other.nvlink_bytes,
             self.network_bytes + other.network_bytes,
         )
 
-    def __mul__(self, times: float) -> Transfer:
+    def __mul__(self, times: float) -> "Transfer":
         return Transfer(self.seconds * times, self.nvlink_bytes * times, self.network_bytes * times)
 
 

@@ -12,7 +12,7 @@ from mtrain.base.yaml_text import yaml_text
 from mtrain.config import Config
 from mtrain.config.schema.train import TrainSection
 from mtrain.plan.search.cost import Workload, step_mfu
-from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster
+from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster, MeasuredLinks
 from mtrain.plan.search.search import Choice, Found
 
 _GB = 10**9
@@ -46,6 +46,8 @@ def lines(found: Found, num_gpus: int, cluster: Cluster, memory_bytes: int) -> I
         f"{gpu.flops / 1e12:.0f} TFLOP/s, NVLink {gpu.nvlink_bandwidth / _GB:.0f} GB/s, network "
         f"{gpu.network_bandwidth / _GB:.0f} GB/s a GPU; the estimate may fill {USABLE_MEMORY:.0%} of the memory"
     )
+    if cluster.links is not None:
+        yield f"links in a node: {cluster.links}"
     counts = found.counts
     yield f"{counts.bounded:,} layouts, {counts.tried:,} not excluded by a bound, {counts.measured:,} memory estimates"
     yield ""
@@ -113,9 +115,15 @@ def as_json(found: Found, cluster: Cluster) -> dict[str, Any]:
     return {
         "counts": vars(found.counts),
         "gpu": vars(cluster.gpu),
+        "links": None if cluster.links is None else _summary(cluster.links),
         "choices": [_plain(each, cluster) for each in found.choices],
         "closest": None if found.closest is None else _plain(found.closest, cluster),
     }
+
+
+def _summary(links: MeasuredLinks) -> dict[str, Any]:
+    names = ("created", "device", "num_ranks", "bandwidth", "latency_s", "fingerprint")
+    return {name: getattr(links, name) for name in names}
 
 
 def _plain(choice: Choice, cluster: Cluster) -> dict[str, Any]:
@@ -206,6 +214,8 @@ def write_choice(
         f"# {choice.layout}: {choice.memory.total_bytes / GIB:.1f} GiB on the heaviest rank; predicted by mtrain plan: "
         f"{choice.cost.time.total:.3f} s a step, MFU {_mfu(choice, cluster):.1%}\n"
     )
+    if cluster.links is not None:
+        head += f"# links in a node: {cluster.links}\n"
     if left_out:
         head += f"# a run also needs {', '.join(left_out)}, which the plan was not given\n"
     write_atomically(path, head + yaml_text(chosen_content(choice, given)))

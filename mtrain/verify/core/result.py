@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
+from mtrain.plan.search.hardware import MeasuredLinks
 from mtrain.verify.report.text import (
     BACKEND,
     BEFORE_FORWARD,
     HF,
     IN_WORDS,
+    MACHINE,
     PARITY,
     PREEMPT,
     RESUME,
@@ -255,15 +257,30 @@ class HfReport(Report):
 
 
 @dataclass(frozen=True)
-class BackendReport(Report):
+class TimedReport(Report):
+    """Report with measured times and a list of what was left out."""
+
+    times: tuple[str, ...] = ()
+    """Lines with measured times; `text.times` says which."""
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+class BackendReport(TimedReport):
     """Report of `mtrain verify backend`; the reference is one layer in float64, and layers of candidates stand in place
-    of layouts."""
+    of layouts. Times are those of each layer of a candidate, forward and backward."""
 
     text = BACKEND
 
-    times: tuple[str, ...] = ()
-    """Lines with forward and backward times, one for each layer of a candidate."""
-    left_out: dict[str, str] = field(default_factory=dict)
+
+@dataclass(frozen=True)
+class MachineReport(TimedReport):
+    """Report of `mtrain verify machine`; groups, layouts of several models and resumed runs stand in place of
+    layouts."""
+
+    text = MACHINE
+
+    links: MeasuredLinks | None = None
+    """None if they could not be measured."""
 
 
 def encoded(value: Any) -> Any:

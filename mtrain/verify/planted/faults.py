@@ -22,6 +22,7 @@ from mtrain.core.loss.pair import LossPair
 from mtrain.core.ranks.broadcast import slice_for_rank
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step import step
+from mtrain.verify.planted.inject import DROPPED_ELEMENT, WRONG_SUM
 
 
 def _share(batch: Microbatch) -> float:
@@ -111,3 +112,11 @@ def planted(fault: str | None) -> Iterator[None]:
         yield
     finally:
         setattr(step, name, sound)
+
+
+def spoil(fault: str | None, collective: str, is_last_rank: bool, output: Tensor) -> None:
+    """Plants a fault of `verify machine` in the output of a collective, [n] without zeros; None plants none."""
+    if fault == DROPPED_ELEMENT.name and collective == "all_gather":
+        output[-1] = 0
+    if fault == WRONG_SUM.name and collective == "all_reduce" and is_last_rank:
+        output[0] += 1

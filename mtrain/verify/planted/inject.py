@@ -47,6 +47,10 @@ FAULTS = (
 """Faults of `verify parity` and `verify hf`, one an axis."""
 RESUME_FAULTS = (Fault("moments-not-restored", "begins with moments of 0"),)
 PREEMPT_FAULTS = (Fault("record-lost", "loses the last record that was written before the stop"),)
+DROPPED_ELEMENT = Fault("dropped-element", "loses the last element of each all-gather")
+WRONG_SUM = Fault("wrong-sum", "adds 1 to a sum on the last rank of each group")
+SLOW_LINK = Fault("slow-link", "delays messages from rank 0 to rank 1, which is shown and fails nothing")
+MACHINE_FAULTS = (DROPPED_ELEMENT, WRONG_SUM, SLOW_LINK)
 BACKEND_FAULTS = (Fault("missing-gradient", "gives the projection of the attention's output no gradient"),)
 
 TESTS = {

@@ -79,7 +79,7 @@ def report_page(report: Report) -> str:
         diagnosis=None if report.diagnosis is None else _facts(report.diagnosis),
         headings=[_heading(report, name, kinds) for name, kinds in report.columns.items()],
         curves=[_curve(report, slot, ()) for slot in range(len(report.layouts))],
-        figures=[_figure(report, kind, name) for kind, name in _plotted(report)],
+        figures=[_figure(report, kind, name) for kind, name in _plotted(report)] if report.text.curves else [],
         bins=BINS,
         maps=[_tensor_map(report, kind) for kind in report.text.maps],
         configuration=yaml_text(report.config),

@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from mtrain.base.files import disk_faults, write_atomically
-from mtrain.verify.core.result import BackendReport, Deviation, ParityReport, Report
+from mtrain.verify.core.result import Deviation, ParityReport, Report, TimedReport
 
 _UNBOUNDED = 10_000
 
@@ -29,7 +29,7 @@ def print_report(report: Report, folder: Path, output: Console) -> None:
         if said := [*layout.guards, *([layout.error] if layout.error else [])]:
             more = f" (and {len(said) - 1} more in {text.json_name})" if len(said) > 1 else ""
             output.print(escape(f"{layout.name}: {said[0]}{more}"), soft_wrap=True)
-    if isinstance(report, BackendReport):
+    if isinstance(report, TimedReport):
         for line in (*report.times, *(f"{name}: not compared: {why}" for name, why in report.left_out.items())):
             output.print(escape(line), soft_wrap=True)
     if report.diagnosis is not None:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 _QUANTITIES = {
+    "collective": ("collectives", "elements of {name}"),
     "counters": ("counters", "counter {name}"),
     "samples": ("samples", "{name} of the samples"),
     "lr": ("learning rate", "learning rate"),
@@ -26,7 +27,7 @@ _QUANTITIES = {
 TITLES = {kind: title for kind, (title, _) in _QUANTITIES.items()}
 """Names of all kinds of quantities, in the order of computation."""
 
-BEFORE_FORWARD = ("samples", "lr")
+BEFORE_FORWARD = ("collective", "samples", "lr")
 """Kinds that do not depend on the model's computation."""
 
 TENSOR_KINDS = ("gradient", "update", "weights", "param", "exp_avg", "exp_avg_sq")
@@ -64,6 +65,8 @@ class ReportText:
     tensors: str
     everything: str
     """Diagnosis if one process also fails."""
+    times: str = ""
+    """What the lines of measured times say; empty without any."""
     undecided: str = "every layout that ran fails, and none of them was one process: whose fault it is, is open"
     """Diagnosis if nothing passes and no layout was one process; empty if the axes are not a layout's."""
 
@@ -251,5 +254,41 @@ BACKEND = ReportText(
         "cannot explain."
     ),
     everything="every layer fails",
+    times="Forward and backward pass of one layer, median of passes that take turns with those of our torch layers.",
     undecided="",
+)
+
+MACHINE = ReportText(
+    verb="machine",
+    noun="check",
+    columns={
+        "collectives": ("collective",),
+        "samples": ("samples", "lr", "counters", "records"),
+        "denominator": ("denominator",),
+        "loss": ("loss",),
+        "gradient": ("gradient", "grad_norm"),
+        "weights": ("update", "weights", "param"),
+        "moments": ("exp_avg", "exp_avg_sq"),
+        "random": ("random",),
+        "rounding": ("rounding",),
+    },
+    maps=(),
+    shows_tolerances=False,
+    agreement="checks pass on this machine",
+    disagreement="checks fail on this machine",
+    headline="All {count} checks of collectives, layouts and resuming pass on this machine.",
+    failed_headline="{failed} of {count} checks fail on this machine.",
+    caption="Worst deviation from sums on the host, one process, and a run that never stopped",
+    length="Every layout ran {steps} steps.",
+    compared=(
+        "Collectives of whole numbers must be exact: the share of elements is shown that differ from what the host "
+        "computes. Small copies of models were trained in float32 on every layout and compared with one process in "
+        "float64, as `mtrain verify parity` does, and stopped and resumed on other layouts, as `mtrain verify resume` "
+        "does."
+    ),
+    curves="",
+    tensors="",
+    everything="every layout fails, one process too: not a fault of a layout",
+    undecided="",
+    times="Collectives over all ranks, then links that are slower than others. A slow link fails no check.",
 )

@@ -136,7 +136,7 @@ def test_every_fault_has_a_plant_and_a_test() -> None:
     assert set(named.split()) == PLANTS.keys()
 
 
-COMPARED = set(TITLES) - {"layer_output", "input_gradient", "rounding"}
+COMPARED = set(TITLES) - {"collective", "layer_output", "input_gradient", "rounding"}
 """Kinds of quantities of runs; the others are those of layers alone (tests/verify/backend)."""
 
 

@@ -1,0 +1,1 @@
+"""Check `mtrain verify machine`: the collectives, layouts and links of one node."""
