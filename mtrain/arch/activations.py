@@ -23,8 +23,8 @@ from mtrain.config.schema.train import TrainSection
 FEWEST_TOKENS = 1024
 """Fewest tokens of an automatic chunk: in smaller ones, matrix products of GPUs wait for memory."""
 TOKENS_ON_GPU = 4096
-"""Tokens of an automatic chunk on a GPU: each chunk reads and writes the float32 gradient of the whole table, which then
-takes a quarter of the product's time."""
+"""Tokens of an automatic chunk on a GPU: each chunk reads and writes the float32 gradient of the whole table, which
+takes a quarter of the product's time then."""
 MOST_LOGITS_ON_GPU = 2**29
 """Most logits of such a chunk: 4 GiB in half precision, with their exponentials and gradient."""
 LOGITS_AT_A_TIME = 2**26

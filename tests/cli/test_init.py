@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.cli.init import PARTS, SHARED
+from mtrain.base.version import SHARED
+from mtrain.cli.init import PARTS
 from tests.cli.command_line import call, parsed
 from tests.fault_table import Notice
 from tests.paths import ROOT

@@ -87,8 +87,10 @@ def is_foreseen(error: BaseException) -> bool:
     return isinstance(error, MtrainError) and error.exit_code > 1
 
 
-BY_NIGHT = ("parity.exact_steps", "parity.compared", "resume.run.run_start", "resume.run.records_of")
-BY_NIGHT += ("hf.run_from_hf", "hf.diagnosed", "backend.run.layers_of", "backend.run.tolerances")
+BY_NIGHT = (
+    *("parity.exact_steps", "parity.compared", "resume.run.run_start", "resume.run.records_of"),
+    *("hf.run_from_hf", "hf.diagnosed", "backend.run.layers_of", "backend.run.tolerances"),
+)
 """Places where a verb has worked for long; others of each verb, and of each part, are by day."""
 
 
