@@ -23,7 +23,7 @@ from mtrain.core.engine.schedule import evaluating
 from mtrain.core.layers.attention.key_source import CachedPass, Remembering, remembering
 from mtrain.core.layers.build import run_chunk, unwrap
 from mtrain.core.layers.compiled import as_written
-from mtrain.core.layers.output_layer import Logits, softcapped
+from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.groups import Groups
 
 
@@ -68,7 +68,7 @@ class CachedModel:
             return None
         hidden, weight = output.main.operands()
         wanted = hidden[:, 0].index_select(0, torch.tensor(ends, dtype=torch.int64, device=hidden.device))
-        local = softcapped(torch.matmul(wanted, weight.t()).float(), output.main.softcap)
+        local = output.main.capped(torch.matmul(wanted, weight.t()).float())
         parts = [torch.empty_like(local) for _ in range(self._groups.layout.tp)]
         if len(parts) > 1:
             dist.all_gather(parts, local.contiguous(), group=self._groups.tp)

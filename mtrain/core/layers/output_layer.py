@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from mtrain.core.kernels import region
 from mtrain.core.layers.products import widened
 
 
@@ -33,6 +34,8 @@ class Operands(NamedTuple):
 
 class OutputLayer(ColumnParallelLinear):
     """megatron-core's output layer, which can also return the factors of its product."""
+
+    compiles_regions = False
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class ScoreHead(MegatronModule):
     Every rank of TP has the whole matrix and computes the same numbers, so no gradient has to be summed over TP.
     """
 
-    softcap = None
+    softcap, compiles_regions = None, False
 
     def __init__(self, config: TransformerConfig, rows: int, tp: dist.ProcessGroup) -> None:
         super().__init__(config=config)
@@ -125,22 +128,21 @@ class DeferredLogits:
         """Computes all logits, by megatron-core's own linear layer."""
         logits: Tensor
         logits, _ = self.layer(self.hidden, weight=self.tied)
-        return softcapped(logits, self.softcap)
-
-    @property
-    def softcap(self) -> float | None:
-        """Returns the bound of the logits that callers of `operands` apply, if any."""
-        return self.layer.softcap
+        return self.capped(logits)
 
     def operands(self) -> Operands:
-        """Returns the factors, for callers that multiply some rows at a time."""
+        """Returns the factors, for callers that multiply some rows at a time and apply `capped`."""
         return self.layer(self.hidden, weight=self.tied, as_operands=True)
 
+    def capped(self, logits: Tensor) -> Tensor:
+        """Applies the model's bound of logits, if it has one."""
+        cap = self.layer.softcap
+        return logits if cap is None else softcapped.compiled_if(self.layer.compiles_regions)(logits, cap)
 
-def softcapped(logits: Tensor, cap: float | None) -> Tensor:
-    """Computes c tanh(logits / c), in float32 at least; the logits themselves without a cap."""
-    if cap is None:
-        return logits
+
+@region(activations=1)
+def softcapped(logits: Tensor, cap: float) -> Tensor:
+    """Computes c tanh(logits / c), in float32 at least."""
     return cap * torch.tanh(widened(logits) / cap)
 
 

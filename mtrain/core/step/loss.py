@@ -24,7 +24,7 @@ from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.collate import loss_terms
 from mtrain.core.batch.zigzag import slice_for_context_parallel
 from mtrain.core.engine.rank_model import RankModel
-from mtrain.core.layers.output_layer import DeferredLogits, Logits, softcapped
+from mtrain.core.layers.output_layer import DeferredLogits, Logits
 from mtrain.core.loss.objective import Objective
 from mtrain.core.loss.pair import Extras, LossPair, TermInputs, TokenInputs, joined
 from mtrain.core.loss.sequences import PackedSequences, TokenSources
@@ -114,11 +114,11 @@ class OutputLoss:
     def _inputs_of_chunk(self, selection: _Selection, rows: slice, local: Tensor) -> dict[str, TermInputs]:
         """Returns the input of each term's function for one chunk, whose logits are `local`."""
         model, groups = self._config.model, self._groups
-        student = vocab_parallel(softcapped(local, selection.student.softcap), model, groups)
+        student = selection.student.distribution(local, model, groups)
         teacher = None
         if selection.teacher is not None:
             known = logits_of_rows(selection.teacher.hidden[rows], selection.teacher.weight)
-            teacher = vocab_parallel(softcapped(known, selection.teacher.softcap), model, groups)
+            teacher = selection.teacher.distribution(known, model, groups)
         tokens = selection.tokens.map(lambda each: each[:, rows])
         return _inputs(tokens, student, teacher, self._config.loss, groups, TokenInputs)
 
@@ -174,14 +174,18 @@ class _Factors(NamedTuple):
     """[n, hidden]."""
     weight: Tensor
     """Table of the output layer, [vocab_local, hidden]."""
-    softcap: float | None
+    deferred: DeferredLogits
 
     @classmethod
     def of(cls, deferred: DeferredLogits, index: Tensor | None) -> _Factors:
         """Selects positions in [seq, batch] order; None selects all, and copies nothing."""
         hidden, weight = deferred.operands()
         flat = hidden.flatten(0, 1)
-        return cls(flat if index is None else flat.index_select(0, index), weight, deferred.softcap)
+        return cls(flat if index is None else flat.index_select(0, index), weight, deferred)
+
+    def distribution(self, local: Tensor, model: ModelSection, groups: Groups) -> VocabParallelLogits:
+        """Returns the distributions to which products of the factors, [rows, 1, vocab_local], belong."""
+        return vocab_parallel(self.deferred.capped(local), self.deferred, model, groups)
 
 
 class _Selection(NamedTuple):
@@ -250,8 +254,8 @@ def label_log_probs(
     divisors = None if TEMPERATURE not in batch.extras else batch.extras[TEMPERATURE].t().reshape(1, -1)
     found = []
     for rows in chunks(len(flat), chunk or len(flat)):
-        local = softcapped(logits_of_rows(flat[rows], weight), logits.main.softcap)
-        distribution = vocab_parallel(local, config.model, groups)
+        local = logits.main.capped(logits_of_rows(flat[rows], weight))
+        distribution = vocab_parallel(local, logits.main, config.model, groups)
         distribution = distribution.divided_by(temperature if divisors is None else divisors[:, rows])
         scores = [-distribution.cross_entropy(labels[:, rows])]  # [1, rows]
         found.append(torch.cat([*scores, distribution.entropy()] if with_entropy else scores))
@@ -265,7 +269,7 @@ def score_summands(logits: Logits, batch: Microbatch, config: Config, groups: Gr
     The log-probability of its label, or the number of a head of one label, which needs no collective over TP.
     """
     if config.model.output.head_rows:
-        return vocab_parallel(logits.main.whole(), config.model, groups).logsumexp()
+        return vocab_parallel(logits.main.whole(), logits.main, config.model, groups).logsumexp()
     return label_log_probs(logits, batch, config, groups)[0]
 
 
@@ -280,14 +284,14 @@ def _nothing(pairs: Mapping[str, LossPair]) -> Tensor:
     return torch.zeros((), device=next(iter(pairs.values())).numerator.device)
 
 
-def vocab_parallel(local: Tensor, model: ModelSection, groups: Groups) -> VocabParallelLogits:
+def vocab_parallel(local: Tensor, deferred: DeferredLogits, model: ModelSection, groups: Groups) -> VocabParallelLogits:
     """Returns the distributions to which a rank's columns of the logits, [seq, batch, vocab_local], belong."""
     if rows := model.output.head_rows:
         return VocabParallelLogits(local, None, 0, rows)
     # the padded vocabulary is split evenly
     first_index = groups.tp_rank * local.shape[-1]
     group = groups.tp if groups.layout.tp > 1 else None
-    return VocabParallelLogits(local, group, first_index, model.vocab_size)
+    return VocabParallelLogits(local, group, first_index, model.vocab_size, deferred.layer.compiles_regions)
 
 
 def term_inputs(
@@ -304,7 +308,7 @@ def term_inputs(
     """
 
     def distribution(deferred: DeferredLogits) -> VocabParallelLogits:
-        return vocab_parallel(deferred.whole(), config.model, groups)
+        return vocab_parallel(deferred.whole(), deferred, config.model, groups)
 
     main, *further = _Tokens.by_distribution(batch, len(config.data.source_names))
     student, teacher = distribution(logits.main), None if teacher_logits is None else distribution(teacher_logits)

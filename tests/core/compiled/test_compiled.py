@@ -65,7 +65,10 @@ def compiled_rows(pool: Pool, rows: list[Row], backend: str = "eager", **options
     for each, found in zip(rows, everyone[0], strict=True):
         exact = run_oracle(each.config, each.batches)
         assert max(deviation(found.outcome, exact, each.config)) <= TOLERANCE, str(each)
-    assert all([each.num_graphs for each in rank] == [each.num_graphs for each in everyone[0]] for rank in everyone)
+    # the loss has graphs on the last stage alone
+    assert all(
+        [each.num_graphs > 0 for each in rank] == [each.num_graphs > 0 for each in everyone[0]] for rank in everyone
+    )
     found_first: list[Compiled] = everyone[0]
     return found_first
 
@@ -122,8 +125,9 @@ REGIONS_BY_NIGHT = [
         row("regions, yarn in part", REGIONS | YARN_IN_PART),
         row("regions, latents", REGIONS | DEEPSEEK_ATTENTION),
         row("regions, mamba", REGIONS | MAMBA, num_layers=4),
+        row("regions, capped logits", REGIONS | {"model__logit_softcap": 3.0, "loss__chunk_tokens": 7}),
     ],
-    [row("regions, tp pp", REGIONS, tp=2, sp=True, pp=2)],
+    [row("regions, tp pp", REGIONS | {"loss__chunk_tokens": 7}, tp=2, sp=True, pp=2)],
     [row("regions, cp", REGIONS | {"data__isolate_documents": True}, cp=2)],
 ]
 """Rows whose regions test_regions.py compares by day. Regions hold no collective: of all axes only experts change what

@@ -1,5 +1,6 @@
 """Compiled regions are the functions as they are written: values and gradients in float64, and in half precision."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ from mtrain.core.layers.attention.mamba import gated_and_normed
 from mtrain.core.layers.attention.mla import pairs_rotated
 from mtrain.core.layers.attention.rotating import Rotations, rotated, split_and_rotated
 from mtrain.core.layers.norm import layer_normed, rms_normed
+from mtrain.core.layers.output_layer import softcapped
 from mtrain.core.layers.swiglu import Activation, activated, weighted_activated
+from mtrain.core.loss.vocab_parallel.cross_entropy import maximum_and_total, softmax_of_logits
 
 
 class Case(NamedTuple):
@@ -24,6 +27,7 @@ class Case(NamedTuple):
     region: Region[Any, Any]
     shapes: tuple[tuple[int, ...], ...]
     further: tuple[Any, ...] = ()
+    """Constants, and functions that make a tensor for a number of rows."""
     table: tuple[int, ...] = ()
     """Shape of cosine and sine, or of angles."""
 
@@ -50,6 +54,13 @@ CASES = {
     "split, a part": Case(split_and_rotated, ((6, 2, 2, 3, 8),), table=(6, 1, 1, 6)),
     "pairs": Case(pairs_rotated, ((6, 2, 3, 8),), (1.3, False), (6, 1, 1, 8)),
     "pairs side by side": Case(pairs_rotated, ((6, 2, 3, 8),), (0.7, True), (6, 1, 1, 8)),
+    "capped logits": Case(softcapped, ((6, 2, 20),), (1.5,)),
+    "largest logit and sum": Case(maximum_and_total, ((6, 2, 20),), (17,)),
+    "gradient of logits": Case(
+        softmax_of_logits,
+        ((6, 2, 20), (6, 2), (6, 2), (6, 2)),
+        (lambda rows: torch.arange(2 * rows).view(rows, 2) % 3 == 1, 17),
+    ),
 }
 
 
@@ -63,7 +74,8 @@ def drawn(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], 
         angles = torch.cat((half, half), -1)
         is_pairs = case.region is pairs_rotated
         further = (angles,) if is_pairs else (Rotations(angles.cos().to(dtype), angles.sin().to(dtype)),)
-    return [tensor.requires_grad_() for tensor in tensors], (*further, *case.further)
+    made = (each(len(tensors[0])) if inspect.isfunction(each) else each for each in case.further)
+    return [tensor.requires_grad_() for tensor in tensors], (*further, *made)
 
 
 def results(function: Callable[..., Any], tensors: list[Tensor], further: tuple[Any, ...]) -> list[Tensor]:
@@ -83,8 +95,9 @@ def _constants() -> Iterator[None]:
 
 
 def with_rows(case: Case, num_rows: int) -> Case:
-    """Changes the number of rows of all tensors but the parameters."""
-    shapes = tuple((num_rows, *shape[1:]) if len(shape) > 1 else shape for shape in case.shapes)
+    """Changes the number of rows of the tensors that have as many as the first."""
+    rows = case.shapes[0][0]
+    shapes = tuple((num_rows, *shape[1:]) if shape[0] == rows else shape for shape in case.shapes)
     return case._replace(shapes=shapes, table=(num_rows, *case.table[1:]) if case.table else ())
 
 

@@ -1,8 +1,9 @@
 """Losses of one distribution over a split vocabulary: cross entropy, log-sum-exp and entropy.
 
-All build on exponentials, the softmax before its division: those of a rank's columns are computed once, kept in full
-precision, and shared by the losses of a microbatch. The losses are nodes of the autograd graph, none of which
-communicates. All tensors of one number per token are [seq, batch], in the order of the logits.
+All build on exponentials, the softmax before its division. Torch's own kernels compute those of a rank's columns once,
+keep them in full precision, and share them among the losses of a microbatch; compiled regions compute them in each pass
+from the logits, which they read once. The losses are nodes of the autograd graph, none of which communicates. All
+tensors of one number per token are [seq, batch], in the order of the logits.
 """
 
 import math
@@ -15,22 +16,76 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mtrain.core.kernels import region
+
 ELEMENTS_AT_A_TIME = 2**24
 """Number of elements of a temporary: 64 MiB in float32."""
 
 
 @dataclass(frozen=True)
 class Exponentials:
-    """Exponentials of the logits, the only [seq, batch, vocab_local] tensor that is kept for backward."""
+    """Exponentials of the logits, values exp(logit - maximum) that are 0 at padding."""
 
-    values: Tensor
-    """Values exp(logit - maximum), [seq, batch, vocab_local]; 0 at padding."""
+    source: Tensor
+    """The values, or the logits if compiled regions compute the values again: the only [seq, batch, vocab_local] tensor
+    that is kept for backward."""
     maximum: Tensor
     """Largest logit of each token over the whole vocabulary, [seq, batch]."""
     total: Tensor
     """Sum of each token's values over the whole vocabulary, [seq, batch]."""
     num_real: int
     """Number of local columns that are not padding."""
+    is_compiled: bool
+    """Whether `source` are logits."""
+
+    def values(self) -> Tensor:
+        """Returns the values, [seq, batch, vocab_local]."""
+        return exponentials_of(self.source, self.maximum, self.num_real) if self.is_compiled else self.source
+
+    def at(self, column: Tensor) -> Tensor:
+        """Returns the values in real columns, [seq, batch, k] of [seq, batch, k]."""
+        gathered = self.source.gather(-1, column)
+        return (gathered - self.maximum.unsqueeze(-1)).exp() if self.is_compiled else gathered
+
+    def save(self, ctx: Any, *further: Tensor) -> None:
+        """Saves tensors of a node for `saved`."""
+        ctx.save_for_backward(self.source, self.maximum, self.total, *further)
+        ctx.num_real, ctx.is_compiled = self.num_real, self.is_compiled
+
+
+def saved(ctx: Any) -> tuple[Exponentials, tuple[Tensor, ...]]:
+    """Returns the exponentials and the further tensors of `Exponentials.save`."""
+    source, maximum, total, *further = ctx.saved_tensors
+    return Exponentials(source, maximum, total, ctx.num_real, ctx.is_compiled), tuple(further)
+
+
+def exponentials_of(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
+    """Computes exp(logit - maximum), [seq, batch, vocab_local], in the maximum's dtype; 0 at padding."""
+    return shifted_logits(local, maximum, num_real).exp_()
+
+
+@region(activations=0)
+def maximum_and_total(local: Tensor, num_real: int) -> tuple[Tensor, Tensor]:
+    """Returns each token's largest real logit on this rank and the sum of exp(logit - largest), [seq, batch]; -inf and
+    0 if no logit is above -inf."""
+    # kept dimensions: torch's compiler turns this very form into one pass over the logits
+    real = local[..., :num_real].to(compute_dtype(local))
+    maximum = real.amax(-1, keepdim=True)
+    total = (real - maximum).exp().sum(-1, keepdim=True)
+    total = torch.where(maximum == float("-inf"), 0.0, total)
+    return maximum.squeeze(-1), total.squeeze(-1)
+
+
+@region(activations=0)
+def softmax_of_logits(
+    local: Tensor, maximum: Tensor, factor: Tensor, shift: Tensor | None, is_masked: Tensor, num_real: int
+) -> Tensor:
+    """Computes exp(logit - maximum) x factor - shift in the logits' dtype; exactly 0 at masked tokens and padding."""
+    gradient = (local.to(maximum.dtype) - maximum.unsqueeze(-1)).exp() * factor.unsqueeze(-1)
+    if shift is not None:
+        gradient = gradient - shift.unsqueeze(-1)
+    is_padding = torch.arange(local.shape[-1], device=local.device) >= num_real
+    return torch.where(is_masked.unsqueeze(-1) | is_padding, 0.0, gradient).to(local.dtype)
 
 
 def shifted_logits(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
@@ -61,7 +116,11 @@ def softmax_times(
     Scale and shift are numbers of each token, [seq, batch]. Masked tokens get exactly 0, even if their logits are inf
     or nan.
     """
-    values, factor = exponentials.values, (scale / exponentials.total).unsqueeze(-1)
+    factor = scale / exponentials.total
+    if exponentials.is_compiled:
+        compute = softmax_of_logits.compiled_if(True)
+        return compute(exponentials.source, exponentials.maximum, factor, shift, is_masked, exponentials.num_real)
+    values, factor = exponentials.source, factor.unsqueeze(-1)
     # out= of a smaller dtype: computed in full precision and rounded when stored (CPUs use a temporary)
     gradient = torch.empty_like(values, dtype=dtype)
     if shift is None:
@@ -123,8 +182,8 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, exponentials: Exponentials, target: TargetLogits) -> tuple[Tensor, Tensor]:
         # softmax follows from the exponentials, which other terms of the microbatch save as well
-        ctx.save_for_backward(exponentials.values, exponentials.total, target.column, target.is_local)
-        ctx.num_real, ctx.dtype = exponentials.num_real, local.dtype
+        exponentials.save(ctx, target.column, target.is_local)
+        ctx.dtype = local.dtype
         ctx.label_share, ctx.uniform_share = target.label_share, target.uniform_share
         log_total = exponentials.total.log()
         # the maximum cancels in the first, since target probabilities add up to 1
@@ -133,16 +192,15 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_entropy: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor, None, None]:
-        values, total, column, is_local = ctx.saved_tensors
+        exponentials, (column, is_local) = saved(ctx)
         # both losses have the softmax as gradient; that of an output that no term used arrives as zeros
         scale, column = grad_entropy + grad_logsumexp, column.unsqueeze(-1)
         is_masked = (grad_entropy == 0) & (grad_logsumexp == 0)
-        exponentials = Exponentials(values, total, total, ctx.num_real)
         # without smoothing the gradient is softmax x scale alone, and None skips a read
         shift = grad_entropy * ctx.uniform_share if ctx.uniform_share > 0 else None
         gradient = softmax_times(exponentials, scale, is_masked, ctx.dtype, shift)
         # softmax x scale minus the label's share, formed in full precision: near 1 the two almost cancel
-        at_label = values.gather(-1, column).squeeze(-1) / total * scale
+        at_label = exponentials.at(column).squeeze(-1) / exponentials.total * scale
         at_label = at_label - grad_entropy * (ctx.label_share + ctx.uniform_share)
         is_set = is_local & ~is_masked
         # where another rank holds the label, column 0 gets its old value back: a boolean index would make the host wait
@@ -155,16 +213,14 @@ class LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, exponentials: Exponentials) -> Tensor:
-        ctx.save_for_backward(exponentials.values, exponentials.total)
-        ctx.num_real, ctx.dtype = exponentials.num_real, local.dtype
+        exponentials.save(ctx)
+        ctx.dtype = local.dtype
         return exponentials.total.log() + exponentials.maximum
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logsumexp: Tensor) -> tuple[Tensor, None]:
-        values, total = ctx.saved_tensors
-        exponentials = Exponentials(values, total, total, ctx.num_real)
-        return softmax_times(exponentials, grad_logsumexp, grad_logsumexp == 0, ctx.dtype), None
+        return softmax_times(saved(ctx)[0], grad_logsumexp, grad_logsumexp == 0, ctx.dtype), None
 
 
 class Entropy(torch.autograd.Function):
@@ -172,16 +228,17 @@ class Entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, exponentials: Exponentials, mean: Tensor) -> Tensor:
-        ctx.save_for_backward(exponentials.values, exponentials.total, mean)
-        ctx.num_real, ctx.dtype = exponentials.num_real, local.dtype
+        exponentials.save(ctx, mean)
+        ctx.dtype = local.dtype
         return exponentials.total.log() - mean
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
-        values, total, mean = ctx.saved_tensors
+        exponentials, (mean,) = saved(ctx)
+        values = exponentials.values()
         # exp(s) s from exp(s) alone, so that the logits need not be kept
         gradient = torch.xlogy(values, values).addcmul_(values, mean.unsqueeze(-1), value=-1)
         # rounded once at the end, as the two products almost cancel for a flat distribution
-        gradient.mul_((-grad_entropy / total).unsqueeze(-1))
+        gradient.mul_((-grad_entropy / exponentials.total).unsqueeze(-1))
         return cleared(gradient, grad_entropy == 0, ctx.num_real).to(ctx.dtype), None, None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtrain.core.loss.vocab_parallel.cross_entropy import Exponentials, cleared, row_slices, shifted_logits
+from mtrain.core.loss.vocab_parallel.cross_entropy import Exponentials, cleared, row_slices, saved, shifted_logits
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class TopKDivergence(torch.autograd.Function):
         others: Tensor,
         mean_known: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(exponentials.values, exponentials.total, others)
-        ctx.target, ctx.num_real, ctx.dtype = target, exponentials.num_real, local.dtype
+        exponentials.save(ctx, others)
+        ctx.target, ctx.dtype = target, local.dtype
         # xlogy: 0 log 0 = 0, also where the model leaves nothing to tokens that the teacher leaves nothing to
         own = torch.xlogy(target.known, target.known).sum(-1) + torch.xlogy(target.rest, target.rest)
         expected = mean_known + torch.xlogy(target.rest, others)
@@ -151,7 +151,8 @@ class TopKDivergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (values, total, others), target = ctx.saved_tensors, ctx.target
+        (exponentials, (others,)), target = saved(ctx), ctx.target
+        values, total = exponentials.values(), exponentials.total
         # softmax minus the target, whose rest is spread in proportion to the model's probabilities
         spread = torch.where(target.rest > 0, target.rest / others, 0.0)
         gradient = target.others_of(values * (grad * (1 / total - spread)).unsqueeze(-1))

@@ -20,7 +20,9 @@ from mtrain.core.loss.vocab_parallel.cross_entropy import (
     TargetLogits,
     all_reduce,
     compute_dtype,
+    exponentials_of,
     local_maximum,
+    maximum_and_total,
     row_slices,
     shifted_logits,
 )
@@ -43,6 +45,7 @@ class VocabParallelLogits:
         first_index: Vocabulary index of the first local column.
         vocab_size: Number of real tokens. Columns from this index on are padding: they take part in no softmax, and
             their gradient is exactly 0.
+        compiles_regions: Whether torch compiles the passes over the logits of cross entropy and log-sum-exp.
 
     Results are float32 (float64 for float64 logits), in nats, [batch, seq]; gradients have the dtype of `local`. Every
     rank of the group must make the same calls in the same order. The numbers of all-reduces over the group are those of
@@ -50,13 +53,23 @@ class VocabParallelLogits:
     communicates.
     """
 
-    def __init__(self, local: Tensor, group: dist.ProcessGroup | None, first_index: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        local: Tensor,
+        group: dist.ProcessGroup | None,
+        first_index: int,
+        vocab_size: int,
+        compiles_regions: bool = False,
+    ) -> None:
         self.local = local
         self.group = group
         self.first_index = first_index
         self.vocab_size = vocab_size
+        # a rank may hold only padding
+        self._is_compiled = compiles_regions and self._num_real > 0
         self._maximum: Tensor | None = None
         self._local_values: Tensor | None = None
+        self._local_sums: tuple[Tensor, Tensor] | None = None
         self._exponentials: Exponentials | None = None
         self._losses: _TokenLosses | None = None
         self._logsumexp: Tensor | None = None
@@ -83,7 +96,7 @@ class VocabParallelLogits:
             divisor = torch.where(temperature > 0, temperature, 1.0).t().unsqueeze(-1)
         # so that dividing rounds no logit and no gradient to bf16
         local = self.local.to(self.dtype) / divisor
-        divided = VocabParallelLogits(local, self.group, self.first_index, self.vocab_size)
+        divided = VocabParallelLogits(local, self.group, self.first_index, self.vocab_size, self._is_compiled)
         self._divided.append((temperature, divided))
         return divided
 
@@ -138,7 +151,8 @@ class VocabParallelLogits:
         """
         if self._entropy is None:
             # exp(s) s with 0 log 0 = 0: at padding s is -inf, and 0 x -inf would be nan
-            products = torch.xlogy(self._values(), self._values()).sum(-1)
+            values = self._values()
+            products = torch.xlogy(values, values).sum(-1)
             # first, since it reduces the total as well; the other order would be one more all-reduce
             (summed,) = self._sums_with_total(products)
             mean = summed / self._known_exponentials().total
@@ -169,12 +183,13 @@ class VocabParallelLogits:
         computed the exponentials. Each of the ids occurs once.
         """
         column, is_local = self._located(ids.transpose(0, 1).contiguous())
-        dtype = self._values().dtype
-        target = KnownProbabilities(column, is_local, known.transpose(0, 1).to(dtype), rest.t().to(dtype))
+        values = self._values()
+        known, rest = known.transpose(0, 1).to(values.dtype), rest.t().to(values.dtype)
+        target = KnownProbabilities(column, is_local, known, rest)
         shifted = self.local.detach().gather(-1, column) - self._known_maximum().unsqueeze(-1)
         mean = torch.where(is_local, target.known * shifted, 0.0).sum(-1)
         # a difference of sums would lose all digits if the known tokens have nearly all
-        others = torch.cat([target.at(rows).others_of(self._values()[rows]).sum(-1) for rows in row_slices(self.local)])
+        others = torch.cat([target.at(rows).others_of(values[rows]).sum(-1) for rows in row_slices(self.local)])
         mean, others = self._sums_with_total(mean, others)
         result: Tensor = TopKDivergence.apply(  # type: ignore[no-untyped-call]
             self.local, self._known_exponentials(), target, others, mean
@@ -244,17 +259,41 @@ class VocabParallelLogits:
 
     def _values(self) -> Tensor:
         """Returns the exponentials relative to each token's maximum, [seq, batch, vocab_local]; 0 at padding."""
+        if self._is_compiled:
+            return exponentials_of(self.local, self._known_maximum(), self._num_real)
         # the only full-precision copy of the logits, which all losses of this distribution share
         if self._local_values is None:
-            self._local_values = shifted_logits(self.local, self._known_maximum(), self._num_real).exp_()
+            self._local_values = exponentials_of(self.local, self._known_maximum(), self._num_real)
         return self._local_values
+
+    def _local_maximum(self) -> Tensor:
+        """Returns each token's largest real logit on this rank, [seq, batch]; -inf if the rank holds only padding."""
+        if not self._is_compiled:
+            return local_maximum(self.local, self._num_real)
+        self._local_sums = maximum_and_total.compiled_if(True)(self.local.detach(), self._num_real)
+        return self._local_sums[0]
+
+    def _local_total(self) -> Tensor:
+        """Returns the sum of this rank's exponentials of each token, [seq, batch]."""
+        maximum = self._known_maximum()
+        if self._local_sums is None:
+            return self._values().sum(-1)
+        largest, total = self._local_sums
+        return total * (largest - maximum).exp()
+
+    def _with_total(self, total: Tensor) -> Exponentials:
+        """Keeps the sum of the exponentials of all ranks."""
+        source = self.local.detach() if self._is_compiled else self._values()
+        known = Exponentials(source, self._known_maximum(), total, self._num_real, self._is_compiled)
+        self._exponentials = known
+        return known
 
     def _known_exponentials(self) -> Exponentials:
         """Returns the exponentials and their sum; one all-reduce if the sum is not known yet."""
         if self._exponentials is None:
-            total = self._values().sum(-1)
+            total = self._local_total()
             all_reduce(total, dist.ReduceOp.SUM, self.group)
-            self._exponentials = Exponentials(self._values(), self._known_maximum(), total, self._num_real)
+            return self._with_total(total)
         return self._exponentials
 
     def _sums_with_total(self, *parts: Tensor) -> tuple[Tensor, ...]:
@@ -264,10 +303,10 @@ class VocabParallelLogits:
             stacked = torch.stack(parts)
             all_reduce(stacked, dist.ReduceOp.SUM, self.group)
             return stacked.unbind()
-        stacked = torch.stack([self._values().sum(-1), *parts])
+        stacked = torch.stack([self._local_total(), *parts])
         all_reduce(stacked, dist.ReduceOp.SUM, self.group)
         total, *summed = stacked.unbind()
-        self._exponentials = Exponentials(self._values(), self._known_maximum(), total, self._num_real)
+        self._with_total(total)
         return tuple(summed)
 
     def _tempered(self, temperature: float) -> Tempered:
@@ -291,7 +330,7 @@ def _find_maxima(of: Sequence[VocabParallelLogits]) -> None:
     if not unknown:
         return
     # [unknown, seq, batch]
-    stacked = torch.stack([local_maximum(logits.local, logits._num_real) for logits in unknown])
+    stacked = torch.stack([logits._local_maximum() for logits in unknown])
     all_reduce(stacked, dist.ReduceOp.MAX, unknown[0].group)
     # 0: -inf - (-inf) would be nan in every score of the token
     for logits, maximum in zip(unknown, torch.where(stacked == float("-inf"), 0.0, stacked)):
