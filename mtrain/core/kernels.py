@@ -43,7 +43,10 @@ class Region(Generic[P, Result]):
         """Computes with the code of training, since another graph may round differently: what is recomputed in
         backward has the same bits."""
         given: tuple[Any, ...] = arguments
-        activations = [activation.detach().requires_grad_() for activation in given[: self._activations]]
+        activations = [
+            None if activation is None else activation.detach().requires_grad_()
+            for activation in given[: self._activations]
+        ]
         with torch.enable_grad():
             results = _compiled(self._function, BACKEND)(*activations, *given[self._activations :], **options)
         detached: Result = tree_map(Tensor.detach, results)

@@ -14,6 +14,7 @@ from mtrain.core.kernels import Region
 from mtrain.core.layers.attention.delta_net import normed_and_gated
 from mtrain.core.layers.attention.mamba import gated_and_normed
 from mtrain.core.layers.attention.mla import pairs_rotated
+from mtrain.core.layers.attention.recurrent.core import causal_convolution
 from mtrain.core.layers.attention.rotating import Rotations, rotated, split_and_rotated
 from mtrain.core.layers.norm import layer_normed, rms_normed
 from mtrain.core.layers.output_layer import softcapped
@@ -54,6 +55,12 @@ CASES = {
     "split, a part": Case(split_and_rotated, ((6, 2, 2, 3, 8),), table=(6, 1, 1, 6)),
     "pairs": Case(pairs_rotated, ((6, 2, 3, 8),), (1.3, False), (6, 1, 1, 8)),
     "pairs side by side": Case(pairs_rotated, ((6, 2, 3, 8),), (0.7, True), (6, 1, 1, 8)),
+    "convolution": Case(causal_convolution, ((6, 2, 10), (3, 2, 10), (10, 4), (10,))),
+    "convolution of documents": Case(
+        causal_convolution,
+        ((6, 2, 10), (3, 2, 10), (10, 4), (10,)),
+        (lambda rows: torch.arange(rows).repeat(2, 1) // 4 * 4,),
+    ),
     "capped logits": Case(softcapped, ((6, 2, 20),), (1.5,)),
     "largest logit and sum": Case(maximum_and_total, ((6, 2, 20),), (17,)),
     "gradient of logits": Case(
@@ -144,7 +151,7 @@ def test_half_precision_is_as_near_to_float64_as_the_function(name: str, dtype: 
 
 
 @pytest.mark.nightly  # code of inductor, as above; by day test_compiled.py recomputes regions
-@pytest.mark.parametrize("name", ["rms centred on zero", "split", "experts"])
+@pytest.mark.parametrize("name", ["rms centred on zero", "split", "experts", "convolution"])
 def test_a_pass_without_gradients_has_the_bits_of_training(name: str) -> None:
     """Recomputed layers run once without gradients and again in backward; inductor's code, which may differ."""
     tensors, further = drawn(CASES[name], torch.float32)

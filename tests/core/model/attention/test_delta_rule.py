@@ -149,14 +149,14 @@ def test_convolution_is_that_of_one_token_after_the_other(
     if starts is not None and continues:
         starts = torch.where(starts == 0, -KERNEL, starts)
     expected = with_gradients(convolved(x, weight, state, starts, bias), leaves)
-    assert_same(with_gradients(causal_convolution(x, weight, starts, state, bias), leaves), expected)
+    assert_same(with_gradients(causal_convolution(x, state, weight, bias, starts), leaves), expected)
 
 
 def test_convolution_is_torchs_and_begins_with_zeros() -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(9, 2, 6, dtype=torch.float64, generator=generator)
     weight = torch.randn(6, KERNEL, dtype=torch.float64, generator=generator)
-    output, state = causal_convolution(x, weight)
+    output, state = causal_convolution(x, None, weight)
     rows = functional.conv1d(functional.pad(x.permute(1, 2, 0), (KERNEL - 1, 0)), weight.unsqueeze(1), groups=6)
     torch.testing.assert_close(output, functional.silu(rows).permute(2, 0, 1), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, x[-(KERNEL - 1) :])

@@ -19,27 +19,29 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mtrain.core.kernels import region
 from mtrain.core.layers.attention.key_source import CachedPass, Exchanged, Remembering
 from mtrain.core.layers.attention.recurrent.chunks import Chunks, Projected, applied, transition
 from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
 from mtrain.core.layers.products import widened
 
 
+@region(activations=2)
 def causal_convolution(
     x: Tensor,
+    state: Tensor | None,
     weight: Tensor,
-    document_starts: Tensor | None = None,
-    state: Tensor | None = None,
     bias: Tensor | None = None,
+    document_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolves every channel of x, [seq, batch, channels], and applies silu; what is before a token's document counts
     as 0.
 
     Args:
-        weight: [channels, kernel]; the last column is that of the token itself.
-        document_starts: Starts as in `delta_rule`.
         state: [kernel - 1, batch, channels] inputs before the first token; None: 0.
+        weight: [channels, kernel]; the last column is that of the token itself.
         bias: [channels] added before silu; None: 0.
+        document_starts: Starts as in `delta_rule`.
 
     Returns:
         Outputs in the shape and dtype of x, and the last kernel - 1 inputs.
@@ -86,7 +88,8 @@ class Convolution(DividedModule):
         megatron-core waits for an overlapped gathering before the call of the module that owns the parameter, see
         `KeyValueProjection`.
         """
-        return self.weight.squeeze(1), self.bias
+        with torch.enable_grad():  # a compiled region asks whether the weight learns, also in passes without a graph
+            return self.weight.squeeze(1), self.bias
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,7 @@ class CoreParameters(NamedTuple):
     skip: Tensor | None
     """[value_heads] factors with which values are added to the outputs."""
 
+    @torch.enable_grad()  # as in `Convolution.forward`
     def of_part(self, part: int, count: int) -> CoreParameters:
         """Returns the parameters of one of `count` equal parts of the heads."""
         return CoreParameters._make(None if values is None else values.chunk(count)[part] for values in self)
@@ -191,6 +195,7 @@ class CoreParameters(NamedTuple):
 class RecurrentCore(nn.Module, Remembering):
     """What replaces core attention in a layer with a state; it has no parameters. Classes say how tokens change it."""
 
+    compiles_regions = False
     memory: Memory | None = None
     """States during generation. Every context-parallel rank then reads whole rows, of sequences of its own."""
 
@@ -246,7 +251,8 @@ class RecurrentCore(nn.Module, Remembering):
 
     def _whole_rows(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
         """Computes rows from their first tokens on; the heads may be fewer than a rank's."""
-        convolved, _ = causal_convolution(inputs.mixed, held.weight, document_starts, bias=held.bias)
+        convolve = causal_convolution.compiled_if(self.compiles_regions)
+        convolved, _ = convolve(inputs.mixed, None, held.weight, held.bias, document_starts)
         tokens = self._tokens(convolved, inputs)
         return self.outputs(tokens, document_starts, held.skip)
 
@@ -284,7 +290,8 @@ class RecurrentCore(nn.Module, Remembering):
             # counted from a part's own first token: negative where the document starts before it
             starts = torch.cat([starts[:, part * length :][:, :length] - part * length for part in self._own_parts])
         window = self._inputs_before(parts.mixed, held.weight.shape[1] - 1)
-        convolved, _ = causal_convolution(parts.mixed, held.weight, starts, window, held.bias)
+        convolve = causal_convolution.compiled_if(self.compiles_regions)
+        convolved, _ = convolve(parts.mixed, window, held.weight, held.bias, starts)
         tokens = self._tokens(convolved, parts)
         chunks = self.chunks(tokens, starts)
         output, _ = applied(chunks, tokens.value, self._states_before(transition(chunks)), held.skip)
@@ -325,7 +332,7 @@ class RecurrentCore(nn.Module, Remembering):
         places = memory.places()
         rows = Inputs._make(places.as_rows(values) for values in inputs)
         window, state = memory.before(places)
-        convolved, window = causal_convolution(rows.mixed, held.weight, None, window, held.bias)
+        convolved, window = causal_convolution(rows.mixed, window, held.weight, held.bias)
         tokens = self._tokens(convolved, rows)
         output, state = applied(self.chunks(tokens, None), tokens.value, state, held.skip)
         memory.keep(places, window, state)
