@@ -108,7 +108,9 @@ SHELL_IS_NAMED = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 """Environment in which the shell is an argument; else it is the one that has started the program."""
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell", ["bash", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("zsh", "fish"))]
+)
 def test_completion_offers_verbs_and_options(shell: str) -> None:
     def offered(typed: str) -> set[str]:
         asked = {"_TYPER_COMPLETE_ARGS": typed, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}

@@ -41,7 +41,7 @@ with Heartbeat(here / 'heartbeats', rank, 1, 1.0) as heartbeat:
     happens="after a grace of 10 s the launcher ends all ranks and names the stopped one",
     exit_code=5,
 )
-@pytest.mark.parametrize("stopped", [[1], [0, 1]], ids=["one", "all"])
+@pytest.mark.parametrize("stopped", [[1], pytest.param([0, 1], marks=pytest.mark.nightly)], ids=["one", "all"])
 def test_stopped_ranks_are_ended_after_the_grace(
     program: Callable[[str], Path], tmp_path: Path, stopped: list[int], notice: Notice
 ) -> None:

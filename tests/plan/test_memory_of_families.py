@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 
 # fp16 is like bf16 except for the loss scale, and slow on CPUs; experts are those of deepseek, stages those of
 # test_memory.py, and the hybrid's layers are in two other rows
-BY_NIGHT = ("fp16", "mixtral", "interleaved", "hybrid", "olmo2", "hybrid, bf16")
+BY_NIGHT = ("fp16", "mixtral", "interleaved", "hybrid", "olmo2", "hybrid, bf16", "gemma", "gated attention")
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def train(model: Any, one: Wanted) -> tuple[list[float], list[float]]:
     return norms, losses
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
 def test_an_adapter_takes_the_memory_that_check_says_and_leaves_none(pool: Pool, precision: str) -> None:
     one = case(2, num_layers=2, dp=2)
     config = one.config(adapter={"rank": 2}, train__precision=precision)

@@ -93,7 +93,10 @@ def text(draw: random.Random) -> str:
     return draw.choice(SPACES) + draw.choice([" ", "\n"]).join(words) + draw.choice(SPACES)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",  # merges by day: those of gpt2 and llama3
+    [pytest.param(each, marks=[pytest.mark.nightly] if each in ("merges", "gemma") else []) for each in KINDS],
+)
 def test_a_prompt_is_the_beginning_of_what_was_learned_or_the_answer_is_refused(kind: str, tmp_path: Path) -> None:
     draw, model = random.Random(kind), KINDS[kind]()
     model.save(str(tmp_path / "tokenizer.json"))

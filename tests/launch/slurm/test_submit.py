@@ -438,7 +438,7 @@ def test_defaults_of_a_site_become_options_of_the_script(folder: Path) -> None:
     assert (refused.returncode, "--partition is 'a b'" in refused.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("exists", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_run_folder_has_one_name_by_every_path(folder: Path, exists: bool) -> None:
     (folder / "disk" / "runs").mkdir(parents=True)
     if exists:

@@ -181,7 +181,7 @@ def test_the_logged_objective_has_the_slope_of_the_gradient(pool: Pool) -> None:
     assert (8 * (one_e - minus) - (two - minus_two)) / (12 * E) == pytest.approx(size, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["microbatch", "global"])
+@pytest.mark.parametrize("kind", ["microbatch", pytest.param("global", marks=pytest.mark.nightly)])  # running counts
 def test_what_follows_the_layout_is_what_its_name_says(pool: Pool, kind: str) -> None:
     """Checks the mean over tokens of their microbatch's loss; with running counts, of all microbatches so far."""
     one = case(2, num_layers=2, dp=2, ep=2)

@@ -205,7 +205,7 @@ def add_sequence(sums: Sums, sample: Sample, model: Theirs, teacher: Theirs) -> 
     sums.add("router_sequence_balance", torch.stack(balances).sum(), 1.0)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, *(pytest.param(each, marks=pytest.mark.nightly) for each in (1, 2))])
 def test_every_term_and_gradient_is_that_of_the_modules_of_transformers(number: int) -> None:
     """Has batches of all hard kinds: documents, padding, fractional weights, sequences without loss tokens."""
     user = config(**EVERYTHING)
