@@ -205,7 +205,7 @@ def test_an_adapter_of_a_tied_table_leaves_the_output_layer_on_the_frozen_one(po
 
 @pytest.mark.parametrize(
     ("tied", "names"),
-    # one table of two goes the same way; tests/parity/objectives/test_modules_to_save.py has both by day
+    # one table of two goes the same way; tests/parity/objectives/test_modules_to_save.py has two
     [(True, ["embed_tokens", "lm_head"]), pytest.param(False, ["lm_head"], marks=pytest.mark.nightly)],
     ids=["tied", "one of two"],
 )
