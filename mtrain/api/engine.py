@@ -171,7 +171,7 @@ class Engine(Turns):
 
         Raises:
             ConfigError: The loss function is not known, does not accept the options, breaks its contract or lacks its
-                teacher; or this is a second call, and terms with denominators of their own need the whole batch in the
+                teacher; or this is a second call, and terms with separate denominators need the whole batch in the
                 first one.
             DataError: A sample does not fit the configuration, or lacks an extra that the loss needs; the gradients of
                 earlier calls are kept. An error during the pass loses them.
@@ -179,7 +179,7 @@ class Engine(Turns):
         """
         training = self._built().training
         if self._is_bare:
-            raise RuntimeError("forward_backward inside adapters_off has nothing to learn; call it after the block")
+            raise RuntimeError("forward_backward inside adapters_off has nothing to train; call it after the block")
         has_temperatures = any(datum.temperature is not None for datum in checked_batch(batch))
         objective = replace(
             self._objective_of(loss, options), has_temperatures=has_temperatures, choices=named_choices(batch)

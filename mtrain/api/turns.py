@@ -147,16 +147,16 @@ class Turns:
         if adapter is None or base is None or self.config.model.output.is_new:
             raise ConfigError(
                 "several adapters need a frozen model, but the configuration "
-                + ("trains all of it" if adapter is None else "has a head, which learns whole")
+                + ("trains all of it" if adapter is None else "has a head, which is trained in full")
                 + "; give it a section adapter, and no model.num_labels"
             )
         if self.config.train.compile != "none":
             raise ConfigError(
-                f"several adapters cannot be combined with train.compile={self.config.train.compile}, whose graphs may "
-                "hold those of one; set train.compile=none"
+                f"several adapters do not work with train.compile={self.config.train.compile}, whose graphs may be bound "
+                "to one; set train.compile=none"
             )
         if name in base.names:
-            raise ConfigError(f"there is an adapter {name!r} already; take another name, or close that one first")
+            raise ConfigError(f"there is an adapter {name!r} already; use another name, or close that one first")
         # its path is where the configuration's own one starts
         given = self._checked_adapter({**adapter.model_dump(exclude={"path"}), **(section or {})})
         if saved := [*adapter.modules_to_save, *given.modules_to_save]:
@@ -288,14 +288,14 @@ def _check_adapters_off(adapter: AdapterSection | None, model: ModelSection) -> 
         )
     if model.output.is_new:
         raise ConfigError(
-            f"adapters_off gives the model that a finetuning began from, but the head of {model.output} learns whole, "
-            "so that it is gone; score with an engine before its first optim_step"
+            f"adapters_off gives the model that a finetuning began from, but the head of {model.output} is trained in "
+            "full, so the original is gone; score with an engine before its first optim_step"
         )
     if adapter.modules_to_save:
         raise ConfigError(
-            f"adapters_off gives the model that a finetuning began from, but adapter.modules_to_save="
-            f"{', '.join(adapter.modules_to_save)} learns whole, so that the one of before is gone; score with an "
-            "engine before its first optim_step"
+            "adapters_off gives the model that a finetuning began from, but "
+            f"adapter.modules_to_save={', '.join(adapter.modules_to_save)} is trained in full, so the original is "
+            "gone; score with an engine before its first optim_step"
         )
 
 

@@ -60,7 +60,7 @@ def retried(read: Callable[[], Result], what: object) -> Result:
         return read()
     except OSError as fault:
         if fault.errno in TRANSIENT:
-            words = f"{fault.strerror}, in {len(PAUSES_S)} further tries, too"
+            words = f"{fault.strerror}, in {len(PAUSES_S)} retries as well"
             raise OSError(fault.errno, words, str(what)) from fault
         raise
 

@@ -31,7 +31,7 @@ ModelArgument = Annotated[
     Path,
     typer.Argument(
         metavar="MODEL",
-        help="A run folder, a checkpoint, an import, or a folder of Hugging Face.",
+        help="A run folder, a checkpoint, an import, or a Hugging Face folder.",
         show_default=False,
     ),
 ]
@@ -43,7 +43,7 @@ TextKeyOption = Annotated[str, typer.Option(help="Key of the text in JSONL.")]
 
 
 def with_options(kind: type[Any], *names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turns the fields of a data class into options of the command line, in place of a verb's parameter `options`.
+    """Turns the fields of a data class into options of the command line, replacing a verb's parameter `options`.
 
     Only the fields in `names` become options if any are given; `defaults` override those of the data class.
     """

@@ -40,8 +40,8 @@ def check(
         bool, typer.Option("--without-files", help="Skip files and disks: the run is for another machine.")
     ] = False,
 ) -> None:
-    """Checks a configuration, the files and disks that it names, and what else a start would refuse; prints layout,
-    batch, parameters, FLOPs and memory."""
+    """Checks a configuration, its files and disks, and everything else a start would refuse; prints layout, batch,
+    parameters, FLOPs and memory."""
     with one_message():
         from mtrain.hf.configuration import notes_on
         from mtrain.plan.search.report import stated_machine
@@ -54,7 +54,7 @@ def check(
         if world_size is None:
             if stated is None:
                 raise ConfigError(
-                    "how many ranks the run has is not given; add --world-size N, or a first line such as "
+                    "the number of ranks is not given; add --world-size N, or a first line such as "
                     '"# GPUs: 64 x h100 80 GiB" to a file'
                 )
             world_size = stated.num_gpus

@@ -1,4 +1,4 @@
-"""`mtrain config`: what a key means, and what files and values make together."""
+"""`mtrain config`: explains keys, and merges files and values."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ def config(
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema, for completion in editors.")] = False,
 ) -> None:
-    """Explains keys; or prints the configuration that files and values make, with the origin of each value."""
+    """Explains keys; or prints the merged configuration of files and values, with the origin of each value."""
     with one_message():
         from mtrain.base.errors import ConfigError
 
@@ -36,7 +36,7 @@ def config(
             typer.echo(json.dumps(editor_schema(), indent=1))
             return
         if not arguments:
-            raise ConfigError("nothing is given; name a key such as train.num_steps, or YAML files")
+            raise ConfigError("no argument is given; name a key such as train.num_steps, or YAML files")
         if any("=" in each or Path(each).suffix in (".yaml", ".yml") or Path(each).exists() for each in arguments):
             from mtrain.config.load import read_given
 

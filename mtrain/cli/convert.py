@@ -139,7 +139,7 @@ def export(
         from mtrain.convert.target import DTYPE_NAMES
 
         if like is not None and model is not None:
-            raise ConfigError(f"--like {like} and --model {model} both say what the model is; leave one out")
+            raise ConfigError(f"--like {like} and --model {model} both describe the model; leave one out")
         if check_logits and megatron_folder(checkpoint) is not None:
             raise ConfigError(
                 f"--check-logits loads checkpoints of mtrain, and {checkpoint} is another program's; export without, "
@@ -189,7 +189,7 @@ def verify(
 @convert_app.command()
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of Hugging Face.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="A checkpoint, or a Hugging Face folder.", show_default=False)
     ],
     like: Annotated[
         Path | None,
@@ -197,7 +197,7 @@ def inspect(
     ] = None,
     model: Annotated[Path | None, typer.Option(help="File that describes it, instead.")] = None,
 ) -> None:
-    """Says what a folder or a checkpoint holds, from headers alone."""
+    """Describes a folder or a checkpoint, from headers alone."""
     with one_message():
         from mtrain.convert.inspecting import print_contents
 

@@ -1,6 +1,5 @@
-"""`mtrain inspect`: looks into checkpoints, of this program, of Megatron-LM and of Megatron-Bridge.
-
-PATH is a checkpoint, or a run folder: then its newest good checkpoint.
+"""`mtrain inspect`: inspects checkpoints of this program, of Megatron-LM and of Megatron-Bridge. PATH is a checkpoint,
+or a run folder for its newest good checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _ShowUnlessNamed(TyperGroup):
-    """Command group that takes a path in place of a verb as the path of `show`."""
+    """Command group that takes a path instead of a verb as the path of `show`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolves the verb; `args` follows the options of the group and is never empty."""
@@ -33,8 +32,8 @@ class _ShowUnlessNamed(TyperGroup):
 
 inspect_app = typer.Typer(
     cls=_ShowUnlessNamed,
-    help="Looks into checkpoints: of this program, of Megatron-LM and of Megatron-Bridge. PATH is a checkpoint, or a "
-    "run folder: then its newest good checkpoint. PATH without a command means show PATH.",
+    help="Inspects checkpoints of this program, of Megatron-LM and of Megatron-Bridge. PATH is a checkpoint, or a "
+    "run folder for its newest good checkpoint. PATH without a command means show PATH.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,7 +45,7 @@ PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False
 
 @inspect_app.command()
 def show(path: PathArgument) -> None:
-    """Shows what is inside; also without the verb."""
+    """Shows the contents; the verb can be omitted."""
     with one_message():
         from mtrain.checkpoint.store.diff import contents_of, described, size_bytes, totals  # loads torch
 
@@ -140,7 +139,7 @@ def _print_step(ledger: Ledger, step: int, source: str | None) -> bool:
     if number := phase_number(start.phases, step):
         print(f"phase {number} of the curriculum, {start.phases[number - 1]}")
     if entry.skipped:
-        print("the step was skipped: no update came of it")
+        print("the step was skipped: it made no update")
     for part in entry.sources:
         if source in (None, names[part.source]):
             counts = f"{len(part.ids)} samples, {part.tokens:,} tokens, {part.loss_tokens:,} in the loss"
@@ -166,7 +165,7 @@ def _print_epochs(ledger: Ledger, source: str | None) -> bool:
         print(f"step {number} {words}")
     if skipped := ledger.skipped_steps():
         shown = ", ".join(map(str, skipped[:_MOST_LINES])) + (", ..." if len(skipped) > _MOST_LINES else "")
-        print(f"read and skipped, no update came of them: steps {shown}")
+        print(f"read and skipped, without an update: steps {shown}")
     for each in epochs:
         if each.repeated:
             print(f"{each.source}, epoch {each.epoch}: repeated {list(each.repeated[:_MOST_LINES])}")

@@ -16,7 +16,7 @@ from mtrain.cli.examples import EXAMPLES
 @dataclass(frozen=True)
 class Verb:
     place: str
-    """`module:name` below `mtrain.cli`: a function, or a typer application if the verb has verbs of its own."""
+    """`module:name` below `mtrain.cli`: a function, or a typer application if the verb has subcommands."""
     summary: str
     """Line of `mtrain --help`; `mtrain VERB --help` shows the docstring."""
 
@@ -25,22 +25,22 @@ VERBS = {
     "Runs": {
         "init": Verb("init:init", "Copies the configurations, launch scripts and examples that mtrain ships with."),
         "plan": Verb("plan:plan", "Ranks the layouts that fit by the predicted time of a step."),
-        "config": Verb("config:config", "Explains a key; prints what files make, with the origin of each value."),
+        "config": Verb("config:config", "Explains a key; prints the merged files, with the origin of each value."),
         "check": Verb("check:check", "Checks a configuration; prints layout, parameters and memory."),
         "train": Verb("ranks:train", "Trains as one rank: under torchrun, under srun, or alone."),
         "serve": Verb("ranks:serve", "Serves a model to clients that train it and sample from it."),
         "launch": Verb("launch.app:launch_app", "Starts the ranks of a run: here, on Slurm or on Kubernetes."),
-        "status": Verb("pages:status", "Shows how runs are doing while they go on."),
+        "status": Verb("pages:status", "Shows the state of runs while they run."),
         "report": Verb("pages:report", "Writes one HTML file on a run."),
         "plot": Verb("pages:plot", "Draws losses and the gradient norm over steps."),
     },
     "Checks": {
-        "compare": Verb("pages:compare", "Says what differs between runs, and from which step on."),
+        "compare": Verb("pages:compare", "Shows the differences between runs, and the step at which they begin."),
         "verify": Verb("verify:verify_app", "Checks the promise on your own configuration."),
         "show-batch": Verb("show_batch:show_batch", "Shows the samples of a step: what is trained."),
     },
     "From elsewhere": {
-        "from": Verb("migrate:from_app", "Translates configurations of other programs into one of mtrain."),
+        "from": Verb("migrate:from_app", "Translates configurations of other programs."),
     },
     "Text": {
         "stdlib-corpus": Verb("text:stdlib_corpus", "Builds a small corpus, to try training on."),
@@ -49,7 +49,7 @@ VERBS = {
     },
     "Weights": {
         "convert": Verb("convert:convert_app", "Converts between Hugging Face and checkpoints."),
-        "inspect": Verb("inspect:inspect_app", "Looks into checkpoints; compares and verifies them."),
+        "inspect": Verb("inspect:inspect_app", "Inspects, compares and verifies checkpoints."),
         "generate": Verb("ranks:generate", "Continues prompts, or answers them."),
     },
 }

@@ -17,7 +17,7 @@ from_app = typer.Typer(
     cls=Verbs,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Translates configurations of other programs; says what could not be carried over.",
+    help="Translates configurations of other programs, and lists what could not be carried over.",
 )
 _OfOthers = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _Output = Annotated[
@@ -62,8 +62,8 @@ def verl(
     ],
     output: _Output = None,
 ) -> None:
-    """Translates files and arguments of verl: of its SFT trainer, or the actor of its loops of reinforcement learning.
-    --output comes before them."""
+    """Translates files and arguments of verl: of its SFT trainer, or the actor of its RL loops. --output comes before
+    them."""
     from mtrain.config.foreign.verl import from_verl
 
     _write(lambda: from_verl(arguments), output)

@@ -46,7 +46,7 @@ def compare(
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for compare.html and compare.png.")] = Path(),
 ) -> None:
-    """Compares runs with the first one: what differs, and from which step and quantity on; exit 0 equal, 1
+    """Compares runs with the first one: differences, and the step and quantity at which they begin; exit 0 equal, 1
     divergent."""
     with one_message():
         from mtrain.base.errors import ConfigError
@@ -70,7 +70,7 @@ def status(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes with --watch.")] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, one line each time.")] = False,
 ) -> None:
-    """Shows step, remaining time, loss, speed, memory, ranks, last checkpoint and alarms of runs as they go on."""
+    """Shows step, remaining time, loss, speed, memory, ranks, last checkpoint and alarms of runs."""
     with one_message():
         import json
         import time

@@ -105,7 +105,7 @@ def plan(
         if options.write is not None:
             report.write_choice(found.choices[0], given.content, assumed, cluster, memory, options.write)
             if not options.as_json:
-                lacking = f" without {', '.join(assumed)}; add what the run shall have, then" if assumed else ":"
+                lacking = f" without {', '.join(assumed)}; add the run's values, then" if assumed else ":"
                 typer.echo(f"\nwritten to {options.write}{lacking} mtrain check {options.write}")
 
 

@@ -50,7 +50,7 @@ def serve(
         typer.Option(help="File with the clients' key; needed except on loopback.", show_default=False),
     ] = None,
 ) -> None:
-    """Serves a model to clients that train it and sample from it: the tinker SDK, for one.
+    """Serves a model to clients that train it and sample from it, such as the tinker SDK.
 
     One rank alone, or all ranks of a layout under torchrun or srun.
     """
@@ -72,7 +72,7 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeatable.", show_default=False)] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(help="One prompt per line; of .jsonl: objects with prompt or messages.", show_default=False),
+        typer.Option(help="One prompt per line; .jsonl: objects with prompt or messages.", show_default=False),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
@@ -80,7 +80,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Number of the likeliest tokens to draw from; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is what a user says, in the model's chat template.")
+        bool, typer.Option("--chat", help="Treat the prompt as a user message in the model's chat template.")
     ] = False,
 ) -> None:
     """Continues prompts, or answers them.
@@ -88,7 +88,7 @@ def generate(
     Under torchrun or srun the model is spread over the ranks by the layout of its run.
     """
     if not prompt and prompts_file is None:
-        raise typer.BadParameter("there is none; give --prompt TEXT, or --prompts-file FILE", param_hint="--prompt")
+        raise typer.BadParameter("no prompt is given; add --prompt TEXT, or --prompts-file FILE", param_hint="--prompt")
     if not 0 < top_p <= 1:
         raise typer.BadParameter(f"{top_p} must be above 0 and at most 1; 1: all tokens", param_hint="--top-p")
     with one_message(this_rank()):

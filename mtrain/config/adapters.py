@@ -98,8 +98,8 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
         )
     if adapter.dropout > 0 and "kv_b_proj" in adapter.parts & model.query_projections:
         yield (
-            f"adapter.dropout={adapter.dropout} cannot be had with kv_b_proj (a part of qkv), whose matrix multiplies "
-            "latents after the exchange of context parallelism; set it to 0, or name the other projections"
+            f"adapter.dropout={adapter.dropout} does not work with kv_b_proj (a part of qkv), whose matrix multiplies "
+            "latents after the context-parallel exchange; set it to 0, or name the other projections"
         )
     own = frozenset().union(*(section.projections for section in model.recurrent))
     if missing := [target for target in adapter.targets if target in _RECURRENT - own]:
@@ -120,12 +120,12 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
         )
     if model.output.is_new and "output" in adapter.parts:
         yield (
-            f"adapter.targets=output: the head of {model.output} is in the place of the output layer, and learns "
-            "whole; remove it"
+            f"adapter.targets=output: the head of {model.output} replaces the output layer, and is trained in full; "
+            "remove it"
         )
     elif model.tied_embeddings and "output" in adapter.parts:
         yield (
-            "adapter.targets=output: with model.tied_embeddings=true the output layer has no table of its own; remove "
+            "adapter.targets=output: with model.tied_embeddings=true the output layer has no separate table; remove "
             "it, or name embedding, which leaves the output layer on the frozen table, as in PEFT"
         )
 
@@ -138,12 +138,12 @@ def _learned_whole(model: ModelSection, adapter: AdapterSection) -> Iterator[str
         return
     if model.output.is_new:
         yield (
-            f"adapter.modules_to_save=output: the head of {model.output} is in the place of the output "
-            "layer, and learns whole; remove it"
+            f"adapter.modules_to_save=output: the head of {model.output} replaces the output layer, and is trained in "
+            "full; remove it"
         )
     elif model.tied_embeddings and "embedding" not in saved:
         yield (
-            "adapter.modules_to_save=output: with model.tied_embeddings=true the output layer has no table of its own; "
+            "adapter.modules_to_save=output: with model.tied_embeddings=true the output layer has no separate table; "
             "name embedding, which is both"
         )
 
@@ -177,7 +177,7 @@ def _run(config: Sections, adapter: AdapterSection) -> Iterator[str]:
             yield (
                 "model.add_tokens with adapter.targets=embedding needs tables that can be merged into the model, and "
                 "with model.tied_embeddings=true one table would get two values; name embedding in "
-                "adapter.modules_to_save instead, where the one table learns whole"
+                "adapter.modules_to_save instead, which trains the one table in full"
             )
     every = config.checkpoint.export_hf_every_steps
     if every and not has_merged_form(model, adapter):
@@ -188,12 +188,12 @@ def _run(config: Sections, adapter: AdapterSection) -> Iterator[str]:
         )
     if model.mtp_depths and "embedding" in adapter.parts:
         yield (
-            f"adapter.targets=embedding with model.mtp_depths={model.mtp_depths}: the depths read the table on the "
-            "last stage of a pipeline as well, where it has no adapter; remove it, or set mtp_depths to 0"
+            f"adapter.targets=embedding with model.mtp_depths={model.mtp_depths}: the depths also read the table on "
+            "the last pipeline stage, where it has no adapter; remove it, or set mtp_depths to 0"
         )
     if config.optimizer.kind == "muon":
         yield (
-            "adapter with optimizer.kind=muon would orthogonalize A and B apart, and not what they make together; use "
+            "adapter with optimizer.kind=muon would orthogonalize A and B separately instead of their product; use "
             "optimizer.kind=adamw"
         )
     if adapter.base_dtype is not None and config.train.precision == "fp16":

@@ -35,7 +35,7 @@ def changes(old_config: str | Config, new_config: str | Config) -> list[Change]:
 
 
 def _stands_for_a_section(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Says whether a null only stands for a missing section whose keys the other configuration has."""
+    """Says whether a null only marks a missing section whose keys the other configuration has."""
     return any(
         key in one and one[key] is None and any(name.startswith(f"{key}.") for name in other)
         for one, other in ((old, new), (new, old))

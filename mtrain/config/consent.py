@@ -66,7 +66,7 @@ _WITH_CONSENT = (
     "model.experts.bias_update_rate",
     "model.experts.capacity_factor",
 )
-_STATE = "its state in the checkpoint means nothing to another"
+_STATE = "its state in the checkpoint is useless to another"
 _ORDER = "it decides which samples a step reads, so samples would be repeated or left out"
 _NEVER = {
     "optimizer.kind": _STATE,

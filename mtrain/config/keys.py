@@ -46,7 +46,7 @@ class Key:
     """One key, or one section of keys."""
 
     name: str
-    """Path from the root, such as `train.num_steps`; `[]` stands for a list element, NAME for a user's own name."""
+    """Path from the root, such as `train.num_steps`; `[]` means a list element, NAME a user's own name."""
     type: str
     """Legal values in words."""
     default: Any

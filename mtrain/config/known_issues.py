@@ -54,7 +54,7 @@ UNREAD = Refusal(
 )
 LOW_PRECISION = Refusal(
     ("fp4", "fp8"),
-    "is passed over without a word where TransformerEngine is absent, and its scales depend on the layout",
+    "is silently ignored without TransformerEngine, and its scales depend on the layout",
     "remove it and choose train.precision or train.fp8",
 )
 RESIDUAL = Refusal(
@@ -96,7 +96,7 @@ REFUSALS = (
     ),
     Refusal(
         ("bias_activation_fusion",),
-        "computes other activations than swiglu in approximations of its own",
+        "approximates activations other than swiglu in its own way",
         "remove it, or set model.activation=swiglu",
         lambda value, config: bool(value) and config.model.activation != "swiglu",
     ),
@@ -221,7 +221,7 @@ def _unknown_to(kind: CpComm, model: ModelSection, data: AnyData) -> Iterator[tu
     if model.attention_dropout:
         yield "model.attention_dropout", "dropout"
     if model.mla is not None:
-        yield "model.mla", "latents, of which each hop would make keys and values anew"
+        yield "model.mla", "latents, from which each hop would recompute keys and values"
     if data.isolate_documents:
         yield "data.packing" if data.packing else "data.isolate_documents", "documents that end within a hop"
 
@@ -248,12 +248,13 @@ class Note:
 
 DROPOUT = Note(
     lambda config: bool(config.dropout_keys),
-    "dropout draws other numbers on another layout or micro-batch size: this run repeats on its own ones only",
+    "dropout draws other numbers on another layout or micro-batch size: this run repeats only on its own",
 )
 FP8 = Note(
     lambda config: config.train.fp8 is not None,
     "train.fp8 rounds the operands of products to 3 or 2 bits after the leading one (2^-4 or 2^-3 of an element), by "
-    "scales that follow from how the layout cuts tensors: other layouts and micro-batch sizes agree to that alone",
+    "scales that depend on how the layout cuts tensors: other layouts and micro-batch sizes agree only to that "
+    "precision",
 )
 CLIPPING = Note(
     lambda config: 0 < config.optimizer.clip_grad < _SMALL_CLIP,
@@ -262,14 +263,14 @@ CLIPPING = Note(
 )
 LAYOUT_DEPENDENT = Note(
     lambda config: bool(layout_dependent_keys(config.model, config.loss)),
-    "loss.allow_layout_dependent=true, and a balancing loss or a capacity is in use that changes with the layout by "
-    "definition: losses, gradients and weights of this run are those of its own layout and micro batch size only",
+    "loss.allow_layout_dependent=true, and a balancing loss or a capacity depends on the layout by definition: "
+    "losses, gradients and weights of this run are valid only for its layout and micro-batch size",
 )
 OWN_LOSS = Note(
     lambda config: config.layout.cp > 1 and bool(own_functions(config.loss)),
-    "a loss function of yours runs under context parallelism, where no rank holds a whole sequence: what is not linear "
-    "in its tokens needs TermInputs.sum_over_sequence (docs/extending/loss.md); `mtrain verify parity` shows whether "
-    "it is the same on every layout",
+    "your own loss function runs under context parallelism, where no rank holds a whole sequence: anything not "
+    "linear in its tokens needs TermInputs.sum_over_sequence (docs/extending/loss.md); `mtrain verify parity` shows "
+    "whether it is the same on every layout",
 )
 NOTES = (DROPOUT, FP8, CLIPPING, LAYOUT_DEPENDENT, OWN_LOSS)
 

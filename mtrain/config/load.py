@@ -301,7 +301,7 @@ def _placeholders(source: Source) -> Iterator[str]:
                 f"(in {source.place(location)}); write the value itself"
             )
         elif text == "???":
-            yield f"{dotted(location)}: ??? stands for a missing value (in {source.place(location)}); give the value"
+            yield f"{dotted(location)}: ??? marks a missing value (in {source.place(location)}); give the value"
         elif not _is_text(text):
             yield f"{dotted(location)}: {text!r} contains what text cannot (NUL, or half a surrogate pair); rewrite it"
 

@@ -58,8 +58,8 @@ def validation(valid: ValidSection, data: AnyData) -> Iterator[str]:
     asked = valid.interval_steps > 0 or valid.at_start or valid.at_end
     if asked and isinstance(data, FilesSection) and not data.valid and (data.split is None or data.split[1] == 0):
         yield (
-            "valid asks for validation, but there are no samples for it; name data.valid, give data.split a second "
-            "share above 0, or turn valid.interval_steps, valid.at_start and valid.at_end off"
+            "validation is enabled, but has no samples; name data.valid, give data.split a second share above 0, or "
+            "turn valid.interval_steps, valid.at_start and valid.at_end off"
         )
 
 
@@ -69,7 +69,8 @@ def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: 
         return
     if asked.interval_steps is None and not (valid.interval_steps or valid.at_start or valid.at_end):
         yield (
-            "eval.prompts are never asked, as the run does not validate; set eval.interval_steps, or turn validation on"
+            "eval.prompts are never answered, since the run does not validate; set eval.interval_steps, or turn "
+            "validation on"
         )
     if data.tokenizer is None:
         yield "eval.prompts are texts, but data.tokenizer is not set; name the tokenizer, or remove the prompts"
@@ -139,8 +140,8 @@ def packing(train: TrainSection, data: AnyData) -> Iterator[str]:
         )
     if width < data.seq_length:
         yield (
-            f"train.tokens_per_micro_batch={width} must be at least data.seq_length={data.seq_length}, as every sample "
-            "needs a row that takes it; raise the one or lower the other"
+            f"train.tokens_per_micro_batch={width} must be at least data.seq_length={data.seq_length}, since a row "
+            "must hold any sample; raise one or lower the other"
         )
     if train.micro_batch_size > 1:
         yield (
@@ -215,9 +216,9 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
             yield f"{key} names shared_experts, but model.experts.shared_ffn_hidden_size=0; remove it"
     if train.recompute_layers is not None and any(layers):
         yield (
-            f"train.recompute_layers={train.recompute_layers} cannot be combined with model.experts: "
-            "megatron-core hands the layers that are not recomputed no padding mask, so their routers would "
-            "count padding; remove it, or set train.recompute=selective with recompute_modules=[core_attn, moe]"
+            f"train.recompute_layers={train.recompute_layers} cannot be combined with model.experts: megatron-core "
+            "passes no padding mask to layers that are not recomputed, so their routers would count padding; remove "
+            "it, or set train.recompute=selective with recompute_modules=[core_attn, moe]"
         )
 
 
@@ -226,15 +227,15 @@ def compiled(train: TrainSection, dropout_keys: Sequence[str]) -> Iterator[str]:
     key = f"train.compile={train.compile}"
     if train.compile in COMPILED and train.offload_layers is not None:
         yield (
-            f"{key} cannot be combined with train.offload_layers, as graphs hide what a layer keeps; turn "
-            "one of the two off"
+            f"{key} cannot be combined with train.offload_layers, since graphs hide what a layer keeps; turn one of "
+            "the two off"
         )
     if train.compile != "layers":  # regions draw nothing, and wait for nothing
         return
     for name in dropout_keys:
         if name != "model.attention_dropout":  # attention dropout stays outside of the graphs
             yield (
-                f"{key} cannot be combined with {name}, as a compiled layer draws other numbers; turn one of the "
+                f"{key} cannot be combined with {name}, since a compiled layer draws other numbers; turn one of the "
                 "two off"
             )
     if train.overlap_param_gather:
@@ -251,8 +252,8 @@ def deterministic(train: TrainSection, model: ModelSection) -> Iterator[str]:
     key = "train.deterministic=true"
     if train.compile in COMPILED:
         yield (
-            f"{key} cannot be combined with train.compile={train.compile}, as torch may choose kernels by "
-            "timing them; turn one of the two off"
+            f"{key} cannot be combined with train.compile={train.compile}, since torch may choose kernels by timing "
+            "them; turn one of the two off"
         )
     if model.megatron.get("deterministic_mode") is False:
         yield f"{key} sets model.megatron.deterministic_mode, which is false here; remove it"
@@ -270,8 +271,8 @@ def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterat
         )
     if model.mtp_depths >= data.seq_length:
         yield (
-            f"model.mtp_depths={model.mtp_depths} must be below data.seq_length={data.seq_length}, as no token lies "
-            "further ahead; lower the one or raise the other"
+            f"model.mtp_depths={model.mtp_depths} must be below data.seq_length={data.seq_length}, since no token is "
+            "further ahead; lower one or raise the other"
         )
 
 
@@ -289,7 +290,7 @@ def preferences(config: Sections) -> Iterator[str]:
             yield f"{name} compares {needed}, but data.format={data.format} has none; set it to auto"
     if compared(loss, data) is None:
         if loss.reference is not None:
-            yield f"loss.reference={loss.reference} is a model that answers are compared with, which {name} does not do"
+            yield f"loss.reference={loss.reference} is a model to compare answers with, which {name} does not do"
         return
     if loss.reference is not None and config.model.hf is None and config.checkpoint.initialize_from is None:
         yield (
@@ -305,7 +306,7 @@ def preferences(config: Sections) -> Iterator[str]:
         )
     for key in config.dropout_keys:
         yield (
-            f"{key} is above 0, but {name} sees the model twice in a step, which has to be the same model; set it to 0"
+            f"{key} is above 0, but {name} runs the model twice in a step, which must be the same model; set it to 0"
         )
     if config.model.mtp_depths:
         yield (
@@ -314,8 +315,8 @@ def preferences(config: Sections) -> Iterator[str]:
         )
     if data.packing is not None and data.packing.batch == "rows":
         yield (
-            f"data.packing.batch=rows cuts steps by rows, and a pair could lie in two of them, but {name} compares "
-            "whole pairs; set it to sequences"
+            f"data.packing.batch=rows cuts steps by rows, and could split a pair, but {name} compares whole pairs; "
+            "set it to sequences"
         )
 
 
@@ -344,7 +345,7 @@ def heads(config: Sections) -> Iterator[str]:
     if loss.side_terms or loss.teacher is not None:
         yield f"loss.side_terms and loss.teacher are of tokens, which {key} does not predict; remove them"
     if config.eval.is_on:
-        yield f"eval.prompts ask for text, which a model with {key} does not write; remove them"
+        yield f"eval.prompts need text, which a model with {key} does not write; remove them"
     if isinstance(config.data, SftSection) and config.data.too_long == "split":
         yield f"data.too_long=split would judge parts of a sequence under {key}; set it to end, start or drop"
     if isinstance(config.data, FilesSection) and not isinstance(config.data, SftSection):
@@ -385,9 +386,9 @@ def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:
         return
     for key in layout_dependent_keys(model, loss):
         yield (
-            f"{key} is set, but its effect depends on the layout by definition; remove it (see loss.router."
-            "sequence_balance_coefficient and model.experts.bias_update_rate), or set "
-            "loss.allow_layout_dependent=true and give the promise up"
+            f"{key} is set, but its effect depends on the layout by definition; remove it (see "
+            "loss.router.sequence_balance_coefficient and model.experts.bias_update_rate), or set "
+            "loss.allow_layout_dependent=true and give up the promise"
         )
 
 
@@ -411,8 +412,8 @@ def products_in_8_bits(config: Sections) -> Iterator[str]:
     key = f"train.fp8={train.fp8}"
     if train.fp8_recipe == "delayed":
         yield (
-            "train.fp8_recipe=delayed scales by the largest elements of earlier steps, which checkpoints do not hold, "
-            "so a run that goes on would be another one; set it to tensorwise, blockwise or mxfp8"
+            "train.fp8_recipe=delayed scales by the largest elements of earlier steps, which checkpoints do not "
+            "contain, so a resumed run would differ; set it to tensorwise, blockwise or mxfp8"
         )
     if train.device == "cpu":
         yield f"{key} needs a GPU, but train.device=cpu; set train.device=cuda, or remove train.fp8"

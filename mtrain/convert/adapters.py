@@ -48,7 +48,7 @@ class SavedAdapter(NamedTuple):
     """Whether to use float32 main weights if the checkpoint has them."""
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor by its global name, with layer and expert spelled out; `{E}` stands for all experts."""
+        """Reads a tensor by its global name, with layer and expert spelled out; `{E}` means all experts."""
         layer = _LAYER.search(name)
         spelled = name.replace(".mlp.experts.{E}.", _STACKED_EXPERTS)
         expert = _EXPERT.search(spelled)

@@ -54,7 +54,7 @@ def put_ending(folder: Path, origin: Path | None, model: ModelSection) -> Ending
     try:
         stops, inside = _ends(templates, tokenizer)
     except DataError as fault:
-        _log.info(f"note: what ends an answer is not written into {folder.name}: {fault}")
+        _log.info(f"note: the stop tokens are not written into {folder.name}: {fault}")
         return None
     declared = declared_ends(origin)
     if early := [tokenizer.name(each) for each in (set(declared) - set(stops)) & set(inside)]:
@@ -81,7 +81,7 @@ def ends_next_to(path: Path) -> frozenset[int]:
         templates = chosen_templates("auto", tokenizer.path)
         return frozenset() if templates is None else frozenset(_ends(templates, tokenizer).ids)
     except DataError as fault:
-        _log.info(f"note: what ends an answer under the templates of {path} is not known: {fault}")
+        _log.info(f"note: the stop tokens under the templates of {path} are not known: {fault}")
         return frozenset()
 
 

@@ -254,8 +254,8 @@ def _config(target: ExportTarget, said: dict[str, Any] | None, dtype: torch.dtyp
     config = dict.fromkeys(_DTYPE_FIELDS, name) | target.family.for_all_versions(config)
     if "rope_theta" not in (text := target.family.text(config)) and "rope_parameters" in text:
         _log.info(
-            f"note: transformers 4 has no words for the rotary embeddings of this {target.family.model_type} model and "
-            "would take its defaults; load the export with transformers 5"
+            f"note: transformers 4 cannot express the rotary embeddings of this {target.family.model_type} model and "
+            "would use its defaults; load the export with transformers 5"
         )
     return config
 

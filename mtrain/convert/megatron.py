@@ -102,9 +102,8 @@ def model_of(folder: Path, described: Path | None) -> ModelSection:
     """
     if described is None:
         raise ConfigError(
-            f"{folder} is a checkpoint of Megatron-LM or Megatron-Bridge, and only a pickle says what model it holds; "
-            "give --like a folder of Hugging Face of this model, or --model a file such as "
-            "configs/model/llama3_8b.yaml"
+            f"{folder} is a checkpoint of Megatron-LM or Megatron-Bridge, and only a pickle describes its model; give "
+            "--like a Hugging Face folder of this model, or --model a file such as configs/model/llama3_8b.yaml"
         )
     if not described.is_file():
         return described_model(described)

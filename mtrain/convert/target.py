@@ -98,7 +98,7 @@ def open_target(path: Path, like: Path | None, dtype: torch.dtype | None) -> Exp
         source = ModelSource(model_of(folder, like), origin, None)
     else:
         if like is not None and like.is_file():
-            raise ConfigError(f"{path} says itself what model it holds; leave --model out")
+            raise ConfigError(f"{path} already describes its model; leave --model out")
         entry = checkpoint_at(path).entry
         assert entry is not None, "checkpoint_at raises where there is none"
         folder, source = entry.path, source_of(entry.path)

@@ -122,7 +122,7 @@ def working_folder(out: Path, conversion: dict[str, Any]) -> Iterator[Path]:
         except DataError as fault:
             with disk_faults(f"write {folder}"):
                 (folder / _CONVERSION).unlink(missing_ok=True)
-            raise DataError(f"{fault}; nothing that was written is kept: another call begins anew") from fault
+            raise DataError(f"{fault}; nothing written is kept: another call starts over") from fault
         with disk_faults(f"complete {out}"):
             remove(folder / _DONE)
             for name in (_CONVERSION, _LOCK):
@@ -159,7 +159,7 @@ def _begin(folder: Path, conversion: dict[str, Any]) -> None:
         if left.name not in (_LOCK, *((_CONVERSION, _DONE) if goes_on else ()), *finished):
             remove(left)
     if goes_on:
-        _log.info(f"going on where an earlier call stopped: {len(finished)} files are done")
+        _log.info(f"resuming an earlier call: {len(finished)} files are done")
         return
     (folder / _DONE).mkdir()
     write_atomically(path, said)

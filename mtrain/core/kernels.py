@@ -1,8 +1,9 @@
 """Kernels that layers and losses share: products into float32, and regions, which torch compiles.
 
-Regions are bound by memory; torch compiles each into about one pass forward and one backward. A region knows nothing of
-the layout. Products, collectives and recomputation stay outside, so that fused weight gradients, adapters and pipelines
-work as without. Modules with regions have `compiles_regions`, which `mtrain/core/layers/compiled.py` turns on.
+Regions are bound by memory; torch compiles each into about one pass forward and one backward. A region does not depend
+on the layout. Products, collectives and recomputation stay outside, so that fused weight gradients, adapters and
+pipelines work as without. Modules with regions have `compiles_regions`, which `mtrain/core/layers/compiled.py` turns
+on.
 """
 
 import functools
@@ -29,11 +30,11 @@ class Region(Generic[P, Result]):
         functools.update_wrapper(self, function)
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> Result:
-        """Calls the function as it is written; inside of a graph, its formula becomes part of that graph."""
+        """Calls the function uncompiled; inside a graph, its formula becomes part of that graph."""
         return self._function(*arguments, **options)
 
     def compiled_if(self, is_on: bool) -> Callable[P, Result]:
-        """Returns the compiled function, or the function as it is written."""
+        """Returns the compiled function, or the original one."""
         if not is_on or torch.compiler.is_compiling():
             return self._function
         compiled: Callable[P, Result] = _compiled(self._function, BACKEND)

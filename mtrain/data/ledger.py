@@ -1,4 +1,4 @@
-"""Records what was trained, step by step: the samples that each data-parallel rank read, and what they held.
+"""Records the training data step by step: the samples that each data-parallel rank read, and their contents.
 
 Each rank that reads for a replica writes its own file, so a step needs no further communication; a reader merges them.
 An entry does not depend on who read a sample or where it lay: identities follow from the order of samples, and digests
@@ -245,8 +245,8 @@ class Ledger:
         return sorted(step for step, entries in self.steps.items() if entries[0].skipped)
 
     def epochs(self) -> list[EpochTotals]:
-        """Sums up every epoch of every source, in order of their beginnings; after a change of data, sources are
-        counted anew."""
+        """Sums up every epoch of every source, in order of their beginnings; after a change of data, counting
+        restarts."""
         parts: dict[tuple[int, int, int], list[SourceEntry]] = {}
         starts: dict[int, StartEntry] = {}
         began = self._began()
@@ -273,7 +273,7 @@ class Ledger:
         return found
 
     def unread_of_window(self) -> int:
-        """Counts the samples that the last window still holds if windows cross the ends of epochs, else 0."""
+        """Counts the remaining samples of the last window if windows cross the ends of epochs, else 0."""
         windows = windows_in(self.start_of(max(self.steps)).fingerprint)
         if windows is None or not windows.across_epochs:
             return 0

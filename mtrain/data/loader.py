@@ -106,7 +106,7 @@ class Prefetch(Generic[Item], Iterator[Item]):
 
 
 class _Fault:
-    """Exception of the thread, in the place of an item."""
+    """Exception of the thread, instead of an item."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -258,8 +258,8 @@ class StepLoader(OpenedData):
         return self._rows.microbatches(self.plan(step), self.samples(step), has_first=True)
 
     def next_entry(self, step: int) -> StepEntry:
-        """Returns the entry of the oldest step that `iterate` yielded and nobody asked about; `step` is the trainer's
-        count of updates, whatever number the step was read under."""
+        """Returns the entry of the oldest step that `iterate` yielded and that was not requested yet; `step` is the
+        trainer's count of updates, whatever number the step was read under."""
         return replace(self._read.popleft(), step=step)
 
     def start_entry(self, step: int) -> StartEntry:
@@ -284,7 +284,7 @@ class StepLoader(OpenedData):
         """Yields batches(from_step), batches(from_step + 1), ... without end, read ahead; use it in a `with` block.
 
         Args:
-            pinned: Whether the batches lie in pinned memory, which a GPU copies while the host goes on.
+            pinned: Whether the batches are in pinned memory, which a GPU copies while the host continues.
         """
         self._read.clear()
 

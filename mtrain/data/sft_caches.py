@@ -75,8 +75,8 @@ class SftCaches:
         _check_extras(cache, self._columns, self._model)
         if cache.highest_id >= vocab_size:
             raise DataError(
-                f"{path} holds token {cache.highest_id}, but model.vocab_size is {vocab_size}; take the model's "
-                "own tokenizer or raise model.vocab_size"
+                f"{path} holds token {cache.highest_id}, but model.vocab_size is {vocab_size}; use the model's own "
+                "tokenizer or raise model.vocab_size"
             )
         self._opened[path] = cache
         return cache
@@ -124,9 +124,9 @@ def _check_extras(cache: TokenCache, names: Sequence[str], model: ModelSection) 
         token, column = (int(each[0]) for each in np.nonzero(is_bad))
         place, number = _place_of_token(cache, token)
         raise NumericError(
-            f"{place}: has an extra {names[column]!r} that is {cache.extras[token, column]} at token {number}; every "
-            "number of it must be finite in float32, also where the mask is 0: look at what has made it, and write 0 "
-            "where there is none"
+            f"{place}: has an extra {names[column]!r} that is {cache.extras[token, column]} at token {number}; all "
+            "its numbers must be finite in float32, even where the mask is 0: check the program that wrote it, and "
+            "write 0 for missing numbers"
         )
     _check_temperatures(cache, names)
     teacher = top_k_fault(cache.extras, names, cache.is_counted, model.vocab_size) if names else None

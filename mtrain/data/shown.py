@@ -149,7 +149,7 @@ def _place(stream: SampleStream, g: int) -> str:
 
 def as_text(shown: ShownStep) -> str:
     """Writes a step as plain text for files and logs."""
-    lines = [f"{shown.headline}. What is trained stands between {_TRAINED} and {_END}; {_DOCUMENT} begins a document."]
+    lines = [f"{shown.headline}. Trained text is between {_TRAINED} and {_END}; {_DOCUMENT} begins a document."]
     for sample in shown.samples:
         lines += ["", headline(sample), "".join(_marked(sample.tokens))]
     return "\n".join(lines) + "\n"

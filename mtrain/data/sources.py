@@ -198,9 +198,9 @@ def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
         own = _tokenizer_at(place, tokenizer.added)
         if own is not None and own.path.resolve() != tokenizer.path.resolve() and not own.encodes_like(tokenizer):
             raise DataError(
-                f"data.tokenizer={config.data.tokenizer} gives other ids than {own.path}, which came with the weights, "
-                f"so the model would read other words than it has learned; set data.tokenizer={place}, or "
-                "data.allow_other_tokenizer=true to train with the other one"
+                f"data.tokenizer={config.data.tokenizer} gives other ids than {own.path}, which came with the "
+                f"weights, so the model would read other tokens than it was trained on; set data.tokenizer={place}, "
+                "or data.allow_other_tokenizer=true to train with the other one"
             )
 
 
@@ -287,12 +287,12 @@ class Sources:
         """Refuses a run in which no step could change the model; notes a source that changes nothing."""
         reasons = {name: why for name, source in sources.items() if (why := source.why_nothing()) is not None}
         if len(reasons) < len(sources):
-            self._notes += [f"{name}: nothing in it is learned: {why}" for name, why in reasons.items()]
+            self._notes += [f"{name}: no token in it is trained: {why}" for name, why in reasons.items()]
             return
         listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
         raise NothingToLearnError(
-            f"no training sample has anything to learn ({listed}), so no step would change the model; give records "
-            "whose answers count, or raise data.seq_length where they are cut"
+            f"no training sample has a token to train ({listed}), so no step would change the model; give records "
+            "with answers in the loss, or raise data.seq_length if they are cut"
         )
 
     def _of_0_1_0(self, sources: Sequence[SampleSource]) -> list[str | None]:
@@ -412,7 +412,7 @@ class Epochs:
 
 
 def with_num_steps(config: Config) -> Config:
-    """Returns the configuration with `train.num_steps` in place of `train.num_epochs`; opens the training data.
+    """Returns the configuration with `train.num_steps` instead of `train.num_epochs`; opens the training data.
 
     These are the fewest steps that hold all samples of these epochs. `optimizer.warmup_ratio` becomes steps as well.
     """
@@ -423,9 +423,9 @@ def with_num_steps(config: Config) -> Config:
         raise ConfigError(f"{key}, but data.kind={data.kind} has no end; set train.num_steps")
     if len(data.all_sources) > 1:
         raise ConfigError(
-            f"{key} counts passes through one source, but data.train and data.curriculum name {len(data.all_sources)}, "
-            "of which weights decide how often each is passed; name their files by one pattern or folder, or set "
-            "train.num_steps"
+            f"{key} counts passes through one source, but data.train and data.curriculum name "
+            f"{len(data.all_sources)}, and their weights decide how often each is passed; name their files by one "
+            "pattern or folder, or set train.num_steps"
         )
     epochs = Epochs(config, Sources(config).training())
     # as text: 0.1 is a tenth here, not the float next to it

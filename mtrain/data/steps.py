@@ -198,11 +198,11 @@ _LATER = re.compile(r"of (\d+) from (\d+) updates on", re.ASCII)
 
 def windows_in(fingerprint: str) -> Windows | None:
     """Reads the windows from the fingerprint of a run's data; None if its steps count sequences."""
-    found = _WINDOWS.search(fingerprint)
-    if found is None:
+    match = _WINDOWS.search(fingerprint)
+    if match is None:
         return None
-    later = tuple((int(step), int(window)) for window, step in _LATER.findall(found[4]))
-    return Windows(int(found[1]), int(found[2]), int(found[3]), later, across_epochs=found[5] is None)
+    later = tuple((int(step), int(window)) for window, step in _LATER.findall(match[4]))
+    return Windows(int(match[1]), int(match[2]), int(match[3]), later, across_epochs=match[5] is None)
 
 
 def known_until(fingerprint: str, step: int) -> str:

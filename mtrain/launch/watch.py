@@ -138,7 +138,7 @@ class RankWatch:
         beats = self._heartbeats
         silent = [rank for rank in running if beats is not None and beats.is_lost(rank)]
         if beats is not None and silent and silent == running:
-            cause = f"has given no sign of life for {beats.limit_s:g} s, nor has any other rank"
+            cause = f"has shown no sign of life for {beats.limit_s:g} s, like every other rank"
             return Failure(running[0], cause, RankLostError.exit_code, False)
         return None
 

@@ -67,9 +67,9 @@ def look_at_disk(config: Config, findings: Findings) -> None:
     with findings.looking():
         with disk_faults(f"look at {place}"):
             if not place.is_dir():
-                raise MachineError(f"run.dir={folder.path} lies below {place}, which is a file; name another folder")
+                raise MachineError(f"run.dir={folder.path} is below {place}, which is a file; name another folder")
             if not os.access(place, os.W_OK | os.X_OK):
-                raise MachineError(f"run.dir={folder.path} cannot be made: {place} may not be written; change run.dir")
+                raise MachineError(f"run.dir={folder.path} cannot be created: {place} is not writable; change run.dir")
             free = shutil.disk_usage(place).free
             held = _bytes_below(folder.checkpoints) + _bytes_below(folder.exports)
         parts = f"{need.num_checkpoints} x {need.checkpoint_bytes / _GIB:.2f} GiB of checkpoints"

@@ -22,7 +22,7 @@ class Findings:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Records a fault that ends the block, and goes on, so that all are found at once."""
+        """Records a fault that ends the block, and continues, so that all are found at once."""
         try:
             yield
         except MtrainError as fault:

@@ -99,7 +99,7 @@ def kept_lines(given: Config, kept: Config) -> Iterator[str]:
         value, was_given = (getattr(_section_at(config, place), name) for config in (kept, given))
         if value != was_given:
             shown = ", ".join(value) if isinstance(value, tuple) else str(value).lower()
-            yield f"{key}={shown} stays, as this run began with it"
+            yield f"{key}={shown} stays, since this run began with it"
 
 
 def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
@@ -192,8 +192,8 @@ def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder:
     if learning_rate(last, old, old_num_steps) != learning_rate(last, optimizer, num_steps):
         raise RunFolderError(
             f"{lengths} at the earlier start in {folder}, whose checkpoint of step {newest_step} lies in the final "
-            f"decay: updates that were made would have had another learning rate; set train.num_steps={old_num_steps}, "
-            "or start a new run from an earlier checkpoint with checkpoint.initialize_from and another run.dir"
+            f"decay: past updates would have had another learning rate; set train.num_steps={old_num_steps}, or start "
+            "a new run from an earlier checkpoint with checkpoint.initialize_from and another run.dir"
         )
 
 
@@ -225,7 +225,6 @@ def _other_run(folder: Path, keys: list[str]) -> RunFolderError:
     fixed = [key for key in keys if not is_permitted(key, keys)]
     never = f" ({', '.join(fixed)} cannot change in a run)" if fixed else ""
     return RunFolderError(
-        f"{folder} holds checkpoints of a run whose {', '.join(keys)} had other values; "
-        "set the same values, or another run.dir, or name in checkpoint.allow_changed what is meant to change from "
-        f"here on{never}"
+        f"{folder} holds checkpoints of a run whose {', '.join(keys)} had other values; set the same values, or "
+        f"another run.dir, or name in checkpoint.allow_changed the keys that may change from here on{never}"
     )

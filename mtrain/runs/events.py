@@ -25,7 +25,7 @@ class EventKind(StrEnum):
     SAVE = "save"
     """A checkpoint is on disk; fact `seconds`."""
     ALARM = "alarm"
-    """Something that people should see; the run goes on."""
+    """Something that people should see; the run continues."""
     ROLLBACK = "rollback"
     """The run went back to the checkpoint of `step`."""
     STOP = "stop"

@@ -50,7 +50,7 @@ class FailureClass(StrEnum):
     BUG = "bug"
 
 
-_AGAIN = "start the same command again: the run goes on from its newest checkpoint"
+_AGAIN = "start the same command again: the run resumes from its newest checkpoint"
 _ADVICE = {
     FailureClass.USER_INPUT: "change what the message names; `mtrain check CONFIG` finds most of this without a GPU",
     FailureClass.DATA: f"repair what the message names, then {_AGAIN}",
@@ -58,12 +58,14 @@ _ADVICE = {
     "step out; the message says which checkpoint is good",
     FailureClass.OUT_OF_MEMORY: "lower train.micro_batch_size or data.seq_length, recompute more (train.recompute), or "
     f"divide the model over more ranks; then {_AGAIN}",
-    FailureClass.LOST_PEER: f"{_AGAIN}; where the same node is named twice, leave it out and look at its kernel log",
+    FailureClass.LOST_PEER: f"{_AGAIN}; if the same node is named twice, exclude it and look at its kernel log",
     FailureClass.DISK: f"free space or fix the disk that the message names, then {_AGAIN}",
     FailureClass.CONFLICT: "let the other start have the folder, or stop it first",
     FailureClass.MACHINE: f"fix what the message names, then {_AGAIN}",
-    FailureClass.BUG: "the traceback names the line: a function of your own, or a fault of this program to be reported "
-    "with the traceback and config.yaml",
+    FailureClass.BUG: (
+        "the traceback names the line: your own function, or a fault of this program; report that with the "
+        "traceback and config.yaml"
+    ),
 }
 
 GONE = "gone"

@@ -249,7 +249,7 @@ class StartAccount:
     def __init__(self, folder: Path, number: int, rank: int, world_size: int) -> None:
         self._folder, self._is_writer = folder, rank == 0
         job, now_s, pulse = os.environ.get("SLURM_JOB_ID"), time.time(), current_pulse()
-        # replaced as a whole: the heartbeat's thread writes it while training goes on
+        # replaced as a whole: the heartbeat's thread writes it while training continues
         self._start = RunStart(
             number=number,
             # in a user's program, whose beginning is not known, the current time

@@ -225,8 +225,8 @@ def _this_process(number: int) -> str:
 
 def _number_in(owner: str) -> int:
     """Returns the number of a start from its name; 0 in names of older versions."""
-    found = re.search(r" \(start (\d+)\) \[\w+\]$", owner.strip())
-    return int(found[1]) if found else 0
+    match = re.search(r" \(start (\d+)\) \[\w+\]$", owner.strip())
+    return int(match[1]) if match else 0
 
 
 _held: set[int] = set()

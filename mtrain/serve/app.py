@@ -141,7 +141,7 @@ class App:
     async def unknown(self, request: HttpRequest) -> Response:
         """Refuses a call that the service does not have."""
         path = request.url.path[:200]
-        return fault(404, f"{path} is no call of this service; docs/training/serve.md lists those it has")
+        return fault(404, f"{path} is not a call of this service; docs/training/serve.md lists its calls")
 
     # sessions
 
@@ -223,7 +223,9 @@ class App:
         try:
             request = self.desk.submit_in_order(operation, model_id, number)
         except KeyError:
-            raise HTTPException(410, f"the turn of call {number} of {model_id} is over and its result gone") from None
+            raise HTTPException(
+                410, f"the turn of call {number} of {model_id} is over and its result was dropped"
+            ) from None
         if isinstance(operation, operations.SaveForSampler) and operation.path is None:
             self._samplers[operation.sampler_id] = None
         return _future(request, model_id)
@@ -266,7 +268,9 @@ class App:
         """Waits up to _POLL_S for a result."""
         found = self.desk.find(body.request_id)
         if found is None:
-            raise HTTPException(410, f"there is no request {body.request_id}; its result is forgotten, or never was")
+            raise HTTPException(
+                410, f"there is no request {body.request_id}; its result was dropped, or it never existed"
+            )
         result = await self._result_of(found, _POLL_S)
         match result:
             case None:

@@ -43,7 +43,7 @@ def check_token(host: str, token: str | None) -> None:
     if token is None and host not in _LOOPBACK:
         raise ConfigError(f"--host {host} can be reached by others, but there is no key; give --token-file FILE")
     if token is not None and not (token.startswith("tml-") and token.isascii() and len(token) >= 20):
-        raise ConfigError("the key in --token-file must be tml- and at least 16 more letters, as clients ask for it")
+        raise ConfigError("the key in --token-file must be tml- and at least 16 more letters, as clients require it")
 
 
 def read_token(path: Path) -> str:

@@ -148,7 +148,7 @@ class Checkpoints:
         expires, signature = (request.query_params.get(each, "") for each in ("expires", "signature"))
         is_ours = hmac.compare_digest(signature.encode(), self._signature(place, file, expires).encode())
         if not is_ours or int(expires) < time.time():
-            return fault(403, "this address is not of this service, or no longer; ask for the addresses again")
+            return fault(403, "this address is not, or no longer, from this service; request the addresses again")
         if file not in await run_in_threadpool(self.store.files, place):
             return fault(404, f"{place} has no file {file}")
         return FileResponse(self.store.folder(place) / file)
@@ -189,7 +189,7 @@ def _page(found: list[Any], request: Request) -> tuple[list[Any], dict[str, int]
     for name, default in (("offset", 0), ("limit", 100)):
         text = request.query_params.get(name, str(default))
         if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise DataError(f"{name}={text[:40]!r} is no whole number")
+            raise DataError(f"{name}={text[:40]!r} is not a whole number")
         numbers[name] = int(text)
     offset, limit = numbers["offset"], numbers["limit"]
     return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}

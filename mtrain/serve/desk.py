@@ -130,7 +130,7 @@ class Desk:
             for model_id, line in self._lines.items():
                 if not line.waiting or line.latest > limit:
                     continue
-                why = f"call {line.next} of this model did not come in {_PATIENCE_S:g} s, so later ones are not run"
+                why = f"call {line.next} of this model did not arrive in {_PATIENCE_S:g} s, so later ones are not run"
                 for number, request in sorted(line.waiting, key=lambda each: each[0]):
                     self._open_bytes -= request.num_bytes
                     request.operation = Refuse(model_id, f"{why}; make a new step", is_of_step=True)
@@ -158,7 +158,7 @@ class Desk:
         """Fails everything without a result, since the engine has ended."""
         with self._lock:
             waiting = [each for each in self._requests.values() if each.result is None]
-        why = "the service was stopped before this call; start it again, and go on from a checkpoint"
+        why = "the service was stopped before this call; start it again, and continue from a checkpoint"
         for each in waiting:
             self.finish(each, Failed(why, "server"))
 

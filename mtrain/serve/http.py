@@ -64,8 +64,8 @@ def check_access(request: HttpRequest, token: str | None, is_signed: bool) -> No
 
 def _check_local(request: HttpRequest) -> None:
     """Refuses what a browser sends for a page: without a key, any page could call a service on loopback."""
-    found = _HOST.fullmatch(request.headers.get("host", ""))
-    if found is None or not _is_loopback(found[1].strip("[]")):
+    match = _HOST.fullmatch(request.headers.get("host", ""))
+    if match is None or not _is_loopback(match[1].strip("[]")):
         host = request.headers.get("host", "")[:200]
         raise HTTPException(403, f"host={host!r} is not this machine; call 127.0.0.1, or give the service a key")
     site = request.headers.get("sec-fetch-site", "none")
@@ -161,7 +161,7 @@ async def _arrived(request: HttpRequest, most: int) -> tuple[bytes, str]:
     except TimeoutError:
         raise HTTPException(408, f"the body did not arrive in {_BODY_TIMEOUT_S:g} s") from None
     except ClientDisconnect:
-        raise HTTPException(400, "the client has gone before its body was whole") from None
+        raise HTTPException(400, "the client disconnected before its body was complete") from None
     arrived = request.state.arrived = b"".join(parts), encoding
     return arrived
 
@@ -177,7 +177,7 @@ def _decompressed(body: bytes, at_once: int, most: int) -> bytes:
             # one byte more than allowed reveals a bomb, which is never held whole
             whole: bytes = stream.read(at_once + 1)
     except (OSError, pa.ArrowException) as error:
-        raise HTTPException(400, f"the body is no zstd stream ({error})") from None
+        raise HTTPException(400, f"the body is not a zstd stream ({error})") from None
     if len(whole) > most:
         raise _too_large(most)
     return whole

@@ -54,7 +54,7 @@ class Batch:
     def of(cls, sent: Sequence[SentDatum], loss: str, options: Mapping[str, float | str], vocab_size: int) -> Batch:
         """Checks what a client has sent and makes samples of it."""
         if loss not in LOSSES:
-            raise DataError(f"loss_fn={loss!r} is not offered here; take {', '.join(LOSSES)}, or a custom loss")
+            raise DataError(f"loss_fn={loss!r} is not offered here; use {', '.join(LOSSES)}, or a custom loss")
         if not sent:
             raise DataError("data is empty; send at least one datum")
         thresholds = _thresholds(loss, options)
@@ -218,7 +218,7 @@ def log_probs_of_prompt(engine: Engine, prompt: Sequence[int], last_n: int | Non
 
 
 def likeliest_of_prompt(engine: Engine, prompt: Sequence[int], count: int, last_n: int | None) -> Likeliest:
-    """Returns the `count` likeliest tokens in the place of each token of a prompt, [tokens, count], and their
+    """Returns the `count` likeliest tokens at the position of each token of a prompt, [tokens, count], and their
     log-probabilities in nats; 0 and NO_LOG_PROB for the first one and those outside the last `last_n` (None: all).
 
     One all-reduce over the world, in addition to a forward pass.

@@ -48,7 +48,9 @@ class Place:
     @classmethod
     def of(cls, model_id: str, kind: Kind, name: str) -> Place:
         if not _MODEL.fullmatch(model_id):
-            raise DataError(f"{model_id[:80]!r} is no training run of this service; take model_id from create_model")
+            raise DataError(
+                f"{model_id[:80]!r} is not a training run of this service; use the model_id from create_model"
+            )
         if not _NAME.fullmatch(name):
             raise DataError(
                 f"{name[:140]!r} cannot be the name of a checkpoint; use up to 128 letters, digits, dots, dashes and "
@@ -58,10 +60,10 @@ class Place:
 
     @classmethod
     def parsed(cls, path: str) -> Place:
-        found = _PATH.fullmatch(path)
-        if found is None or found[2] not in KINDS:
+        match = _PATH.fullmatch(path)
+        if match is None or match[2] not in KINDS:
             raise DataError(f"{path[:200]!r} is no tinker://RUN/KIND/NAME, where KIND is one of {', '.join(KINDS)}")
-        return cls.of(found[1], KINDS[found[2]], found[3])
+        return cls.of(match[1], KINDS[match[2]], match[3])
 
     def __str__(self) -> str:
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
@@ -89,7 +91,7 @@ def _adamw(given: dict[str, Any] | None) -> None:
 
 def _loadable(place: Place) -> Place:
     if place.kind == "external_weights":
-        raise DataError(f"{place} is of a form for other programs; name a checkpoint of weights or sampler_weights")
+        raise DataError(f"{place} is in a format for other programs; name a checkpoint of weights or sampler_weights")
     return place
 
 
@@ -254,9 +256,9 @@ class SaveForSampler(Save):
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
         if self.kind == "inflight":
-            raise DataError("kind=inflight is not offered here; take snapshot, of which a client makes one per step")
+            raise DataError("kind=inflight is not offered here; use snapshot, one per step")
         if (self.path is None) == (self.sampling_session_seq_id is None):
-            raise DataError("save_weights_for_sampler needs path or sampling_session_seq_id; send one of both")
+            raise DataError("save_weights_for_sampler needs path or sampling_session_seq_id; send one of the two")
         if self.path is None and (self.ttl_seconds is not None or self.user_metadata is not None):
             raise DataError("ttl_seconds and user_metadata belong to a checkpoint; give path, or leave them out")
         return self
@@ -309,7 +311,9 @@ class LoadWeights(Body):
             if self.user_metadata is not None:
                 raise DataError("user_metadata belongs to a new model; give it to create_training_client_from_state")
         elif None in of_new or of_model != (None, None):
-            raise DataError("load_weights needs model_id and seq_id, or session_id and model_seq_id; send one of both")
+            raise DataError(
+                "load_weights needs model_id and seq_id, or session_id and model_seq_id; send one of the two"
+            )
         return self
 
 
@@ -348,7 +352,7 @@ class Chunk(Body):
     @classmethod
     def _is_text(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("type", "encoded_text") != "encoded_text":
-            raise DataError("the prompt has an image or a sound, which no model here reads; send tokens")
+            raise DataError("the prompt has an image or audio, which no model here reads; send tokens")
         return given
 
 

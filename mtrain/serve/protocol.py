@@ -1,8 +1,8 @@
 """Protobuf messages of the Tinker protocol: the batch of a forward_backward, its outputs, and answers.
 
 Their numbers and types are facts of the protocol, as the SDK of tinker 0.38 sends and reads them. Every field that
-clients send is named here; any other is refused. The messages live in a pool of their own, so that a process may load
-the SDK as well.
+clients send is named here; any other is refused. The messages live in a separate pool, so that a process may load the
+SDK as well.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def call_of_batch(body: bytes) -> Call | None:
     """Returns the call of a forward_backward request that may be damaged or cut; None: unknown."""
     parts, message = [body], _CLASS["ForwardBackwardRequest"]()
     if head := _HEAD.match(body):  # the model's name comes first, then the number
-        found = _VARINT.match(body, 2 + head[1][0])
-        parts += [body[: found.end()]] if found else []
+        match = _VARINT.match(body, 2 + head[1][0])
+        parts += [body[: match.end()]] if match else []
     for part in parts:
         try:
             message.ParseFromString(part)
@@ -220,7 +220,7 @@ def _datum(message: Any, name: str) -> SentDatum:
     tokens = []
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
-            raise DataError(f"{name} has an image or a sound, which no model here reads; send tokens")
+            raise DataError(f"{name} has an image or audio, which no model here reads; send tokens")
         tokens.append(_array(chunk.encoded_text.tokens, np.int32, f"{name}: model_input"))
     inputs = {key: _tensor(each, f"{name}: {key}") for key, each in message.loss_fn_inputs.items()}
     return SentDatum(np.concatenate([*tokens, _NO_TOKENS]), inputs)
@@ -238,7 +238,7 @@ def _tensor(message: Any, name: str) -> NDArray[Any]:
     # without numbers, any shape could be claimed
     is_matrix = len(shape) <= 2 and min(shape) >= 0 and max(shape) <= max(MOST_COLUMNS, len(values))
     if not is_matrix or math.prod(shape) != len(values):
-        raise DataError(f"{name} has {len(values)} numbers, but the shape {list(shape)}; send as many as it holds")
+        raise DataError(f"{name} has {len(values)} numbers, but the shape {list(shape)}; send that many")
     return values.reshape(shape)
 
 
@@ -257,7 +257,7 @@ def _from_sparse(message: Any, dtype: type[np.generic], shape: tuple[int, ...], 
         is_whole and len(columns) == len(values) == rows[-1] and rows[0] == 0 and bool((np.diff(rows) >= 0).all())
     )
     if not is_whole or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
-        raise DataError(f"{name} is no sparse matrix of shape {list(shape)}; send CSR indices that fit it")
+        raise DataError(f"{name} is not a sparse matrix of shape {list(shape)}; send CSR indices that fit it")
     whole = np.zeros(shape, dtype)
     whole[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return whole
@@ -303,7 +303,7 @@ def written_answers(
     answers: Sequence[Completion], prompt_log_probs: NDArray[np.float32] | None, of_prompt: Likeliest | None = None
 ) -> bytes:
     """Returns a SampleResponse. `prompt_log_probs`, [prompt tokens], are nan if unknown; `of_prompt` has the likeliest
-    tokens in the place of each prompt token; None: not requested."""
+    tokens at each prompt token's position; None: not requested."""
     message = _CLASS["SampleResponse"]()
     for each in answers:
         sequence = message.sequences.add(

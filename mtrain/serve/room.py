@@ -63,8 +63,8 @@ def check_room(device: torch.device, on_device: int, on_host: int, asked: str) -
     if any_rank(is_short or on_host * _PEAK > _free_on_host() / _num_local(), device):
         gigabytes = (on_device + on_host) / 1e9
         raise ConfigError(
-            f"{asked} needs {gigabytes:.3g} GB of a rank, and there is not enough memory; take a smaller rank, or "
-            "close sessions that are not used any more"
+            f"{asked} needs {gigabytes:.3g} GB of a rank, and there is not enough memory; use a smaller rank, or "
+            "close unused sessions"
         )
 
 
@@ -79,8 +79,7 @@ def sequences_at_once(sizes: Sizes, device: torch.device, length: int) -> int:
     if count.item() < 1:
         raise ConfigError(
             f"an answer of up to {length} tokens, the prompt among them, needs {2 * each / 1e9:.3g} GB of a rank for "
-            "keys and values, and there is not enough memory; ask for fewer tokens, or close sessions that are not "
-            "used any more"
+            "keys and values, and there is not enough memory; request fewer tokens, or close unused sessions"
         )
     return int(count.item())
 

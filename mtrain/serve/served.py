@@ -89,7 +89,9 @@ class Served:
             return Config.model_validate(content)
         targets = _targets(lora, config.model)
         if not targets:
-            raise ConfigError("nothing of this model would learn; set train_attn or train_mlp, or for the whole rank=0")
+            raise ConfigError(
+                "no part of this model would be trained; set train_attn or train_mlp, or rank=0 for the whole model"
+            )
         matrices = all_matrices(config.model, LoraSection(targets=tuple(targets)))
         most = max(max(each.rows, each.columns) for each in matrices)
         if lora.rank > most:
@@ -125,8 +127,9 @@ class Served:
         numbers = body.num_samples * (length + most * (2 + 2 * body.topk_sample_logprobs))
         if numbers > _MOST_NUMBERS:
             raise DataError(
-                f"num_samples={body.num_samples} of {most} tokens with topk_sample_logprobs="
-                f"{body.topk_sample_logprobs} are {numbers} numbers; ask for less in one call, at most {_MOST_NUMBERS}"
+                f"num_samples={body.num_samples} of {most} tokens with "
+                f"topk_sample_logprobs={body.topk_sample_logprobs} are {numbers} numbers; request fewer in one call, "
+                f"at most {_MOST_NUMBERS}"
             )
         # as in other engines, a text that ends an answer leaves the end tokens unchanged
         ids = self.stop_token_ids if stops is None or texts else frozenset(map(int, stops))

@@ -148,7 +148,7 @@ class Store:
             try:
                 self.is_free(place)
             except MachineError as fault:
-                _log.warning(f"the time of {place} is over, but it stays for now: {fault}")
+                _log.warning(f"{place} has expired, but remains for now: {fault}")
 
     def files(self, place: Place) -> list[str]:
         folder = self.folder(place)

@@ -91,7 +91,7 @@ class Worker:
         self._engine.close()
 
     def run(self, operation: Operation) -> Done | Failed:
-        """Runs a client's operation; raises only if the ranks cannot go on. Collective."""
+        """Runs a client's operation; raises only if the ranks cannot continue. Collective."""
         try:
             return self._done(operation)
         except (DataError, ConfigError, NumericError, RunFolderError, ValueError) as error:
@@ -140,7 +140,7 @@ class Worker:
 
     def _create(self, model_id: str, lora: operations.Lora, metadata: dict[str, str] | None) -> Engine:
         if model_id in self._models:
-            raise DataError(f"{model_id} exists already; create a model of another number")
+            raise DataError(f"{model_id} already exists; create a model with another number")
         engine = self._engine_of(lora)
         if id(engine) in self._current:  # the model whose turn it is will wait in host memory
             check_room(engine.device, 0, Sizes(engine.config).trained_bytes, "another model")
@@ -252,7 +252,7 @@ class Worker:
 
         def begun() -> Path:
             if not asked.overwrite and not store.is_free(place):
-                raise DataError(f"{place} exists already; take another name, or overwrite=True")
+                raise DataError(f"{place} already exists; use another name, or overwrite=True")
             return store.fresh(place)
 
         # gradients of an unfinished step are not part of a checkpoint

@@ -98,7 +98,7 @@ class Guard:
             self._grad_norms.append(grad_norm)
 
     def refuse(self, step: int, fault: BadStepError) -> Literal["skip", "rollback"]:
-        """Decides how the run goes on after a bad step, and notes which batches are left out; raises if the run ends.
+        """Decides how the run continues after a bad step, and records the left-out batches; raises if the run ends.
 
         A spoiled state is not the fault of the batch: a rollback repeats the step, once, and skipping repairs nothing.
         """
@@ -109,7 +109,7 @@ class Guard:
             raise fault
         reason = str(fault)
         if step in self._refused:
-            raise NumericError(f"{reason}, a second time at this step; the run is not repeated for ever")
+            raise NumericError(f"{reason}, a second time at this step; it is not repeated again")
         self._refused.add(step)
         if not is_spoiled:
             margin = self._train.rollback_margin_steps if action == "rollback" else 0
@@ -170,7 +170,7 @@ class StepOutcome(NamedTuple):
 
 
 class RollBackError(NumericError):
-    """Request to go on from an earlier checkpoint, raised on all ranks; it never leaves the trainer."""
+    """Request to continue from an earlier checkpoint, raised on all ranks; it never leaves the trainer."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(reason)

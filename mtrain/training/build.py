@@ -101,8 +101,8 @@ def build_run(config: Config, groups: Groups, folder: RunFolder, teacher_of: Tea
         notes = [*known_issues.notes(config), *adapters.notes(config), *objective.notes(config.loss)]
         notes += notes_on_folder(config.model.hf)
         notes += [
-            f"{package} is installed, but cannot be used and is left out, so torch's layers and optimizer take its "
-            f"place ({fault}); repair or remove it"
+            f"{package} is installed but cannot be used, so torch's layers and optimizer replace it ({fault}); repair "
+            "or remove it"
             for package, fault in faulty_gpu_packages().items()
         ]
         for note in filter(None, [*notes, choose(config, groups.device).note]):
@@ -146,7 +146,7 @@ def agreed(groups: Groups, found: Callable[[], dict[str, str]]) -> dict[str, str
         for key in sorted(own.keys() & first.keys()):
             if own[key] != first[key]:
                 raise DataError(
-                    f"{key} is another one on rank {groups.rank} than on rank 0 (fingerprint {own[key]}, not "
+                    f"{key} on rank {groups.rank} differs from that on rank 0 (fingerprint {own[key]}, not "
                     f"{first[key]}); give every node the same files"
                 )
 

@@ -123,13 +123,13 @@ def change_of_data(
         raise DataError(
             f"the scores of the reference model are not those that {entry.path} was trained with (fingerprint "
             f"{data.fingerprint}, not {saved}), because they were removed and the weights that they came from have "
-            "changed; restore `references` of the run folder or these weights, or go on with the new scores by "
+            "changed; restore `references` of the run folder or these weights, or continue with the new scores by "
             f"checkpoint.allow_changed=[{DATA}]"
         )
     raise DataError(
         f"the training data are not those that {entry.path} has seen (fingerprint {data.fingerprint}, not {saved}): "
-        "resuming would repeat or leave out samples; restore the data, start a new run from these weights with another "
-        f"run.dir and checkpoint.initialize_from={entry.path}, or go on with the new data by "
+        "resuming would repeat or leave out samples; restore the data, start a new run from these weights with "
+        f"another run.dir and checkpoint.initialize_from={entry.path}, or continue with the new data by "
         f"checkpoint.allow_changed=[{DATA}]"
     )
 
@@ -147,11 +147,11 @@ def _refuse_other_windows(saved: str, now: str, entry: CheckpointEntry) -> None:
     wanted = f"data.packing.later=[{{from_step: {entry.step}, window: {after.window}}}]"
     is_window = before._replace(window=after.window) == after
     raise DataError(
-        f"{entry.path} has packed rows from windows ({old}), but this start gives {new}: the rows of a window that was "
-        "begun would be packed anew, so samples would be repeated or left out; set the former values back (rows are as "
-        "wide as train.tokens_per_micro_batch, else data.seq_length), start a new run from these weights with another "
+        f"{entry.path} has packed rows from windows ({old}), but this start gives {new}: the window in progress would "
+        "be repacked, so samples would be repeated or left out; restore the earlier values (rows are as wide as "
+        "train.tokens_per_micro_batch, else data.seq_length), start a new run from these weights with another "
         f"run.dir and checkpoint.initialize_from={entry.path}, or accept that by checkpoint.allow_changed=[{DATA}]"
-        + (f"; or, for windows to come alone, leave data.packing.window and add {wanted}" if is_window else "")
+        + (f"; or, for future windows only, keep data.packing.window and add {wanted}" if is_window else "")
     )
 
 
@@ -169,16 +169,16 @@ def _change_of_curriculum(
     if not any(same_fingerprint(past, fingerprint_until(each, entry.step)) for each in known):
         raise DataError(
             f"data.train and data.curriculum give steps 1 to {entry.step}, which {entry.path} has completed, other "
-            f"data than they had (fingerprint {fingerprint_until(known[0], entry.step)}, not {past}): no consent "
-            "changes what was trained; restore what holds for these steps, write what is meant to hold from here on as "
-            f"a blend of data.curriculum with from_step={entry.step} or more, or start a new run from these weights "
-            f"with another run.dir and checkpoint.initialize_from={entry.path}"
+            f"data than they had (fingerprint {fingerprint_until(known[0], entry.step)}, not {past}): past training "
+            "cannot change; restore the data of these steps, write the data from here on as a blend of "
+            f"data.curriculum with from_step={entry.step} or more, or start a new run from these weights with another "
+            f"run.dir and checkpoint.initialize_from={entry.path}"
         )
     is_explained = any(each.key.startswith("data.") for each in found)
     if not is_explained and not is_permitted(CURRICULUM, checkpoint.allow_changed):
         raise DataError(
-            f"the data of data.curriculum that follow step {entry.step} are not those that {entry.path} was to go on "
-            f"with (fingerprint {known[0]}, not {saved}); restore them, or go on with the new ones by "
+            f"the data of data.curriculum that follow step {entry.step} are not those that {entry.path} was to "
+            f"continue with (fingerprint {known[0]}, not {saved}); restore them, or continue with the new ones by "
             f"checkpoint.allow_changed=[{CURRICULUM}]"
         )
     return Change(CURRICULUM, f"fingerprint {saved}", f"fingerprint {known[0]}", is_neutral=False)
@@ -205,11 +205,11 @@ def note_on_order(changes: Sequence[ChangeRecord], config: Config) -> str | None
     if not of_data:
         return None
     if any(each.key == CURRICULUM for each in of_data):
-        return "the data of all steps so far are what they were; what was changed holds for steps to come"
+        return "the data of all steps so far are unchanged; the change applies to future steps"
     first = of_data[0].step * config.train.global_batch_size
     unit = "row" if config.steps_count_rows else "sample"
     return (
-        f"the data go on with {unit} {first} of their new order, as if they had been these from the start: samples "
+        f"the data continue with {unit} {first} of their new order, as if they had been these from the start: samples "
         "that the new order has before it are not read in that epoch"
     )
 
@@ -254,12 +254,12 @@ def changed_inputs(
 
 def _refused(key: str, old: str, new: str, checkpoint: Path) -> DataError:
     if key == TEACHER:
-        what = f"{key} names another teacher than the one that {checkpoint} learned from"
-        back = "name the checkpoint of before (a run folder stands for its newest one)"
+        what = f"{key} names another teacher than the one {checkpoint} was trained with"
+        back = "name the earlier checkpoint (a run folder means its newest one)"
     else:
         what = f"the source of {key} is not the one that {checkpoint} was trained with"
-        back = "restore the file, with the modules of yours that it imports"
+        back = "restore the file, with your modules that it imports"
     return DataError(
-        f"{what} (fingerprint {new}, not {old}), so the steps to come would be those of another run; {back}, or go on "
+        f"{what} (fingerprint {new}, not {old}), so future steps would be those of another run; {back}, or continue "
         f"with the new one by checkpoint.allow_changed=[{key}]"
     )

@@ -60,7 +60,7 @@ def clean_staging(folder: RunFolder, every_steps: int) -> None:
 class Exporter:
     """Exports of one run, one after the other, on the first rank alone and without collectives.
 
-    A failed export is reported and training goes on; the next start tries again if the checkpoint still exists.
+    A failed export is reported and training continues; the next start retries if the checkpoint still exists.
     """
 
     def __init__(self, folder: RunFolder, every_steps: int, check: Callable[[], None] = lambda: None) -> None:
@@ -118,7 +118,7 @@ class Exporter:
         with disk_faults(f"clean {self._folder.exports}"):
             # also unfinished ones, which the next export of the step would continue
             for path in [*self._folder.exports.glob("step_*"), *staging_folders(self._folder.exports)]:
-                if (found := _STEP.search(path.name)) is not None and int(found[1]) > step:
+                if (match := _STEP.search(path.name)) is not None and int(match[1]) > step:
                     remove(path)
 
     def stop(self) -> None:
@@ -198,7 +198,7 @@ class Exporter:
 
     def _fail(self, step: int, fault: MtrainError) -> None:
         self._fault = type(fault)(f"step {step} is not exported: {fault}")
-        _log.warning(f"warning: {self._fault}; training goes on")
+        _log.warning(f"warning: {self._fault}; training continues")
 
     def _checkpoint(self, step: int) -> Path:
         return self._folder.checkpoints / step_name(step)

@@ -57,7 +57,7 @@ class Life:
         self._folder, self._rank = folder, rank
         self._log = EventLog(folder.events, rank)
         self._step = self._num_steps = 0
-        self._way_on = "the same command goes on"
+        self._way_on = "the same command resumes"
         self._stop: str | None = None
         self._check: Callable[[], None] = lambda: None
 
@@ -80,7 +80,7 @@ class Life:
         """Records that the start has claimed the run folder, as long as `check` does not raise. On rank 0."""
         self._check, self._num_steps = check, config.train.num_steps
         if config.checkpoint.resume == "never":
-            self._way_on = "checkpoint.resume=auto goes on"
+            self._way_on = "checkpoint.resume=auto resumes"
         known: dict[str, Fact] = {"num_steps": config.train.num_steps, "name": config.run.name}
         known |= {key: environment[key] for key in ("mtrain", "device", "layout")}
         known |= {"world_size": int(environment["world_size"]), "job": os.environ.get("SLURM_JOB_ID")}

@@ -202,7 +202,7 @@ def _with(config: Config, start: Config, adapter: AdapterSection, precision: Con
     except ValidationError as error:
         reasons = "; ".join(line for detail in error.errors(include_url=False) for line in readable(detail))
         raise ConfigError(
-            f"loss.reference={config.loss.reference} is an adapter, which this run's model cannot hold: {reasons}; "
+            f"loss.reference={config.loss.reference} is an adapter that does not fit this run's model: {reasons}; "
             "name a whole model, such as mtrain convert export makes of it"
         ) from None
 
@@ -339,8 +339,8 @@ class References:
         if is_another and not is_permitted(REFERENCE, self._config.checkpoint.allow_changed):
             raise DataError(
                 f"loss.reference={self._config.loss.reference} holds another model than {before}, by which this run "
-                "has scored its sequences, so the steps to come would be those of another run; name the model of "
-                f"before, or go on with the new one by checkpoint.allow_changed=[{REFERENCE}]"
+                "has scored its sequences, so future steps would be those of another run; name the earlier model, or "
+                f"continue with the new one by checkpoint.allow_changed=[{REFERENCE}]"
             )
         paths: list[Path | None] = []
         for source, path in zip(self._sources, self._kept.paths):
@@ -412,7 +412,7 @@ def _copied(shared: Path, path: Path) -> bool:
     if hashlib.sha256(content[32:]).digest() != content[:32]:
         _log.info(f"{shared} holds other scores than were written; they are computed again")
         return False
-    _log.info(f"taking scores of the reference model from {shared}")
+    _log.info(f"using scores of the reference model from {shared}")
     _write(path, content)
     return True
 
@@ -439,8 +439,8 @@ def _read(loader: StepLoader | None, sources: Sequence[_Source], paths: Sequence
         digest, array = content[:32], content[32:]
         if hashlib.sha256(array).digest() != digest:
             raise DataError(
-                f"{path} holds other scores of the reference model than were written; remove it, and it is made again "
-                "from the weights that the run began from"
+                f"{path} holds other scores of the reference model than were written; remove it, and it is recomputed "
+                "from the run's initial weights"
             )
         loader.preferences[source.fingerprint].references = np.load(io.BytesIO(array), allow_pickle=False)
         digests.append(digest.hex()[:16])

@@ -112,7 +112,7 @@ def _to_be_requeued(folder: RunFolder, reason: str) -> None:
     folder.create()
     with folder.locked():
         folder.set_requeue(reason)
-    _log.info(f"{reason}; the same command goes on")
+    _log.info(f"{reason}; the same command resumes")
 
 
 def _counted(config: Config, rank: int) -> Config:
@@ -156,8 +156,8 @@ def train_on(groups: Groups, config: Config, signal: StopSignal, build: Build = 
         if run.start_step >= config.train.num_steps and groups.rank == 0:
             _log.info(
                 f"{folder.path} is finished: its newest checkpoint has {run.start_step} steps done, and "
-                f"train.num_steps={config.train.num_steps}; nothing is trained. Raise train.num_steps to go on, or set "
-                "another run.dir"
+                f"train.num_steps={config.train.num_steps}; nothing is trained. Raise train.num_steps to continue, or "
+                "set another run.dir"
             )
         if config.checkpoint.self_test:
             run_self_test(run, folder.checkpoints)

@@ -18,7 +18,7 @@ class Lost(StrEnum):
     """The rank shows no sign of life: it uses no processor time, and its heartbeat thread does not run."""
     STUCK = "makes no progress"
     """The rank is alive, but neither it nor any other rank makes progress."""
-    GONE = "is gone without a word"
+    GONE = "vanished silently"
     ABSENT = "has never begun"
 
 

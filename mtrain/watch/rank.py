@@ -76,10 +76,10 @@ def _beat(pulse: Pulse, settings: Settings | None, ended: threading.Event) -> No
         pulse.beat()
         if settings is not None and num_started < _MOST_STARTS and (process is None or process.poll() is not None):
             if process is not None:
-                _log.warning("warning: the watchdog has ended; it is started once more")
+                _log.warning("warning: the watchdog has ended; it is restarted once")
             process, num_started = _started(settings), num_started + 1
         elif settings is not None and process is not None and process.poll() is not None:
-            _log.warning("warning: the watchdog has ended again; this run goes on without one")
+            _log.warning("warning: the watchdog has ended again; this run continues without one")
             settings = None
         if ended.wait(_BEAT_S):
             return

@@ -46,7 +46,7 @@ def test_a_file_keeps_its_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "disk", "heartbeats cannot be written", happens="training goes on; they come back with the disk", exit_code=None
+    "disk", "heartbeats cannot be written", happens="training continues; they come back with the disk", exit_code=None
 )
 def test_a_disk_that_takes_no_beat_costs_nothing_else(tmp_path: Path, notice: Notice) -> None:
     folder = tmp_path / "heartbeats"

@@ -149,7 +149,7 @@ def test_records_wait_for_a_quota(tmp_path: Path, notice: Notice, flaky_disk: Fl
         )
     assert found.returncode == 0, found.stderr
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(f"{step}\n" for step in range(9))
-    assert found.stderr.count("Disk quota exceeded; training goes on, what is missing waits") == 1
+    assert found.stderr.count("Disk quota exceeded; training continues, what is missing waits") == 1
     assert found.stderr.count("has what was waiting for the disk") == 1
 
 
@@ -161,7 +161,7 @@ def test_a_fault_that_lasts_is_reported(capsys: pytest.CaptureFixture[str]) -> N
         tries.append(1)
         raise OSError(errno.EIO, "Input/output error")
 
-    with pytest.raises(OSError, match="Input/output error, in 2 further tries, too: 'x'"):
+    with pytest.raises(OSError, match="Input/output error, in 2 retries as well: 'x'"):
         retried(read, "x")
     assert len(tries) == 3
     assert capsys.readouterr().err.count("warning: reading x failed") == 2

@@ -54,7 +54,7 @@ def test_what_a_run_needs_and_nobody_gave_is_left_out_by_name(tmp_path: Path) ->
     file = tmp_path / "planned.yaml"
     code, text = call("plan", LLAMA, "--gpus", 16, *ASKED, "--write", file)
     lacking = "run.dir, train.num_steps, optimizer.lr, data.kind"
-    assert (code, f"written to {file} without {lacking}; add what the run shall have" in text) == (0, True), text
+    assert (code, f"written to {file} without {lacking}; add the run's values" in text) == (0, True), text
     assert f"# a run also needs {lacking}, which the plan was not given\n" in file.read_text()
     written = yaml.safe_load(file.read_text())
     assert written.keys() <= {"model", "layout", "train", "data"}
@@ -231,11 +231,11 @@ def test_check_says_what_to_change(notice: Notice) -> None:
 
 
 WRONG = {
-    "plan {llama} --gpus 8 --gpu-memory 80": "--gpu-memory 80 is no size; write it as 80GiB or 141GB",
+    "plan {llama} --gpus 8 --gpu-memory 80": "--gpu-memory 80 is not a size; write it as 80GiB or 141GB",
     "plan {llama} --gpus 8 --seq-length 64 --global-batch-size 8 --gpu v100": "--gpu v100 is not known",
     "plan {llama} --gpus 8 --global-batch-size 8": "data.seq_length",
     "plan {llama} --gpus 37 --seq-length 64 --global-batch-size 8": "take --global-batch-size 37, or --gpus 8",
-    "check {llama} {run} --without-files": "how many ranks the run has is not given",
+    "check {llama} {run} --without-files": "the number of ranks is not given",
     "check {llama} {run} --world-size 1 --gpu-memory nothing --without-files": "--gpu-memory nothing is no size",
 }
 

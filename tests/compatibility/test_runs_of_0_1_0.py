@@ -39,7 +39,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_numbers_of_its_own_version(
     done = completed(command, tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"{name}/checkpoints/step_00000004" in done.stdout, "it starts from the checkpoint"
-    assert done.stdout.count("optimizer.schedule_convention=one_ahead stays, as this run began with it") == 1
+    assert done.stdout.count("optimizer.schedule_convention=one_ahead stays, since this run began with it") == 1
     assert done.stdout.count("its manifest, of version 0.1.0, has no checksum of itself") == 1
     assert "schedule_convention: one_ahead" in (tmp_path / name / "config.yaml").read_text()
 

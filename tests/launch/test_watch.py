@@ -133,7 +133,7 @@ def test_silent_ranks_are_ended(
         code = watched(path, num_ranks, 2.0, clock)
     assert code == notice.exit_code
     errors = capfd.readouterr().err
-    assert "error: rank 0 has given no sign of life for 2 s, nor has any other rank" in errors
+    assert "error: rank 0 has shown no sign of life for 2 s, like every other rank" in errors
     assert "(last seen in save of step 7)" in errors
 
 

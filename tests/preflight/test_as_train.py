@@ -248,7 +248,7 @@ CASES = {
     "a sample that is too long": Case(
         3, "tokens", lambda place: {"data": place.sft(LINE, LINE | {"prompt": "a " * 40}, too_long="refuse")}
     ),
-    "nothing to learn": Case(3, "anything to learn", lambda place: {"data": place.sft(LINE | {"weight": 0.0})}),
+    "nothing to learn": Case(3, "a token to train", lambda place: {"data": place.sft(LINE | {"weight": 0.0})}),
     "an extra that is not finite": Case(
         4,
         "must be finite",

@@ -390,8 +390,8 @@ def test_data_in_which_nothing_is_learned_are_refused_as_a_run_refuses_them(
     nothing = records(tmp_path / "nothing.jsonl", *[{"prompt": "a", "response": "b", "weight": 0}] * 3)
     code, output = check(data=sft(tokenizer, nothing, cache_dir=str(tmp_path / "cache")))
     assert code == 3, output
-    assert "no training sample has anything to learn" in output
-    assert "nothing.jsonl: of 3 sequences 3 count 0 by their weight" in output
+    assert "no training sample has a token to train" in output
+    assert "nothing.jsonl: of 3 sequences 3 have weight 0" in output
     something = records(tmp_path / "something.jsonl", {"prompt": "a", "response": "b"})
     code, output = check(data=sft(tokenizer, nothing, something, cache_dir=str(tmp_path / "cache")))
     assert code == 0, output

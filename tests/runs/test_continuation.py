@@ -46,7 +46,9 @@ def test_a_run_of_an_old_version_keeps_its_learning_rates_and_says_so() -> None:
     kept = continued(given, of_old_version(optimizer__warmup_steps=2), FOLDER, 3)
     assert kept.optimizer.schedule_convention == "one_ahead"
     assert learning_rate(3, kept.optimizer, 10) == learning_rate(4, given.optimizer, 10)
-    assert list(kept_lines(given, kept)) == ["optimizer.schedule_convention=one_ahead stays, as this run began with it"]
+    assert list(kept_lines(given, kept)) == [
+        "optimizer.schedule_convention=one_ahead stays, since this run began with it"
+    ]
 
 
 def test_a_finetuning_of_an_old_version_keeps_its_form_of_chat_and_says_so() -> None:
@@ -54,7 +56,7 @@ def test_a_finetuning_of_an_old_version_keeps_its_form_of_chat_and_says_so() -> 
     kept = continued(config(data=data), of_old_version(data=data), FOLDER, 3)
     assert isinstance(kept.data, SftSection)
     assert kept.data.chat_template == "plain"
-    assert "data.chat_template=plain stays, as this run began with it" in kept_lines(config(data=data), kept)
+    assert "data.chat_template=plain stays, since this run began with it" in kept_lines(config(data=data), kept)
     unchanged = continued(config(data=data), config_yaml(config(data=data)), FOLDER, 3).data
     assert isinstance(unchanged, SftSection)
     assert unchanged.chat_template == "auto"
@@ -75,7 +77,7 @@ def test_a_finetuning_of_an_old_version_keeps_its_targets_and_says_so(asked: dic
     assert kept.adapter is not None
     assert given.adapter.targets == ("qkv", "proj", "in_proj", "out_proj", "fc1", "fc2")
     assert kept.adapter.targets == tuple(old)
-    assert list(kept_lines(given, kept)) == ["adapter.targets=qkv, proj, fc1, fc2 stays, as this run began with it"]
+    assert list(kept_lines(given, kept)) == ["adapter.targets=qkv, proj, fc1, fc2 stays, since this run began with it"]
     assert continued(given, config_yaml(given), FOLDER, 3) == given, "a new run goes on with its own"
     with refuses(RunFolderError, "adapter.targets"):
         named = config(adapter={"targets": ["qkv", "in_proj"]}, **hybrid)
@@ -97,7 +99,7 @@ def test_a_run_of_windows_across_epochs_keeps_its_order_and_says_so() -> None:
     kept = continued(given, before(by_rows), FOLDER, 3)
     assert kept.data.packing is not None
     assert kept.data.packing.across_epochs
-    assert list(kept_lines(given, kept)) == ["data.packing.across_epochs=true stays, as this run began with it"]
+    assert list(kept_lines(given, kept)) == ["data.packing.across_epochs=true stays, since this run began with it"]
     assert continued(given, config_yaml(kept), FOLDER, 6) == kept, "at every later start"
     assert continued(given, config_yaml(given), FOLDER, 3) == given, "a new run goes on with its own"
     assert continued(given, before(by_samples), FOLDER, 3) == given, "it had no windows"

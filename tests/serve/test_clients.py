@@ -276,7 +276,7 @@ def test_several_targets_of_a_token_are_as_many_batches(shared: str) -> None:
 
 
 def test_answers_are_of_the_weights_that_were_kept(shared: str) -> None:
-    """Snapshots and saved samplers stay what they were while training goes on; trainer and sampler agree."""
+    """Snapshots and saved samplers stay what they were while training continues; trainer and sampler agree."""
     prompt, greedy = types.ModelInput.from_ints([3, 4, 5]), types.SamplingParams(max_tokens=8, temperature=0)
     with session(shared) as service:
         client = service.create_lora_training_client("base", rank=2, seed=3).result()

@@ -58,7 +58,7 @@ def test_a_number_that_never_comes_fails_those_behind_it_after_a_minute(ahead: l
     for each in given_up:
         assert isinstance(each.operation, Refuse)
         assert each.operation.is_of_step, "half a batch must not be applied"
-        assert "call 1 of this model did not come in 60 s" in each.operation.message
+        assert "call 1 of this model did not arrive in 60 s" in each.operation.message
     with pytest.raises(KeyError):
         desk.submit_in_order(NOTHING, "one", 1)
     last = desk.submit_in_order(NOTHING, "one", max(ahead) + 1)

@@ -118,7 +118,7 @@ def test_a_moved_corpus_is_the_same_and_another_one_needs_consent(
     consent = "checkpoint.allow_changed=[data.train]"
     code, output, errors = finished(start(command(*of_corpus(other, extra=[consent]))))
     assert code == 0, errors
-    assert "the data go on with sample 20 of their new order" in output
+    assert "the data continue with sample 20 of their new order" in output
     (change,) = manifest_changes(tmp_path / "run", 6)
     assert (change["step"], change["key"]) == (5, "data.train")
     assert change["old"].startswith("fingerprint ")

@@ -39,7 +39,7 @@ def newest_step(run: Path) -> int:
 @pytest.mark.fault(
     "ranks",
     "kill -9 of a rank while it writes a checkpoint during training",
-    happens="the launcher names rank and signal; the same command goes on bit for bit from the step before",
+    happens="the launcher names rank and signal; the same command resumes bit for bit from the step before",
     exit_code=5,
 )
 @pytest.mark.waits

@@ -117,7 +117,7 @@ def test_a_rank_that_goes_on_in_time_is_left_alone(command: Any, start: Any, tmp
 @pytest.mark.fault(
     "ranks",
     "kill -9 of the watchdog",
-    happens="a warning; it is started again, training goes on",
+    happens="a warning; it is started again, training continues",
     exit_code=None,
 )
 def test_a_killed_watchdog_is_started_once_more(command: Any, start: Any, tmp_path: Path, notice: Notice) -> None:
@@ -133,5 +133,5 @@ def test_a_killed_watchdog_is_started_once_more(command: Any, start: Any, tmp_pa
     process.send_signal(signal.SIGTERM)
     code, _, errors = finished(process)
     assert code == 0, errors
-    assert "warning: the watchdog has ended; it is started once more" in errors
-    assert "warning: the watchdog has ended again; this run goes on without one" in errors
+    assert "warning: the watchdog has ended; it is restarted once" in errors
+    assert "warning: the watchdog has ended again; this run continues without one" in errors

@@ -92,7 +92,7 @@ def _member(content: mmap.mmap, place: range, info: zipfile.ZipInfo) -> range:
 
 
 class _Slice(io.RawIOBase):
-    """Part of a mapped file as a file of its own."""
+    """Part of a mapped file as a separate file."""
 
     def __init__(self, content: mmap.mmap, start: int, length: int) -> None:
         self._content, self._start, self._length, self._position = content, start, length, 0

@@ -89,7 +89,7 @@ class _Machine:
         except (UnicodeDecodeError, struct.error) as fault:
             self._refuse(f"holds no text or number where one is due ({fault})")
         if self._at + 1 != len(self._raw):
-            self._refuse("goes on after its end")
+            self._refuse("continues after its end")
         if len(self.stack) != 1 or self.marks:
             self._refuse("leaves something on its stack")
         return self.stack[0]
@@ -179,7 +179,7 @@ class _Machine:
         self.stack.append(self._names.setdefault(full, Named(full)))
 
     def call(self) -> None:
-        """Pushes what stands for the result of calling a function or class with a tuple of arguments."""
+        """Pushes a placeholder for the result of calling a function or class with a tuple of arguments."""
         function, arguments = self.pop_several(2)
         if type(function) is not Named or type(arguments) is not tuple:
             self._refuse("calls something other than a name, or without a tuple of arguments")

@@ -125,7 +125,7 @@ def save_record(tensor: Tensor, file: HashedFile) -> None:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Returns the same memory as a storage of its own: torch.save of a view would write the whole storage."""
+    """Returns the same memory as a separate storage: torch.save of a view would write the whole storage."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     if tensor.numel() == 0:

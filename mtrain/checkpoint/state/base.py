@@ -76,14 +76,14 @@ def check_base(manifest: Manifest, own: BaseInfo | None, path: object) -> None:
         raise DataError(
             f"the frozen model is not the one that the adapters of {path} were trained on (fingerprint "
             f"{own.fingerprint} of {own.origin}, not {saved.fingerprint} of {saved.origin}); restore it, or name the "
-            "one of before by model.hf or checkpoint.initialize_from"
+            "original one by model.hf or checkpoint.initialize_from"
         )
 
 
 def refused_as_model(base: BaseInfo, path: object) -> DataError:
     """Returns the error for adapters where a whole model is needed."""
     return DataError(
-        f"{path} holds adapters alone, of a frozen model ({base.origin}), but a whole model is needed; merge them with "
+        f"{path} holds only adapters, of a frozen model ({base.origin}), but a whole model is needed; merge them with "
         f"mtrain convert export --checkpoint {path} --out DIR, and take DIR"
     )
 

@@ -28,8 +28,8 @@ def parameter_shards(chunks: Sequence[nn.Module], groups: Groups) -> list[Shard]
 def gradient_shards(sharded: ShardedModel, groups: Groups) -> list[Shard]:
     """Copies this rank's reduced gradients, in float32, to the CPU.
 
-    Call it between the schedule and the optimizer's update, which clips in place. Gathers the gradients first where
-    each rank has those of its own part alone.
+    Call it between the schedule and the optimizer's update, which clips in place. Gathers the gradients first if each
+    rank has only its own part's.
     """
     # buffers and frozen parameters have none and are left out
     return _shards(sharded.chunks, groups, sharded.whole_gradients().get)

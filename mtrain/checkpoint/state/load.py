@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 class LoadedState(NamedTuple):
     step: int
     random_states_continue: bool
-    """Whether random states go on; False on another layout, where the run's seed and the step seed them anew."""
+    """Whether random states continue; False on another layout, where the run's seed and the step seed them again."""
     recent: RecentUpdates | None
     """Recent updates, by which train.on_spike judges the next step."""
 
@@ -70,8 +70,8 @@ def save_checkpoint(
 def load_checkpoint(entry: CheckpointEntry, model: RankModel) -> LoadedState:
     """Continues from a checkpoint of any layout. Collective over the world.
 
-    On the layout that saved it, training goes on bit for bit (on GPUs with train.deterministic). On another one weights
-    and moments are the same bits and only the order of later sums differs.
+    On the layout that saved it, training continues bit for bit (on GPUs with train.deterministic). On another one
+    weights and moments are the same bits and only the order of later sums differs.
 
     Raises:
         DataError: The checkpoint is damaged, would run code, or is of another model, precision or batch size. On all
@@ -251,7 +251,7 @@ def _lacks_head(saved: GlobalTensors, key: str, model: ModelSection) -> bool:
     if there is not None and (there.shape[0] == model.output.rows or there.shape[0] < model.vocab_size):
         return False
     if dist.get_rank() == 0:
-        _log.warning("%s has no head: that of %s begins at random", saved.folder, model.output)
+        _log.warning("%s has no head: that of %s starts random", saved.folder, model.output)
     return True
 
 

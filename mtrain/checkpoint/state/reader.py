@@ -154,7 +154,7 @@ def check_keys(saved: GlobalTensors, asked: AbstractSet[str], may_be_left: Calla
     if asked - there:
         faults.append(f"lacks {_shown(set(asked - there))}, which the model has")
     if left:
-        faults.append(f"holds {_shown(left)}, which the model has not")
+        faults.append(f"holds {_shown(left)}, which the model does not have")
     if faults:
         error = DataError(f"{saved.folder} {' and '.join(faults)}; use the model that it was saved from")
         error.on_every_rank = True  # all ranks find the same; one of them prints it

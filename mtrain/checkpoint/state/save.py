@@ -1,6 +1,6 @@
-"""Saving while training goes on.
+"""Saving while training continues.
 
-A save begins with a copy of this rank's state; training goes on while a thread writes and hashes it. Ranks exchange
+A save begins with a copy of this rank's state; training continues while a thread writes and hashes it. Ranks exchange
 their progress only at step boundaries, in the thread that trains, so the order of collectives is the same on all ranks.
 When all have written, the first rank lists and publishes in a thread; one step boundary later all know how it ended.
 """
@@ -285,7 +285,7 @@ class Saver:
         try:
             return way_back(self._retention.root, self._retention.confirmed)
         except MachineError as fault:  # the numeric error is the one that ends the run
-            return f"which step to go back to is not known: {fault}"
+            return f"the step to go back to is not known: {fault}"
 
     def wait(self) -> None:
         """Waits until no save is in flight; raises as `save` does."""
@@ -414,7 +414,7 @@ class Saver:
         if not isinstance(fault, MachineError) or self._config.checkpoint.on_save_failure == "stop":
             raise fault
         if self._groups.rank == 0:
-            _log.warning(f"warning: {fault}; training goes on")
+            _log.warning(f"warning: {fault}; training continues")
 
     def _is_stuck(self) -> bool:
         self._stuck = [work for work in self._stuck if not work.done()]

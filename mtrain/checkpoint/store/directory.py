@@ -92,7 +92,7 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
         unusable: Step -> reason, for checkpoints that looked whole and turned out not to be.
 
     Raises:
-        DataError: Something was published here, but nothing good is left; a run must not start anew over that.
+        DataError: Something was published here, but nothing good is left; a run must not start over on top of that.
     """
     warnings: list[str] = []
     for step in reversed(published_steps(root)):
@@ -110,7 +110,7 @@ def newest_good(root: Path, unusable: Mapping[int, str] | None = None) -> Newest
     warnings += [f"{path} is not named as a checkpoint of this program" for path in _unknown_folders(root)]
     if warnings:
         raise DataError(
-            f"no usable checkpoint in {root}: {'; '.join(warnings)}; restore one, or set another run.dir to start anew"
+            f"no usable checkpoint in {root}: {'; '.join(warnings)}; restore one, or set another run.dir to start over"
         )
     return Newest(None, ())
 
@@ -125,7 +125,7 @@ def checkpoint_at(path: Path, unusable: Mapping[int, str] | None = None) -> Newe
     newest = newest_good(path / "checkpoints", unusable)
     if newest.entry is None:
         is_hf = (path / "config.json").exists()
-        hint = "; a folder of Hugging Face is named by model.hf, or imported first" if is_hf else ""
+        hint = "; name a Hugging Face folder as model.hf, or import it first" if is_hf else ""
         raise DataError(f"{path} is neither a checkpoint (no {MANIFEST_NAME}) nor a run folder that holds one{hint}")
     return newest
 

@@ -93,7 +93,7 @@ def way_back(root: Path, confirmed: int) -> str:
             f"go back to step {good[-1]} ({path}): move {doubtful} away, which was not followed by a finite loss, and "
             "start again"
         )
-    return f"go back to step {good[-1]}: the next start goes on from {path}"
+    return f"go back to step {good[-1]}: the next start resumes from {path}"
 
 
 class Retention:

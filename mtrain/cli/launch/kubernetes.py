@@ -80,7 +80,7 @@ def torchrun(
         from mtrain.launch.torchrun import torchrun_arguments
 
         if nodes > 1 and first_node in ("127.0.0.1", "localhost"):
-            raise ConfigError("--first-node is this machine's own address, but several nodes meet there; name node 0")
+            raise ConfigError("--first-node is a loopback address, but several nodes meet there; name node 0")
         paths, overrides = split_arguments(arguments)
         checked_config(paths, overrides, nodes * gpus_per_node)
         for node in range(nodes):

@@ -61,7 +61,8 @@ class JobOptions:
         bool, _of(_RANKS, "Run mtrain verify backend on a node first, if these layers have no certificate.")
     ] = False
     serve: Annotated[
-        bool, typer.Option("--serve", help="The ranks run mtrain serve; prints its address.", rich_help_panel=_SERVICE)
+        bool,
+        typer.Option("--serve", help="Run mtrain serve on the ranks, and print its address.", rich_help_panel=_SERVICE),
     ] = False
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port on the first node; 8000.", rich_help_panel=_SERVICE)
@@ -136,7 +137,7 @@ def _submitted(submission: "Submission", service: "ServiceOptions | None") -> st
     if service is not None:
         make_token(service.token_file)
     if difference := submission.difference():
-        typer.echo(f"what differs from the last submission:\n{difference}")
+        typer.echo(f"differences from the last submission:\n{difference}")
     submission.freeze()
     number, warnings = submit(submission)
     typer.echo("".join(f"{warning}\n" for warning in warnings), nl=False, err=True)
@@ -150,7 +151,7 @@ def _service(config: "Config", options: JobOptions) -> "ServiceOptions | None":
 
     if not options.serve:
         if options.port is not None or options.token_file is not None:
-            raise ConfigError("--port and --token-file are of a service, but --serve is not given; add it")
+            raise ConfigError("--port and --token-file need --serve, which is not given; add it")
         return None
     check_served(config.model, config.adapter)
     if options.container is None:  # an image has libraries of its own
@@ -168,7 +169,7 @@ def _warn_of_secrets(trackers: Sequence[str]) -> None:
         for name in _OF_TRACKERS.get(tracker, ()):
             if name in os.environ:
                 typer.echo(
-                    f"note: {name} is set in this shell, but a job gets nothing of it, and metrics.trackers has "
+                    f"note: {name} is set in this shell, but jobs do not inherit it, and metrics.trackers has "
                     f"{tracker}; put {name}=VALUE into a file of mode 0600 and name it with --env-file",
                     err=True,
                 )

@@ -232,8 +232,8 @@ def _batch(found: Translation, run: Settings) -> None:
     put_whole_batch(found, run, ("micro_batch_size", "gradient_accumulation_steps", *sizes), is_of_one_rank=not sizes)
     if len(sizes) == 1:
         found.notes.append(
-            f"{next(iter(sizes))} is taken for the number of data-parallel ranks; where more are started, "
-            "multiply train.global_batch_size"
+            f"{next(iter(sizes))} is assumed to be the number of data-parallel ranks; if you start more, multiply "
+            "train.global_batch_size"
         )
 
 
@@ -252,6 +252,4 @@ def _precision(found: Translation, run: Settings) -> None:
     is_16 |= is_on(run, "float16")
     found.put("train.precision", "bf16" if is_brain else "fp16" if is_16 else "fp32", run.said(*names))
     if is_brain and run["adapter"] is None:
-        found.notes.append(
-            "weights are held in bfloat16 there, unless FSDP keeps float32 ones; here main weights are float32"
-        )
+        found.notes.append("weights are bfloat16 there, unless FSDP keeps float32 ones; here main weights are float32")

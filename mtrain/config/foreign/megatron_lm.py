@@ -34,7 +34,7 @@ def from_megatron_lm(arguments: Sequence[str]) -> Translation:
     given = given_arguments(found, arguments)
     found.without_effect += [f"--{name}" for name in given if name in WITHOUT_EFFECT]
     found.lost += [
-        f"{' '.join([f'--{name}', *given[name]])}: it changes what is trained, and nothing here corresponds"
+        f"{' '.join([f'--{name}', *given[name]])}: it changes training, and has no counterpart here"
         for name in given
         if name in REFUSED
     ]
@@ -62,7 +62,7 @@ class _Megatron(Arguments):
                 "--calculate-per-token-loss; loss.aggregation=token-mean is that mean, under every layout"
             )
         self._found.lost += [
-            f"{' '.join([f'--{name}', *values])}: nothing takes it with the other arguments that are given"
+            f"{' '.join([f'--{name}', *values])}: no other given argument uses it"
             for name, values in self._given.items()
             if name in TRANSLATED and name not in self._read
         ]
@@ -129,7 +129,7 @@ class _Megatron(Arguments):
         if kind in ("gdn", "gated_delta_net"):
             self._put_all("delta_net")
         elif kind is not None:
-            self._lost("experimental-attention-variant", "only gated_delta_net (gdn) is known here")
+            self._lost("experimental-attention-variant", "only gated_delta_net (gdn) is supported here")
 
     def _window(self) -> None:
         given = self._text("window-size")
@@ -245,7 +245,7 @@ class _Megatron(Arguments):
             stages = layers // self._degree("pipeline-model-parallel-size")
             each = self._number("num-layers-per-virtual-pipeline-stage")
             put("layout.vpp", stages // each if each else 0, "num-layers-per-virtual-pipeline-stage")
-            self._lost("num-virtual-stages-per-pipeline-rank", "the layers of a stage are given, too; keep one")
+            self._lost("num-virtual-stages-per-pipeline-rank", "the layers of a stage are also given; keep one")
         if self._degree("context-parallel-size") > 1 and self._is_on("cp-comm-type"):
             ways = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
             kinds = set(self._values("cp-comm-type") or [])
@@ -257,7 +257,7 @@ class _Megatron(Arguments):
     def _steps(self) -> None:
         size = self._number("global-batch-size")
         if self._is_on("train-samples"):
-            self._lost("train-iters", "--train-samples is given, too; keep one")
+            self._lost("train-iters", "--train-samples is also given; keep one")
         for name, key in (
             ("train-samples", "train.num_steps"),
             ("lr-decay-samples", "optimizer.decay_steps"),
@@ -267,7 +267,7 @@ class _Megatron(Arguments):
             if samples is not None and size:
                 self._found.put(key, -(-samples // size), f"--{name} / --global-batch-size")
             elif samples is not None:
-                self._lost(name, f"{key} counts steps; give --global-batch-size, too")
+                self._lost(name, f"{key} counts steps; also give --global-batch-size")
 
     def _schedule(self) -> None:
         put, style = self._put_value, str(self._value("lr-decay-style", "linear"))
@@ -295,7 +295,7 @@ class _Megatron(Arguments):
                 put("optimizer.warmup_steps", math.ceil(Fraction(str(fraction)) * steps), "lr-warmup-fraction")
         kind = self._value("optimizer", "adam")
         if kind != "adam":
-            self._lost("optimizer", "only adam, which is AdamW, is translated; optimizer.kind=muon has keys of its own")
+            self._lost("optimizer", "only adam, which is AdamW, is translated; optimizer.kind=muon has its own keys")
 
     def _precision(self) -> None:
         put = self._put_value
@@ -318,7 +318,7 @@ class _Megatron(Arguments):
     def _recomputation(self) -> None:
         put, kind = self._put_value, self._value("recompute-granularity")
         if self._is_on("recompute-activations"):
-            self._lost("recompute-granularity", "--recompute-activations, which is given, too, means selective")
+            self._lost("recompute-granularity", "--recompute-activations, which is also given, means selective")
             kind = "selective"
         put("train.recompute", kind, "recompute-activations", "recompute-granularity")
         if kind == "full" and self._value("recompute-method") == "block":
@@ -345,7 +345,7 @@ class _Megatron(Arguments):
         put("data.kind", "sft" if self._is_on("sft") else "indexed", "sft")
         names = {"data-path": "train", "train-data-path": "train", "valid-data-path": "valid", "test-data-path": "test"}
         if self._is_on("train-data-path"):
-            self._lost("data-path", "--train-data-path is given, too; keep one")
+            self._lost("data-path", "--train-data-path is also given; keep one")
         for name, part in names.items():
             if self._is_on(name):
                 put(f"data.{part}", _blend(self._values(name) or []), name)
@@ -375,7 +375,7 @@ class _Megatron(Arguments):
         if size is None:
             given = " ".join(self._values("eval-iters") or [])
             self._found.lost.append(
-                f"--eval-iters {given}: valid.max_samples counts samples; give --global-batch-size, too"
+                f"--eval-iters {given}: valid.max_samples counts samples; also give --global-batch-size"
             )
         else:
             self._put_value("valid.max_samples", (count or 0) * size, "eval-iters")
@@ -385,11 +385,11 @@ class _Megatron(Arguments):
         other = load if load != self._text("save") else None
         origin = self._text("pretrained-checkpoint") or other
         if other != origin and other is not None:
-            self._lost("load", "a run begins from --pretrained-checkpoint and goes on from its own folder")
+            self._lost("load", "a run begins from --pretrained-checkpoint and resumes from its own folder")
         put("checkpoint.initialize_from", origin, "pretrained-checkpoint", "load")
         if origin is not None and not self._is_on("finetune"):
             self._found.notes.append(
-                f"a run folder goes on by itself; {origin} gives the weights alone, without optimizer and step"
+                f"a run resumes from its own folder; {origin} gives the weights alone, without optimizer and step"
             )
         name = "persistent-save-interval" if self._is_on("persistent-save-interval") else "save-interval"
         self._put(name, "checkpoint.interval_steps")

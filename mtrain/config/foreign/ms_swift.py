@@ -67,8 +67,8 @@ def _start(found: Translation, value: Any, name: str) -> None:
         found.put("checkpoint.initialize_from", value, name)
     else:
         found.lost.append(
-            f"{name}={value}: model.hf gives the weights; to start from this, write out `model` in the place of "
-            "model.hf, and set checkpoint.initialize_from"
+            f"{name}={value}: model.hf gives the weights; to start from this, write out `model` instead of model.hf, "
+            "and set checkpoint.initialize_from"
         )
 
 
@@ -133,7 +133,7 @@ def from_ms_swift(arguments: Sequence[str]) -> Translation:
     if "rlhf" in command and run["rlhf_type"] is None:
         found.put("loss.function", "dpo", "ms-swift's default of rlhf_type")
     _places(found, run, "megatron_output" if "train_iters" in rows else "output")
-    found.notes.append("ms-swift writes conversations by templates of its own; here the tokenizer's is taken")
+    found.notes.append("ms-swift renders conversations with its own templates; here the tokenizer's is used")
     finish(found, run)
     return found
 
@@ -147,7 +147,7 @@ def _rows(command: Sequence[str], names: set[str]) -> dict[str, Row]:
         rows["loss_scale"] = Row(rows["loss_scale"].put, "last_round")
     if "pt" in command:
         rows["loss_scale"] = Row(rows["loss_scale"].put, "all")
-        rows["use_chat_template"] = lost("conversations are written by a template", False)
+        rows["use_chat_template"] = lost("conversations are rendered by a template", False)
     return rows
 
 

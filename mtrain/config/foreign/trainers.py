@@ -96,7 +96,7 @@ def optimizer_of(found: Translation, value: Any, name: str) -> None:
     if kind in _OF_FEW_BITS:
         found.lost.append(f"{name}={value}: moments have few bits there; here they are float32")
     elif kind not in _ADAMW:
-        found.lost.append(f"{name}={value}: only AdamW is translated; optimizer.kind=muon has keys of its own")
+        found.lost.append(f"{name}={value}: only AdamW is translated; optimizer.kind=muon has its own keys")
 
 
 def put_interval(found: Translation, run: Settings, name: str, key: str) -> None:
@@ -166,7 +166,7 @@ def saved(found: Translation, value: Any, name: str) -> None:
     modules = listed(value)
     if unknown := [str(each) for each in modules if each not in SAVED_SYNONYMS]:
         found.lost.append(
-            f"{name}={', '.join(unknown)}: of modules only embed_tokens, lm_head, norm and a head learn whole with "
+            f"{name}={', '.join(unknown)}: only embed_tokens, lm_head, norm and a head can be trained in full with "
             "adapters"
         )
     found.put("adapter.modules_to_save", [each for each in modules if each in SAVED_SYNONYMS] or None, name)
@@ -183,7 +183,8 @@ def put_likelihood(found: Translation, run: Settings) -> None:
     """Reports the likelihood of the chosen answer, which TRL adds to SimPO unless its weight is 0."""
     if number(1 if run["cpo_alpha"] is None else run["cpo_alpha"]):
         found.lost.append(
-            f"{run.said('cpo_alpha')}: the likelihood of chosen answers is no part of simpo here; see loss.side_terms"
+            f"{run.said('cpo_alpha')}: simpo does not include the likelihood of chosen answers here; see "
+            "loss.side_terms"
         )
 
 
@@ -229,7 +230,7 @@ def finish_loss(found: Translation) -> None:
     if found.get("data.packing.batch") == "rows":
         name = found.origins["data.packing"]
         found.drop("data.packing", is_named=False)
-        found.notes.append(f"{name}: samples are not packed, as rows would cut the pairs of {function} apart")
+        found.notes.append(f"{name}: samples are not packed, since rows would split the pairs of {function}")
     _drop_dropout(found, f"loss.function={function} sees the model twice in a step, without dropout")
     found.notes.append("records are pairs of prompt, chosen and rejected, or prompt, completion and label for kto")
 

@@ -138,7 +138,7 @@ def from_verl(words: Sequence[str]) -> Translation:
     found = Translation("verl")
     given = _given(found, words)
     if not given:
-        raise ConfigError("there is neither a file nor an argument KEY=VALUE; give one of verl")
+        raise ConfigError("neither a file nor an argument KEY=VALUE of verl is given; give one")
     chosen = [f"{name}={value}" for name, value in given.items() if name in ("engine", "optim", "model_engine")]
     strategies = [str(value) for name, value in given.items() if name.endswith(".strategy")]
     trainer = _trainer_of(set(given), " ".join([*command, *chosen, *strategies, *_configs(words)]))
@@ -294,8 +294,7 @@ def _policy(found: Translation, run: Settings, trainer: Trainer) -> None:
     name = trainer.name
     if (ratio := name("actor.clip_ratio")) in run.given:
         found.notes.append(
-            f"{ratio}={run[ratio]}: verl clips by clip_ratio_low and clip_ratio_high, of which each is 0.2 where it is "
-            "not given"
+            f"{ratio}={run[ratio]}: verl clips by clip_ratio_low and clip_ratio_high, each 0.2 by default"
         )
     if found.get("loss.function") != "ppo":
         found.drop("loss.options.dual_clip")

@@ -137,12 +137,12 @@ class AdapterSection(Section):
     head of model.num_labels is always fully trained."""
 
     base_dtype: Literal["bf16"] | None = None
-    """Precision of frozen weights. bf16: frozen projections and tables of a float32 run are held in bfloat16, which
-    halves their memory, and widened for each product; tables in modules_to_save are not. null: train.precision."""
+    """Precision of frozen weights. bf16: frozen projections and tables of a float32 run are stored in bfloat16, which
+    halves their memory, and converted for each product; tables in modules_to_save are not. null: train.precision."""
 
     path: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """Path of a PEFT folder (adapter_config.json and adapter_model.safetensors) whose values the run starts from; null:
-    new adapters. Losses with a reference model compare with this adapter as the first start found it."""
+    new adapters. Losses with a reference model compare with this adapter as it was at the first start."""
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -186,7 +186,7 @@ class AdapterSection(Section):
                 yield f"{name}={', '.join(missing)} is no target; add it to targets, or remove it"
                 break
         if not self.targets:
-            yield "targets is empty, so that nothing would learn; name at least one"
+            yield "targets is empty, so nothing would be trained; name at least one"
         for target, parts in JOINED.items():
             if target in self.parts and (twice := sorted(self.parts.intersection(parts))):
                 yield (
@@ -195,7 +195,7 @@ class AdapterSection(Section):
                 break
         if twice := [each for each in self.modules_to_save if each in self.parts]:
             yield (
-                f"modules_to_save={', '.join(twice)} learns whole and is in targets as well; remove it from one of them"
+                f"modules_to_save={', '.join(twice)} is trained in full and also in targets; remove it from one of them"
             )
 
     def pair_of(self, part: str) -> str:

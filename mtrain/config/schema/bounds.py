@@ -34,7 +34,7 @@ BATCH = at_most(2**24, "so that the tokens of a step are counted exactly")
 STEPS = at_most(2**31 - 1, "so that samples have 64-bit numbers")
 SAMPLES = at_most(2**31 - 1, "validating more would take longer than any run")
 SEED = at_most(2**64 - 1, "seeds have 64 bits")
-SECONDS = at_most(30 * 24 * 3600, "a month: nobody would notice what hangs")
+SECONDS = at_most(30 * 24 * 3600, "a month: nobody would notice a hang")
 BATCHES_AHEAD = at_most(1024, "each is a whole global batch in memory")
 
 

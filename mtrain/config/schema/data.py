@@ -39,8 +39,8 @@ class WindowChange(Section):
     """Another window size from a given step on."""
 
     from_step: Annotated[int, bounds.STEPS] = Field(gt=0)
-    """Updates completed before the change. Windows that begin in a later step have this size; a window that has begun
-    is trained to its end as it was packed."""
+    """Updates completed before the change. Windows that begin in a later step have this size; a window in progress
+    keeps its packing."""
     window: Annotated[int, bounds.BATCH] = Field(gt=0)
     """Number of samples that are packed together."""
 
@@ -145,8 +145,8 @@ class DataSection(Section):
             yield f"extras names {twice!r} twice; name it once"
         elif wrong is not None:
             yield (
-                f"extras names {wrong!r}, but needs names of letters, digits and underscores that no form of records "
-                "has for something else; rename the key in the records"
+                f"extras names {wrong!r}, but needs names of letters, digits and underscores that no record format "
+                "uses otherwise; rename the key in the records"
             )
 
 
@@ -206,7 +206,7 @@ class FilesSection(DataSection):
         if self.split is None:
             return
         if self.valid or self.test:
-            yield "split already divides the train sources, but valid or test are given too; remove one of the two"
+            yield "split already divides the train sources, but valid or test are also given; remove one of the two"
         if min(self.split) < 0 or self.split[0] == 0 or abs(sum(self.split) - 1) >= 1e-6:
             yield (
                 f"split={list(self.split)} needs three shares that are not negative and add up to 1, the first above "
@@ -228,8 +228,8 @@ class FilesSection(DataSection):
                 yield f"{name} names {twice} twice; name it once, with the sum of the weights"
         if self.packing is not None and self.packing.batch != "sequences":
             yield (
-                "curriculum changes blends at a step, but with packing.batch=rows a window of samples that is packed "
-                "together would lie across it; set packing.batch=sequences"
+                "curriculum changes blends at a step, but with packing.batch=rows a packed window of samples would "
+                "span it; set packing.batch=sequences"
             )
 
 
@@ -313,7 +313,7 @@ class SftSection(FilesSection):
                 f"max_bad={self.max_bad} is neither a share below 1 nor a whole number of records; give one of the two"
             )
         if self.chat_date is not None and not _is_day(self.chat_date):
-            yield f"chat_date={self.chat_date} is no day of the calendar; write it as in 2025-01-31"
+            yield f"chat_date={self.chat_date} is not a calendar day; write it as in 2025-01-31"
         if self.tokenizer is None:
             yield "tokenizer is not given, but kind=sft holds text; name the tokenizer that turns it into tokens"
 

@@ -99,7 +99,7 @@ class ExpertsSection(Section):
             )
         yield from self._broken_rules_of_groups()
         if self.bias_update_rate and not self.expert_bias:
-            yield f"bias_update_rate={self.bias_update_rate} moves a bias that is not there; set expert_bias=true"
+            yield f"bias_update_rate={self.bias_update_rate} updates a bias that does not exist; set expert_bias=true"
 
     def _broken_rules_of_groups(self) -> Iterator[str]:
         num_groups, group_top_k = self.num_groups, self.group_top_k

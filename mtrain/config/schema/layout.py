@@ -52,8 +52,8 @@ class LayoutSection(Section):
             return
         if len(splits) > 1:
             yield (
-                "stage_layers names the layers of every stage, but first_stage_layers or last_stage_layers is given "
-                "too; keep one of the two ways"
+                "stage_layers names the layers of every stage, but first_stage_layers or last_stage_layers is also "
+                "given; keep one of the two ways"
             )
         stages = self.pp * self.vpp
         if len(self.stage_layers) != stages or min(self.stage_layers) <= 0:

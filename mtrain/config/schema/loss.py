@@ -63,7 +63,7 @@ _IS_LEGAL: dict[str, Callable[[Any], bool]] = {
 
 
 def _is_legal(value: object, needed: str) -> bool:
-    """Says whether a value is what these words say: a key of _IS_LEGAL, or a list of names."""
+    """Says whether a value matches a description: a key of _IS_LEGAL, or a list of names."""
     return _IS_LEGAL[needed](value) if needed in _IS_LEGAL else value in re.split(", | or ", needed)
 
 
@@ -222,7 +222,7 @@ class SideTermSection(TermSection):
 
 
 class TeacherSection(Section):
-    """A frozen model, with whose distribution the terms of distillation compare.
+    """A frozen model, whose distribution the terms of distillation compare with.
 
     It runs forward only, on the microbatches of the step, under the same layout and in the same precision. Its run
     folder, or model.yaml of an import, describes it; the vocabulary must be the same. With an uneven split of layers
@@ -310,7 +310,7 @@ class LossSection(TermSection):
                 scores = f"{' or '.join(SCORE_AGGREGATIONS)}: the sum or mean of an answer's tokens is its score"
                 yield f"aggregation={self.aggregation} {demand} {scores}"
             if self.empty_sequences != "exclude":
-                says = "a group with an empty answer says nothing"
+                says = "a group with an empty answer has no information"
                 yield f"empty_sequences={self.empty_sequences} {demand} exclude: {says}"
             if self.denominator != "planned":
                 yield f"denominator={self.denominator} {demand} planned: it is the sum of the groups' weights"
@@ -323,7 +323,7 @@ class LossSection(TermSection):
         if wrong is not None:
             yield (
                 f"side_terms.{wrong}.function={self.side_terms[wrong].function} compares groups of sequences, which "
-                "the main term alone can; make it loss.function, and the other one a side term"
+                "only the main term can; make it loss.function, and the other one a side term"
             )
 
     def _broken_rules_of_side_terms(self) -> Iterator[str]:

@@ -60,7 +60,7 @@ class CheckpointSection(Section):
     continues from; a section means every key in it that can change. Changes are recorded with their step."""
     initialize_from: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """Path of a checkpoint directory, or of a run folder (its newest one), whose weights this run starts from;
-    optimizer, step and data order start anew. For a checkpoint of Megatron-LM or Megatron-Bridge (torch_dist): an
+    optimizer, step and data order start over. For a checkpoint of Megatron-LM or Megatron-Bridge (torch_dist): an
     iteration, or its parent. null: weights start random, or from model.hf."""
 
     def broken_rules(self) -> Iterator[str]:

@@ -33,8 +33,8 @@ class SpikeSection(Section):
 
     Over the latest `window_steps` updates, m is the median and s = 1.4826 x the median distance from m (the standard
     deviation for normally distributed values), at least 1 % of m. A step spikes if its loss or gradient norm is above m
-    + deviations x s. It is judged before its gradient is applied, and only after as many updates; a step that spiked
-    does not enter the window.
+    + deviations x s. It is judged before its gradient is applied, and only after window_steps updates; a step that
+    spiked does not enter the window.
     """
 
     action: BadStepAction
@@ -44,13 +44,13 @@ class SpikeSection(Section):
     loss_deviations: float | None = Field(12.0, gt=0)
     """Spreads above the median at which the main term's loss spikes; null: the loss is not compared."""
     grad_norm_deviations: float | None = Field(50.0, gt=0)
-    """Spreads above the median at which the gradient norm before clipping spikes, whose values spread more; null: the
-    norm is not compared."""
+    """Spreads above the median at which the gradient norm before clipping spikes, larger because norms vary more; null:
+    the norm is not compared."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.loss_deviations is None and self.grad_norm_deviations is None:
             yield (
-                "loss_deviations and grad_norm_deviations are both null, so nothing is compared; set one, or no "
+                "loss_deviations and grad_norm_deviations are both null, so nothing is compared; set one, or remove "
                 "on_spike"
             )
 

@@ -1,4 +1,4 @@
-"""What the loader hands to the training step.
+"""Batches that the loader passes to the training step.
 
 The fields of a batch are listed here alone: what all of them go through (to a device, cut for context parallelism,
 packed for a broadcast) uses `Microbatch.tensors`, `Microbatch.of` or `Microbatch.map`.
@@ -86,8 +86,8 @@ class Microbatch:
     """Name -> [batch, seq] float32: values that loss functions read in addition to the weights, aligned with the
     labels; 0 at padding."""
     choices: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> [batch, seq, layers, k] int32: what layers take in place of their own choice (choices.py); -1 where they
-    choose, as at padding."""
+    """Name -> [batch, seq, layers, k] int32: choices that layers replay (choices.py); -1 where they choose themselves,
+    as at padding."""
     num_sequences: int = 0
     """Number of sequences in `sequence_ids`; the number of rows where `sequence_ids` is None."""
     num_padding_tokens: int = 0

@@ -1,9 +1,9 @@
-"""Discrete choices of layers, which a batch can name and layers then take in place of their own.
+"""Discrete choices of layers, which a batch can name and layers then replay.
 
 There is one kind so far, the experts of tokens. A choice has the form that vLLM and SGLang return: [tokens, layers, k]
-integers, a row for each token that was read (the last token of a rollout never is), and every layer of the model; what
-stands in layers that do not choose is ignored. `Microbatch.choices` carries it, cut for context parallelism like every
-field; `router_marks` hands it to the layers, recomputed ones included; `RecordedChoices` records and gathers it.
+integers, a row for each token that was read (the last token of a rollout never is), and every layer of the model;
+values for layers that do not choose are ignored. `Microbatch.choices` carries it, cut for context parallelism like
+every field; `router_marks` hands it to the layers, recomputed ones included; `RecordedChoices` records and gathers it.
 """
 
 import math
@@ -23,7 +23,7 @@ Chosen = NDArray[np.int32]
 """[tokens, layers, k]: the choice of each token and layer; -1 where the layer chooses."""
 _TOKENS_AT_A_TIME = 2**12
 """Tokens that are checked together; a cache may be larger than memory."""
-MAKERS = "vLLM (enable_return_routed_experts), SGLang (return_routed_experts) and Engine.generate make them so"
+MAKERS = "vLLM (enable_return_routed_experts), SGLang (return_routed_experts) and Engine.generate return this form"
 
 
 def choice_shapes(model: ModelSection) -> dict[str, tuple[int, int]]:
@@ -110,7 +110,7 @@ def replayable(model: ModelSection, what: str) -> tuple[int, int]:
         raise ConfigError(f"{what}, but the model has no experts (model.experts); leave them out")
     if model.experts.capacity_factor is not None:
         raise ConfigError(
-            f"{what}, but model.experts.capacity_factor={model.experts.capacity_factor} drops tokens, so that a choice "
+            f"{what}, but model.experts.capacity_factor={model.experts.capacity_factor} drops tokens, so a choice "
             "cannot be replayed; set capacity_factor=null, or leave them out"
         )
     return choice_shapes(model)[ROUTED_EXPERTS]

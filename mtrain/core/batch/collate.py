@@ -1,7 +1,7 @@
 """Samples to microbatches: rows of samples with, for each loss term, weights and shares of the denominator.
 
-A row is a list of samples, laid one after the other and padded. Everything that a loss reads is made for each sample by
-itself before it is laid down, so a sample counts the same wherever it lies.
+A row is a list of samples, laid one after the other and padded. All inputs of a loss are computed for each sample
+before it is placed in a row, so its position does not matter.
 
 Depth k of multi-token prediction reads the token k positions ahead and predicts the token after that, both inside the
 document. Rows are whole here, so the later cut for context parallelism needs no neighbour.
@@ -48,7 +48,7 @@ class RowForm:
     with_padding: bool = False
     """Whether batches say which positions hold no text."""
     num_predictions: int = 1
-    """Number of tokens that a position predicts. Each further one is a term of its own, aggregated as the main one."""
+    """Number of tokens that a position predicts. Each further one is a separate term, aggregated like the main one."""
     with_sources: bool = False
     window: int | None = None
     """Tokens that a windowed layer sees, including the token itself; None without such layers."""
@@ -97,7 +97,7 @@ class RowForm:
 
 
 class Place(NamedTuple):
-    """Where a sample lies in a microbatch."""
+    """Position of a sample in a microbatch."""
 
     row: int
     number: int
@@ -106,7 +106,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class _PlacedSample:
-    """One sample as it lies in a row; arrays are [width]."""
+    """One sample in its row; arrays are [width]."""
 
     sample: Sample
     """The sample; one position of padding if it had no text."""

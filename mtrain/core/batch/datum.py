@@ -1,4 +1,4 @@
-"""Sequences that a user's program hands over, with what their tokens count, and how they become samples."""
+"""Sequences from a user's program, with the weights of their tokens, and their conversion to samples."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,18 +37,18 @@ class Datum:
         default_factory=dict
     )
     """Values that a loss function reads in addition to the weights, by name, such as advantages: finite numbers,
-    float32 precision. One for the whole sequence; or one a token, of which the first is not used; or one a predicted
-    token, as `Engine.forward` gives log-probabilities. A sequence (also a tensor) of one number a token has
-    len(input_ids) of them, one of predicted tokens one less. [tokens, k] are k numbers a token, as the teacher's
-    log-probabilities of `topk_distillation`. Names that no loss function needs are checked and left out."""
+    float32 precision. One for the whole sequence; or one per token, with the first unused; or one per predicted token,
+    like the log-probabilities of `Engine.forward`. A sequence (also a tensor) of one number a token has len(input_ids)
+    of them, one of predicted tokens one less. [tokens, k] are k numbers a token, as the teacher's log-probabilities of
+    `topk_distillation`. Names that no loss function needs are checked and left out."""
     temperature: float | None = None
     """Temperature at which the sequence was sampled, above 0: `ppo`, `gspo`, `cispo`, `kl` and `entropy` divide the
     logits by it, as `Engine.forward` does; other losses ignore it. None: 1."""
     routed_experts: Any = None
-    """Experts of each token that is read, which routers take in place of their own choice in every pass, [tokens,
-    layers, k] integers (lists, an array or a tensor): len(input_ids) - 1 rows, as vLLM, SGLang and `Engine.generate`
-    return them, or len(input_ids), of which the last is not used; all layers of the model, of which dense ones are not
-    looked at; -1 for all k where the router chooses. None: it chooses everywhere."""
+    """Experts of each input token, which routers replay in every pass, [tokens, layers, k] integers (lists, an array or
+    a tensor): len(input_ids) - 1 rows, as vLLM, SGLang and `Engine.generate` return them, or len(input_ids), with the
+    last unused; all layers of the model, dense ones ignored; -1 for all k where the router chooses. None: it chooses
+    everywhere."""
     member: GroupMember | None = None
     """Part of the sequence in a group, for losses that compare whole sequences such as dpo; None outside a group."""
     label: float | None = None
@@ -133,8 +133,7 @@ def check_temperature(given: float, name: str) -> None:
     if not (np.isfinite(divisor) and divisor > 0):
         raise _fault(
             f"{name} is {given}, but must be a finite number above 0 (in float32): at 0 a sampler takes the likeliest "
-            "token, which has no log-probability to compare; give the temperature that the loss is to be taken at, "
-            "such as 1"
+            "token, which has no log-probability to compare; give the temperature for the loss, such as 1"
         )
 
 
@@ -184,7 +183,7 @@ def _checked_member(member: GroupMember, name: str) -> GroupMember:
 
 
 def _judged(datum: Datum, name: str, head: HeadOutput) -> Datum:
-    """Appends the label to the sequence, in the place of the token that would be predicted there."""
+    """Appends the label to the sequence, as the token to predict there."""
     label = datum.label
     if head.rows == 1 and label is not None:
         raise _fault(f"{name} has label={label}, but a head of one label has no classes; remove it")
@@ -207,7 +206,9 @@ def _numbered(datum: Datum, name: str) -> Datum:
 
 def _with_last(datum: Datum, last: int, name: str) -> Datum:
     if datum.weights is not None:
-        raise _fault(f"{name} has weights of tokens, but a head judges it whole; remove them, or give Datum.weight")
+        raise _fault(
+            f"{name} has weights of tokens, but a head scores the whole sequence; remove them, or give Datum.weight"
+        )
     ids = [*datum.input_ids, last]
     return replace(datum, input_ids=ids, weights=[*[0.0] * (len(ids) - 1), 1.0])
 
@@ -270,8 +271,8 @@ def _checked_extra(
         place = tuple(int(index) for index in np.argwhere(~np.isfinite(values))[0])
         where = f" at place {', '.join(map(str, place))}" if place else ""
         raise NumericError(
-            f"{name} has an extra {extra!r} that is {values[place]}{where}; every number of it must be "
-            "finite in float32, also where the weight is 0: look at what has made it, and write 0 where there is none"
+            f"{name} has an extra {extra!r} that is {values[place]}{where}; all its numbers must be finite in "
+            "float32, even where the weight is 0: check the program that wrote it, and write 0 for missing numbers"
         )
     if not values.ndim:
         return float(values)

@@ -1,4 +1,4 @@
-"""Numbers that a user gives, accepted as they are or refused: lists, numpy arrays, tensors, a teacher's cache."""
+"""Numbers from a user, accepted unchanged or refused: lists, numpy arrays, tensors, a teacher's cache."""
 
 import numbers
 import operator
@@ -27,7 +27,7 @@ def token_ids(given: Any, name: str, size: int) -> NDArray[np.int64]:
     """Checks a list, an array or a tensor of token ids; returns them as [n].
 
     Raises:
-        ValueError: The value is no row of ids, or an element is no id; names the element and its place.
+        ValueError: The value is not a row of ids, or an element is not an id; names the element and its position.
     """
     # no subclass: one with a mask would pass what it hides
     if type(given) is np.ndarray and given.ndim == 1 and given.dtype.kind in "iu":
@@ -59,7 +59,7 @@ def real_numbers(given: Any, name: str) -> NDArray[Any]:
     """Returns an array of numbers, of the dtype that they have; booleans stay booleans.
 
     Raises:
-        ValueError: An element is no number, rows differ in length, or the value is a tensor with a gradient.
+        ValueError: An element is not a number, rows differ in length, or the value is a tensor with a gradient.
     """
     if getattr(given, "requires_grad", False):
         raise ValueError(f"{name} is a tensor with a gradient, which would be dropped; give {name}.detach()")
@@ -152,13 +152,13 @@ def _judged(
     is_id = (ids == np.floor(ids)) & (ids >= 0) & (ids < vocab_size)
     yield (
         ~is_id.all(axis=1),
-        f"{TOP_K_IDS} that are no token ids: whole numbers from 0 to {vocab_size - 1} are needed (model.vocab_size="
-        f"{vocab_size}), also where the mask is 0; take a teacher with the model's own tokenizer",
+        f"{TOP_K_IDS} that are no token ids: whole numbers from 0 to {vocab_size - 1} are needed "
+        f"(model.vocab_size={vocab_size}), even where the mask is 0; use a teacher with the model's own tokenizer",
     )
     ordered = np.sort(ids, axis=1)
     yield (
         (ordered[:, 1:] == ordered[:, :-1]).any(axis=1) & is_counted,
-        f"the same token twice in {TOP_K_IDS}; give each token once, and where the teacher has fewer, any others with "
+        f"the same token twice in {TOP_K_IDS}; give each token once, and if the teacher has fewer, any others with "
         f"{TOP_K_LOGPROBS} of -10000",
     )
     mass = np.exp(np.minimum(logprobs, 1.0), dtype=np.float64).sum(axis=1)

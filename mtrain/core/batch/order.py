@@ -175,7 +175,7 @@ class Blend:
 
 @dataclass(frozen=True)
 class BlendPhase:
-    """A blend that holds from some sample on."""
+    """A blend that applies from some sample on."""
 
     first: int
     """Number of the first sample, counted from 0 over the run."""
@@ -275,7 +275,7 @@ class SampleOrder:
     def locate(self, g: int) -> SamplePosition:
         """Finds the place of sample g of the run, counted from 0: a pure function of (seed, g), O(1).
 
-        Every epoch of a source visits each of its samples once, in an order of its own.
+        Every epoch of a source visits each of its samples once, in its own order.
         """
         source, number = self._dealer.locate(g)
         epoch, turn = divmod(number, self.sizes[source])

@@ -48,13 +48,13 @@ class SampleEncoder(Protocol):
         processes.
 
         Raises:
-            DataError: The record is no sample of this form; the message says what is wrong, not where.
+            DataError: The record is not a valid sample of this format; the message says what is wrong, not where.
         """
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence for the loss: n positions of text, without padding, and what each of them has to predict."""
+    """One sequence for the loss: n positions of text, without padding, and their labels."""
 
     tokens: NDArray[np.int64]
     """[n] int64: token ids; n may be 0."""
@@ -70,8 +70,8 @@ class Sample:
     """Name -> [width]: values that a loss function reads in addition to the weights, such as advantages; shifted as
     labels are."""
     choices: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
-    """Name -> [width, layers, k]: what layers take in place of their own choice for each token that is read
-    (choices.py); -1 where the layer chooses."""
+    """Name -> [width, layers, k]: choices that layers replay for each input token (choices.py); -1 where the layer
+    chooses."""
     source: int | None = None
     """Number of the source in data.train; None outside a blend."""
     member: GroupMember | None = None

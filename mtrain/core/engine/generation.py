@@ -29,7 +29,7 @@ from mtrain.core.ranks.groups import Groups
 
 @dataclass(frozen=True)
 class PassTokens:
-    """Tokens of one sequence that a pass reads; the logits after the last of them are wanted."""
+    """Tokens of one sequence that a pass reads; it returns the logits after the last one."""
 
     sequence: int
     """Place of the sequence in the cache."""
@@ -41,7 +41,8 @@ class PassTokens:
 class CachedModel:
     """The stages of this rank, whose data-parallel and context-parallel replica runs independently of all others.
 
-    Experts are the exception: where they lie on ranks of several replicas, all replicas run equally many passes.
+    Experts are the exception: if they are spread over the ranks of several replicas, all replicas run the same number
+    of passes.
     """
 
     def __init__(self, config: Config, groups: Groups, chunks: Sequence[Any], reading: CachedPass) -> None:
@@ -156,23 +157,23 @@ def cached_model(
 
 
 def refuse_uncachable(model: ModelSection, chunks: Sequence[Any]) -> None:
-    """Refuses models that cannot generate, on all ranks alike.
+    """Refuses models that cannot generate, on all ranks.
 
     Raises:
         ConfigError: Layers of TransformerEngine keep no such cache, and the output of experts with a capacity would
             depend on which tokens are read together.
     """
     if model.head is not None:
-        raise ConfigError(f"{model.head} is a head, which writes no text; generate with the model that it was put on")
+        raise ConfigError(f"{model.head} is a head, which writes no text; generate with the original model")
     experts = model.experts
     if experts is not None and experts.capacity_factor is not None:
         raise ConfigError(
-            f"model.experts.capacity_factor={experts.capacity_factor} drops tokens by what else is read with them, so "
-            "a text cannot be generated token by token; generate with capacity_factor=null"
+            f"model.experts.capacity_factor={experts.capacity_factor} drops tokens depending on the rest of the "
+            "batch, so a text cannot be generated token by token; generate with capacity_factor=null"
         )
     # the first layer of a stage stands for all
     if not any(isinstance(module, Remembering) for chunk in chunks for module in chunk.modules()):
         raise ConfigError(
-            "model.backend: layers of TransformerEngine keep no keys and values for generation here; set "
+            "model.backend: TransformerEngine's layers keep no keys and values for generation here; set "
             "model.backend=torch"
         )

@@ -1,8 +1,8 @@
 """Adam's moments in the host's memory, on the device only while they are updated.
 
 The device computes the update, with the kernel that it would use anyway, on one group of parameters after the other:
-while it updates a group, the moments of the next one arrive and those of the one before leave. So no bit depends on
-where moments lie between two updates, and the host neither computes nor waits.
+while it updates a group, the moments of the next one arrive and those of the one before leave. So no bit depends on the
+location of moments between two updates, and the host neither computes nor waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mtrain.core.engine.optimizer_state import MOMENTS, GroupCounts, OptimizerSt
 from mtrain.core.state.host_memory import CopyStream, HostBlocks
 
 _ALIGNED_ELEMENTS = 16
-"""Elements of a cache line: kernels then read moments as they do those of a tensor of their own."""
+"""Elements of a cache line: kernels then read moments as if each were a separate tensor."""
 
 
 class HostMoments:

@@ -41,7 +41,7 @@ class DiagnosticSums:
     def vector(self, groups: Groups) -> Tensor:
         """Returns [n] float64, to be summed over all ranks.
 
-        A sum cannot find a maximum, so each rank has a number of its own in it.
+        A sum cannot find a maximum, so each rank has its own number in it.
         """
         parts = [torch.zeros(0, dtype=torch.float64, device=self._device)]
         for sums in self._found.values():

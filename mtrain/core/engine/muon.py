@@ -3,8 +3,8 @@
 An update needs the whole matrix, while tensor parallelism divides it, the distributed optimizer cuts it anywhere, and
 fused projections hold several. So every tensor has one owner among the ranks of its pipeline stage. Pieces of the
 momentum are sent to the owner, which orthogonalizes each matrix of the model as a single process would, and the update
-is sent back to where the float32 main weights lie. The state stays sharded as AdamW's is, and a checkpoint holds it as
-global tensors of any layout.
+is sent back to the owners of the float32 main weights. The state is sharded like AdamW's, and a checkpoint stores it as
+layout-independent global tensors.
 """
 
 import math

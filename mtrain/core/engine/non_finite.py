@@ -1,4 +1,4 @@
-"""Finds the rank that a nan or inf comes from: its weights, its optimizer state, or a gradient of its own.
+"""Finds the rank where a nan or inf originates: in its weights, its optimizer state, or its local gradient.
 
 Losses and reduced gradients are sums, so one such number on one rank is on every rank a moment later. The check
 therefore reads what each rank holds alone: its state when a step has failed, and the gradients of its own backward
@@ -25,7 +25,7 @@ class Cause(NamedTuple):
     """The source of numbers that are not finite."""
 
     text: str
-    """Names of rank and tensor; empty where no rank holds such a number."""
+    """Names of rank and tensor; empty if no rank has such a number."""
     is_state: bool
     """Whether weights or optimizer state are damaged, so that no other batch would do better."""
 

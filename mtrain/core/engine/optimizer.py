@@ -44,7 +44,7 @@ class Update:
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Options of AdamW for one update, in the place of `optimizer.*`."""
+    """Options of AdamW for one update, instead of `optimizer.*`."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -76,7 +76,8 @@ class AdamOptions:
             raise ValueError(f"lr must be at least 0, and lr / (1 - beta1) a number of float32, but lr is {lr}")
         if lr * self.weight_decay > 1:
             raise ValueError(
-                f"lr={lr} times weight_decay={self.weight_decay} is above 1, which would turn weights over; lower one"
+                f"lr={lr} times weight_decay={self.weight_decay} is above 1, which would flip the sign of weights; "
+                "lower one"
             )
         if lr > _LARGEST_RATIO * self.eps * (1 - self.beta1):
             raise ValueError(
@@ -94,7 +95,7 @@ class Skips:
         self.clear()
 
     def clear(self) -> None:
-        """Starts anew after an applied update."""
+        """Starts over after an applied update."""
         self._in_a_row = self._at_smallest_scale = 0
         # the first overflow never counts as one at the smallest scale
         self._scale = math.inf  # scale of the next gradients, where it is known
@@ -119,7 +120,7 @@ class Skips:
 
 
 class Optimizer:
-    """AdamW on this rank's shard, with Muon where asked for; parameters are gathered after each update."""
+    """AdamW on this rank's shard, with Muon if configured; parameters are gathered after each update."""
 
     host_moments: HostMoments | None = None
     """Moments on the host between updates; None where they stay on the device."""
@@ -190,7 +191,8 @@ class Optimizer:
         self.inner.zero_grad()
 
     def overflowed(self, grad_norm: float) -> bool:
-        """Says whether a norm is that of an overflowed gradient, which `update` skips to go on with a smaller scale."""
+        """Says whether a norm is that of an overflowed gradient, which `update` skips to continue with a smaller
+        scale."""
         return self.scales_loss and not math.isfinite(grad_norm)
 
     @torch.no_grad()
@@ -213,7 +215,7 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, lr: float, grad_norm: float) -> Update:
-        """Makes one step on the gradients whose norm was taken; in fp16 none if they overflowed.
+        """Makes one step on the gradients whose norm was computed; in fp16 none if they overflowed.
 
         One host synchronization if the loss scale has moved.
 

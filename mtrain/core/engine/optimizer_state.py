@@ -30,8 +30,8 @@ _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 # Names of the checkpoint format: changing one would make older checkpoints unreadable.
 MOMENTS = (_FIRST, _SECOND)
 STATES = (MAIN, *MOMENTS)
-"""Names of a parameter's states in the optimizer, each float32 and of the parameter's shape. Muon has the first moment
-only: there is no second one, and no count of updates."""
+"""Names of a parameter's states in the optimizer, each float32 and of the parameter's shape. Muon has only the first
+moment, no second one and no count of updates."""
 
 
 class OptimizerState:
@@ -189,8 +189,8 @@ def _steps_by_parameter(part: MegatronOptimizer) -> bool:
 
 
 def _counting_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Returns the groups of parameters whose count a fused Adam advances: it skips those of which this rank holds
-    nothing, such as all norms where its part of the buffer is one of a table."""
+    """Returns the groups of parameters whose count a fused Adam advances: it skips those without an element on this
+    rank, such as all norms if its part of the buffer lies in a table."""
     return [group for group in part.optimizer.param_groups if group["params"]]
 
 

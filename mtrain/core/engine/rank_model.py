@@ -58,7 +58,7 @@ def build_model(config: Config, groups: Groups, weights_follow: bool = False, in
 
 
 def build_adapters(base: Sequence[nn.Module], config: Config, groups: Groups) -> ShardedModel:
-    """Builds the adapters of `config` on chunks whose own have been taken out, and wraps these anew."""
+    """Builds the adapters of `config` on chunks without adapters, and wraps these again."""
     assert config.adapter is not None, "the caller wants adapters"
     # megatron-core's callbacks are kept in it: each set has gradients and an optimizer of its own
     translated = transformer_config(config, groups.layout, groups.device)

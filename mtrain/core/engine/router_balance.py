@@ -61,11 +61,11 @@ class _Load(NamedTuple):
     choices: Tensor
     """[sequences, experts] int64, over whole sequences."""
     ids: Tensor
-    """[seq_local, batch] int64: the sequence of each position, 0 where there is no text."""
+    """[seq_local, batch] int64: the sequence of each position, 0 at padding."""
 
 
 class RouterBalance:
-    """The routers of this rank's chunks, and what they have seen."""
+    """The routers of this rank's chunks, and their counts."""
 
     def __init__(self, config: Config, groups: Groups, chunks: Sequence[torch.nn.Module]) -> None:
         """Gives every router its watch."""
@@ -87,7 +87,7 @@ class RouterBalance:
         self.watch()
 
     def watch(self) -> None:
-        """Gives every router its watch, in the place of that of other adapters on the same frozen model."""
+        """Gives every router its watch, replacing that of other adapters on the same frozen model."""
         for router, watch in zip(self.routers, self._watches, strict=False):
             router.watch = watch
 
@@ -161,9 +161,9 @@ class RouterStats:
     def logits(self, logits: Tensor, sequence_ids: Tensor | None) -> Tensor:
         """Adds this router's terms to what is differentiated; returns the logits, [seq_local, batch, experts].
 
-        Costs, where a balance is asked for, one all-reduce of [sequences, experts] integers over the ranks that share
+        Costs, if a balance is configured, one all-reduce of [sequences, experts] integers over the ranks that share
         them, and for that on running counts another one of [experts] over data-parallel ranks. `sequence_ids`,
-        [seq_local, batch] int64, are negative where there is no text.
+        [seq_local, batch] int64, are negative at padding.
         """
         step = self._balance.step
         if step is None or not self._balance.terms or not torch.is_grad_enabled():

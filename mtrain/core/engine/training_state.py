@@ -1,4 +1,4 @@
-"""The training state that a rank holds, and the slices of it that the rank writes, straight from where they lie.
+"""The training state of a rank, and the slices that the rank writes, without a copy.
 
 Weights have replicas, which share the writing. Of a distributed optimizer each rank has a range of elements of each
 parameter, and a range is a few slices, so nothing is gathered first.

@@ -77,8 +77,8 @@ def build_chunks(
 def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:
     """Returns layers that all ranks take: certificates are files, which one node may have and another not.
 
-    One all-reduce over the world where ranks of GPUs choose for themselves. Raises ConfigError where a rank has to take
-    TransformerEngine's layers, and another one cannot.
+    One all-reduce over the world where ranks of GPUs choose for themselves. Raises ConfigError if a rank must use
+    TransformerEngine's layers, but another cannot.
     """
     if (
         config.model.backend != "auto"
@@ -89,7 +89,7 @@ def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:
     asked = only_by_transformer_engine(config)
     if backend == "te" and asked:
         raise ConfigError(
-            f"{asked} needs TransformerEngine's layers on all ranks, but another rank cannot take them; give all nodes "
+            f"{asked} needs TransformerEngine's layers on all ranks, but another rank cannot use them; give all nodes "
             f"the same packages and certificates (MTRAIN_CERTIFICATES), or remove {asked.split('=')[0]}"
         )
     return "torch"
@@ -114,7 +114,7 @@ def _build_chunk(
 
 
 def in_precision(train: TrainSection, translated: TransformerConfig, chunk: LanguageModel) -> torch.nn.Module:
-    """Wraps a chunk for half precision, which converts what it is given; float32 needs nothing."""
+    """Wraps a chunk for half precision, to convert its inputs; float32 needs no wrapper."""
     match train.precision:
         case "fp32":
             return chunk

@@ -36,7 +36,7 @@ class Finding(NamedTuple):
     certificate: str
     """File name of the certificate, or of the nearest one of another machine; empty without any."""
     differs: str
-    """Difference between that other machine and this one; empty if there is none."""
+    """Difference between that machine and this one; empty if they are equal."""
 
 
 def finding(config: Sections, device: torch.device, candidate: str) -> Finding:
@@ -117,6 +117,6 @@ def _machine(kind: str, index: int) -> Mapping[str, str]:
 
 def _driver_version() -> str:
     with suppress(OSError):
-        if (found := re.search(r"Module\s+([\d.]+)", NVIDIA_DRIVER.read_text())) is not None:
-            return found[1]
+        if (match := re.search(r"Module\s+([\d.]+)", NVIDIA_DRIVER.read_text())) is not None:
+            return match[1]
     return "unknown"

@@ -68,8 +68,8 @@ def choose_compilation(config: Sections, device: torch.device) -> tuple[Compiled
 def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) -> None:
     """Makes the layers of a rank's chunks, or their regions, compile in their first forward pass: `train.compile`.
 
-    All ranks compile or none, as compiled sums round differently and ranks of TP hold copies that have to stay the same
-    bits; a note says why not, and which part runs uncompiled. Collective over the world.
+    Either all ranks compile or none, since compiled sums round differently and TP ranks hold copies that must keep the
+    same bits; a note gives the reason, and names parts that run uncompiled. Collective over the world.
     """
     choice, note = choose_compilation(config, groups.device)
     if note:
@@ -156,8 +156,8 @@ def try_compiler(device: torch.device, choice: Compiled) -> None:
             loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # compilers, linkers and drivers fail in ways of their own
         raise MachineError(
-            f"train.compile={choice} is left out, as torch.compile does not work on this machine ({_reason(error)}); "
-            "install a C++ compiler, and triton on a GPU, or set train.compile=none"
+            f"train.compile={choice} is ignored, since torch.compile does not work on this machine "
+            f"({_reason(error)}); install a C++ compiler, and triton on a GPU, or set train.compile=none"
         ) from error
 
 
@@ -196,7 +196,7 @@ class _NoteInPlaceOfTracebacks(logging.Filter):
             self._has_said = True
             _note(
                 self._groups,
-                f"train.compile={self._choice} leaves a part of a layer as it is written, which torch cannot compile "
+                f"train.compile={self._choice} leaves a part of a layer uncompiled, which torch cannot compile "
                 f"({_reason(error)})",
             )
         return False

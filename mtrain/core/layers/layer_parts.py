@@ -247,7 +247,7 @@ def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
 
 
 def transformer_fields(model: ModelSection) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig that the parts of the model's layers ask for."""
+    """Returns the fields of TransformerConfig that the parts of the model's layers need."""
     fields = {} if model.layer_pattern is None else _hybrid_fields(model)
     for part in features.present(model):
         of_part = MODULES[type(part)].fields
@@ -277,7 +277,7 @@ def _rotates_in_part(model: ModelSection) -> bool:
 
 
 def windowed_softmax_scale(model: ModelSection) -> float:
-    """Returns the scale of layers with a window; yarn plays no part if they rotate by a base of their own."""
+    """Returns the scale of layers with a window; yarn does not apply if they have another base."""
     return softmax_scale(model) if model.rope.local_base is None else 1.0 / _divisor(model)
 
 

@@ -85,8 +85,8 @@ def absent(device: torch.device) -> list[str]:
 def unbuildable(config: Sections) -> list[str]:
     """Lists what keeps a run from TransformerEngine's layers, whatever the machine and a certificate say.
 
-    It fuses norms into the projections after them, whose inputs an adapter has to read, and cuts every document for
-    context parallelism, where we cut rows.
+    It fuses norms into the following projections, but an adapter must read their inputs, and for context parallelism it
+    cuts every document, while we cut rows.
     """
     documents = "documents in rows (data.isolate_documents, data.packing) need torch layers"
     is_in_8_bits = config.train.fp8 is not None and config.model.experts is not None
@@ -125,7 +125,7 @@ def choose(config: Sections, device: torch.device) -> Choice:
     nets, which te lacks, use flash-linear-attention if a certificate says the same of it.
 
     Raises:
-        ConfigError: `te`, or what its layers alone can do, was asked for where they cannot run.
+        ConfigError: The run needs TransformerEngine's layers, but they cannot run.
     """
     choice = _modules_of(config, device)
     is_open = config.model.backend == "auto" and choice.backend == "torch" and config.model.delta_net is not None
@@ -192,7 +192,7 @@ _DELTA_RULE = "flash-linear-attention"
 
 
 def _with_certificate(comparison: Comparison, name: str, taken: Backend, library: str = "TransformerEngine") -> str:
-    """Says in one line what a certificate decided."""
+    """Returns a line on a certificate's decision."""
     times = f"{comparison.ms:.3g} ms a pass, torch layers {comparison.own_ms:.3g} ms"
     verdict = times if comparison.passed else "its results are wrong"
     return f"model.backend=auto takes {_LAYERS[taken]} by the certificate {name} of {library} ({verdict})"

@@ -82,7 +82,7 @@ class Depth(MegatronModule):
         """Computes the hidden states of this depth, under its final norm, from those of the depth before.
 
         Embeddings are those of the token k ahead of each position, [seq_local, batch, hidden]; angles are those of the
-        positions in the row. `padding_mask` is for routers, negative where no token lies so far ahead.
+        positions in the row. `padding_mask` is for routers, negative where there is no token that far ahead.
         """
 
         def computed(embeddings: Tensor, hidden_states: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Depth(MegatronModule):
 
 
 class Depths(MegatronModule):
-    """All depths of a model, each with weights of its own; they are on its last stage."""
+    """All depths of a model, each with its own weights; they are on its last stage."""
 
     def __init__(
         self,

@@ -80,7 +80,7 @@ def _rms_normed(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 class RmsNormOnCpu(torch.autograd.Function):
     """Maps (hidden [..., size], weight [size], epsilon) to [..., size], in float32 or float64.
 
-    Autograd of the formula, for want of a kernel, makes twice the passes and keeps the normalized tokens.
+    Without a kernel, autograd of the formula makes twice the passes and keeps the normalized tokens.
     """
 
     @staticmethod

@@ -45,7 +45,7 @@ class OutputLayer(ColumnParallelLinear):
         takes_embeddings: bool,
         softcap: float | None,
     ) -> None:
-        """Takes the rows of the table on all ranks of TP together; none is built if every call brings it."""
+        """Takes the rows of the table on all TP ranks together; none is built if every call passes one."""
         super().__init__(
             config.hidden_size,
             rows,

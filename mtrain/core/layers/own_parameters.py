@@ -126,7 +126,7 @@ class OwnAttention(DividedModule):
         self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def attended(self, *arguments: Any) -> Tensor:
-        """Calls the core, which is recomputed in backward where the run asks for it."""
+        """Calls the core, which is recomputed in backward if configured."""
         if self.recomputes_core and self.training:
             return checkpoint(self.core_attention, False, *arguments)  # False: saved tensors are not spread over TP
         return self.core_attention(*arguments)

@@ -1,7 +1,7 @@
 """Products of linear layers with an operand in lower precision.
 
 Frozen weights in bfloat16 are widened to the precision of the inputs. Gradients of weights in half precision are added
-to their float32 buffer without a pass of their own: megatron-core calls apex's extension for it
+to their float32 buffer without a separate pass: megatron-core calls apex's extension for it
 (`gradient_accumulation_fusion`). torch has the same products: in float32 everywhere, and on GPUs of half-precision
 factors into float32, so that a microbatch's gradient is never rounded. Other devices compute the product and add it, as
 without fusion.

@@ -21,7 +21,7 @@ ShardedParameter: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def checkpoint_parameters(modules: Iterable[MegatronModule], groups: Groups) -> list[ShardedParameter]:
-    """Returns the places that a checkpoint holds: all, or in a model with adapters those that learn."""
+    """Returns the places that a checkpoint stores: all, or in a model with adapters the trained ones."""
     models = list(modules)
     # asks the model, as this stage may hold no adapter
     adapts = any(has_adapters(model) for model in models)

@@ -95,7 +95,7 @@ class TransformerEngineLatentAttention(LatentAttention):
     """Latent attention with TransformerEngine's products and attention, and with our parameters.
 
     Keys and values are computed before the exchange over context-parallel ranks, which its attention makes itself, of
-    whole heads. megatron-core's own module for it is not used: it rotates by angles of its own.
+    whole heads. megatron-core's own module for it is not used: it computes its own rotation angles.
     """
 
     replicated, norm = ReplicatedTELinear, TENorm

@@ -76,8 +76,8 @@ class Objective:
         """Loads every term's function; each token further ahead that the model predicts is a side term.
 
         Raises:
-            ConfigError: A function cannot be loaded; a function needs a teacher and there is none, or the reverse;
-                logits are to be computed in chunks, and a function is not marked for that.
+            ConfigError: A function cannot be loaded; a function needs a teacher but none is configured, or the reverse;
+                logits are computed in chunks, but a function is not marked for that.
         """
         terms = {MAIN_TERM: section, **section.side_terms}
         # the coefficients of all depths add up to mtp_coefficient, whatever their number
@@ -128,13 +128,12 @@ class Objective:
             function, name = cast(LossFunction, loss), getattr(loss, "__qualname__", repr(loss))
         else:
             raise ConfigError(
-                "options belong to a loss that is given by its name; bind those of a function of your own with "
-                "functools.partial"
+                "options belong to a loss given by name; bind those of your own function with functools.partial"
             )
         preference = _preference(function, section)
         if (preference is None) != (self.preference is None):
             raise ConfigError(
-                f"{name} and loss.function={section.function} cannot take each other's place: one compares groups of "
+                f"{name} and loss.function={section.function} cannot replace each other: one compares groups of "
                 "sequences, the other does not; make an Engine with such a loss.function"
             )
         _check_head(function, name, self.has_head)
@@ -280,8 +279,8 @@ def _preference(function: Callable[..., Any], section: LossSection) -> Preferenc
         return None
     if section.aggregation not in SCORE_AGGREGATIONS:
         raise ConfigError(
-            f"loss.aggregation={section.aggregation} makes no score of a sequence, which a preference loss compares; "
-            f"set it to {' or '.join(SCORE_AGGREGATIONS)}"
+            f"loss.aggregation={section.aggregation} gives no score of a sequence, which a preference loss needs; set "
+            f"it to {' or '.join(SCORE_AGGREGATIONS)}"
         )
     return function
 
@@ -298,7 +297,7 @@ def _check_head(function: Callable[..., Any], name: str, has_head: bool) -> None
     if reads_head != has_head:
         raise ConfigError(
             f"{name} {'reads a head' if reads_head else 'predicts tokens'}, but the model has "
-            f"{'a head' if has_head else 'none'}; set model.num_labels, or take another loss"
+            f"{'a head' if has_head else 'none'}; set model.num_labels, or use another loss"
         )
 
 

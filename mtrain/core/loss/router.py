@@ -6,7 +6,7 @@ share of the choices that went to each expert with the mean of the expert's norm
     E x sum over e of (choices of e / all choices) x (mean over tokens of score_te)
 
 It is 1 if the load is even. Choices are counted, not differentiated. The sum over experts is linear in the scores, so
-each token has a loss of its own once the counts are known.
+each token has its own loss once the counts are known.
 
 Source: Switch Transformer (Fedus et al. 2021), section 2.2, and DeepSeek-V3 (2024), equations 17 to 20: the choices are
 the top k of the unbiased scores among all experts. ST-MoE (Zoph et al. 2022), section 3, for the z-loss.
@@ -54,7 +54,7 @@ def _num_sequences(is_text: NDArray[np.bool_], ids: Tensor | None) -> int:
 
 def squared_logsumexp(logits: Tensor, is_text: Tensor) -> Tensor:
     """Computes the z-loss of each token in nats squared, [seq, batch], from logits [seq, batch, experts]; loss and
-    gradient are 0 where there is no text."""
+    gradient are 0 at padding."""
     kept = torch.where(is_text.unsqueeze(-1), logits, 0.0)  # where before the log: its gradient at inf is nan
     # a second where: the logits that were set to 0 would add (log of the number of experts)^2
     return torch.where(is_text, kept.logsumexp(-1), 0.0).square()
@@ -78,7 +78,7 @@ def normalised_scores(logits: Tensor, score: Literal["softmax", "sigmoid"], is_t
 
 def choices_by_sequence(scores: Tensor, top_k: int, sequence_ids: Tensor, num_sequences: int) -> Tensor:
     """Counts how often each expert is among the top k of the tokens of each sequence, [num_sequences, experts] int64.
-    Scores are [seq, batch, experts], ids [seq, batch] int64, negative where there is no text."""
+    Scores are [seq, batch, experts], ids [seq, batch] int64, negative at padding."""
     # unbiased scores without groups, unlike the choice that sends the tokens (docs/explanation/objective.md)
     best = scores.detach().topk(top_k, dim=-1).indices
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)

@@ -1,4 +1,4 @@
-"""Sums over whole sequences, whose tokens may share a row with others and lie on several context-parallel ranks."""
+"""Sums over whole sequences, which may share rows and be spread over several context-parallel ranks."""
 
 from dataclasses import dataclass
 from typing import Any

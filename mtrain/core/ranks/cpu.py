@@ -118,7 +118,7 @@ def _patch_tensor() -> None:
 
 
 def _patch_cuda() -> None:
-    """Replaces each name by a function of its own: torch's compiler, if it is imported, finds functions by identity."""
+    """Replaces each name by a separate function: torch's compiler, if imported, looks up functions by identity."""
     cuda: Any = torch.cuda
     for name in ["synchronize", "set_device", "empty_cache", "set_stream"]:
         setattr(cuda, name, _returning(None))

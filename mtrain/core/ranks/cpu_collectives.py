@@ -43,7 +43,7 @@ def install() -> None:
 
 
 class SwappedHalves:
-    """Collective that has begun, in the place of torch's `Work`."""
+    """A collective in progress, instead of torch's `Work`."""
 
     def __init__(self, kind: Kind, sent: Tensor, received: Tensor, group: Any, end: Callable[[], object]) -> None:
         """Sends a contiguous tensor, not to change before `wait`, to the other rank of a group of two; `end` is called

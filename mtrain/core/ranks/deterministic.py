@@ -26,7 +26,7 @@ _SIGN = "does not have a deterministic implementation"
 
 @contextlib.contextmanager
 def deterministic(is_wanted: bool) -> Iterator[None]:
-    """Makes what a block computes repeat to the bit on the same device, versions and layout, if that is wanted.
+    """Makes a block's results repeat to the bit on the same device, versions and layout, if configured.
 
     Enter it before CUDA starts. The environment keeps the variables, since libraries have read them.
 

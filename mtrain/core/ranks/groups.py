@@ -86,8 +86,8 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
     """
     if parallel_state.is_initialized():
         raise ConfigError(
-            "this process already has megatron-core's process groups, of another Engine or of a program of your own; "
-            "close that one first, with mtrain.close_all() if its name is gone"
+            "this process already has megatron-core's process groups, from another Engine or your own program; close "
+            "that first, with mtrain.close_all() if you no longer have a reference"
         )
     # a program's other groups keep their timeouts
     others = set(dist.distributed_c10d._world.pg_map)

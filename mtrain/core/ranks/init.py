@@ -34,10 +34,10 @@ _SIGNS_OF_A_LOST_RANK = (
     "NCCL communicator was aborted",
     "Watchdog caught collective operation timeout",
 )
-"""Parts of the plain error messages of torch's backends for a rank that is gone or does not answer in time."""
+"""Parts of torch's error messages for a rank that has exited or does not respond in time."""
 
 _SIGN_OF_LACKING_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""Message of torch on CPUs, in a plain RuntimeError; CUDA's and numpy's errors have classes of their own."""
+"""Message of torch on CPUs, in a plain RuntimeError; CUDA's and numpy's errors have their own classes."""
 
 _ERRORS_OF_THE_STORE = (dist.DistStoreError, dist.DistNetworkError)
 """Errors raised where ranks meet through the store, as NCCL does when it opens a connection."""
@@ -52,7 +52,7 @@ _places: dict[tuple[str, int], MeetingPlace] = {}
 def choose_device(wanted: Device, local_rank: int) -> torch.device:
     """Returns the device of `train.device`; `auto` means this rank's GPU if there is one, else the CPU.
 
-    Raises MachineError where a GPU was asked for and there is none, or there are fewer GPUs than ranks.
+    Raises MachineError if a GPU is required but missing, or there are fewer GPUs than ranks.
     """
     match wanted:
         case "auto":
@@ -65,7 +65,7 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
         if torch.cuda.is_available():
             raise MachineError(
                 "train.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= (empty) before the "
-                "program starts, as the commands of mtrain do, because megatron-core takes the GPU it sees"
+                "program starts, as the commands of mtrain do, because megatron-core uses any visible GPU"
             )
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -74,13 +74,13 @@ def choose_device(wanted: Device, local_rank: int) -> torch.device:
 
 
 def gpu_index(local_rank: int, num_gpus: int, environ: Mapping[str, str]) -> int:
-    """Returns the index of this rank's GPU among those that torch sees; raises MachineError where there are too few."""
+    """Returns the index of this rank's GPU among those that torch sees; raises MachineError if there are too few."""
     # with srun --gpus-per-task each rank sees only its own, as number 0
     if num_gpus == 1 and environ.get("SLURM_GPUS_PER_TASK"):
         return 0
     if local_rank >= num_gpus:
         raise MachineError(
-            f"local rank {local_rank} needs a GPU of its own, but torch sees {num_gpus}; start fewer ranks on this "
+            f"local rank {local_rank} needs its own GPU, but torch sees {num_gpus}; start fewer ranks on this "
             "machine, or compute on its CPUs with train.device=cpu"
         )
     return local_rank
@@ -203,7 +203,7 @@ def _refuse_other_purposes(purpose: Purpose) -> None:
 
 @contextlib.contextmanager
 def naming_lost_ranks(missing: Callable[[], str]) -> Iterator[None]:
-    """Replaces torch's error about a rank that is gone, or does not answer in time, by one message.
+    """Replaces torch's error about a rank that has exited, or does not respond in time, by one message.
 
     `missing` returns the names of the missing ranks, empty if they are unknown; it is called after the error.
 

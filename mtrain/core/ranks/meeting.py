@@ -1,4 +1,4 @@
-"""The place where the ranks of a world find each other, and where ranks that do not belong together are refused.
+"""Rendezvous of the ranks of a world; ranks that do not belong together are refused.
 
 All ranks reach one store, at MASTER_ADDR and MASTER_PORT. It belongs to rank 0, or to torchrun's agent, which outlives
 its ranks, and a process may open several worlds there, so ranks meet in numbered rounds. The first rank of a round
@@ -172,8 +172,8 @@ class _Round:
         return True
 
     def refused(self, fault: MachineError, other: Member) -> MachineError:
-        """Ends the round for all that wait in it; returns the error that this rank has to raise. `other` is the rank
-        that it does not belong together with, or this one."""
+        """Ends the round for all waiting ranks; returns the error for this rank to raise. `other` is the rank that does
+        not match, or this one."""
         end = self._conclude(fault, other)
         # ranks that have met go on undisturbed
         return fault if end == _MET else self._as_said(end)
@@ -187,7 +187,7 @@ class _Round:
         return self._at.compare_set(_END, "", said).decode()
 
     def holder_of_port(self) -> str:
-        """Names the process that holds the port which this rank should have opened; for people."""
+        """Names the process that occupies this rank's port; for people."""
         if not self._at.check([_key(0)]) or not (text := self._at.get(_key(0))):
             return "another program"
         holder = Member.parsed(text)
@@ -235,7 +235,7 @@ def _key(rank: int) -> str:
 def _opened(environment: RankEnvironment, keeps_store: bool, timeout_s: float) -> Store:
     """Returns the store, once its keeper is there.
 
-    Raises MachineError where a program listens that does not speak the store's protocol, else torch's own errors.
+    Raises MachineError if another program listens there, otherwise torch's own errors.
     """
     found: list[Store | BaseException] = []
 

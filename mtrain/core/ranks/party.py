@@ -1,7 +1,7 @@
 """The identity of a rank among those that meet, and whether two of them belong to one world.
 
 A world has one run folder, one configuration, one program and one launch. Launches are compared if launchers name them;
-ranks started by hand have none.
+ranks started by hand have no launch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Member:
     folders: tuple[str, str]
     """Paths of the run folder: with symbolic links resolved, and as given; both absolute."""
     agreed: Mapping[str, str]
-    """Name -> value of everything that is compared as it is."""
+    """Name -> value of everything that is compared literally."""
 
     @classmethod
     def of(cls, environment: RankEnvironment, purpose: Purpose, environ: Mapping[str, str]) -> Member:
@@ -181,13 +181,13 @@ _RANK = "rank"
 def _advice(names: Sequence[str]) -> str:
     """Says what to change, by the most telling of the names."""
     if _STEP in names and _JOB not in names:
-        return "unset MASTER_PORT, so that each step of a job takes a port of its own, or set another one for each step"
+        return "unset MASTER_PORT, so that each step of a job gets its own port, or set another one for each step"
     if {_FOLDER, _WORK, _JOB, *_LAUNCHERS} & set(names):
-        return "set another MASTER_PORT for one of the two, or end what is left over from an earlier launch"
+        return "set another MASTER_PORT for one of the two, or end processes left over from an earlier launch"
     if {_RESTART, _JOB_RESTART} & set(names):
         return "end the rank that is left over from the earlier start"
     if _RANK in names:
-        return "give every process a RANK of its own, or end what is left over from an earlier launch"
+        return "give every process its own RANK, or end processes left over from an earlier launch"
     if _WORLD_SIZE in names:
         return "start all ranks with the same WORLD_SIZE"
     if {*PACKAGES, "mtrain", _SOURCE} & set(names):

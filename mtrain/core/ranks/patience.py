@@ -1,9 +1,9 @@
 """Waits for other ranks: how long they may take, not counting suspensions, and how long they took.
 
-gloo measures its timeouts by a clock that goes on while a job is suspended: after a suspension longer than the timeout
-every open wait would fail at once. So gloo's own timeouts are set too high to be reached, and a thread, which stops
-with its process, counts how long each wait has lasted. If one takes too long, the thread shuts down the connections of
-all groups, which ends all waits here and those of the other ranks, as gloo's timeout does.
+gloo measures its timeouts by a clock that continues while a job is suspended: after a suspension longer than the
+timeout every open wait would fail at once. So gloo's own timeouts are set too high to be reached, and a thread, which
+stops with its process, counts how long each wait has lasted. If one takes too long, the thread shuts down the
+connections of all groups, which ends all waits here and those of the other ranks, as gloo's timeout does.
 
 Every collective and every message of torch.distributed ends in `Work.wait`. On CPUs the host waits there; on GPUs the
 stream does, and the host only when it reads a number.

@@ -20,7 +20,7 @@ def random_states(groups: Groups) -> dict[str, Tensor]:
         states["cuda"] = torch.cuda.get_rng_state()
     # megatron-core swaps one of the tracker's states in inside `fork()` and back out afterwards
     states |= {f"tracker.{name}": state for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
-    # cloned, since a save writes them in a thread while training goes on
+    # cloned, since a save writes them in a thread while training continues
     return {name: state.cpu().clone() for name, state in states.items()}
 
 

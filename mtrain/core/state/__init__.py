@@ -1,1 +1,1 @@
-"""What a rank holds, as values that are saved, loaded and checked."""
+"""A rank's state, as values that are saved, loaded and checked."""

@@ -38,7 +38,7 @@ class HostMemory:
     get; pinned if a GPU copies. The memory grows when there are too few, and never shrinks."""
 
     def __init__(self, is_pinned: bool) -> None:
-        """Creates an empty pool; no memory is taken yet."""
+        """Creates an empty pool, without allocating memory."""
         self._source = HostBlocks(is_pinned, "moved activations")
         self._blocks: list[Tensor] = []
         self._free: list[Tensor] = []
@@ -88,7 +88,7 @@ class CopyStream:
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, moment: Any) -> None:
-        """Makes the device's work from now on begin after `moment`; the host goes on."""
+        """Makes the device's later work begin after `moment`; the host continues."""
         if moment is not None:
             torch.cuda.current_stream().wait_event(moment)
 

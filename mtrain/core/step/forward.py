@@ -36,7 +36,7 @@ def forward_totals(
     """Returns the totals of every term of logits over some batches, forward only; router terms belong to training.
 
     Parameters are gathered first, and the model is left in training mode. One all-reduce of a short vector at the end.
-    There are as many passes through the schedule on all ranks; those that do not read data give None.
+    All ranks make the same number of passes through the schedule; those that do not read data pass None.
 
     Raises:
         NumericError: A loss is not finite, or a denominator cannot be right.

@@ -125,7 +125,7 @@ class OutputLoss:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What loss functions read of the tokens of one distribution, [batch, seq], or as one row of n, [1, n]."""
+    """Inputs of loss functions for the tokens of one distribution, [batch, seq], or as one row of n, [1, n]."""
 
     labels: Tensor
     tokens: Tensor
@@ -203,7 +203,7 @@ def _selections(
     teacher: DeferredLogits | None,
     counts: Sequence[int],
 ) -> list[_Selection]:
-    """Returns what the main logits need, then each depth; the teacher has logits of the next token alone."""
+    """Returns the main logits' inputs, then each depth's; the teacher has only logits of the next token."""
     deferred, teachers = (logits.main, *logits.mtp), (teacher, *[None] * len(logits.mtp))
     found = []
     for tokens, own, other, count in zip(distributions, deferred, teachers, counts, strict=True):
@@ -264,7 +264,7 @@ def label_log_probs(
 
 @torch.no_grad()
 def score_summands(logits: Logits, batch: Microbatch, config: Config, groups: Groups) -> Tensor:
-    """Returns what each token adds to the score of its sequence, [batch, seq] float32.
+    """Returns each token's contribution to the score of its sequence, [batch, seq] float32.
 
     The log-probability of its label, or the number of a head of one label, which needs no collective over TP.
     """
@@ -303,8 +303,8 @@ def term_inputs(
 ) -> dict[str, TermInputs]:
     """Returns the input of each term's loss function for a sliced microbatch, with whole logits.
 
-    All terms share one softmax; each depth of multi-token prediction has one of its own. `teacher_logits` are shaped
-    like `logits.main`.
+    All terms share one softmax; each depth of multi-token prediction has its own. `teacher_logits` are shaped like
+    `logits.main`.
     """
 
     def distribution(deferred: DeferredLogits) -> VocabParallelLogits:

@@ -19,10 +19,10 @@ class ForwardResult:
     """Log-probabilities of input_ids[1:] for each sample, [len(input_ids) - 1], whatever the weights."""
     entropy: list[Tensor]
     """Entropies of the distributions that predicted input_ids[1:] for each sample, [len(input_ids) - 1]; empty if not
-    asked for."""
+    requested."""
     routed_experts: list[Tensor] = field(default_factory=list)
     """Experts of input_ids[:-1] of each sample, [len(input_ids) - 1, layers, top_k] int32, for `Datum.routed_experts`;
-    -1 in dense layers. Empty if not asked for."""
+    -1 in dense layers. Empty if not requested."""
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ class TrainingStep:
             step.factors = NumeratorFactors([*planned.values()], objective, is_fp16, self._groups)
         elif objective.apart:
             raise ConfigError(
-                f"the loss terms {', '.join(sorted(objective.apart))} have denominators of their own, whose ratio to "
-                "the main one must be known before the first backward pass; give the whole global batch in one call"
+                f"the loss terms {', '.join(sorted(objective.apart))} have separate denominators, whose ratio to the "
+                "main one must be known before the first backward pass; give the whole global batch in one call"
             )
         step.sums.pairs.diagnostics.expect(objective.reported)
         factors, terms = step.factors, tuple(objective.functions)
@@ -147,7 +147,7 @@ class TrainingStep:
         num_microbatches: int | None,
         objective: Objective,
     ) -> Sequence[Microbatch] | None:
-        """Returns the batches to differentiate: with a preference loss those that its scoring pass has weighed."""
+        """Returns the batches to differentiate: with a preference loss those weighted by its scoring pass."""
         if objective.preference is None:
             return batches
         marks = preference_marks(objective.preference)
@@ -191,7 +191,7 @@ class TrainingStep:
         return totals
 
     def check(self, terms: Mapping[str, TermTotals]) -> None:
-        """Raises NumericError if a total cannot be right, on all ranks alike."""
+        """Raises NumericError if a total cannot be right, on all ranks."""
         check_totals(terms, compare_with_plan=self._config.loss.denominator == "planned")
         denominators = {term: each.denominator for term, each in terms.items()}
         check_factors(self._objective.coefficients, denominators)

@@ -28,7 +28,7 @@ class Teacher:
         CP.
 
         Without a pipeline the teacher runs when the function is called, and keeps nothing. With one it runs now, on all
-        microbatches, and the last stage keeps the hidden states of each until they are asked for.
+        microbatches, and the last stage keeps the hidden states of each until they are used.
         """
         if not self._runs_alone:
             return self._run_now

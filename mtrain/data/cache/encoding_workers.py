@@ -59,7 +59,7 @@ def _encoded(chunk: Chunk, encoder: SampleEncoder) -> EncodedChunk:
             found = encoder.encode(chunk.record(index))
             of_record = found if isinstance(found, tuple) else (found,)
             if any(len(sample.ids) == 0 for sample in of_record):
-                raise DataError("gives no token; remove it")
+                raise DataError("has no token; remove it")
             samples += [(chunk.first + index, sample) for sample in of_record]
         except DataError as fault:
             bad.append((chunk.first + index, str(fault)))

@@ -255,7 +255,7 @@ class TokenCache:
         if checksum(ids, lengths, weights, extras) != self._checksums[index]:
             raise DataError(
                 f"{self.folder}: the tokens of sample {index} ({self.place(index)}) are not those that were written; "
-                "remove this folder, it is made again at the next start, and check the disk"
+                "remove this folder, which the next start rebuilds, and check the disk"
             )
         weight = float(self.weights[index])
         return TokenizedSample(np.array(ids), np.repeat(weights, lengths), weight, np.array(extras))

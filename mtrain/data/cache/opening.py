@@ -212,7 +212,7 @@ def _opened(
     try:
         return TokenCache(entry, files, digests)
     except DamagedEntryError as fault:
-        say(f"the token cache {entry} is damaged ({fault}); it is built again")
+        say(f"the token cache {entry} is damaged ({fault}); it is rebuilt")
         return None
 
 

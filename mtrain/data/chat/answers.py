@@ -15,7 +15,7 @@ from mtrain.data.chat.spans import AnswerFinder, SpecialTexts, refused
 
 
 class Answer(NamedTuple):
-    """An answer in the loss, and what the template writes after it."""
+    """An answer in the loss, and the template's text after it."""
 
     message: int
     spans: tuple[tuple[int, int], ...]
@@ -139,7 +139,7 @@ class _Span(NamedTuple):
     start: int
     end: int
     numbers: tuple[int, ...]
-    """Numbers of the messages whose texts lie in the span."""
+    """Numbers of the messages whose texts are in the span."""
 
 
 def _spans(marked: str) -> Iterator[_Span]:

@@ -1,4 +1,4 @@
-"""A conversation as a record holds it: what the template reads, and the weight of each answer in the loss."""
+"""A conversation of a record: the template's input, and the weight of each answer in the loss."""
 
 import json
 from collections.abc import Sequence, Set
@@ -104,7 +104,7 @@ def _refuse_dropped(found: dict[str, Any], ignored: Set[str], place: str) -> Non
     named = next((key for key in found if key in _SHOWN_KEYS and key in ignored), None)
     if named is not None:
         raise DataError(
-            f"{place}has the key {named!r}, which a chat template reads, though data.ignore_keys names it; remove it "
+            f"{place}has the key {named!r}, which a chat template reads, but data.ignore_keys names it; remove it "
             "from one of the two"
         )
 
@@ -133,7 +133,7 @@ def texts_of(content: str | list[dict[str, str]]) -> list[str]:
 def _reasoning(present: dict[str, Any], place: str) -> str | None:
     given = [key for key in _REASONING_KEYS if key in present]
     if len(given) > 1:
-        raise DataError(f"{place} has both {given[0]} and {given[1]}, two names of one thing; keep one")
+        raise DataError(f"{place} has both {given[0]} and {given[1]}, two names for the same thing; keep one")
     return check_text(present[given[0]], f"{place}.{given[0]}") if given else None
 
 
@@ -159,7 +159,7 @@ def _tool_calls(given: object, place: str) -> list[dict[str, Any]]:
 
 
 def _tools(tools: object) -> list[Any] | None:
-    """Returns the tools; parquet, whose rows share their keys, holds them as JSON text."""
+    """Returns the tools; in parquet, whose rows share their keys, they are JSON text."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)

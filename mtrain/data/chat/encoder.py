@@ -100,11 +100,11 @@ class ChatEncoder:
         if open_weight is not None:
             ids, weights = [*ids, self._tokenizer.eos_id], np.append(weights, np.float32(open_weight))
         if not weights[1:].any():
-            raise DataError("has no token to learn under this template; remove the line")
+            raise DataError("has no token to train under this template; remove the line")
         return TokenizedSample(np.array(ids, np.int32), weights, conversation.weight)
 
     def _way_on(self, form: _Format, conversation: Conversation, fault: UntrainableError) -> str:
-        """Says what the user can change; names a key only if the conversation depends on it."""
+        """Returns advice for the user; names a key only if the conversation depends on it."""
 
         def is_taken(other: Conversation) -> bool:
             try:
@@ -230,9 +230,9 @@ class ChatEncoder:
         )
         if not is_same:
             raise UntrainableError(
-                f"the tokenizer divides the text before the answer messages[{answer.message}] in another way once the "
-                f"answer follows (its last token is then {text[slice(*places[end - 1])]!r}), so the model "
-                "would not see it like this when it answers",
+                f"the tokenizer divides the text before the answer messages[{answer.message}] differently once the "
+                f"answer follows (its last token is then {text[slice(*places[end - 1])]!r}), so the model would not "
+                "see it like this when it answers",
                 "remove white space at the beginning of the answer, or give data.chat_template a template whose "
                 "answers begin after a special token",
                 answer.message,
@@ -282,7 +282,7 @@ class ChatEncoder:
         return EncodedText(ids, offsets)
 
 
-_HOLDS_PRIVATE = "holds a character between U+F0000 and U+F000F, which marks places here; remove it"
+_HOLDS_PRIVATE = "holds a character between U+F0000 and U+F000F, which is used for marks here; remove it"
 
 
 def _texts_of(conversation: Conversation) -> list[Any]:
@@ -306,7 +306,7 @@ _PART, _KEY = "\U000f0008", "no_key_of_a_part"
 def _as_read(conversation: Conversation, renderer: Renderer) -> Conversation:
     """Joins the parts of each content that the template would not read as a list.
 
-    A template may read lists for some roles only. One that prints a list as it is, with the keys of its parts, does not
+    A template may read lists for some roles only. One that prints a list verbatim, with the keys of its parts, does not
     read it.
     """
     roles = {each["role"] for each in conversation.messages if isinstance(each.get("content"), list)}
@@ -346,7 +346,7 @@ class _Format:
 
 
 def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[np.float32]:
-    """Returns [n]: the weight of the span in which any character of the token lies; the larger of two.
+    """Returns [n]: the weight of the span that any character of the token is in; the larger of two.
 
     A token that straddles the beginning of an answer (" yes" after "Answer:") is trained; else the answer would begin
     with an untrained token.

@@ -1,11 +1,11 @@
 """Finds the tokens at which answers stop: the same for training samples, sampling and exports.
 
-Which token ends an answer depends on what the answer is (a text, a tool call, a thought) and, if a template opens
-messages by a token instead of closing them, on what follows. So the template renders answers of every kind, alone and
-followed by messages of every role. A token that also occurs inside an answer does not end it: a model that stopped
+The token that ends an answer depends on the kind of answer (a text, a tool call, a thought) and, if a template opens
+messages with a token instead of closing them, on the next message. So the template renders answers of every kind, alone
+and followed by messages of every role. A token that also occurs inside an answer does not end it: a model that stopped
 there would not give that answer.
 
-A sample holds an answer up to the first of these tokens, and an answer without one is refused.
+A sample has an answer up to the first of these tokens, and an answer without one is refused.
 """
 
 from bisect import bisect_left
@@ -71,9 +71,9 @@ def _end(
     token = special.last(text[slice(*answer.place)])
     how = f"with {token!r}" if token else "without a special token"
     raise UntrainableError(
-        f"the answer messages[{answer.message}] ends {how}, where no model would stop, as this template ends other "
-        "answers otherwise",
-        "give data.chat_template a template that ends all answers alike",
+        f"the answer messages[{answer.message}] ends {how}, where no model would stop, since this template ends other "
+        "answers differently",
+        "give data.chat_template a template that ends all answers the same way",
         answer.message,
     )
 
@@ -133,10 +133,10 @@ class EndFinder:
         self._fault: DataError | None = None
         self._change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list
         self.inside: frozenset[str] = frozenset()
-        """Special tokens that stand inside answers, once `find` has returned."""
+        """Special tokens inside answers, once `find` has returned."""
 
     def find(self, tools: list[Any] | None, tools_of_calls: list[Any] | None, switches: Sequence[str]) -> list[str]:
-        """Finds the ends, that of a plain text first; eos stands for an end that the template leaves out."""
+        """Finds the ends, that of a plain text first; eos replaces an end that the template omits."""
         for self._change in (*_CHANGES, list):
             if self._shown([_message("user"), {"role": ANSWERS, **_TEXTS[0]}], 1, _Setting(tools, {})) is not None:
                 break

@@ -76,7 +76,7 @@ class Sandbox:
     pickled and used in forked processes and threads."""
 
     def __init__(self, template: str, name: str, date: str | None, limits: RenderLimits) -> None:
-        """`date` is YYYY-MM-DD for `strftime_now`; None refuses a template that asks for it."""
+        """`date` is YYYY-MM-DD for `strftime_now`; None refuses a template that uses it."""
         self._template, self._name, self._date = template, name, date
         self.limits = limits
         """Limits of a request; wall_s may change at any time, others take effect in the next process."""
@@ -107,7 +107,7 @@ class Sandbox:
         self._reset()
 
     def answer(self, asked: Mapping[str, object]) -> list[Rendered | NotRendered]:
-        """Renders what `Renderer.compare` asks for, within the limits."""
+        """Renders for `Renderer.compare`, within the limits."""
         try:
             line = json.dumps(asked).encode()
         except (TypeError, ValueError, RecursionError) as fault:

@@ -1,7 +1,7 @@
-"""Checks that a template shows everything in a conversation: what it leaves out would be dropped silently.
+"""Checks that a template shows everything in a conversation: an omitted part would be dropped silently.
 
 Most texts appear in the rendering unchanged. For one that does not, the conversation is rendered again with a mark in
-it: a mark that does not appear lies in a part that the template leaves out.
+it: a mark that does not appear is in a part that the template omits.
 """
 
 import copy
@@ -121,7 +121,7 @@ def _named(
 
 
 def _stands(text: str, full: str, within: tuple[int, int]) -> bool:
-    """Says whether the text appears, as it is or inside JSON."""
+    """Says whether the text appears, verbatim or inside JSON."""
     text = text.strip()
     if full.find(text, *within) >= 0:
         return True

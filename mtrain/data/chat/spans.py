@@ -1,7 +1,7 @@
 """Characters of a rendered conversation that are in the loss.
 
-The whole conversation is rendered once, and that text is what the model reads. An answer is found in it by what the
-template writes for shorter conversations, whatever its markup is:
+The whole conversation is rendered once, and that text is what the model reads. An answer is found in it by rendering
+shorter conversations, whatever the template's markup is:
 
     full     = all messages
     prompt   = the messages before the answer, and the beginning of an answer (add_generation_prompt)
@@ -12,11 +12,11 @@ token belongs to the template; a special token that follows at once ends the ans
 
 An answer counts only if the model would have seen exactly the text before it in `full` when it writes the answer. So
 where a template writes earlier messages in another way once later ones follow, the answers concerned are refused. One
-difference does not count: tags without text between them, such as an empty <think></think> that is written for the last
-answer alone; there the answer counts as it stands in `full`.
+difference does not count: tags without text between them, such as an empty <think></think> written only for the last
+answer; then the answer is trained as rendered in `full`.
 
 Renderings are aligned without regard to such empty thoughts: templates write one into the beginning of an answer or
-into the last answer, and leave it out of earlier ones, or the other way round. To the model it says that no thought
+into the last answer, and leave it out of earlier ones, or the other way round. It tells the model that no thought
 follows, so it does not count as a difference. Everything else does.
 """
 
@@ -73,7 +73,7 @@ class Aligned(NamedTuple):
 def gaps(text: str) -> list[Gap]:
     """Finds the empty pairs of a text, ascending.
 
-    A pair is two tags of one name (`<x></x>`, `<|x></x|>`, `<|x><x|>`), with or without a label that speaks of thoughts
+    A pair is two tags of one name (`<x></x>`, `<|x></x|>`, `<|x><x|>`), with or without a label that names thoughts
     (`<|channel>thought\\n<channel|>`), or a beginning and an end of thoughts (`[BEGIN_THINK][END_THINK]`).
     """
     found: list[Gap] = []
@@ -124,8 +124,8 @@ class Whole:
     def align(self, rendered: Rendered) -> Aligned:
         """Finds how far the text of a beginning agrees with the whole.
 
-        A special token agrees as a whole or not at all. If the text ends with an empty pair where the whole opens one
-        that holds something, the text does not agree to its end.
+        A special token agrees as a whole or not at all. If the text ends with an empty pair but the whole opens one
+        with content, the text does not agree to its end.
         """
         if not rendered.rest:
             return Aligned("", rendered.common)
@@ -188,11 +188,11 @@ def num_common(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 _ROLE = re.compile("assistant|model", re.IGNORECASE)
-_OTHER_TEMPLATE = "give data.chat_template a template that keeps earlier messages as they are"
+_OTHER_TEMPLATE = "give data.chat_template a template that keeps earlier messages unchanged"
 
 
 class UntrainableError(DataError):
-    """The template does not write a conversation as the model will see it when it is asked."""
+    """The template does not render a conversation as the model will see it at inference."""
 
     def __init__(self, why: str, way_on: str, message: int | None = None) -> None:
         """`message` is the number of the answer; None if no single one is concerned."""
@@ -215,11 +215,11 @@ class SpecialTexts(NamedTuple):
 
     def after(self, text: str, position: int) -> int:
         """Returns the end of the token here that may end the answer before it; `position` if there is none."""
-        found = self.pattern.match(text, position)
-        return position if found is None or found.group() == self.bos else found.end()
+        match = self.pattern.match(text, position)
+        return position if match is None or match.group() == self.bos else match.end()
 
     def last(self, text: str) -> str | None:
-        """Returns the token that ends a text but for white space; None if there is none."""
+        """Returns the token that ends a text except for white space; None if there is none."""
         found = list(self.pattern.finditer(text))
         return found[-1].group() if found and not text[found[-1].end() :].strip() else None
 
@@ -261,7 +261,7 @@ class AnswerFinder:
         return found
 
     def _check_header(self, span: AnswerSpan, texts: Iterable[str]) -> None:
-        """Refuses a header in the loss if the template has no beginning of an answer that tells it apart."""
+        """Refuses a header in the loss if the template's beginning of an answer does not distinguish it."""
         places = [self.full.find(text.strip(), span.start, span.end) for text in texts if text.strip()]
         before = self.full[span.start : min((place for place in places if place >= 0), default=span.end)]
         if not _ROLE.search(before):
@@ -298,7 +298,7 @@ class AnswerFinder:
             return prompt.end
         if self._whole.align(self._rendered(Cut(number, False), number)).left:
             raise UntrainableError(
-                f"the template writes the messages before messages[{number}] in another way when later ones follow, so "
+                f"the template renders the messages before messages[{number}] differently when later ones follow, so "
                 "the model would not see them like this when it answers",
                 _OTHER_TEMPLATE,
                 number,
@@ -312,14 +312,14 @@ class AnswerFinder:
         if answered.end < start or self._special.without(answered.left):
             raise UntrainableError(
                 f"the template changes the answer messages[{number}] when later ones follow, for instance drops its "
-                "reasoning, so the model would learn another answer than it has to give",
+                "reasoning, so the model would learn an answer other than the one to give",
                 _OTHER_TEMPLATE,
                 number,
             )
         if answered.left.strip() and self._special.last(self.full[start : answered.end]) is None:
             raise UntrainableError(
-                f"the template ends the answer messages[{number}] otherwise when later ones follow: alone by "
-                f"{answered.left.strip()!r}, so the model would learn another end than it has to give",
+                f"the template ends the answer messages[{number}] differently when later ones follow: alone by "
+                f"{answered.left.strip()!r}, so the model would learn an end other than the one to give",
                 _OTHER_TEMPLATE,
                 number,
             )
@@ -334,6 +334,6 @@ def refused(refusal: NotRendered) -> UntrainableError:
 def _not_found(number: int, why: str) -> UntrainableError:
     return UntrainableError(
         f"the answer messages[{number}] cannot be found in what the template writes: {why}",
-        "mark answers by {% generation %} in a template of your own (data.chat_template), or leave the line out",
+        "mark answers by {% generation %} in your own template (data.chat_template), or leave the line out",
         number,
     )

@@ -1,4 +1,4 @@
-"""Sources of a chat template: the tokenizer's folder, a name, or a file of its own."""
+"""Sources of a chat template: the tokenizer's folder, a name, or a separate file."""
 
 import json
 from collections.abc import Mapping

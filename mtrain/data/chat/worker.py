@@ -9,9 +9,8 @@ imports nothing of ours; each line on its input is a JSON object, and so is each
     other lines   {"messages", "tools", "variables", "cuts": [[number, prompt, marked]]}  -> {"texts"} or {"error"}
 
 A text is [number of characters in common with the beginning of the first text, the rest], so what is sent grows with
-the conversation and not with its square. A cut asks for the rendering of the first `number` messages, with or
-without the prompt for an answer and marks around `{% generation %}`; its text is {"error": ...} where the template
-refuses it.
+the conversation and not with its square. A cut requests the rendering of the first `number` messages, with or without
+the prompt for an answer and marks around `{% generation %}`; its text is {"error": ...} where the template refuses it.
 """
 
 import datetime
@@ -36,7 +35,7 @@ _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
 
 def main() -> None:
-    """Answers requests until the input ends, which happens when the process that asks is gone."""
+    """Answers requests until the input ends, when the requesting process has exited."""
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     settings = json.loads(sys.stdin.buffer.readline())

@@ -16,7 +16,7 @@ _MEDIA = frozenset({"image", "images", "image_url", "video", "videos", "audio", 
 
 
 def check_keys(found: dict[str, Any], known: Set[str], ignored: Set[str], place: str = "") -> None:
-    """Refuses a key that is not read: a value that is dropped silently may be one that the model should have seen.
+    """Refuses an unknown key: a silently dropped value may be one that the model should have seen.
 
     Args:
         ignored: Keys that are dropped on purpose; a known key is never dropped.
@@ -62,7 +62,7 @@ def token_extras(record: dict[str, Any], sizes: Mapping[str, tuple[int, ...]], n
     Numbers that are not finite are refused later, by a reader that knows their place.
 
     Args:
-        sizes: Key -> sizes of what it holds for each token, each number a column; () for one number a token. Not empty.
+        sizes: Key -> sizes of its value for each token, each number a column; () for one number per token. Not empty.
         num_tokens: Number of tokens in the sample. A list has as many numbers, or one less: without the first token,
             which nothing predicts; routed experts may lack the last one, which is not read.
     """

@@ -1,4 +1,4 @@
-"""Records of sequences that are compared, or that a head judges.
+"""Records of sequences that are compared, or that a head scores.
 
     pairs:    prompt, chosen, rejected; or chosen and rejected that begin alike, with the prompt inside
     answers:  prompt, completion, label (true if the answer is wanted)
@@ -6,8 +6,8 @@
 These are TRL's forms; prompt and answers are texts or lists of messages. Only answers are in the loss, not the prompt's
 own messages. For a head, which judges answers by their last tokens, a pair may have a `margin`.
 
-A head judges a sequence as a whole. Its label follows the last token, in the place of the token that it would predict,
-so cutting, packing, padding and sending labels need nothing new; only the label is in the loss.
+A head judges a sequence as a whole. Its label follows the last token, like a token to predict, so cutting, packing,
+padding and sending labels need no new code; only the label is in the loss.
 """
 
 import math
@@ -175,7 +175,7 @@ class PreferenceEncoder:
             return tuple(self._encoder.joined(text, answers, record.get("weight", 1.0)))
         if not isinstance(prompt, list):
             name = next(iter(given))
-            raise DataError(f"{name!r} is a list of messages, but 'prompt' is none; write both alike")
+            raise DataError(f"{name!r} is a list of messages, but 'prompt' is not; use the same form for both")
         shared = {key: record[key] for key in _SHARED_KEYS if key in record}
         before = [*map(untrained, prompt)]
         return tuple(
@@ -207,5 +207,5 @@ def _common(chosen: Any, rejected: Any) -> Any:
     # a blank belongs to the word after it, as tokenizers have it
     prompt = prompt[:-1] if isinstance(prompt, str) and prompt.endswith(" ") else prompt
     if not prompt:
-        raise DataError("'chosen' and 'rejected' begin with nothing in common, and there is no 'prompt'; give it")
+        raise DataError("'chosen' and 'rejected' have no common beginning, and there is no 'prompt'; give it")
     return prompt

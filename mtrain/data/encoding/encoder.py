@@ -1,4 +1,4 @@
-"""Encoders that a configuration asks for."""
+"""Encoders of a configuration."""
 
 import hashlib
 import json
@@ -52,7 +52,7 @@ def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | Non
 
 
 def trained_templates(section: SftSection) -> dict[str, str]:
-    """Returns the chat templates that an export has to carry: path in a tokenizer's folder -> text.
+    """Returns the chat templates for an export: path in a tokenizer's folder -> text.
 
     Empty without a template, and for the plain form unless the configuration says that there are conversations.
     """
@@ -64,14 +64,14 @@ def trained_templates(section: SftSection) -> dict[str, str]:
 
 
 _FORMS = {"conversations": "sharegpt", "instruction": "alpaca", "text": "text"}
-"""Key of a record -> its form, which has to be named because `auto` does not assume it."""
+"""Key of a record -> its format, which must be named because `auto` does not assume it."""
 
 
 def _refuse_known_form(record: dict[str, Any]) -> None:
     found = next((key for key in _FORMS if key in record), None)
     if found is not None:
         form = _FORMS[found]
-        raise DataError(f"has no 'prompt', but {found!r}, as records of the form {form} have; set data.format={form}")
+        raise DataError(f"has no 'prompt', but {found!r}, as in records of the format {form}; set data.format={form}")
     if "chosen" in record and "rejected" in record:
         raise DataError(
             "has 'chosen' and 'rejected', two answers to compare; set loss.function=dpo, or another such loss"
@@ -96,7 +96,7 @@ class RecordEncoder:
         return hashlib.sha256(json.dumps([base, *options]).encode()).hexdigest()
 
     def renamed(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Gives columns the names that `data.columns` asks for."""
+        """Renames columns by `data.columns`."""
         columns = self._section.columns
         if not columns:
             return record
@@ -157,7 +157,7 @@ class RecordEncoder:
             return self._chat.encode(record)
         if self._section.chat_template != PLAIN:
             raise DataError(
-                f"has messages, but {self._tokenizer.path.parent} holds no chat template; take the tokenizer's folder "
+                f"has messages, but {self._tokenizer.path.parent} has no chat template; use the tokenizer's folder "
                 "of a model with one, give data.chat_template the path of a .jinja file, or set it to plain "
                 'to write each message as "### role" and its content'
             )

@@ -7,7 +7,7 @@
 
 `begin` is what the tokenizer itself puts before a text: a bos, or nothing. The header is the plain text "### role\\n",
 with "\\n\\n" before it from the second message on. Each piece (prompt, response, header, content) is tokenised by
-itself, so no token lies half in the loss; where answers are compared or judged, the text is tokenised whole (`joined`).
+itself, so no token is partly in the loss; if answers are compared or scored, the text is tokenised whole (`joined`).
 """
 
 import json
@@ -233,7 +233,7 @@ def _message_of_turn(turn: object, ignored: Set[str], place: str) -> dict[str, A
 
 
 def tokens_sample(record: dict[str, Any], ignored: Set[str], vocab_size: int) -> TokenizedSample:
-    """Takes `input_ids` and `loss_mask` as they are: no bos or eos is added."""
+    """Uses `input_ids` and `loss_mask` unchanged: no bos or eos is added."""
     check_keys(record, _TOKENS_KEYS, ignored)
     for key in ("input_ids", "loss_mask"):
         if not isinstance(record.get(key), list):

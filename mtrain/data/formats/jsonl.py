@@ -128,9 +128,9 @@ def _short_enough(record: bytes, place: str) -> bytes:
 
 
 def _after_blanks(text: str, place: int) -> int:
-    found = _BLANKS.match(text, place)
-    assert found is not None, "no blank matches, too"
-    return found.end()
+    match = _BLANKS.match(text, place)
+    assert match is not None, "no blank matches, too"
+    return match.end()
 
 
 def _lines(file: BinaryIO, line: bytes, path: Path) -> Iterator[bytes]:

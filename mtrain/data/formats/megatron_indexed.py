@@ -1,8 +1,8 @@
 """Tokenised corpora on disk: Megatron's `.bin/.idx` pairs, checked before they are read, and written.
 
-`.bin` holds the tokens one after the other. `.idx` holds: 9 bytes of magic, version (u64), element type (u8), number of
-sequences n (u64) and of document edges d (u64), then n lengths (i32), n byte offsets (i64) and d edges (i64). A
-document is the sequences between two edges.
+`.bin` has the tokens in sequence. `.idx` has: 9 bytes of magic, version (u64), element type (u8), number of sequences n
+(u64) and of document edges d (u64), then n lengths (i32), n byte offsets (i64) and d edges (i64). A document is the
+sequences between two edges.
 
 megatron-core reads the pair. Its import takes seconds, so it happens when the first corpus is opened, and the writer is
 our own: byte for byte the same files.

@@ -1,7 +1,7 @@
 """Files of a source, and their records: one file, a pattern, a folder, or a dataset of Hugging Face's `datasets`.
 
 Records come one after the other, in chunks that can be read separately, whatever the form of the files. A null in a
-record counts as an absent key. In a table all objects of a column have the same keys, and null stands for those that an
+record counts as an absent key. In a table all objects of a column have the same keys, with null for those that an
 object lacks; JSON written from such a table has these nulls as well, and nobody can tell them from nulls that the
 author wrote. So null keys are dropped at any depth, also in tools and arguments of calls. Two nulls stay: the content
 of a message, since an answer that is only a call has one, and elements of lists, which no table fills in.

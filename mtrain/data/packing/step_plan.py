@@ -1,8 +1,8 @@
 """Assigns the samples of a step to rows and the rows to ranks.
 
-Packing is layout: a step holds the same samples with and without it. Samples are first put into rows, which depends
-only on their lengths and the width of a row; then rows are dealt to microbatches and data-parallel ranks. All ranks
-compute the same plan, so nothing is sent.
+Packing is layout: a step has the same samples with and without it. Samples are first put into rows, which depends only
+on their lengths and the width of a row; then rows are dealt to microbatches and data-parallel ranks. All ranks compute
+the same plan, so nothing is sent.
 
 Rows come from best-fit-decreasing: the longest sample first, each into the fullest row with room for it, the last
 changed of equally full ones. Samples of equal length and rows of equal content are handled together, so the cost
@@ -230,8 +230,8 @@ def costs(lengths: NDArray[np.int64], hidden_size: int) -> NDArray[np.int64]:
     """Estimates the cost of samples: 6 * hidden_size * length + length^2.
 
     The first term is for products with weights, the second for attention within the sample: 24 hidden_size^2 and 4
-    hidden_size x length multiply-adds a token and layer, for an FFN of four times the hidden size. Whole numbers, so
-    that all machines deal alike.
+    hidden_size x length multiply-adds a token and layer, for an FFN of four times the hidden size. Integers, so that
+    all machines compute the same plan.
     """
     wide = lengths.astype(np.int64)
     return wide * (6 * hidden_size + wide)

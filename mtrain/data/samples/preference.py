@@ -96,7 +96,7 @@ class PreferenceDataset:
         return self._place_of(int(self._groups[index // 2]))
 
     def notes(self) -> Iterator[str]:
-        """Yields lines for the user on sequences that are not trained as they stand in the files."""
+        """Yields lines for the user on sequences that are changed before training."""
         if not self._num_long:
             return
         what = "left out whole" if self._too_long == "drop" else f"cut at the {self._too_long}"
@@ -106,7 +106,7 @@ class PreferenceDataset:
         )
 
     def _others(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns [n]: the groups whose answers stand in the mismatched sequences of `groups`."""
+        """Returns [n]: the groups whose answers are in the mismatched sequences of `groups`."""
         first, count = self._numbers.start, len(self._numbers)
         others: NDArray[np.int64] = first + (groups - first + count // 2) % count
         return others

@@ -1,7 +1,7 @@
 """Samples of conversations: one sequence for the loss each, read from the token cache.
 
-The encoder decides what a record is (`mtrain.data.encoding`); here its tokens are cut to the length of a row. A sample
-fits if it has at most seq_length + 1 tokens, as the last one is only predicted; `too_long` decides about the others.
+The encoder interprets records (`mtrain.data.encoding`); here their tokens are cut to the length of a row. A sample fits
+if it has at most seq_length + 1 tokens, as the last one is only predicted; `too_long` decides about the others.
 
 The record counts as a sequence. If `too_long` is split, each piece counts as one, with the weight of its record: it is
 a sample of the global batch like any other, its length is that of its own mask, and it meets the other pieces of its
@@ -135,7 +135,7 @@ def why_nothing(cache: TokenCache, pieces: Pieces, is_judged: bool = False) -> s
     cut = pieces.only(weighs)
     if len(cut) and num_trained(cache, cut).any():
         return None
-    reasons = {"count 0 by their weight": len(pieces) - len(cut), "lose all that is in the loss by a cut": len(cut)}
+    reasons = {"have weight 0": len(pieces) - len(cut), "lose all their loss tokens by a cut": len(cut)}
     parts = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
     return f"of {len(pieces):,} sequences {' and '.join(parts)}"
 
@@ -218,7 +218,7 @@ class SftDataset:
         return f"{self.cache.file_digests[0]}-{tokenizer}-{part}-{self._seq_length}-{old}"
 
     def notes(self) -> Iterator[str]:
-        """Yields lines for the user on samples that are not trained as they stand in the files."""
+        """Yields lines for the user on samples that are changed before training."""
         lost, path = self.too_long, self.cache.files[0].path
         if not lost.samples:
             return
@@ -234,5 +234,5 @@ class SftDataset:
                 raise AssertionError("refused when they were found")
             case _:
                 assert_never(self._too_long)
-        empty = f"; in {lost.empty:,} nothing is left to learn" if lost.empty else ""
+        empty = f"; in {lost.empty:,} no token is left to train" if lost.empty else ""
         yield f"{path}: {tokens}: {what}{empty}"

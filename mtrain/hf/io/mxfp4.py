@@ -120,7 +120,9 @@ def packed(name: str, weight: Tensor, scales: Tensor) -> Packed:
         # float32 holds half precision exactly; float64 adds no rounding before the one to codes
         numbers = weight[expert, :, rows].T.contiguous().to(torch.promote_types(weight.dtype, torch.float32))
         if not numbers.isfinite().all():
-            raise DataError(f"{name} holds infinite numbers or NaN, which MXFP4 cannot express; export without mxfp4")
+            raise DataError(
+                f"{name} contains infinite numbers or NaN, which MXFP4 cannot represent; export without mxfp4"
+            )
         blocks = numbers.reshape(len(numbers), -1, BLOCK_SIZE)
         before = scales[expert, rows]
         codes, chosen = _codes(blocks, before), before.clone()

@@ -99,7 +99,7 @@ def open_source(path: Path, needs_output: bool = True, depths: int = 0) -> HfSou
     if family.carried and weights is not folder:
         raise DataError(
             f"{path} is a {family.model_type} model in few bits; only plain weights of models with images are read: "
-            "take it in bfloat16"
+            "use it in bfloat16"
         )
     if model.num_layers > len(weights.names()):  # the table of a mistyped number would fill the memory
         raise DataError(

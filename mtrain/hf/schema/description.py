@@ -71,8 +71,8 @@ def notes_on_folder(folder: str | None) -> list[str]:
     shown = ", ".join(map(shown_name, unknown[:_SHOWN_FIELDS]))
     more = f" and {len(unknown) - _SHOWN_FIELDS} more" if len(unknown) > _SHOWN_FIELDS else ""
     return [
-        f"{folder}/{CONFIG_NAME} has fields that are unknown here, {shown}{more}: they are kept and take no part in "
-        "what is computed; `mtrain convert import --check-logits` compares with transformers"
+        f"{folder}/{CONFIG_NAME} has fields that are unknown here, {shown}{more}: they are kept and do not affect the "
+        "computation; `mtrain convert import --check-logits` compares with transformers"
     ]
 
 

@@ -119,8 +119,8 @@ def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
     """
     if (folder / ADAPTER_NAME).exists():
         raise DataError(
-            f"{folder} holds {ADAPTER_NAME}: transformers would put that adapter on top of the weights; merge it into "
-            "them, or move it into a folder of its own and name that as adapter.path"
+            f"{folder} holds {ADAPTER_NAME}: transformers would apply that adapter to the weights; merge it into "
+            "them, or move it into a separate folder and name that as adapter.path"
         )
     if not has_weights(folder):
         found = sorted(path.name for path in folder.iterdir() if _OTHER_WEIGHTS.fullmatch(path.name))
@@ -133,7 +133,7 @@ def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
     if config.get(NAMED_WEIGHTS) not in (None, chosen):
         raise DataError(
             f"{folder / CONFIG_NAME}: {NAMED_WEIGHTS}={config[NAMED_WEIGHTS]!r:.100} names other weights than the "
-            f"{chosen} that lies there; keep those that are meant, as {SINGLE_NAME} or {INDEX_NAME}, without this field"
+            f"{chosen} that lies there; keep the right ones, as {SINGLE_NAME} or {INDEX_NAME}, without this field"
         )
     if chosen == INDEX_NAME:
         return _places(folder)
@@ -143,7 +143,7 @@ def chosen_places(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
         if shards:
             raise DataError(
                 f"{folder} holds two models: {SINGLE_NAME}, which transformers reads, and {INDEX_NAME} with "
-                f"{', '.join(shards[:_SHOWN_FILES])}; remove the one that is not meant"
+                f"{', '.join(shards[:_SHOWN_FILES])}; remove the wrong one"
             )
     return None
 
@@ -174,8 +174,8 @@ def refuse_pointers(folder: Path) -> None:
     small = (each for each in sorted(folder.iterdir()) if each.is_file() and each.stat().st_size < _LONGEST_POINTER)
     if names := [each.name for each in small if each.read_bytes().startswith(_POINTER)]:
         raise DataError(
-            f"{folder} holds pointers of Git LFS in the place of {', '.join(names)}; fetch the files with: "
-            f"git -C {folder} lfs pull"
+            f"{folder} has Git LFS pointers instead of {', '.join(names)}; fetch the files with: git -C {folder} lfs "
+            "pull"
         )
 
 

@@ -91,7 +91,7 @@ def tensors(family: Family, model: ModelSection, adapter: AdapterSection) -> Ite
     for matrix in tables(model, adapter):
         rules = _rules(family, model, f"{matrix.linear}.weight", -1)
         if not rules:
-            raise DataError(f"this {family.model_type} model has no {matrix.linear} of its own to adapt")
+            raise DataError(f"this {family.model_type} model has no separate {matrix.linear} to adapt")
         name = _module(family, rules[0], 0)
         yield from _pair(matrix, adapter, f"{_ROOT}{name}", matrix.linear)
     for layer in range(model.num_layers):
@@ -215,8 +215,8 @@ def config_of(family: Family, model: ModelSection, adapter: AdapterSection, base
     redirected = [name for name in modules if _is_redirected(family, name)]
     if redirected and adapter.has_magnitudes:
         raise DataError(
-            f"PEFT takes {redirected[0]} of {family.model_type} models for experts, and has DoRA for modules alone; "
-            "merge the adapter into the weights"
+            f"PEFT takes {redirected[0]} of {family.model_type} models for experts, and supports DoRA only for "
+            "modules; merge the adapter into the weights"
         )
     # the last part of a name means that module in every layer; in a model of images, also in their layers
     targets: list[str] | str = sorted({name.rpartition(".")[2] for name in modules if name not in redirected})

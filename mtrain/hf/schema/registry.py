@@ -183,7 +183,7 @@ def _refuse_fields_of_others(config: Mapping[str, Any], model_type: str, own: Co
     if found:
         listing = ", ".join(f"{name}={shown(config[name])}" for name in found[:_SHOWN_FIELDS])
         raise DataError(
-            f"config.json: {listing}: a {model_type} model does not have that here; remove it if it changes nothing of "
+            f"config.json: {listing}: a {model_type} model does not have that here; remove it if it does not affect "
             "what the weights compute"
         )
 

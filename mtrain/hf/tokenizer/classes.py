@@ -74,7 +74,7 @@ def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], is_byte_lev
                 return chosen
         return GENERIC
     if has_code and model not in WRONG_CLASS and registered is None and said not in CLASSES | _NOT_SPECIFIC:
-        raise NotReadError("its tokenizer_config.json names code of its own (auto_map), which is not run")
+        raise NotReadError("its tokenizer_config.json names custom code (auto_map), which is not run")
     chosen = named or registered or GENERIC
     return chosen if chosen in CLASSES else GENERIC
 

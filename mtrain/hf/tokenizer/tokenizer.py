@@ -34,8 +34,8 @@ _HF_SETTINGS = "tokenizer_config.json"
 _HF_CONFIG = "config.json"
 _SOURCE = "take the folder from its source again"
 _WAY_OUT = (
-    "let transformers write it anew, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW), set tokenizer_class "
-    "to PreTrainedTokenizerFast in the new tokenizer_config.json, and name the new folder"
+    "let transformers rewrite it, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW), set tokenizer_class to "
+    "PreTrainedTokenizerFast in the new tokenizer_config.json, and name the new folder"
 )
 _MOST_BYTES = 1 << 28
 """Largest file; the largest known ones have about forty million bytes."""
@@ -316,7 +316,7 @@ def load_tokenizer(path: str | Path, added: AddedTokens = NO_TOKENS) -> Tokenize
     """
     file = tokenizer_file(path)
     if any(added) and file.name != HF_TOKENIZER_FILE:
-        raise DataError(f"{file} is no tokenizer.json, and only to one can model.add_tokens add; {_WAY_OUT}")
+        raise DataError(f"{file} is no tokenizer.json, but model.add_tokens needs one; {_WAY_OUT}")
     if file.suffix == ".json":
         return HuggingFaceTokenizer(file, added)
     if file.suffix == ".model":

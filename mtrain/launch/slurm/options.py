@@ -82,13 +82,13 @@ class SlurmOptions:
             check_printable("--container or --mounts", text)
         self._check_env_file()
         for option in self.more:
-            found = _OPTION.fullmatch(option)
-            if found is None or not (found[2] is None or _VALUE.fullmatch(found[2])):
+            match = _OPTION.fullmatch(option)
+            if match is None or not (match[2] is None or _VALUE.fullmatch(match[2])):
                 raise ConfigError(
                     f"--sbatch {option!r} is not of the form name=value, without blanks and quotes; change it"
                 )
             # sbatch accepts abbreviated names
-            if (ours := next((name for name in sorted(_OURS) if name.startswith(found[1])), None)) is not None:
+            if (ours := next((name for name in sorted(_OURS) if name.startswith(match[1])), None)) is not None:
                 raise ConfigError(
                     f"--sbatch {option!r}: --{ours} is set by mtrain itself; use its own option, if it has one"
                 )
@@ -196,8 +196,8 @@ def with_defaults(options: SlurmOptions, environ: Mapping[str, str]) -> tuple[Sl
     ignored = sorted(given.keys() - taken.keys())
     if ignored:
         notes.append(
-            f"note: {', '.join(ignored)} of the environment has no effect on the job; what it asks for can be given as "
-            "an option here, or as --sbatch name=value"
+            f"note: {', '.join(ignored)} of the environment has no effect on the job; set it with an option here, or "
+            "with --sbatch name=value"
         )
     values: dict[str, Any] = {field: given[name] for name, field in taken.items()}
     return replace(options, **values), notes

@@ -47,8 +47,8 @@ _PASSES = re.compile(
 _CHANGES = {
     "PartitionTimeLimit": "submit it again with a shorter --time or another --partition",
     "PartitionNodeLimit": "submit it again with other --nodes or another --partition",
-    "PartitionConfig": "submit it again with what the nodes of its partition have",
-    "BadConstraints": "submit it again with what the nodes of its partition have",
+    "PartitionConfig": "submit it again with resources that its partition has",
+    "BadConstraints": "submit it again with resources that its partition has",
     "ReqNodeNotAvail": "submit it again without the nodes that it names, or wait until they are back",
     "JobHeldUser": "run scontrol release with its number",
 }
@@ -145,7 +145,7 @@ def main_path(folder: Path, mounts: str | None = None) -> Path:
             mounts = _MOUNTS.read_text(errors="surrogateescape")
     known = []
     for line in (mounts or "").splitlines():
-        fields = [re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), field) for field in line.split(" ")]
+        fields = [re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), field) for field in line.split(" ")]
         known.append(_Mount(fields[2], Path(fields[3]), Path(fields[4])))
     over = [mount for mount in known if path.is_relative_to(mount.point)]
     if not over:
@@ -254,7 +254,7 @@ def _checked(job: SlurmJob, number: str, cluster: Sequence[str]) -> list[str]:
     if shown.returncode != 0 or f"JobId={number} " not in shown.stdout:
         return [
             f"warning: job {number} is submitted, but its options could not be read back ({_words(shown)}); compare "
-            f"`scontrol show job {number}` with what you gave"
+            f"`scontrol show job {number}` with your options"
         ]
     found = differences(job.options, job.name, shown.stdout)
     if not found:
@@ -263,8 +263,8 @@ def _checked(job: SlurmJob, number: str, cluster: Sequence[str]) -> list[str]:
     cancelled = ask_slurm("scancel", *cluster, number)
     so = "it is cancelled" if cancelled.returncode == 0 else f"cancel it ({_words(cancelled)})"
     raise ConfigError(
-        f"Slurm has made another job of this one: job {number} has {', '.join(found)}; {so}; give what your site's "
-        "rules allow"
+        f"Slurm has made another job of this one: job {number} has {', '.join(found)}; {so}; use options that your "
+        "site's rules allow"
     )
 
 
@@ -291,7 +291,7 @@ def reason_to_wait(number: str, known: dict[str, str]) -> str | None:
     if known.get("JobState") != "PENDING" or _PASSES.fullmatch(reason):
         return None
     change = _CHANGES.get(reason.split(",")[0], "see the reason codes in `man squeue`, change the option that it names")
-    return f"warning: job {number} waits for {reason}, which time alone may not end; {change}, or run scancel {number}"
+    return f"warning: job {number} waits for {reason}, which may never end; {change}, or run scancel {number}"
 
 
 def _dependency(submission: Submission) -> list[str]:
@@ -317,8 +317,8 @@ def ask_slurm(*command: str) -> subprocess.CompletedProcess[str]:
         )
     except subprocess.TimeoutExpired:
         raise MachineError(
-            f"{command[0]} has not answered within {_TIMEOUT_S} s, and the job may be submitted or not; look at squeue "
-            "before you try again"
+            f"{command[0]} has not answered within {_TIMEOUT_S} s, and the job may or may not be submitted; check "
+            "squeue before you try again"
         ) from None
 
 
@@ -347,7 +347,7 @@ def signal_seconds(
     if time_limit_s is not None and time_limit_s < least:
         took = ", ".join(f"{seconds:.0f} s for {name}" for name, seconds in times.items())
         raise ConfigError(
-            f"--time is {time_limit_s:.0f} s, but this run took {took}, and Slurm has to ask for the end {ahead} s "
+            f"--time is {time_limit_s:.0f} s, but this run took {took}, and Slurm must signal the end {ahead} s "
             f"before the limit; give at least {least // 60 + 1} minutes"
         )
     return ahead

@@ -187,8 +187,8 @@ def known_gpu(device: str) -> Gpu | None:
 def gpu_named(name: str) -> Gpu:
     if name.lower() not in GPUS:
         raise ConfigError(
-            f"--gpu {name} is not known; choose {', '.join(GPUS)}, and give what differs by --tflops, --nvlink-gbs and "
-            "--network-gbs"
+            f"--gpu {name} is not known; choose {', '.join(GPUS)}, and set differing values with --tflops, "
+            "--nvlink-gbs and --network-gbs"
         )
     return GPUS[name.lower()]
 
@@ -197,7 +197,7 @@ def memory_size(text: str) -> int:
     """Returns the bytes of a size such as 80GiB, 141GB or 79.5 GiB."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise ConfigError(f"--gpu-memory {text} is no size; write it as 80GiB or 141GB")
+        raise ConfigError(f"--gpu-memory {text} is not a size; write it as 80GiB or 141GB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

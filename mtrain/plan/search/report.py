@@ -26,7 +26,7 @@ _NAMES = {
     "ep": "transfers of tokens to experts",
     "p2p": "transfers between stages",
     "bubble": "the pipeline's bubble",
-    "dp": "sums of gradients that nothing hides",
+    "dp": "exposed sums of gradients",
     "update": "the update",
 }
 _HEADER = ("", "layout", "micro-batch", "recompute", "GiB", "bubble", "NVLink GB", "network GB", "step s", "MFU")
@@ -153,7 +153,7 @@ def nothing_fits(config: Config, found: Found, num_gpus: int, memory_bytes: int)
         larger = -(-batch // num_gpus) * num_gpus
         return ConfigError(
             f"no layout divides {num_gpus} GPUs, {config.model.num_layers} layers, rows of {config.row_width} tokens "
-            f"and a global batch of {batch}: data parallelism has to divide the batch; take --global-batch-size "
+            f"and a global batch of {batch}: data parallelism must divide the batch; use --global-batch-size "
             f"{larger}, or --gpus {fitting}"
         )
     closest, usable = found.closest, memory_bytes * USABLE_MEMORY
@@ -171,7 +171,7 @@ def nothing_fits(config: Config, found: Found, num_gpus: int, memory_bytes: int)
 def _remedy(largest: str) -> str:
     if largest == "activations":
         return "a shorter data.seq_length, more GPUs, or GPUs with more memory"
-    return "more GPUs, GPUs with more memory, or adapters in the place of all weights (docs/training/lora.md)"
+    return "more GPUs, GPUs with more memory, or adapters instead of all weights (docs/training/lora.md)"
 
 
 _MACHINE = re.compile(r"^# GPUs: (\d+) x (\w+) (\d+(?:\.\d+)?) ?Gi?B\b", re.MULTILINE)

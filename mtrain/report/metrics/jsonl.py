@@ -55,7 +55,7 @@ class AppendedFile:
         fault = self._flush()
         if fault is not None and self._cause is None:
             _log.warning(
-                f"warning: could not write {self._path}: {fault.strerror}; training goes on, what is missing waits"
+                f"warning: could not write {self._path}: {fault.strerror}; training continues, the records wait"
             )
         elif fault is None and self._cause is not None:
             _log.warning(f"{self._path} has what was waiting for the disk")

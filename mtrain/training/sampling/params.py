@@ -27,7 +27,7 @@ class SamplingParams:
     """Function that says whether an answer ends with its latest token, such as one that looks for a text; the same on
     all ranks. None: only tokens end it."""
     num_likeliest: int = 0
-    """Number of the likeliest tokens that are returned in the place of each token."""
+    """Number of the likeliest tokens that are returned at each token's position."""
     log_probs_of_draw: bool = False
     """Whether log-probabilities are those of the distribution that tokens are drawn from, after temperature, top_k and
     top_p, and not the model's own; at temperature 0, where nothing is drawn, always the model's."""

@@ -85,8 +85,8 @@ def _one(prompt: Prompt, section: SftSection | None, place: str) -> str | Record
 def _asked(encoder: ChatEncoder | None, prompt: str | Record) -> list[int]:
     if encoder is None:
         raise ConfigError(
-            "the run has no chat template (data.chat_template), so nothing can be asked; continue plain text instead: "
-            "without --chat, or with eval.chat=false, and without messages"
+            "the run has no chat template (data.chat_template), so prompts cannot be user messages; continue plain "
+            "text instead: without --chat, or with eval.chat=false, and without messages"
         )
     return encoder.prompt({"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else prompt)
 

@@ -134,9 +134,9 @@ def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objecti
     if missing := [name for name in objective.extras if name not in drawn_extras]:
         names = ", ".join(as_configured(missing))
         raise ConfigError(
-            f"verify draws samples of its own, which have no {names}, and compares with a reference that reads none, "
-            "but the loss functions need them; verify the rest of the configuration with loss.function=next_token and "
-            "no such side term, and see docs/proof/same-loss-on-any-layout.md for the reason"
+            f"verify draws its own samples, which have no {names}, and compares with a reference that reads none, but "
+            "the loss functions need them; verify the rest of the configuration with loss.function=next_token and no "
+            "such side term, and see docs/proof/same-loss-on-any-layout.md for the reason"
         )
     return objective
 

@@ -197,9 +197,9 @@ PREEMPT = ReportText(
     length="The run has {steps} steps.",
     compared=(
         "One run was started again and again by the real launcher and asked to stop by a real signal, each time in "
-        "another phase. It has to leave the marker REQUEUE, exit with 0, and go on bit for bit: what was recorded in "
-        "each step, and at the end every file of the last checkpoint. Seconds are those from the signal to the end of "
-        "the ranks."
+        "another phase. It has to leave the marker REQUEUE, exit with 0, and resume bit for bit: what was recorded "
+        "in each step, and at the end every file of the last checkpoint. Seconds are those from the signal to the "
+        "end of the ranks."
     ),
     curves=(
         "Above: the values. The broad grey band is the run that nothing stopped; on it are the steps after each "

@@ -53,7 +53,7 @@ def verify_resume(config: Config, request: Request, progress: Progress, pool: Po
     if not 1 <= request.at < request.num_steps:
         raise ConfigError(
             f"--at {request.at} must lie between 1 and --steps {request.num_steps} - 1, so that there is something to "
-            "save and something to go on with"
+            "save and a state to resume from"
         )
     refuse_without_reference(config)
     device, max_ranks = device_for(config.train, request.max_ranks)
@@ -214,7 +214,7 @@ class ResumeCheck:
                 self._start(base, source, {"interval_steps": at, "async_save": False}, crash_in=crash)
             except RankFailedError:
                 return self._resumed_alike(source, fault)
-            raise NumericError("the rank that was to be killed went on")
+            raise NumericError("the rank that was to be killed continued")
 
         return self._judged(f"after a crash of rank {rank} in step {crash}", base, {CRASH: f"rank {rank}"}, find)
 

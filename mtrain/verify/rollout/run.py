@@ -186,7 +186,7 @@ class _RolloutCheck:
         )
         lines = (
             f"routing replay: with the routes of the rollouts replayed the trainer under {self._own.name} deviates "
-            "from float64 that replays them, too",
+            "from float64 with the same replay",
             "run mtrain verify parity to see whether the layout computes what one process does without a replay",
         )
         findings = [] if sides[0].passed else [Finding("routing replay", lines)]

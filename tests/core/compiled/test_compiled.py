@@ -175,7 +175,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(pool: Pool, notice: Notic
     assert found.num_graphs == 1
     assert found.printed.count("\n") == 1
     assert found.printed.startswith(
-        "note: train.compile=layers leaves a part of a layer as it is written, which torch cannot compile ("
+        "note: train.compile=layers leaves a part of a layer uncompiled, which torch cannot compile ("
     )
     assert "no such operation" in found.printed
 
@@ -193,7 +193,7 @@ def test_without_a_compiler_layers_run_as_they_are_written(pool: Pool, tmp_path:
         (found,) = pool.run(trained_without_a_compiler, each.case.resolved(each.config), run, tmp_path)
     assert max(deviation(found.outcome, run_oracle(each.config, each.batches), each.config)) <= TOLERANCE
     assert found.printed.startswith(
-        "note: train.compile=layers is left out, as torch.compile does not work on this machine (InvalidCxxCompiler: "
+        "note: train.compile=layers is ignored, since torch.compile does not work on this machine (InvalidCxxCompiler: "
     )
     assert found.printed.endswith("or set train.compile=none\n")
     assert found.printed.count("\n") == 1

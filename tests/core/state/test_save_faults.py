@@ -120,7 +120,7 @@ def test_a_full_disk_fails_one_save_and_training_goes_on(
     (line,) = endings[0].warnings
     assert line.startswith(f"warning: no checkpoint of step 2: rank {victim}: could not save")
     assert "No space left on device" in line
-    assert line.endswith("training goes on")
+    assert line.endswith("training continues")
     assert endings[1].warnings == []
 
 
@@ -264,7 +264,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_loudly(pool: Pool, sav
         assert "no usable checkpoint" in text
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 1])  # rank 0: training goes on, above
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 1])  # rank 0: training continues, above
 def test_a_full_disk_on_one_rank_fails_the_save_on_all(pool: Pool, tmp_path: Path, victim: int) -> None:
     faults = pool.run(checkpoint_ranks.save_on_full_disk, Layout(pp=2), configured(), tmp_path, victim)
     assert len(set(faults)) == 1

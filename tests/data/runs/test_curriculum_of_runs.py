@@ -75,7 +75,7 @@ def test_a_run_goes_on_over_the_borders_of_its_curriculum(
     assert "as a blend of data.curriculum with from_step=3 or more" in errors
     code, output, errors = finished(start(command(*data, other, CONSENT, run="changed")))
     assert code == 0, errors
-    assert "the data of all steps so far are what they were" in output
+    assert "the data of all steps so far are unchanged" in output
     assert {change["key"] for change in manifest_changes(tmp_path / "changed", 6)} == {"data.curriculum"}
     assert records(tmp_path / "changed", "change")[0]["step"] == 3
     assert finished(start(command(*data, other, run="other")))[0] == 0

@@ -129,7 +129,7 @@ def test_a_source_that_changes_nothing_is_named_where_another_one_does(tmp_path:
     config = Config.model_validate({**config.model_dump(), "data": {**config.data.model_dump(), "train": both}})
     sources = Sources(config)
     sources.training()
-    assert f"{other}: nothing in it is learned: of 1 sequences 1 count 0 by their weight" in sources.notes()
+    assert f"{other}: no token in it is trained: of 1 sequences 1 have weight 0" in sources.notes()
 
 
 @pytest.mark.fault(
@@ -143,8 +143,8 @@ def test_the_refusal_says_how_many_and_why(tmp_path: Path, word_tokenizer: Path,
     with notice, pytest.raises(DataError) as caught:
         Sources(made(tmp_path, records, word_tokenizer)).training()
     assert str(caught.value) == (
-        f"no training sample has anything to learn ({tmp_path}/samples.jsonl: of 4 sequences 1 count 0 by their weight "
-        "and 3 lose all that is in the loss by a cut), so no step would change the model; give records whose answers "
-        "count, or raise data.seq_length where they are cut"
+        f"no training sample has a token to train ({tmp_path}/samples.jsonl: of 4 sequences 1 have weight 0 "
+        "and 3 lose all their loss tokens by a cut), so no step would change the model; give records with answers "
+        "in the loss, or raise data.seq_length if they are cut"
     )
     assert caught.value.exit_code == notice.exit_code

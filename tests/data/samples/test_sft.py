@@ -73,7 +73,7 @@ def test_only_the_assistants_messages_are_in_the_loss(write_jsonl: WriteJsonl, w
         (6, [0, 0, 1, 1, 1, 1]),  # the end is the last label
         (5, [0, 0, 1, 1, 1]),
         (3, [0, 0, 1]),
-        (2, [0, 0]),  # nothing is left to learn
+        (2, [0, 0]),  # no token is left to train
     ],
 )
 def test_truncation_keeps_the_mask_on_the_answer(

@@ -101,7 +101,7 @@ def test_pieces_are_samples_of_their_own(cache: TokenCache) -> None:
     assert rows.place(3) == rows.place(2)
     assert rows.widths(np.arange(7)).tolist() == [3, 2, 4, 4, 1, 2, 1]
     (note,) = rows.notes()
-    assert note.endswith("3 of 6 samples have more than 5 tokens: split into 9 pieces; in 5 nothing is left to learn")
+    assert note.endswith("3 of 6 samples have more than 5 tokens: split into 9 pieces; in 5 no token is left to train")
 
 
 def test_every_policy_is_other_data(cache: TokenCache) -> None:

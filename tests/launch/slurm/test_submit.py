@@ -400,7 +400,7 @@ def test_a_job_with_other_options_is_cancelled(folder: Path, notice: Notice, can
     so = "it is cancelled" if cancel_code == 0 else "cancel it (exit code 1)"
     assert done.stderr == (
         "error: Slurm has made another job of this one: job 4711 has NumTasks=2 instead of 4, Partition=debug instead "
-        f"of gpu; {so}; give what your site's rules allow\n"
+        f"of gpu; {so}; use options that your site's rules allow\n"
     )
     asked = (folder / "asked").read_text().splitlines()
     assert asked == ["scontrol --clusters=cluster show job -o 4711", "scancel --clusters=cluster 4711"]
@@ -431,8 +431,8 @@ def test_defaults_of_a_site_become_options_of_the_script(folder: Path) -> None:
     assert [line for line in done.stderr.splitlines() if line.startswith("note: ")] == [
         "note: --account=team is given by SBATCH_ACCOUNT of the environment",
         "note: --partition=gpu is given by SBATCH_PARTITION of the environment",
-        "note: SBATCH_TIMELIMIT of the environment has no effect on the job; what it asks for can be given as an "
-        "option here, or as --sbatch name=value",
+        "note: SBATCH_TIMELIMIT of the environment has no effect on the job; set it with an option "
+        "here, or with --sbatch name=value",
     ]
     refused = launch(folder, "run.dir=runs/a", "--nodes=2", "--dry-run", SBATCH_PARTITION="a b")
     assert (refused.returncode, "--partition is 'a b'" in refused.stderr) == (2, True)

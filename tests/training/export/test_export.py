@@ -87,7 +87,7 @@ def test_an_export_that_fails_is_reported_and_leaves_nothing(
     exporter = Exporter(run, 1)
     with refuses(DataError, "step 2"):
         exporter.finish()
-    assert "training goes on" in capsys.readouterr().err
+    assert "training continues" in capsys.readouterr().err
     assert not run.exports.exists()
     assert delete_checkpoint(run.checkpoints, 2)
 

@@ -42,7 +42,7 @@ def steps_with_scalars(folder: Path) -> list[int]:
 @pytest.mark.fault(
     "disk",
     "the disk of the run folder is full, from some step to the end",
-    happens="one warning a save, training goes on; one message at the end; every published checkpoint is whole",
+    happens="one warning a save, training continues; one message at the end; every published checkpoint is whole",
     exit_code=7,
 )
 def test_a_full_disk_and_one_that_cannot_be_written_leave_good_checkpoints(
@@ -58,7 +58,7 @@ def test_a_full_disk_and_one_that_cannot_be_written_leave_good_checkpoints(
     first, second = [line for line in errors.splitlines() if line.startswith("error:")]
     assert [step for step, *_ in numbers(tmp_path / "kept")] == list(range(1, 7)), "training went on"
     assert "No space left on device" in failed[0]
-    assert failed[0].endswith("training goes on")
+    assert failed[0].endswith("training continues")
     assert "no checkpoint of step 6" in first
     assert "No space left on device" in first
     assert "Read-only file system" in second

@@ -128,7 +128,7 @@ def test_a_state_that_is_not_finite_is_never_published(
     back = tmp_path / "checkpoints" / step_name(2)
     for ending in endings:
         assert ending.exit_code == notice.exit_code
-        assert f"go back to step 2: the next start goes on from {back}" in ending.message
+        assert f"go back to step 2: the next start resumes from {back}" in ending.message
         assert f"step 4: {named}" in ending.message or not named
     assert whole(tmp_path) == [2]
     if "model.experts" not in changes:  # one row shows it

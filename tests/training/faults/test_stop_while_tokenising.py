@@ -23,7 +23,7 @@ __all__ = ["command", "start", "word_tokenizer"]
 @pytest.mark.fault(
     "signals",
     "a stop signal while a start tokenises its data",
-    happens="the build is left within a second or two and never read; REQUEUE, and the same command goes on",
+    happens="the build is left within a second or two and never read; REQUEUE, and the same command resumes",
     exit_code=0,
 )
 def test_a_start_that_tokenises_is_stopped_at_once(

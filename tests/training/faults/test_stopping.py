@@ -141,7 +141,7 @@ def test_a_signal_to_torchrun_while_it_loads_reaches_the_ranks(
 @pytest.mark.fault(
     "signals",
     "Ctrl-C in a step",
-    happens="it is saved: `stopped at step 11 of 13; the same command goes on`, and it does",
+    happens="it is saved: `stopped at step 11 of 13; the same command resumes`, and it does",
     exit_code=0,
 )
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])  # the first of two says the same
@@ -160,7 +160,7 @@ def test_an_interrupt_says_where_the_run_stands(
     logs = [path.read_text() for path in (tmp_path / "run" / "logs").glob("*.log")]
     assert (code, errors, len(logs)) == (notice.exit_code, "", ranks - 1)
     said = [line for text in (output, *logs) for line in text.splitlines() if "stopped" in line]
-    assert said == ["stopped at step 11 of 13; the same command goes on"]
+    assert said == ["stopped at step 11 of 13; the same command resumes"]
     code, output, errors = finished(start(arguments))
     assert (code, errors) == (0, "")
     assert [record["step"] for record in records(tmp_path / "run")] == [*range(1, 14)]
@@ -169,11 +169,11 @@ def test_an_interrupt_says_where_the_run_stands(
 @pytest.mark.parametrize(
     ("resume", "saved", "line"),
     [
-        ("auto", [4, 9], "stopped at step 9 of 10; the same command goes on"),
-        ("auto", [4], "stopped at step 9 of 10; the same command goes on from step 4"),
-        ("auto", [], "stopped at step 9 of 10; the same command goes on from step 0"),
-        ("auto", [10], "stopped at step 10 of 10; the same command goes on"),
-        ("never", [9], "stopped at step 9 of 10; checkpoint.resume=auto goes on"),
+        ("auto", [4, 9], "stopped at step 9 of 10; the same command resumes"),
+        ("auto", [4], "stopped at step 9 of 10; the same command resumes from step 4"),
+        ("auto", [], "stopped at step 9 of 10; the same command resumes from step 0"),
+        ("auto", [10], "stopped at step 10 of 10; the same command resumes"),
+        ("never", [9], "stopped at step 9 of 10; checkpoint.resume=auto resumes"),
     ],
 )
 def test_what_was_saved_decides_where_a_run_goes_on(

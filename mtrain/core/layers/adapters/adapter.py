@@ -50,7 +50,7 @@ class Adapter(DividedModule):
 
     @property
     def is_on(self) -> bool:
-        """Says whether the frozen module adds what the adapter computes."""
+        """Says whether the frozen module adds the adapter's output."""
         return self.is_switched_on and self.is_in_model
 
     def add_parameter(
@@ -83,7 +83,7 @@ class Adapter(DividedModule):
         return self.added(module, inputs, output) if self.is_on else output
 
     def added(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Returns the output of the frozen module with what the adapter adds."""
+        """Returns the output of the frozen module plus the adapter's."""
         return output + self(inputs[0])
 
     def sharded_state_dict(

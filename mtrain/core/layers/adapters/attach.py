@@ -105,7 +105,7 @@ class ExpertAdapter(Adapter):
 
 
 def attach(model: Any, section: ModelSection, adapter: AdapterSection, collection: ProcessGroupCollection) -> None:
-    """Freezes every parameter except those that learn whole and adds the adapters, with B zero, to a stage of torch
+    """Freezes every parameter except the fully trained ones and adds the adapters, with B zero, to a stage of torch
     layers.
 
     Call it before anything lists parameters.

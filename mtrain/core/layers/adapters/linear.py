@@ -112,7 +112,7 @@ class LinearAdapter(Adapter):
                 self.add_parameter(f"{name}_{MAGNITUDE}", (rows,), of_outputs, is_halved=is_halved)
 
     def added(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Returns the output of the projection, or the operands of its product, with what the adapter adds."""
+        """Returns the output of the projection, or the operands of its product, including the adapter."""
         if isinstance(output, Operands):
             return self(inputs[0], output)
         if self._is_replicated:

@@ -5,11 +5,11 @@ their edges fall; attention never crosses one. Rows, not documents, are cut for 
 depend on the layout. On GPUs one kernel attends inside all documents of a microbatch; elsewhere, and for what that
 kernel lacks, there is a call for each.
 
-A sink is a learned logit of a head that takes part in the softmax and belongs to no token, so that a head may attend
-to nothing. Fused kernels do not return the softmax's divisor with a gradient, and a mask with a logit for each head
-would take memory for every pair of tokens. So the sink is one of the keys: a further dimension of each query holds
-sink / scale, a key before all others is 1 in that dimension and 0 elsewhere, and its value is 0. Its score is the sink,
-exactly; every kernel can compute it, with its gradient, in memory that grows only with the tokens.
+A sink is a learned logit of a head that joins the softmax without a token, so that a head can attend to nothing. Fused
+kernels do not return the softmax's divisor with a gradient, and a mask with a logit for each head would take memory for
+every pair of tokens. So the sink is one of the keys: a further dimension of each query holds sink / scale, a key before
+all others is 1 in that dimension and 0 elsewhere, and its value is 0. Its score is the sink, exactly; every kernel can
+compute it, with its gradient, in memory that grows only with the tokens.
 
 Source: gpt-oss-120b and gpt-oss-20b model card, arXiv 2508.10925, section 2.
 """
@@ -80,8 +80,7 @@ class RowAttention(DividedModule, Remembering):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, keys: KeySet) -> Tensor:
         """Attends with this rank's queries, [seq_local, batch, heads_local, key_dim].
 
-        Keys and values are those that the source brings for the heads that this rank attends with, [seq, batch, groups,
-        dim].
+        Keys and values come from the source, for the heads of this rank, [seq, batch, groups, dim].
 
         Returns:
             [seq_local, batch, heads_local * value_dim].

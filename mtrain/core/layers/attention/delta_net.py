@@ -1,4 +1,4 @@
-"""The gated delta net in the place of a layer's attention, on megatron-core's parallel linears.
+"""The gated delta net instead of a layer's attention, on megatron-core's parallel linears.
 
 Each value head has a state S, [key_dim, value_dim]. A token with unit-length query q and key k, value v, log decay g
 and step beta decays it, corrects what it holds at k, and reads it at q:
@@ -108,14 +108,14 @@ class DeltaNetCore(RecurrentCore):
         return row_chunks(tokens, document_starts, self.chunk)
 
     def outputs(self, tokens: Projected, document_starts: Tensor | None, skip: Tensor | None) -> Tensor:
-        """Applies the delta rule to whole rows, which add no values to what they read."""
+        """Applies the delta rule to whole rows without adding values."""
         if self.rule is None:
             return super().outputs(tokens, document_starts, skip)
         return self.rule(tokens, document_starts)
 
 
 class GatedDeltaNet(OwnAttention):
-    """A layer's attention, with a state in the place of keys and values."""
+    """Replacement of a layer's attention, with a state instead of keys and values."""
 
     divided_axes = MappingProxyType({"A_log": 0, "dt_bias": 0})
 

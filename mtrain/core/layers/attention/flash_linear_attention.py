@@ -1,8 +1,8 @@
-"""The gated delta rule by the kernels of flash-linear-attention, in the place of ours.
+"""The gated delta rule by the kernels of flash-linear-attention, instead of ours.
 
 They compute whole rows from empty states, in training: generation and the states of context parallelism stay ours.
 Decays, states and sums are float32; unit-length queries and keys, corrections and the inverse of a chunk's system are
-rounded to the run's precision on the way, which ours are not. `mtrain verify backend` says what that costs.
+rounded to the run's precision, unlike in ours. `mtrain verify backend` says what that costs.
 
 Source: fla-core 0.6.0, fla/ops/gated_delta_rule/chunk.py.
 """
@@ -119,8 +119,8 @@ def unable(config: Sections) -> list[str]:
     reasons = {
         "train.precision=fp32: its products of float32 are made in TF32": train.precision == "fp32",
         "train.deterministic=true: its kernels choose their tiles by timing them": train.deterministic,
-        "train.compile=layers, which compiles our layers alone": train.compile == "layers",
-        f"train.offload_layers={train.offload_layers}, which moves what our layers keep alone": (
+        "train.compile=layers, which compiles only our layers": train.compile == "layers",
+        f"train.offload_layers={train.offload_layers}, which offloads only our layers": (
             train.offload_layers is not None
         ),
         f"layout.cp={layout.cp} passes states from rank to rank, unless layout.cp_comm=ulysses divides the key heads": (

@@ -1,9 +1,9 @@
 """RMSNorm of queries and of keys over all heads at once, as OLMo-2 has it.
 
-A rank of a TP group holds some of the heads, while the mean of squares is over all heads. So ranks sum the squares that
-they hold, of queries and keys together: one all-reduce over TP of two numbers per token in the forward pass, and one of
-two numbers in the backward pass, where the mean's gradient needs the products of all heads. The vectors, weights and
-gradients stay where their heads are.
+A TP rank has some of the heads, but the mean of squares is over all heads. So ranks sum the squares that they hold, of
+queries and keys together: one all-reduce over TP of two numbers per token in the forward pass, and one of two numbers
+in the backward pass, where the mean's gradient needs the products of all heads. The vectors, weights and gradients stay
+where their heads are.
 
 Source: OLMo 2 report, arXiv 2501.00656, section 3.2; Zhang and Sennrich 2019 (RMSNorm), arXiv 1910.07467.
 """
@@ -150,7 +150,7 @@ class _Normalised(torch.autograd.Function):
 
 def _means(sums: list[Tensor], inputs: tuple[Tensor, ...], tp: dist.ProcessGroup) -> Tensor:
     """Turns sums over this rank's heads, [seq, batch, 1, 1] for each input, into means over those of all ranks, by one
-    all-reduce over TP. Every rank holds as many heads."""
+    all-reduce over TP. Every rank has the same number of heads."""
     total = torch.stack(sums)  # [2, seq, batch, 1, 1]: queries and keys share the latency of one all-reduce
     # in place and outside of autograd, which cannot differentiate it: `backward` calls it itself
     if tp.size() > 1:

@@ -1,4 +1,4 @@
-"""Attention of Gemma 4: normed values, and in layers without a window heads of their own, whose keys are the values.
+"""Attention of Gemma 4: normalised values, and in layers without a window separate heads, whose keys are the values.
 
 Source: transformers 5.24, models/gemma4/modeling_gemma4.py, `Gemma4TextAttention`.
 """
@@ -27,8 +27,8 @@ class NormedValueAttention(RotatingAttention):
 
 
 class GlobalAttention(RotatingAttention):
-    """Self-attention with heads of its own: the projection gives each group its queries and a key, which is the value,
-    too, before its norm and rotation."""
+    """Self-attention with separate heads: the projection gives each group its queries and a key; before norm and
+    rotation the key is also the value."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class GlobalAttention(RotatingAttention):
 
 
 class _WithoutValues(ColumnParallelLinear):
-    """The projection to queries and keys, where megatron-core asks for values as well."""
+    """The projection to queries and keys; megatron-core expects values as well."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(

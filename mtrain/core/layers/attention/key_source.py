@@ -182,7 +182,7 @@ class CachedPass:
 
 
 class Remembering(ABC):
-    """A module that keeps what it has read of a sequence during generation."""
+    """A module that remembers a sequence during generation."""
 
     @abstractmethod
     def remember(self, reading: CachedPass | None) -> None:
@@ -191,7 +191,7 @@ class Remembering(ABC):
 
 @contextlib.contextmanager
 def remembering(modules: Iterable[Remembering], reading: CachedPass) -> Iterator[None]:
-    """Makes all these modules of a rank keep what they read inside the block."""
+    """Makes all such modules of a rank remember their sequences inside the block."""
     layers = list(modules)
     try:
         for layer in layers:
@@ -205,7 +205,7 @@ def remembering(modules: Iterable[Remembering], reading: CachedPass) -> Iterator
 class Cached(KeySource):
     """Rows of each sequence that one attention layer keeps on this rank during generation.
 
-    Every context-parallel rank reads whole rows, of sequences of its own. Of latent attention it keeps the latents.
+    Every context-parallel rank reads whole rows of different sequences. Of latent attention it keeps the latents.
     """
 
     def __init__(self, reading: CachedPass) -> None:
@@ -245,8 +245,8 @@ def source_of(cp_comm_type: str | None, cp: dist.ProcessGroup) -> KeySource:
 
 
 def _heads_apart(part: Tensor) -> Tensor:
-    """Lays out [seq, batch, heads, dim], on a CPU, with the positions of a head one after the other: torch's kernel
-    multiplies one head at a time, and rows a power of two apart would collide in the cache."""
+    """Lays out [seq, batch, heads, dim], on a CPU, with the positions of a head contiguous: torch's kernel multiplies
+    one head at a time, and rows a power of two apart would collide in the cache."""
     if part.device.type != "cpu" or part.stride(0) == part.shape[-1]:
         return part
     return part.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)

@@ -1,4 +1,4 @@
-"""Mamba-2 in the place of a layer's attention, on megatron-core's parallel linears.
+"""Mamba-2 instead of a layer's attention, on megatron-core's parallel linears.
 
 Each head has a state S, [state_dim, head_dim]; the heads of a group share a key B and a query C. A token with input x,
 log decay g and step d decays the state, adds to it, and reads it:
@@ -6,7 +6,7 @@ log decay g and step d decays the state, adds to it, and reads it:
     S <- exp(g) S + d B x^T
     output = S^T C
 
-Unlike in the delta rule, what a token adds does not depend on the state, so a chunk needs sums alone.
+Unlike in the delta rule, a token's contribution does not depend on the state, so a chunk needs only sums.
 
 One projection gives what a token writes (inputs and B), what it reads with (C), a gate of the output, and the step of
 each head. Its rows are grouped by group of heads, so that ranks of TP divide whole groups: each has a contiguous part
@@ -44,7 +44,7 @@ from mtrain.core.layers.products import widened
 
 
 class MambaCore(RecurrentCore):
-    """What replaces core attention in Mamba-2; a group of heads is a key head, whose key is B and whose query is C."""
+    """Replacement of core attention in Mamba-2; a group of heads is a key head with key B and query C."""
 
     def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
         """Sums the chunks of rows by the rule of Mamba-2."""
@@ -52,8 +52,8 @@ class MambaCore(RecurrentCore):
 
 
 def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) -> Chunks:
-    """Sums what the tokens of every chunk add to a state that is not known yet; the arguments are those of
-    `delta_rule`, with queries C, keys B and values x."""
+    """Sums the contributions of every chunk's tokens to a still unknown state; arguments as for `delta_rule`, with
+    queries C, keys B and values x."""
     seq, _, groups, _ = tokens.key.shape
     query, key, value, log_decay, step = (by_chunk(part, groups, min(chunk, seq)) for part in tokens)
     decays, from_start = chunk_decays(log_decay, document_starts, seq)
@@ -69,7 +69,7 @@ def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) ->
 
 
 class MambaMixer(OwnAttention):
-    """A layer's attention, with a state in the place of keys and values."""
+    """Replacement of a layer's attention, with a state instead of keys and values."""
 
     divided_axes = MappingProxyType({"A_log": 0, "dt_bias": 0, "D": 0})
 
@@ -127,7 +127,7 @@ class MambaMixer(OwnAttention):
 
 
 class GroupNorm(DividedModule):
-    """RMSNorm of each group of heads, after the product with silu of a gate; each channel has a weight of its own."""
+    """RMSNorm of each group of heads, after the product with silu of a gate; each channel has its own weight."""
 
     divided_axes = MappingProxyType({"weight": 0})
     compiles_regions = False

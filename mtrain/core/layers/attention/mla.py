@@ -195,7 +195,7 @@ class LatentAttention(OwnAttention):
 @region(activations=1)
 def pairs_rotated(part: Tensor, angles: Tensor, magnitude: float, is_interleaved: bool) -> Tensor:
     """Rotates the pairs of [seq, batch, heads, rope] by the first half of the angles, and returns them as (i, i + rope
-    / 2) from either arrangement, for queries and keys alike."""
+    / 2) from either arrangement, for both queries and keys."""
     if is_interleaved:
         real, imaginary = part[..., 0::2], part[..., 1::2]
     else:
@@ -225,8 +225,8 @@ class LatentCore(RowAttention):
     def forward(
         self, query: Tensor, latent: Tensor, rotary_key: Tensor, weight: Tensor, document_starts: Tensor | None
     ) -> Tensor:
-        """Attends to whole rows. One all-gather of latents over CP; under Ulysses an exchange of queries and outputs,
-        too.
+        """Attends to whole rows. One all-gather of latents over CP; under Ulysses also an exchange of queries and
+        outputs.
 
         Args:
             query: [seq_local, batch, heads_local, nope + rope].

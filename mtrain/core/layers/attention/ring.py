@@ -1,4 +1,4 @@
-"""Ring attention: keys and values are passed around the context-parallel ranks while each attends to what it has.
+"""Ring attention: keys and values are passed around the context-parallel ranks while each attends to those it has.
 
 A rank holds chunks r and 2 cp - 1 - r of a row (zigzag). Of the keys of its own chunks it sees those before each query;
 of an earlier rank's keys the early chunk, with all of its queries; of a later rank's keys both chunks, with the queries
@@ -68,7 +68,7 @@ def attend_backward(
     them.
 
     `given` are these three. `found` is the attention to ALL keys, of which these may be a part: their share of it
-    follows. All else was given to `attend`.
+    follows. All other arguments are those of `attend`.
     """
     kernel, dim, groups = kernel_of(given[0]), given[0].shape[-1], given[1].shape[1]
     query, key, value = _prepared(kernel, *given)
@@ -127,7 +127,7 @@ class Visible(NamedTuple):
 
 
 def visible(rank: int, holder: int, length: int) -> Visible:
-    """Returns what the queries of `rank` see of the keys of `holder`; each has two chunks, `length` positions."""
+    """Returns which keys of `holder` the queries of `rank` see; each has two chunks, `length` positions."""
     if rank == holder:
         return Visible(0, length, is_causal=True)
     return Visible(0, length // 2, False) if holder < rank else Visible(length // 2, length, False)

@@ -2,7 +2,7 @@
 
 megatron-core derives positions from the length of the sequence and knows llama3 scaling only with fixed constants. Here
 the positions come with the batch (cut by the same index as the tokens, restarting at documents). Layers with a sliding
-window may rotate by a base of their own, as in Gemma-3.
+window may have another base, as in Gemma-3.
 
 Frequencies agree bit for bit in float32 with transformers 5.23 (`modeling_rope_utils.py`), because a converted model
 needs exactly the angles it was trained with; the order of operations below is part of that.

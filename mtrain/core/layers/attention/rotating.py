@@ -1,7 +1,7 @@
 """Rotates queries and keys by their angles, in megatron-core's self-attention.
 
-megatron-core's own takes cosine and sine of all angles in every layer. On a CPU results lie with the positions of a
-head one after the other: attention reads one head at a time, and rows a power of two apart would collide in the cache.
+megatron-core's own takes cosine and sine of all angles in every layer. On a CPU the positions of a head are contiguous
+in the result: attention reads one head at a time, and rows a power of two apart would collide in the cache.
 """
 
 from typing import Any, NamedTuple

@@ -58,7 +58,7 @@ class Stack(nn.Module):
 
 
 class Experts(MegatronModule):
-    """Feed-forward networks of the experts that this rank holds."""
+    """Feed-forward networks of this rank's experts."""
 
     compiles_regions = False
 

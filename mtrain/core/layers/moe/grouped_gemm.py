@@ -26,7 +26,7 @@ _ALIGNMENT_BYTES = 16
 
 
 def sequential(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Computes one product per expert; an expert without tokens takes part, so that its weights get a gradient of 0."""
+    """Computes one product per expert, even without tokens, so that its weights get a gradient of 0."""
     parts = torch.split(tokens, counts.tolist())  # the host waits where counts are on a GPU
     return torch.cat([widened_linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
@@ -43,7 +43,7 @@ def chosen_product(implementation: Implementation, sizes: tuple[int, ...], weigh
     there.
 
     Raises:
-        ConfigError: The grouped product was asked for but is not available.
+        ConfigError: The grouped product is configured but not available.
     """
     is_aligned = all(size * weight.element_size() % _ALIGNMENT_BYTES == 0 for size in sizes)
     match implementation:

@@ -37,7 +37,7 @@ class TopkRouting(NamedTuple):
 def choose(
     logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None, given: Tensor | None = None
 ) -> TopkRouting:
-    """Chooses the top_k best experts of each token, or takes those that are given. Weights are the router's own.
+    """Chooses the top_k best experts of each token, or replays given ones. Weights are the router's own.
 
     The bias, [num_experts], is added to the scores for the choice, not to the weights. Given experts, [tokens, top_k],
     are negative in rows that choose.
@@ -57,10 +57,10 @@ def choose(
 
 
 def router_marks(sequence_ids: Tensor | None, choices: Mapping[str, Tensor]) -> Tensor | None:
-    """Joins what routers get of each position, for the one argument that megatron-core hands to all layers.
+    """Joins the routers' data of each position in the one argument that megatron-core passes to all layers.
 
     As an argument of the layers it is kept and given again wherever they are recomputed. `sequence_ids` are [batch,
-    seq] int64; None where there is no router.
+    seq] int64; None without a router.
 
     Returns:
         [batch, seq] int64, or [batch, seq, 1 + layers x top_k] int32; `Router` takes them apart.
@@ -167,9 +167,8 @@ class Router(MegatronModule):
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Routes every position of this rank, [seq_local, batch, hidden_size].
 
-        `padding_mask` has the sequence of each position in the microbatch, [seq_local, batch] int64; negative where
-        there is no text, which is routed and not counted. With experts to take, [seq_local, batch, marks] of
-        `router_marks`.
+        `padding_mask` has the sequence of each position in the microbatch, [seq_local, batch] int64; negative at
+        padding, which is routed but not counted. With experts to take, [seq_local, batch, marks] of `router_marks`.
 
         Returns:
             Weights and choice, [seq_local x batch, num_experts] each.

@@ -2,7 +2,8 @@
 
 autograd passes each tensor that it keeps to a hook. The memory of a moved layer goes to the host while the next layer
 computes, once for all tensors that share it, and comes back while the following layer is in its backward pass. Weights
-stay, and so do small tensors, those on the host, and those that others hold anyway. Values are copied unchanged.
+stay, and so do small tensors, those on the host, and those that other code keeps alive anyway. Values are copied
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mtrain.core.state.host_memory import CopyStream, HostMemory, copy_from_host
 
 
 def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch.device) -> HostSide:
-    """Makes the first layers of each of a rank's transformer blocks move what they keep for backward; returns the host
+    """Makes the first layers of each of a rank's transformer blocks offload their saved tensors; returns the host
     memory that they share. `num_layers` counts the layers of each block."""
     side = HostSide(device)
     for block in blocks:
@@ -224,8 +225,8 @@ class MovingPass:
     """A forward pass through layers whose activations move."""
 
     def __init__(self, side: HostSide, staying: Iterable[Tensor]) -> None:
-        """Takes the host memory that tensors go to, and tensors whose memory stays: the weights, and what others hold
-        until backward is done."""
+        """Takes the host memory for offloaded tensors, and the tensors that stay: the weights, and those that other
+        code keeps until backward is done."""
         self._side = side
         self._staying = {tensor.untyped_storage()._cdata for tensor in staying}
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}

@@ -1,4 +1,4 @@
-"""Divergences from another model, of which all logits, the most likely tokens or the sampled ones are known."""
+"""Divergences from another model, given all its logits, its most likely tokens or the sampled ones."""
 
 from typing import Literal, assert_never
 
@@ -98,8 +98,8 @@ def kl_loss(
         inputs: One microbatch. The extra `ref_logprobs` has the reference's log-probabilities of the labels.
         estimator: Estimator of the divergence. Where d = log pi - log pi_ref, k1 is d (its gradient has expectation 0
             under the policy's own tokens), k2 is d^2 / 2, and k3 is exp(-d) - 1 + d, which GRPO uses.
-        temperature: Divisor of the logits; `ref_logprobs` have to be of the same one. None: that of each sample in the
-            data, else 1.
+        temperature: Divisor of the logits; `ref_logprobs` must have the same. None: that of each sample in the data,
+            else 1.
 
     Source: Schulman 2020, "Approximating KL divergence".
     """

@@ -24,8 +24,8 @@ def load_loss_function(name: str, options: Mapping[str, Any]) -> LossFunction:
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute.isidentifier()):
         raise ConfigError(
-            f"loss.function={path!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function "
-            "of your own as package.module:name"
+            f"loss.function={path!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name your own function as "
+            "package.module:name"
         )
     module = _import(module_name, path)
     if not hasattr(module, attribute):

@@ -65,10 +65,10 @@ def ppo_loss(
         rollout_correction: What is bounded, and how. token-truncate: the weight of each token is moved to the bound.
             token-mask: it is 0 beyond a bound. sequence-truncate and sequence-mask: the same for the weight of the
             whole sequence, the product over its loss tokens, which all its tokens get. sequence-mean-mask: tokens have
-            weights of their own without bounds, and 0 in a sequence whose geometric mean of weights is beyond a bound.
-            The last three look at whole sequences, so the logits of a microbatch are whole.
-        temperature: Divisor of the logits, at which `old_logprobs` and `rollout_logprobs` have to be too. None: that of
-            each sample in the data, else 1.
+            separate weights without bounds, and 0 in a sequence whose geometric mean of weights is beyond a bound. The
+            last three look at whole sequences, so the logits of a microbatch are whole.
+        temperature: Divisor of the logits; `old_logprobs` and `rollout_logprobs` must have the same. None: that of each
+            sample in the data, else 1.
 
     Source: Schulman et al. 2017, equation 7; dual clip Ye et al. 2020, equation 5; clip-higher Yu et al. 2025 (DAPO),
     equation 10; truncated importance sampling Yao et al. 2025; its modes as `vllm_importance_sampling_mode` of TRL

@@ -47,8 +47,7 @@ def _fingerprint(name: str) -> str:
 
 
 def _own_modules(name: str) -> dict[str, bytes]:
-    """Returns name -> content of a module, of the packages that it lies in, and of the user's modules that these
-    import."""
+    """Returns name -> content of a module, its parent packages, and the user's modules that these import."""
     own_package, found = _package(name), dict[str, bytes]()
 
     @cache

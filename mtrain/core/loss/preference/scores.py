@@ -103,7 +103,9 @@ class ScoredSequences:
             self._refuse_incomplete(chosen, rejected)
         if not torch.equal(self.weights[chosen], self.weights[rejected]):
             group = int(self.groups[chosen][self.weights[chosen] != self.weights[rejected]][0])
-            raise agreed_fault(f"the two sequences of group {group} have other weights; give both that of the pair")
+            raise agreed_fault(
+                f"the two sequences of group {group} have different weights; give both the pair's weight"
+            )
         whole = self._counts[chosen] & self._counts[rejected]
         return Pairs(self._at(chosen[whole]), self._at(rejected[whole]))
 
@@ -141,8 +143,8 @@ class ScoredSequences:
         ours, theirs = self.groups[chosen].tolist(), self.groups[rejected].tolist()
         wrong = next(group for group in sorted({*ours, *theirs}) if ours.count(group) != 1 or theirs.count(group) != 1)
         raise agreed_fault(
-            f"group {wrong} has {ours.count(wrong)} chosen and {theirs.count(wrong)} rejected sequences, but a pair is "
-            "one of each; give both in the same call, each group with a number of its own"
+            f"group {wrong} has {ours.count(wrong)} chosen and {theirs.count(wrong)} rejected sequences, but a pair "
+            "is one of each; give both in the same call, each group with its own number"
         )
 
 
@@ -184,7 +186,7 @@ def preference_loss(
 
 
 def preference_marks(function: Callable[..., Any]) -> PreferenceMarks | None:
-    """Returns the marks of a function, with or without bound options; None if it is no preference loss."""
+    """Returns the marks of a function, with or without bound options; None if it is not a preference loss."""
     return getattr(getattr(function, "func", function), "preference_marks", None)
 
 

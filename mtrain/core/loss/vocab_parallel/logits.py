@@ -177,7 +177,7 @@ class VocabParallelLogits:
 
     def top_k_divergence(self, ids: Tensor, known: Tensor, rest: Tensor) -> Tensor:
         """Returns KL(target || self) at each token, for a target that knows the probability of k tokens, [batch, seq,
-        k], and of the rest, [batch, seq]; if that is 0 all other tokens take no part.
+        k], and of the rest, [batch, seq]; if that is 0 all other tokens are ignored.
 
         Two all-reduces (the maximum; the sum of exponentials stacked with two more sums), one if another method has
         computed the exponentials. Each of the ids occurs once.

@@ -37,7 +37,7 @@ class _OlmoRopes(Entry):
         said = parameters_by_kind(config)
         if said is None and "rope_theta" not in config:
             raise DataError(
-                f"config.json: neither rope_theta nor rope_parameters is given: transformers 4 then takes 10000, and "
+                "config.json: neither rope_theta nor rope_parameters is given: transformers 4 then takes 10000, and "
                 f"transformers 5 {_BASE:g}; add the one that the model was trained with"
             )
         has_windows = _WINDOWS.read(config)["sliding_window"] is not None
@@ -51,8 +51,8 @@ class _OlmoRopes(Entry):
         if config.get("rope_theta", local) != local:
             # transformers 4 rotated windowed layers by it, transformers 5 rotates them by its default
             raise DataError(
-                f"config.json: rope_theta={config['rope_theta']} does not say whether windowed layers turn by it or by "
-                f"{local:g}; give rope_parameters with {WIDE} and {WINDOWED} in its place"
+                f"config.json: rope_theta={config['rope_theta']} does not say whether windowed layers rotate by it or "
+                f"by {local:g}; give rope_parameters with {WIDE} and {WINDOWED} instead"
             )
         return local
 

@@ -1,7 +1,7 @@
 """Trackers that a run names, each with one run id for all starts, and without the secrets of this machine.
 
-A tracker cannot stop a run: it has a thread of its own, and what it does not accept is dropped. Secrets are known by
-their names, and by values from the environment.
+A tracker cannot stop a run: it has its own thread, and records that it does not accept are dropped. Secrets are known
+by their names, and by values from the environment.
 """
 
 import html
@@ -144,7 +144,7 @@ class TrackerSink:
         except queue.Full:
             if self._fault is None:
                 self._fault = f"{self._waiting.maxsize} records wait for it"
-                self._tell(f"{self._fault}; those that follow are lost to it, metrics.jsonl has them")
+                self._tell(f"{self._fault}; it loses later records, metrics.jsonl has them")
 
     def close(self) -> None:
         """Waits a little for the rest, and reports what the tracker has not received."""
@@ -153,7 +153,7 @@ class TrackerSink:
         while not self._work.done() and time.monotonic() < deadline:
             time.sleep(0.01)
         if not self._work.done():
-            self._tell(f"it has not ended within {self._patience_s:g} s and is left behind")
+            self._tell(f"it has not ended within {self._patience_s:g} s and is abandoned")
         if (missing := self._num_given - self._num_taken) > 0:
             kept = "metrics.jsonl and samples.jsonl have" if self._has_texts else "metrics.jsonl has"
             self._tell(f"it lacks {missing} of {self._num_given} records of this start; {kept} them")
@@ -168,8 +168,8 @@ class TrackerSink:
                     continue
                 self._log(tracker, record)
             tracker.finish()
-        except Exception as fault:  # whatever an external library raises, training goes on
-            self._tell(f"{_said(fault)}; training goes on without it")
+        except Exception as fault:  # whatever an external library raises, training continues
+            self._tell(f"{_said(fault)}; training continues without it")
 
     def _log(self, tracker: Tracker, record: Record | _Text) -> None:
         try:
@@ -181,7 +181,7 @@ class TrackerSink:
         except Exception as fault:  # as above; the next record may succeed
             if self._fault is None:
                 self._fault = _said(fault)
-                self._tell(f"step {record.step}: {self._fault}; training goes on")
+                self._tell(f"step {record.step}: {self._fault}; training continues")
 
     def _tell(self, text: str) -> None:
         _log.warning(f"warning: tracker {self._name}: {text}")

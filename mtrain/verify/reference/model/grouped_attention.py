@@ -85,7 +85,7 @@ class GroupedAttention(AttentionKind):
 
 @final
 class GlobalAttention(AttentionKind):
-    """Attention to all tokens before, with heads of its own, whose keys are their values as well (Gemma 4)."""
+    """Attention to all earlier tokens, with separate heads, whose keys are also their values (Gemma 4)."""
 
     inputs = ("q_proj", "k_proj")
 

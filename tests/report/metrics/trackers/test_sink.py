@@ -61,7 +61,7 @@ def test_texts_go_the_same_way(capfd: pytest.CaptureFixture[str]) -> None:
     sink.close()
     assert (tracker.steps, tracker.texts) == ([3], [(3, "samples", "> a\nb")])
     assert capfd.readouterr().err.splitlines() == [
-        "warning: tracker x: step 4: ConnectionError: no page; training goes on",
+        "warning: tracker x: step 4: ConnectionError: no page; training continues",
         "warning: tracker x: it lacks 1 of 3 records of this start; metrics.jsonl and samples.jsonl have them",
     ]
 
@@ -74,7 +74,7 @@ def test_a_record_that_is_refused_costs_itself_alone(capfd: pytest.CaptureFixtur
     sink.close()
     assert (tracker.steps, tracker.is_finished) == ([1, 3], True)
     assert capfd.readouterr().err.splitlines() == [
-        "warning: tracker x: step 2: ConnectionError: no route; training goes on",
+        "warning: tracker x: step 2: ConnectionError: no route; training continues",
         "warning: tracker x: it lacks 1 of 3 records of this start; metrics.jsonl has them",
     ]
 
@@ -94,7 +94,7 @@ def test_a_tracker_that_cannot_be_opened_stops_nothing(capfd: pytest.CaptureFixt
         sink.write(step_record(1))
         sink.close()
     first, second = capfd.readouterr().err.splitlines()
-    assert first == f"warning: tracker x: RuntimeError: {'x' * 300}; training goes on without it"
+    assert first == f"warning: tracker x: RuntimeError: {'x' * 300}; training continues without it"
     assert "lacks 1 of 1 records" in second
 
 
@@ -115,6 +115,6 @@ def test_a_tracker_that_hangs_is_left_behind(capfd: pytest.CaptureFixture[str], 
     assert time.monotonic() - began < ENOUGH_S
     let_go.set()
     full, behind, missing = capfd.readouterr().err.splitlines()
-    assert full == "warning: tracker x: 3 records wait for it; those that follow are lost to it, metrics.jsonl has them"
-    assert behind == "warning: tracker x: it has not ended within 0.2 s and is left behind"
+    assert full == "warning: tracker x: 3 records wait for it; it loses later records, metrics.jsonl has them"
+    assert behind == "warning: tracker x: it has not ended within 0.2 s and is abandoned"
     assert missing.startswith("warning: tracker x: it lacks 100 of 100 records")

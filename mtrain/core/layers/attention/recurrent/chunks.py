@@ -1,7 +1,7 @@
 """States of rows of documents, chunk by chunk.
 
-A layer's rule says what the tokens of a chunk do to a state that is not known yet (`Chunks`). The loop over chunks
-carries one state, and is the same for every rule. Documents begin anywhere in a chunk: a span of tokens that crosses a
+A layer's rule gives the effect of a chunk's tokens on a still unknown state (`Chunks`). The loop over chunks carries
+one state, and is the same for every rule. Documents begin anywhere in a chunk: a span of tokens that crosses a
 document's start has the decay 0, so nothing passes from one document to the next, whatever the chunks.
 """
 
@@ -138,7 +138,7 @@ def chunk_decays(log_decay: Tensor, document_starts: Tensor | None, seq: int) ->
 def by_chunk(part: Tensor, key_heads: int, chunk: int) -> Tensor:
     """Lays out [seq, batch, heads, ...] as [batch, key_heads, shared, chunks, chunk, ...], at least in float32.
 
-    The row is padded to whole chunks by tokens that leave states as they are: their keys, steps and log decays are 0.
+    The row is padded to whole chunks by tokens that do not change states: their keys, steps and log decays are 0.
     """
     part = widened(part)
     missing = -len(part) % chunk

@@ -3,8 +3,8 @@
 Under context parallelism a rank holds the parts r and 2 cp - 1 - r of every row (zigzag). Ulysses exchanges sequence
 for heads where its ranks divide the key heads, and whole rows are computed. Everywhere else states are passed: a part
 turns the state S before it into carrying @ S + update, whatever S is. Ranks collect these maps of all parts, apply
-those before their own, and compute from the states that they find; a part that holds a document's start carries
-nothing. The convolution needs the last inputs of the part before, which are collected likewise.
+those before their own, and compute from the resulting states; a part with a document's start carries nothing. The
+convolution needs the last inputs of the part before, which are collected likewise.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Convolution(DividedModule):
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of a pass are if each sequence has a row of its own, of which tokens are the last."""
+    """Positions of the tokens of a pass if each sequence has its own row, right-aligned."""
 
     sequences: Tensor
     """[rows] sequence of each row."""
@@ -193,11 +193,12 @@ class CoreParameters(NamedTuple):
 
 
 class RecurrentCore(nn.Module, Remembering):
-    """What replaces core attention in a layer with a state; it has no parameters. Classes say how tokens change it."""
+    """What replaces core attention in a layer with a state; it has no parameters. Subclasses define how tokens change
+    it."""
 
     compiles_regions = False
     memory: Memory | None = None
-    """States during generation. Every context-parallel rank then reads whole rows, of sequences of its own."""
+    """States during generation. Every context-parallel rank then reads whole rows of different sequences."""
 
     def __init__(self, heads: Heads, cp: dist.ProcessGroup, cp_comm_type: str | None, chunk: int = 64) -> None:
         """Takes the heads of this rank of TP, megatron-core's name of how context-parallel ranks attend, and the number
@@ -207,7 +208,7 @@ class RecurrentCore(nn.Module, Remembering):
         self.exchanges_heads = cp_comm_type == "a2a" and heads.key_heads % cp.size() == 0
 
     def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
-        """Returns what the chunks of rows do to states; `document_starts` as in `causal_convolution`."""
+        """Returns the effect of the chunks of rows on states; `document_starts` as in `causal_convolution`."""
         raise NotImplementedError
 
     def outputs(self, tokens: Projected, document_starts: Tensor | None, skip: Tensor | None) -> Tensor:
@@ -257,8 +258,7 @@ class RecurrentCore(nn.Module, Remembering):
         return self.outputs(tokens, document_starts, held.skip)
 
     def _tokens(self, convolved: Tensor, inputs: Inputs) -> Projected:
-        """Cuts what the convolution returns into heads, [seq, batch, heads, dim]; the heads may be fewer than a
-        rank's."""
+        """Cuts the convolution's output into heads, [seq, batch, heads, dim]; the heads may be fewer than a rank's."""
         heads = self.heads
         groups = torch.unflatten(convolved, -1, (-1, heads.channels))
         query, key, values = torch.split(
