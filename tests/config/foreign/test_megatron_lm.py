@@ -7,8 +7,7 @@ import yaml
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.config.foreign.megatron_arguments import FLAGS, REFUSED, TRANSLATED, WITHOUT_EFFECT
-from mtrain.config.foreign.megatron_lm import from_megatron_lm
+from mtrain.config.foreign.megatron_lm import FLAGS, REFUSED, TRANSLATED, WITHOUT_EFFECT, from_megatron_lm
 from mtrain.hf.configuration import resolved
 from tests.messages import refuses
 
