@@ -185,7 +185,7 @@ ELSEWHERE: list[tuple[bool, Layout, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("is_tied", "layout", "changes"),
     # weights are divided by tp where they are saved, and ranks of cp hold what those of dp hold
-    [pytest.param(*each, marks=[pytest.mark.nightly] if each[1].tp > 1 else []) for each in ELSEWHERE],
+    [pytest.param(*each, marks=[pytest.mark.nightly] if each[1].tp * each[1].cp > 1 else []) for each in ELSEWHERE],
     ids=[f"{'tied' if is_tied else 'untied'}-{layout}" for is_tied, layout, _ in ELSEWHERE],
 )
 def test_another_layout_gets_the_same_bits_and_trains_alike(
