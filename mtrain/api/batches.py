@@ -200,7 +200,7 @@ def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, b
     ]
     of_samples = [found[:, row, part].clone() for row, part in parts]
     return ForwardResult(
-        [each[0] for each in of_samples],
-        [each[1] for each in of_samples] if asked.entropy else [],
+        [score[0] for score in of_samples],
+        [score[1] for score in of_samples] if asked.entropy else [],
         [] if experts is None else [experts[row, part].clone() for row, part in parts],
     )

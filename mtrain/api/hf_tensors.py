@@ -48,7 +48,7 @@ class _Unit(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return sum(each.kind.size_bytes for each in self.tensors)
+        return sum(tensor.kind.size_bytes for tensor in self.tensors)
 
 
 class HfTensors:
@@ -99,13 +99,13 @@ class HfTensors:
             return
         for unit in bucket:
             own = {name: whole.pop(name) for name in unit.sources}  # freed when the next unit is made
-            yield from zip([each.name for each in unit.tensors], unit.make(own), strict=True)
+            yield from zip([tensor.name for tensor in unit.tensors], unit.make(own), strict=True)
 
     def send(self, bucket_bytes: int, group: dist.ProcessGroup | None) -> int:
         """Sends all tensors to the other ranks of `group` if this rank has one; other ranks help to gather them.
         Returns the number of bytes, on all ranks."""
         tensors = self.stream(bucket_bytes, everywhere=False)
-        buckets = [[each for unit in bucket for each in unit.tensors] for bucket in self._buckets(bucket_bytes)]
+        buckets = [[tensor for unit in bucket for tensor in unit.tensors] for bucket in self._buckets(bucket_bytes)]
         if group is not None:
             send_tensors(tensors, buckets, group, self._device)
         for _ in tensors:
@@ -163,9 +163,9 @@ class HfTensors:
             def read(key: str, wanted: TensorSlice) -> Tensor:
                 return slice_of(key, wanted, dtype, matrices.__getitem__)
 
-            return [torch.cat(list(stream_tensor(each, key, read))).view(each.shape) for each in filled.tensors]
+            return [torch.cat(list(stream_tensor(tensor, key, read))).view(tensor.shape) for tensor in filled.tensors]
 
-        tensors = [NamedKind(each.name, TensorKind(dtype, each.shape)) for each in filled.tensors]
+        tensors = [NamedKind(tensor.name, TensorKind(dtype, tensor.shape)) for tensor in filled.tensors]
         return _Unit([*names.values(), *sources], tensors, make)
 
     def _adapter_units(self, family: Family) -> Iterator[_Unit]:
@@ -242,7 +242,7 @@ class WeightDeltas:
             for part in self._delivered(own, everywhere):
                 has_changed = True
                 if part is not None:
-                    self._fingerprints |= {each.name: each.fingerprint for each in Part.decoded(part).changes}
+                    self._fingerprints |= {change.name: change.fingerprint for change in Part.decoded(part).changes}
                     yield part
         if has_changed:
             self.sync += 1

@@ -152,8 +152,8 @@ class Turns:
             )
         if self.config.train.compile != "none":
             raise ConfigError(
-                f"several adapters do not work with train.compile={self.config.train.compile}, whose graphs may be bound "
-                "to one; set train.compile=none"
+                f"several adapters do not work with train.compile={self.config.train.compile}, whose graphs may be "
+                "bound to one; set train.compile=none"
             )
         if name in base.names:
             raise ConfigError(f"there is an adapter {name!r} already; use another name, or close that one first")

@@ -128,7 +128,7 @@ class Activations:
         last_back = others + min(largest.whole, self.largest_layer_bytes()) + max(largest.moved, default=0)
         moments = [kept, last_back, others + self.alive_bytes() + sum(sorted(largest.moved)[-2:])]
         passing = self.passing_bytes()
-        moments = [each + passing for each in moments]
+        moments = [moment + passing for moment in moments]
         # if no layer follows, the last one is still being moved when the forward pass is over
         leaving = max(largest.moved, default=0) if largest.num_staying == 0 else 0
         if pp_rank == self.layout.pp - 1:
@@ -349,7 +349,7 @@ class Activations:
 
 
 def _small(tensors: Sequence[int]) -> list[int]:
-    return [each for each in tensors if each < SMALLEST_MOVED_BYTES]
+    return [tensor for tensor in tensors if tensor < SMALLEST_MOVED_BYTES]
 
 
 def _recomputed_modules(train: TrainSection) -> tuple[str, ...]:
@@ -403,7 +403,7 @@ def _kept(model: ModelSection, adapter: AdapterSection, layout: Layout, matrices
         is_local = layout.sp and (each.is_row_parallel or bool(each.num_experts))
         found += each.num_chosen * adapter.rank_of(each.part) // (layout.tp if is_local else 1)
     if adapter.has_magnitudes:
-        outputs = {each.linear: _outputs(model, layout, each) for each in matrices}
+        outputs = {matrix.linear: _outputs(model, layout, matrix) for matrix in matrices}
         found += 2 * sum(outputs.values())
     return found
 

@@ -193,7 +193,7 @@ def _beyond_bounds(version: str) -> str | None:
     bounds = _TRANSFORMER_ENGINE.get(str(megatron))
     if bounds is None or bounds[0] <= tuple(map(int, parts)) < bounds[1]:
         return None
-    oldest, too_new = (".".join(map(str, each)) for each in bounds)
+    oldest, too_new = (".".join(map(str, bound)) for bound in bounds)
     taken = f"megatron-core {megatron} takes (>={oldest},<{too_new})"
     return f"version {version} is not one that {taken} without a certificate of `mtrain verify backend`"
 

@@ -184,9 +184,9 @@ def _refuse_excess(num_nodes: int, depth: int, line: int) -> None:
 def _sources(node: Node) -> list[MappingNode]:
     """Returns the mappings that `<<` names; the first takes precedence."""
     sources: list[Any] = node.value if isinstance(node, SequenceNode) else [node]
-    for each in sources:
-        if not isinstance(each, MappingNode):
-            raise YamlTextError("<< needs a mapping or a list of mappings", _line(each))
+    for source in sources:
+        if not isinstance(source, MappingNode):
+            raise YamlTextError("<< needs a mapping or a list of mappings", _line(source))
     return sources
 
 

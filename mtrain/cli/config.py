@@ -37,12 +37,15 @@ def config(
             return
         if not arguments:
             raise ConfigError("no argument is given; name a key such as train.num_steps, or YAML files")
-        if any("=" in each or Path(each).suffix in (".yaml", ".yml") or Path(each).exists() for each in arguments):
+        if any(
+            "=" in argument or Path(argument).suffix in (".yaml", ".yml") or Path(argument).exists()
+            for argument in arguments
+        ):
             from mtrain.config.load import read_given
 
             lines = _resolved(read_given(*split_arguments(arguments)))
         else:
-            lines = iter([line for each in arguments for line in _explained(each)])
+            lines = iter([line for argument in arguments for line in _explained(argument)])
         for line in lines:
             typer.echo(line)
 

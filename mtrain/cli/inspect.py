@@ -171,7 +171,7 @@ def _print_epochs(ledger: Ledger, source: str | None) -> bool:
             print(f"{each.source}, epoch {each.epoch}: repeated {list(each.repeated[:_MOST_LINES])}")
     if unread := ledger.unread_of_window():
         print(f"windows reach over the ends of epochs: {unread:,} samples of the last one are still to be read")
-    is_sound = not incomplete and not any(each.repeated or each.lost for each in epochs)
+    is_sound = not incomplete and not any(epoch.repeated or epoch.lost for epoch in epochs)
     verdict = "each sample of an epoch once" if is_sound else "samples were repeated or lost"
     print(f"{max(ledger.steps)} steps: {verdict}")
     return is_sound

@@ -67,6 +67,6 @@ def before_another_kind(under: dict[Any, Any], over: Mapping[Any, Any]) -> dict[
 def _without_keys_of_others(name: str, section: dict[Any, Any], kind: object) -> dict[Any, Any]:
     """Removes keys that only other kinds of the section have, if a known kind is given."""
     choices = sections_at((name,))
-    own = [key for each in choices if kind in kinds_of(each) for key in each.model_fields]
-    others = {key for each in choices for key in each.model_fields} - set(own) if own else set()
+    own = [key for choice in choices if kind in kinds_of(choice) for key in choice.model_fields]
+    others = {key for choice in choices for key in choice.model_fields} - set(own) if own else set()
     return {key: value for key, value in section.items() if key not in others}

@@ -198,7 +198,7 @@ def _write_side_files(folder: Path, source: HfSource, out: Path) -> None:
     shards = {
         name: {
             "metadata": file.metadata,
-            "tensors": [one for each in file.entries if (one := each.removesuffix(BLOCKS_SUFFIX)) in named],
+            "tensors": [one for stored in file.entries if (one := stored.removesuffix(BLOCKS_SUFFIX)) in named],
         }
         for name, file in source.folder.files.items()
     }

@@ -112,9 +112,9 @@ def rewind_ledger(folder: Path, resume_step: int) -> None:
                 continue
             entries = read_file(path)
             kept = [
-                to_line(each)
-                for each in entries
-                if (each.start < resume_step if isinstance(each, StartEntry) else each.step <= resume_step)
+                to_line(entry)
+                for entry in entries
+                if (entry.start < resume_step if isinstance(entry, StartEntry) else entry.step <= resume_step)
             ]
             with replacing(path) as new:
                 new.write_bytes(b"".join(kept))
@@ -149,7 +149,7 @@ def to_line(entry: StartEntry | StepEntry) -> bytes:
     """Returns the entry as one line of JSON, newline included."""
     values = asdict(entry)
     if isinstance(entry, StepEntry):
-        sources = [{**asdict(each), "ids": ranges(each.ids)} for each in entry.sources]
+        sources = [{**asdict(source), "ids": ranges(source.ids)} for source in entry.sources]
         values |= {"digest": f"{entry.digest:016x}", "sources": sources}
         if not entry.skipped:
             del values["skipped"]  # false in nearly every line

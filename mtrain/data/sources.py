@@ -273,7 +273,7 @@ class Sources:
                 return {split: MockSamples(seed, data.seq_length, self._config.model.vocab_size, size)}
             case IndexedSection() | SftSection():
                 return {
-                    name: HeldOut([self._open(data, each, split, None) for each in sections], limit)
+                    name: HeldOut([self._open(data, section, split, None) for section in sections], limit)
                     for name, sections in _held_out_sections(data, split).items()
                 }
             case _:
@@ -301,7 +301,9 @@ class Sources:
         bos, tokenizer = self.tokenizer.bos_id, self.tokenizer.fingerprint
         if self.tokenizer.begin_ids != (() if bos is None else (bos,)):
             return []  # it put the bos that a tokenizer names before every sample: the samples are others
-        return [each.fingerprint_of_0_1_0(tokenizer) if isinstance(each, SftDataset) else None for each in sources]
+        return [
+            source.fingerprint_of_0_1_0(tokenizer) if isinstance(source, SftDataset) else None for source in sources
+        ]
 
     def _open(
         self, data: IndexedSection | SftSection, section: SourceSection, split: Split, shuffle_number: int | None
@@ -380,7 +382,7 @@ class OpenedData:
     @property
     def earlier_fingerprints(self) -> tuple[str, ...]:
         """Lists the fingerprints that earlier versions gave the same data."""
-        return tuple(each + self.steps.fingerprint for each in self.stream.earlier_fingerprints)
+        return tuple(fingerprint + self.steps.fingerprint for fingerprint in self.stream.earlier_fingerprints)
 
 
 @dataclass(frozen=True)

@@ -51,12 +51,12 @@ def look_at_files(config: Config, findings: Findings) -> None:
             section = config.eval
             further = [] if section.prompts_file is None else read_prompts(Path(section.prompts_file))
             questions = questions_of(config, tokenizer, [*section.prompts, *further], section.chat)
-            longest = max(len(each.ids) for each in questions)
+            longest = max(len(question.ids) for question in questions)
             findings.fact("prompts", f"{len(questions)} of eval, the longest of {longest} tokens")
 
 
 def source_paths(data: FilesSection) -> list[str]:
-    held_out = [each for sections in data.valid_sets.values() for each in sections]
+    held_out = [section for sections in data.valid_sets.values() for section in sections]
     return list(dict.fromkeys(each.path for each in (*data.all_sources, *held_out, *data.test)))
 
 

@@ -156,7 +156,7 @@ def _without_paths(sources: Any) -> Any:
     """Returns sources, or blends of them, without paths; keys that an older version lacked get their default."""
     if not isinstance(sources, list):
         return sources
-    return [_without_path(each) if isinstance(each, dict) else each for each in sources]
+    return [_without_path(source) if isinstance(source, dict) else source for source in sources]
 
 
 def _without_path(each: dict[str, Any]) -> dict[str, Any]:

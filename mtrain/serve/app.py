@@ -164,8 +164,8 @@ class App:
     def end(self, session_id: str) -> None:
         """Ends a session, and frees its models and samplers."""
         del self.sessions[session_id]
-        models = tuple(each for each in self._runs if each.startswith(f"{session_id}:"))
-        samplers = tuple(each for each in self._samplers if each.startswith(f"{session_id}:"))
+        models = tuple(run_id for run_id in self._runs if run_id.startswith(f"{session_id}:"))
+        samplers = tuple(sampler_id for sampler_id in self._samplers if sampler_id.startswith(f"{session_id}:"))
         for each in models:
             del self._runs[each]
             self.desk.close_line(each)

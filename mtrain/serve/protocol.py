@@ -284,9 +284,9 @@ def written_outputs(fields: Mapping[str, Sequence[NDArray[np.float32]]], metrics
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord")
     for name, arrays in fields.items():
         record.num_datums = len(arrays)
-        ends = np.cumsum([0, *(each.nbytes for each in arrays)], dtype=np.int64)
+        ends = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
         batched = record.fields[name]
-        batched.data = b"".join(np.ascontiguousarray(each, np.float32).tobytes() for each in arrays)
+        batched.data = b"".join(np.ascontiguousarray(array, np.float32).tobytes() for array in arrays)
         batched.offsets, batched.dtype = ends.tobytes(), _FLOAT32
         batched.trailing_shape.extend(arrays[0].shape[1:])
     for key, value in metrics.items():
@@ -305,14 +305,14 @@ def written_answers(
     """Returns a SampleResponse. `prompt_log_probs`, [prompt tokens], are nan if unknown; `of_prompt` has the likeliest
     tokens at each prompt token's position; None: not requested."""
     message = _CLASS["SampleResponse"]()
-    for each in answers:
+    for answer in answers:
         sequence = message.sequences.add(
-            stop_reason=_REASONS[each.finish_reason],
-            tokens=np.asarray(each.token_ids, np.int32).tobytes(),
-            logprobs=np.asarray(each.log_probs, np.float32).tobytes(),
+            stop_reason=_REASONS[answer.finish_reason],
+            tokens=np.asarray(answer.token_ids, np.int32).tobytes(),
+            logprobs=np.asarray(answer.log_probs, np.float32).tobytes(),
         )
-        if each.likeliest:
-            pairs = np.asarray(each.likeliest)
+        if answer.likeliest:
+            pairs = np.asarray(answer.likeliest)
             can_be_drawn = np.isfinite(pairs[..., 1])
             ids = np.where(can_be_drawn, pairs[..., 0], 0).astype(np.int32)
             found = ids, np.where(can_be_drawn, pairs[..., 1], NO_LOG_PROB)

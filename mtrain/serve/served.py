@@ -93,7 +93,7 @@ class Served:
                 "no part of this model would be trained; set train_attn or train_mlp, or rank=0 for the whole model"
             )
         matrices = all_matrices(config.model, LoraSection(targets=tuple(targets)))
-        most = max(max(each.rows, each.columns) for each in matrices)
+        most = max(max(matrix.rows, matrix.columns) for matrix in matrices)
         if lora.rank > most:
             raise ConfigError(
                 f"rank={lora.rank} is larger than each of the matrices that it would adapt; take at most {most}"

@@ -201,7 +201,9 @@ def checkpoint_config(path: Path) -> str | None:
 
 def note_on_order(changes: Sequence[ChangeRecord], config: Config) -> str | None:
     """Says which samples follow if a start changes the data; None if it does not."""
-    of_data = [each for each in changes if each.key.startswith("data.") and not each.key.startswith(f"{VALID}.")]
+    of_data = [
+        change for change in changes if change.key.startswith("data.") and not change.key.startswith(f"{VALID}.")
+    ]
     if not of_data:
         return None
     if any(each.key == CURRICULUM for each in of_data):

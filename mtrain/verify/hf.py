@@ -69,7 +69,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     tolerances = _tolerances(Sizes.of(exact))
     inputs = _inputs(exact, request.num_steps)
     reference, note = _reference(exact, inputs, progress)
-    allowed = {each.kind: each.value for each in tolerances}
+    allowed = {tolerance.kind: tolerance.value for tolerance in tolerances}
     layouts = tuple(_Runs(inputs, reference.steps, allowed, request, pool).all(trials, exact, progress))
     return HfReport(
         **request.origin(device),
@@ -200,7 +200,7 @@ class _Runs:
     def all(self, trials: Sequence[Prepared], config: Config, progress: Progress) -> list[LayoutResult]:
         """Runs all layouts; if one fails, also one process, to see whether the layout is at fault."""
         results = [self._layout(trial, progress) for trial in trials]
-        if all(each.passed for each in results) or any(trial.layout.world_size == 1 for trial in trials):
+        if all(result.passed for result in results) or any(trial.layout.world_size == 1 for trial in trials):
             return results
         alone = prepared(Trial(micro_batch_size=1), config)
         progress(f"{alone.name}: to see whether the layout is at fault")

@@ -164,7 +164,7 @@ class _Check:
         )
         self.config = self.config.model_copy(update={"optimizer": optimizer})
         self._trials = [
-            replace(each, config=each.config.model_copy(update={"optimizer": optimizer})) for each in self._trials
+            replace(trial, config=trial.config.model_copy(update={"optimizer": optimizer})) for trial in self._trials
         ]
 
     def _layout(self, trial: Prepared) -> LayoutResult:

@@ -64,7 +64,7 @@ def kinds(model: ModelSection) -> tuple[int, ...]:
     """Returns, for each layer, the first layer that has the same parts."""
     first: dict[tuple[bool, ...], int] = {}
     layers = range(model.num_layers)
-    return tuple(first.setdefault(tuple(part.is_in(model, each) for part in LAYER_PARTS), each) for each in layers)
+    return tuple(first.setdefault(tuple(part.is_in(model, layer) for part in LAYER_PARTS), layer) for layer in layers)
 
 
 @once_a_model

@@ -351,7 +351,7 @@ class Saver:
             fault_point("list", 0, step)
             for written in everyone:
                 files |= written.files
-            files |= write_metadata(flight.staging.path, (each for written in everyone for each in written.tensors))
+            files |= write_metadata(flight.staging.path, (tensor for written in everyone for tensor in written.tensors))
             fault_point("state", 0, step)
             write_state(flight.staging.path, flight.state)
             (flight.staging.path / CONFIG_NAME).write_text(config_yaml(self._config), encoding="utf-8")

@@ -99,8 +99,8 @@ def described(contents: Contents) -> dict[str, str]:
         shown["validation"] = f"{manifest.valid_loss} nats"
     if manifest.changes:
         shown["changed"] = "; ".join(
-            f"after step {each.step} {each.key}: {each.old or 'missing'} -> {each.new or 'missing'}"
-            for each in manifest.changes
+            f"after step {change.step} {change.key}: {change.old or 'missing'} -> {change.new or 'missing'}"
+            for change in manifest.changes
         )
     if manifest.skipped:
         shown["left out"] = "; ".join(f"step {each.step}: {each.reason}" for each in manifest.skipped)

@@ -423,8 +423,8 @@ class _Megatron:
             self._unused("recompute-num-layers")
         modules = self._values("recompute-modules") if kind == "selective" else None
         if modules is not None:
-            put("train.recompute_modules", [each for each in modules if each in _RECOMPUTED], "recompute-modules")
-            if others := [each for each in modules if each not in _RECOMPUTED]:
+            put("train.recompute_modules", [module for module in modules if module in _RECOMPUTED], "recompute-modules")
+            if others := [module for module in modules if module not in _RECOMPUTED]:
                 self._found.lost.append(f"--recompute-modules {' '.join(others)}: not recomputed here; memory only")
 
     def _data(self) -> None:

@@ -153,23 +153,23 @@ def last_rate(found: Translation, ratio: Any, origin: str) -> None:
 def targets(found: Translation, value: Any, name: str) -> None:
     """Puts the modules with adapters, some of which may not exist here."""
     modules = [ALL_LINEAR if str(each).replace("_", "-") == ALL_LINEAR else each for each in listed(value)]
-    if unknown := [str(each) for each in modules if each not in TARGETS]:
+    if unknown := [str(module) for module in modules if module not in TARGETS]:
         found.lost.append(
             f"{name}={', '.join(unknown)}: no module here has this name; docs/training/lora.md has a list"
         )
-    known = [*(found.get("adapter.targets") or []), *(each for each in modules if each in TARGETS)]
+    known = [*(found.get("adapter.targets") or []), *(module for module in modules if module in TARGETS)]
     found.put("adapter.targets", list(dict.fromkeys(known)) or None, name)
 
 
 def saved(found: Translation, value: Any, name: str) -> None:
     """Puts fully trained modules; only some are supported."""
     modules = listed(value)
-    if unknown := [str(each) for each in modules if each not in SAVED_SYNONYMS]:
+    if unknown := [str(module) for module in modules if module not in SAVED_SYNONYMS]:
         found.lost.append(
             f"{name}={', '.join(unknown)}: only embed_tokens, lm_head, norm and a head can be trained in full with "
             "adapters"
         )
-    found.put("adapter.modules_to_save", [each for each in modules if each in SAVED_SYNONYMS] or None, name)
+    found.put("adapter.modules_to_save", [module for module in modules if module in SAVED_SYNONYMS] or None, name)
 
 
 def reward_model(found: Translation, value: Any, name: str) -> None:

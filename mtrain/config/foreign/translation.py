@@ -94,7 +94,7 @@ class Translation:
         for parent in parents:
             place = place.get(parent, {})
         if place.pop(name, None) is not None:
-            gone = [each for each in self.origins if each == key or each.startswith(f"{key}.")]
+            gone = [dotted for dotted in self.origins if dotted == key or dotted.startswith(f"{key}.")]
             given = [each for each in map(self.origins.pop, gone) if not self.is_default(each)]
             self.without_effect += given if is_named else []
             if parents and not place:

@@ -231,7 +231,7 @@ def _common(found: Translation, run: Settings, trainer: Trainer) -> None:
     name = trainer.name
     if trainer.is_loop:
         lengths, steps = ("data.max_prompt_length", "data.max_response_length"), "trainer.total_training_steps"
-        found.put("data.seq_length", int(sum(number(run[each]) for each in lengths)), run.origin(*lengths))
+        found.put("data.seq_length", int(sum(number(run[length]) for length in lengths)), run.origin(*lengths))
         found.put("train.num_steps", above_0(number(run[steps] or 0)), run.origin(steps))
     else:
         put_length(found, run, "trainer.total_training_steps", "trainer.total_epochs")

@@ -331,7 +331,7 @@ def _short_names(paths: Sequence[str]) -> tuple[str, ...]:
     """Shortens each path to the last parts that distinguish it; equal paths get numbers."""
     parts = [PurePosixPath(path).parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-count:]).replace("//", "/") for each in parts]
+        names = ["/".join(part[-count:]).replace("//", "/") for part in parts]
         if len(set(names)) == len(set(paths)):
             break
     return tuple(name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names))

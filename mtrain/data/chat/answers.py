@@ -42,8 +42,8 @@ def found_answers(conversation: Conversation, renderer: Renderer, special: Speci
     spans = finder.find({number: list(_own_words(messages[number])) for number in weights})
     full = finder.full
     answers = [
-        Answer(each.message, ((each.start, each.end),), special.after(full, each.end), weights[each.message])
-        for each in spans
+        Answer(span.message, ((span.start, span.end),), special.after(full, span.end), weights[span.message])
+        for span in spans
     ]
     return Rendering(full, answers)
 

@@ -309,7 +309,7 @@ def _as_read(conversation: Conversation, renderer: Renderer) -> Conversation:
     A template may read lists for some roles only. One that prints a list verbatim, with the keys of its parts, does not
     read it.
     """
-    roles = {each["role"] for each in conversation.messages if isinstance(each.get("content"), list)}
+    roles = {message["role"] for message in conversation.messages if isinstance(message.get("content"), list)}
     if not roles:
         return conversation
     read = set()

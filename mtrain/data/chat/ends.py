@@ -163,7 +163,7 @@ class EndFinder:
     def _calls(self, setting: _Setting) -> Iterator[_Kind]:
         # some templates write arguments as they are, others as JSON
         arguments: list[object] = [{"x": "y"}, '{"x": "y"}']
-        by_form = [[({**texts, **_calls(each, count)}) for texts, count in _CALLS] for each in arguments]
+        by_form = [[({**texts, **_calls(argument, count)}) for texts, count in _CALLS] for argument in arguments]
         for first, *others in by_form:
             found = self._kind([], first, (*_TOOL_ROLES, "user", ANSWERS), setting)
             if found.alone is None and not found.followed:
@@ -242,8 +242,8 @@ def _after_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _in_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
-        {**each, "content": [{"type": "text", "text": each["content"]}]} if "content" in each else each
-        for each in messages
+        {**message, "content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
+        for message in messages
     ]
 
 

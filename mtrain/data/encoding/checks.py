@@ -106,10 +106,10 @@ def _columns(given: object, name: str, width: int) -> list[list[Any]]:
 
 def _token_extra(given: Any, name: str, num_tokens: int) -> NDArray[np.float32]:
     numbers = given if isinstance(given, list) else [given]
-    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers):
+    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
         raise DataError(f"{name!r} is not made of numbers; give one number, or a list with one per token")
     with np.errstate(over="ignore"):  # a number that float32 cannot hold becomes inf
-        values = np.array([float(each) for each in numbers], np.float64).astype(np.float32)
+        values = np.array([float(number) for number in numbers], np.float64).astype(np.float32)
     if not isinstance(given, list):
         return np.full(num_tokens, values[0])
     if len(values) == num_tokens - 1:

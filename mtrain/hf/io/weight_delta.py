@@ -95,18 +95,18 @@ class Part(NamedTuple):
 
     def encoded(self) -> Tensor:
         """Returns the part as [bytes] uint8 on the CPU."""
-        tensors = [tensor for each in self.changes for tensor in (each.places, each.values)]
+        tensors = [tensor for change in self.changes for tensor in (change.places, change.values)]
         kinds = [TensorKind(each.dtype, tuple(each.shape)) for each in tensors]
         changes = [
             {
-                "name": each.name,
-                "dtype": str(each.kind.dtype).removeprefix("torch."),
-                "shape": each.kind.shape,
-                "form": each.form,
-                "sizes": (each.places.numel(), each.values.numel()),
-                "fingerprint": each.fingerprint,
+                "name": change.name,
+                "dtype": str(change.kind.dtype).removeprefix("torch."),
+                "shape": change.kind.shape,
+                "form": change.form,
+                "sizes": (change.places.numel(), change.values.numel()),
+                "fingerprint": change.fingerprint,
             }
-            for each in self.changes
+            for change in self.changes
         ]
         text = json.dumps({"version": _VERSION, **self._asdict(), "changes": changes}).encode()
         text += b" " * (-(_BEFORE_TEXT + len(text)) % ALIGNMENT)
@@ -195,7 +195,7 @@ class WeightCopy:
             self.tensors[each.name], self._fingerprints[each.name] = new, each.fingerprint
         if found.weights is not None:
             self._end(found)
-        return [(each.name, self.tensors[each.name]) for each in found.changes]
+        return [(change.name, self.tensors[change.name]) for change in found.changes]
 
     def receive(
         self, group: dist.ProcessGroup, source: int = 0, device: torch.device | str = "cpu"

@@ -320,7 +320,7 @@ def rank_and_alpha(config: Mapping[str, Any], path: str) -> tuple[Any, Any]:
     for key, default in (("rank_pattern", config.get("r")), ("alpha_pattern", config.get("lora_alpha"))):
         patterns = config.get(key) or {}
         try:
-            first = next((each for each in patterns if re.match(rf"(.*\.)?({each})$", path)), None)
+            first = next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), None)
         except re.error as fault:
             raise DataError(f"{key} of {CONFIG_NAME} holds no regular expression: {fault}; correct it") from None
         found.append(default if first is None else patterns[first])
@@ -365,7 +365,7 @@ def _differing_modules(config: Mapping[str, Any], model: ModelSection, adapter: 
     theirs = saved_modules(config)
     ours = set(adapter.modules_to_save) - {"head"}
     if _is_tied(model, adapter):  # either name is the one table
-        ours, theirs = ours - {"output"}, {"embedding" if each == "output" else each for each in theirs}
+        ours, theirs = ours - {"output"}, {"embedding" if name == "output" else name for name in theirs}
     if model.output.is_new:
         theirs -= {"head"}  # PEFT saves modules of two names, score and classifier, in every such model
     if ours != theirs:

@@ -169,7 +169,7 @@ def _is_off(name: str, config: Mapping[str, Any], own: Collection[str]) -> bool:
     return (
         bool(sizes)
         and name not in sizes
-        and all(_is_off(each, config, own) if each in config else each not in own for each in sizes)
+        and all(_is_off(size, config, own) if size in config else size not in own for size in sizes)
     )
 
 

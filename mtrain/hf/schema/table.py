@@ -368,7 +368,7 @@ def _in_region(part: TensorPattern, region: Arrangement, sizes: Mapping[str, int
 
 def _pieces(part: TensorPattern, axes: str, place: Fixed, sizes: Mapping[str, int]) -> list[Arrangement]:
     pieces = part.pieces or (replace(part, at={}),)
-    return [Arrangement(axes, each.axes, {**place, **_places(each, sizes)}, sizes) for each in pieces]
+    return [Arrangement(axes, piece.axes, {**place, **_places(piece, sizes)}, sizes) for piece in pieces]
 
 
 def _places(part: TensorPattern, sizes: Mapping[str, int]) -> Fixed:

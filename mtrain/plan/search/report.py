@@ -116,7 +116,7 @@ def as_json(found: Found, cluster: Cluster) -> dict[str, Any]:
         "counts": vars(found.counts),
         "gpu": vars(cluster.gpu),
         "links": None if cluster.links is None else _summary(cluster.links),
-        "choices": [_plain(each, cluster) for each in found.choices],
+        "choices": [_plain(choice, cluster) for choice in found.choices],
         "closest": None if found.closest is None else _plain(found.closest, cluster),
     }
 

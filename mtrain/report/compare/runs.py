@@ -181,7 +181,7 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
     if rtol is not None and not 0 <= rtol < math.inf:
         raise ConfigError(f"--rtol must be a number from 0 on, but is {rtol}; give one such as 1e-5")
     curves = [load_curves(run) for run in (run_a, run_b)]
-    of_a, of_b = ({record.step: record for record in each.steps} for each in curves)
+    of_a, of_b = ({record.step: record for record in curve.steps} for curve in curves)
     shared = sorted(of_a.keys() & of_b.keys())
     if not shared:
         raise DataError(

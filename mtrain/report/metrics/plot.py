@@ -35,7 +35,7 @@ class Curves:
         if not self.passes:
             return []
         last = self.passes[-1].step
-        changed = [each.step for each in self.changes if each.key.startswith(("data.valid.", "loss."))]
+        changed = [change.step for change in self.changes if change.key.startswith(("data.valid.", "loss."))]
         since = max((step for step in changed if step < last), default=-1)
         return [each for each in self.passes if each.step > since]
 

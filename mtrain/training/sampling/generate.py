@@ -120,9 +120,11 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
         raise ConfigError("data.tokenizer is not set; name the tokenizer that the run was trained with")
     tokenizer = tokenizer_of(found.config)
     questions = questions_of(found.config, tokenizer, prompts, as_chat, declared_ends(found.origin))
-    sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids.union(*(each.stop_ids for each in questions)))
+    sampling = replace(
+        sampling, stop_token_ids=sampling.stop_token_ids.union(*(question.stop_ids for question in questions))
+    )
     timeout_s = found.config.train.process_group_timeout_s
-    asked = {"prompts": [each.ids for each in questions], **asdict(sampling)}
+    asked = {"prompts": [question.ids for question in questions], **asdict(sampling)}
     purpose = purpose_of("generate", found.config, path, {name: str(value) for name, value in asked.items()})
     with (
         deterministic(found.config.train.deterministic),
@@ -132,8 +134,8 @@ def generate_text(path: Path, prompts: Sequence[Prompt], sampling: SamplingParam
         layout = Layout.from_config(config, dist.get_world_size())
         with opened_groups(layout, device, config.train.seed, timeout_s) as groups:
             model = loaded_model(found.entry, config, groups)
-            completions = generate(model, [each.ids for each in questions], sampling)
-    return [answer_text(tokenizer, each, sampling.stop_token_ids) for each in completions]
+            completions = generate(model, [question.ids for question in questions], sampling)
+    return [answer_text(tokenizer, completion, sampling.stop_token_ids) for completion in completions]
 
 
 def answer_text(tokenizer: Tokenizer, completion: Completion, stop_ids: Set[int]) -> str:
@@ -188,7 +190,7 @@ class PromptSamples:
             return
         refuse_uncachable(config.model, chunks)
         self._questions = on_first_rank(lambda: self._read(config))
-        stops = frozenset[int]().union(*(each.stop_ids for each in self._questions))
+        stops = frozenset[int]().union(*(question.stop_ids for question in self._questions))
         given = (self._section.temperature, self._section.top_p, self._section.top_k, self._section.seed)
         self._sampling = SamplingParams(self._section.max_new_tokens, *given, stops)
 
@@ -204,7 +206,7 @@ class PromptSamples:
         """Answers the prompts with the current weights, and writes the answers, also to sinks that show texts.
         Collective over the world."""
         run.model.sharded.gather_parameters()
-        ids = [each.ids for each in self._questions]
+        ids = [question.ids for question in self._questions]
         completions = generate(run.model, ids, self._sampling)
         if self._is_first_rank:
             self._write(completions, step, sinks)

@@ -75,7 +75,7 @@ def verify_backend(
         data=f"random hidden states, {NUM_ROWS} rows of {few.data.seq_length} tokens",
         num_steps=1,
         tolerances=tolerances(few.train),
-        tensors=tuple(dict.fromkeys(each.name for result in check.results for each in result.deviations)),
+        tensors=tuple(dict.fromkeys(deviation.name for result in check.results for deviation in result.deviations)),
         reference=LayoutResult("float64", {}, 1, 0.0),
         layouts=tuple(check.results),
         times=tuple(check.times),
@@ -130,7 +130,7 @@ class _Comparisons:
             self.times.append(f"{name}: {result.ms:.3g} ms, torch layers {result.own_ms:.3g} ms")
         weighed = list(zip(self.cases, results, strict=True))
         return Comparison(
-            passed=all(each.passed for result in results for each in result.errors),
+            passed=all(error.passed for result in results for error in result.errors),
             ms=sum(case.num_layers * result.ms for case, result in weighed),
             own_ms=sum(case.num_layers * result.own_ms for case, result in weighed),
             cases=tuple(self._told(case, result) for case, result in weighed),
@@ -148,7 +148,7 @@ class _Comparisons:
             "timed_shape": [*self.timed_shape, self.config.model.hidden_size],
             "ms": result.ms,
             "own_ms": result.own_ms,
-            "errors": [encoded({**each._asdict(), "passed": each.passed}) for each in result.errors],
+            "errors": [encoded({**error._asdict(), "passed": error.passed}) for error in result.errors],
         }
 
 

@@ -90,7 +90,7 @@ class StepComparison:
     ) -> None:
         """Begins with the exact optimizer in state `start`; `rate` gives the learning rate of a step, from 1."""
         self._config, self._tensors, self._rate = config, tensors, rate
-        self._tolerance = {each.kind: each.value for each in tolerances}
+        self._tolerance = {tolerance.kind: tolerance.value for tolerance in tolerances}
         self._optimizer = exact_optimizer(config, start)
 
     def of(self, outcome: Outcome, exact: Sequence[Exact]) -> Iterator[Deviation]:

@@ -119,11 +119,11 @@ class LayoutResult:
     @property
     def passed(self) -> bool:
         """Says whether the layout finished, passed its own checks and every tolerance."""
-        return self.error is None and not self.guards and all(each.passed for each in self.deviations)
+        return self.error is None and not self.guards and all(deviation.passed for deviation in self.deviations)
 
     def worst(self, *kinds: str) -> Deviation | None:
         """Returns the deviation of these kinds that is largest relative to its tolerance; None without any."""
-        return max((each for each in self.deviations if each.kind in kinds), key=badness, default=None)
+        return max((deviation for deviation in self.deviations if deviation.kind in kinds), key=badness, default=None)
 
     def worst_tensor(self) -> Deviation | None:
         """Returns the worst deviation of a tensor; None if no tensor deviates."""
@@ -132,7 +132,7 @@ class LayoutResult:
 
     def first_failure(self) -> Deviation | None:
         """Returns the first failure by step, kind (in the order of TITLES) and forward order."""
-        failed = (each for each in self.deviations if not each.passed)
+        failed = (deviation for deviation in self.deviations if not deviation.passed)
         return min(failed, key=lambda each: (each.step, _ORDER[each.kind]), default=None)
 
 
@@ -214,7 +214,7 @@ class Report:
 
     def tolerance(self, kind: str) -> Tolerance:
         """Returns the tolerance of one of KINDS."""
-        return next(each for each in self.tolerances if each.kind == kind)
+        return next(tolerance for tolerance in self.tolerances if tolerance.kind == kind)
 
     def to_json(self) -> str:
         """Returns strict JSON; non-finite numbers become the texts "inf", "-inf" and "nan"."""
@@ -327,9 +327,9 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportTex
 
 def _telling(results: Sequence[LayoutResult]) -> list[LayoutResult]:
     """Drops a one-process layout that could not run if others ran and none passes: it says nothing."""
-    if any(each.passed for each in results) or all(each.error is not None for each in results):
+    if any(result.passed for result in results) or all(result.error is not None for result in results):
         return list(results)
-    return [each for each in results if each.num_ranks > 1 or each.error is None]
+    return [result for result in results if result.num_ranks > 1 or result.error is None]
 
 
 def with_advice(diagnosis: Diagnosis | None, functions: Sequence[str]) -> Diagnosis | None:
@@ -366,7 +366,9 @@ def failing_axis(results: Sequence[LayoutResult]) -> str | None:
 
 def _smallest_failures(results: Sequence[LayoutResult]) -> list[LayoutResult]:
     """Returns failing layouts no subset of whose axes fails, smallest first."""
-    failed = sorted((each for each in results if not each.passed), key=lambda each: (len(each.axes), each.num_ranks))
+    failed = sorted(
+        (result for result in results if not result.passed), key=lambda each: (len(each.axes), each.num_ranks)
+    )
     return [each for each in failed if not any(set(other.axes) < set(each.axes) for other in failed)]
 
 

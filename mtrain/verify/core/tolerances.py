@@ -106,7 +106,7 @@ class Sizes(NamedTuple):
         model, length = config.model, config.data.seq_length
         wide = model.with_global_heads()
         of_layers = (wide if model.attention(each) == "global" else model for each in range(model.num_layers))
-        layers = sum(_of_layer(each, length) for each in of_layers)
+        layers = sum(_of_layer(layer_model, length) for layer_model in of_layers)
         summands = layers + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
         return cls(summands, config.train.global_batch_size * length)
 

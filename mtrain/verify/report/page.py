@@ -125,7 +125,7 @@ def _heading(report: Report, name: str, kinds: Sequence[str]) -> str:
 
 
 def _tolerance(report: Report, kind: str) -> float | None:
-    return next((each.value for each in report.tolerances if each.kind == kind), None)
+    return next((tolerance.value for tolerance in report.tolerances if tolerance.kind == kind), None)
 
 
 def _plotted(report: Report) -> list[tuple[str, str]]:
@@ -141,7 +141,7 @@ def _figure(report: Report, kind: str, name: str) -> tuple[str, list[tuple[str, 
     title = TITLES[kind] if kind == "grad_norm" else f"{TITLES[kind]} of {name}"
     values, differences = [], []
     for slot, layout in enumerate(report.layouts):
-        found = [each for each in layout.deviations if (each.kind, each.name) == (kind, name)]
+        found = [deviation for deviation in layout.deviations if (deviation.kind, deviation.name) == (kind, name)]
         values.append(_curve(report, slot, _values(layout.steps, kind, name), not layout.passed))
         points = sorted((each.step, each.value) for each in found)
         differences.append(_curve(report, slot, points, any(not each.passed for each in found)))
@@ -190,7 +190,9 @@ def _tensor_map(report: Report, kind: str) -> TensorMap:
 
 def _worst_by_tensor(layout: LayoutResult, kind: str) -> dict[str, Deviation]:
     worst: dict[str, Deviation] = {}
-    for each in layout.deviations:
-        if each.kind == kind and (each.name not in worst or badness(each) > badness(worst[each.name])):
-            worst[each.name] = each
+    for deviation in layout.deviations:
+        if deviation.kind == kind and (
+            deviation.name not in worst or badness(deviation) > badness(worst[deviation.name])
+        ):
+            worst[deviation.name] = deviation
     return worst

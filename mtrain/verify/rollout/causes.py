@@ -110,12 +110,14 @@ class Disagreement:
 
     def _coarser(self) -> Iterator[Tried]:
         """Tries each precision below the one that the engine is said to have."""
-        exact = [each.log_probs(each.exact) for each in self.answers]
-        missed = differences([each.rollout for each in self.answers], exact)
+        exact = [answer.log_probs(answer.exact) for answer in self.answers]
+        missed = differences([answer.rollout for answer in self.answers], exact)
         for dtype in (torch.float16, torch.bfloat16):
             if torch.finfo(dtype).eps <= torch.finfo(self.rounding.dtype).eps:
                 continue
-            passed = [self.reference.run(each.rollout.prompt_ids, each.rollout.ids, dtype) for each in self.answers]
+            passed = [
+                self.reference.run(answer.rollout.prompt_ids, answer.rollout.ids, dtype) for answer in self.answers
+            ]
             pairs = zip(self.answers, passed, strict=True)
             measured = Spread.of([each.log_probs(one) - each.log_probs(each.exact) for each, one in pairs])
             # far less than its rounding is no rounding of it
@@ -130,7 +132,7 @@ class Disagreement:
             yield Tried(cause, Spread.of(missed), measured.allowed(0.0), 1.0, explains)
 
     def _judged(self, cause: Cause, predicted: Predicted) -> Tried:
-        missed = differences([each.rollout for each in self.answers], predicted.exact)
+        missed = differences([answer.rollout for answer in self.answers], predicted.exact)
         left, every = Spread.of(missed), torch.cat(missed)
         if cause.is_rounding:
             allowed = self.rounding.allowed
@@ -181,11 +183,11 @@ class Disagreement:
 
     @property
     def _places(self) -> list[tuple[Tensor, Rollout]]:
-        return [(each.exact.logits, each.rollout) for each in self.answers]
+        return [(answer.exact.logits, answer.rollout) for answer in self.answers]
 
     @property
     def _said(self) -> list[float]:
-        return sorted({each.rollout.temperature for each in self.answers})
+        return sorted({answer.rollout.temperature for answer in self.answers})
 
     def _of_settings(self, names: Sequence[str]) -> Iterator[tuple[Cause, Predicted | None]]:
         found = fitted(self._places, names, max(1e-9, self.rounding.floor))
@@ -206,7 +208,7 @@ class Disagreement:
             yield cause, self._of_each(_padded, rows)
 
     def _of_prompts(self) -> Iterator[tuple[Cause, Predicted | None]]:
-        given = [each.rollout.prompt_ids for each in self.answers]
+        given = [answer.rollout.prompt_ids for answer in self.answers]
         begin = list(self.begin_ids)
         if begin:
             size = len(begin)
@@ -233,7 +235,7 @@ class Disagreement:
 
     def _of_order(self) -> Iterator[tuple[Cause, Predicted | None]]:
         """Gives each answer the log-probabilities, or the prompt, of the row that fits best."""
-        exact = [each.log_probs(each.exact) for each in self.answers]
+        exact = [answer.log_probs(answer.exact) for answer in self.answers]
         rows = []
         for each in self.answers:
             near = {
@@ -298,7 +300,7 @@ class Disagreement:
         for is_end in (True, False):
             for count in counts:
                 if self._gives(longest, _cut(longest.rollout.prompt_ids, count, is_end)):
-                    prompts = [_cut(each.rollout.prompt_ids, count, is_end) for each in self.answers]
+                    prompts = [_cut(answer.rollout.prompt_ids, count, is_end) for answer in self.answers]
                     cause = Cause(
                         "cut prompt",
                         f"the engine read the {'last' if is_end else 'first'} {count} tokens of the prompt alone",
@@ -324,14 +326,14 @@ class Disagreement:
                     is_rounding=True,
                 )
                 yield cause, self._rerun(changes=[sums] * len(self.answers))
-        if all(each.rollout.routes is not None for each in self.answers):
-            changes = [ExpertChanges(chosen=replayed(each.rollout, each.exact)) for each in self.answers]
+        if all(answer.rollout.routes is not None for answer in self.answers):
+            changes = [ExpertChanges(chosen=replayed(answer.rollout, answer.exact)) for answer in self.answers]
             yield ROUTES, self._rerun(changes=changes)
 
     def _of_each(self, predict: Callable[[Tensor, Rollout, Any], Tensor], given: Any) -> Predicted:
         return Predicted(
-            [predict(each.exact.logits, each.rollout, given) for each in self.answers],
-            [predict(each.rounded.logits, each.rollout, given) for each in self.answers],
+            [predict(answer.exact.logits, answer.rollout, given) for answer in self.answers],
+            [predict(answer.rounded.logits, answer.rollout, given) for answer in self.answers],
         )
 
     def _rerun(

@@ -48,7 +48,7 @@ class Spread:
     @classmethod
     def of(cls, differences: Sequence[Tensor]) -> Spread:
         """Measures differences; skips nan, which was not computed."""
-        every = torch.cat([each.flatten() for each in differences])
+        every = torch.cat([difference.flatten() for difference in differences])
         every = every[~every.isnan()]
         if not len(every):
             return cls(0.0, 0.0)

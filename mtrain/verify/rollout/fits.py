@@ -81,7 +81,7 @@ class _Fit:
         if BIASED in names:  # what truncation leaves is only known with the bias
             late = self._of_late_places(names)
             values = [each for name in truncations for each in self._values(name)] or [{}]
-            starts = [replace(start, **each) for start in starts for each in values]
+            starts = [replace(start, **value) for start in starts for value in values]
             starts = [self._biased(each) for each in sorted(starts, key=self._distance)[:_MOST_STARTS]]
         near = [each for start in starts for each in self._truncations(start, truncations)]
         near = [*late, *sorted({*near}, key=self._distance)[: 4 if len(names) > 1 else 1]]
@@ -143,7 +143,7 @@ class _Fit:
         """Removes the bias of tokens that the refitted others do not need."""
         tokens = [token for token, value in settings.bias if value != -math.inf]
         for token in tokens if len(settings.bias) > 1 else ():
-            bias = tuple(each for each in settings.bias if each[0] != token)
+            bias = tuple(pair for pair in settings.bias if pair[0] != token)
             rest = [other for other, value in bias if value != -math.inf]
             trial = self._least_squares(replace(settings, bias=bias), rest, _KEPT_SHARE)
             if bias and self._distance(trial) <= self._distance(settings):
@@ -200,7 +200,7 @@ class _Fit:
         if len(names) == 1:
             return [self._truncation(settings, names[0])]
         firsts = [replace(settings, **each) for each in self._values(names[0])]
-        return [self._truncation(each, names[1]) for each in firsts]
+        return [self._truncation(first, names[1]) for first in firsts]
 
     def _truncation(self, settings: Settings, name: str) -> Settings:
         """Returns settings whose truncation leaves the probability that the log-probabilities imply."""

@@ -157,7 +157,9 @@ class Prompts:
         last = str(messages[-1].get("content", ""))
         found["the last message without a template"] = asked(last, self._tokenizer)
         others = {
-            "the messages without those of the system": [each for each in messages if each.get("role") != "system"],
+            "the messages without those of the system": [
+                message for message in messages if message.get("role") != "system"
+            ],
             "the last message alone": list(messages[-1:]),
         }
         for name, kept in others.items():

@@ -68,7 +68,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
         try:
             is_of_sglang = "meta_info" in record
             ours = _of_vllm(record) if "outputs" in record else [_of_sglang(record) if is_of_sglang else record]
-            found += [_checked(each, place) for each in ours]
+            found += [_checked(rollout, place) for rollout in ours]
         except DataError as fault:
             raise DataError(f"{place}: {fault}") from None
     if not found:
@@ -79,8 +79,10 @@ def read_rollouts(path: Path) -> list[Rollout]:
 def repeated_places(rollouts: Sequence[Rollout]) -> list[str]:
     """Returns the places of each rollout that occurs more than once."""
     rows: dict[tuple[tuple[float, ...], ...], list[str]] = {}
-    for each in rollouts:
-        rows.setdefault((tuple(each.prompt_ids), tuple(each.ids), tuple(each.log_probs)), []).append(each.place)
+    for rollout in rollouts:
+        rows.setdefault((tuple(rollout.prompt_ids), tuple(rollout.ids), tuple(rollout.log_probs)), []).append(
+            rollout.place
+        )
     return [", ".join(places) for places in rows.values() if len(places) > 1]
 
 

@@ -100,7 +100,7 @@ class _RolloutCheck:
         self, request: RolloutRequest, model: Model, rollouts: Sequence[Rollout], pool: Pool, progress: Progress
     ) -> None:
         self._request, self._rollouts, self._pool, self._progress = request, rollouts, pool, progress
-        self._prompts = Prompts(model, any(each.prompt is not None for each in rollouts), progress)
+        self._prompts = Prompts(model, any(rollout.prompt is not None for rollout in rollouts), progress)
         self._model = for_scoring(model, rollouts, request.max_ranks)
         self._config = self._model.config
         self._trainer_dtype = DTYPES[model.config.train.precision]
@@ -109,7 +109,7 @@ class _RolloutCheck:
     def report(self) -> RolloutReport:
         """Compares everything; only the vocabulary if tokens are beyond it."""
         findings = self._exact_findings()
-        if any(each.cause == "other vocabulary" for each in findings):
+        if any(finding.cause == "other vocabulary" for finding in findings):
             return self._report(findings)
         self._own = own_layout(self._config, self._request.max_ranks)
         scored = self._scored(self._own)
@@ -167,7 +167,7 @@ class _RolloutCheck:
 
     def _replay(self, passes: Sequence[Passes], scored: Scored) -> tuple[list[Side], list[Finding], str | None]:
         """Compares trainer and float64 with the rollouts' routes replayed, and trainer and engine with and without."""
-        count = sum(each.routes is not None for each in self._rollouts)
+        count = sum(rollout.routes is not None for rollout in self._rollouts)
         if count < len(self._rollouts) or scored.routes is None:
             if count:
                 lacking = "the trainer drops tokens" if scored.routes is None else "a replay needs those of all"
@@ -178,7 +178,9 @@ class _RolloutCheck:
         again = self._scored(self._own, replay=True)
         sides = [self._replayed_side(f"trainer {self._own.name}, routes replayed", passes, again)]
         apart = [
-            Spread.of(differences(self._rollouts, [torch.tensor(each, dtype=torch.float64) for each in one.log_probs]))
+            Spread.of(
+                differences(self._rollouts, [torch.tensor(log_prob, dtype=torch.float64) for log_prob in one.log_probs])
+            )
             for one in (scored, again)
         ]
         shown = " nats; with the rollouts' routes replayed ".join(
@@ -206,12 +208,15 @@ class _RolloutCheck:
         return _side(name, missed, _rounding(passes, self._trainer_dtype))
 
     def _passes(self, dtype: torch.dtype) -> list[Passes]:
-        return [self._reference.passes(each, dtype, has_outputs=bool(each.hidden_states)) for each in self._rollouts]
+        return [
+            self._reference.passes(rollout, dtype, has_outputs=bool(rollout.hidden_states))
+            for rollout in self._rollouts
+        ]
 
     def _disagreement(
         self, answers: Sequence[Passes], rounding: Rounding, missed: Sequence[Tensor], of_engine: bool = True
     ) -> Disagreement:
-        rollouts = [each.rollout for each in answers]
+        rollouts = [answer.rollout for answer in answers]
         experts = self._config.model.experts
         return Disagreement(
             answers=answers,
@@ -331,7 +336,7 @@ class _RolloutCheck:
             model=str(self._request.model) + ("" if entry is None else f", step {entry.manifest.step}"),
             file=str(self._request.rollouts),
             num_rollouts=len(self._rollouts),
-            num_tokens=sum(sum(each.mask) for each in self._rollouts),
+            num_tokens=sum(sum(rollout.mask) for rollout in self._rollouts),
             findings=tuple(findings),
             **compared,
         )
@@ -411,9 +416,11 @@ def scores(
     loaded = loaded_model(model.entry, model.config, groups)
     batch = [
         Datum(
-            [*each.prompt_ids, *each.ids], temperature=each.temperature, routed_experts=each.routes if replay else None
+            [*rollout.prompt_ids, *rollout.ids],
+            temperature=rollout.temperature,
+            routed_experts=rollout.routes if replay else None,
         )
-        for each in rollouts
+        for rollout in rollouts
     ]
     experts = model.config.model.experts
     asked = AskedScores(routed_experts=experts is not None and experts.capacity_factor is None)
@@ -421,7 +428,7 @@ def scores(
     weights = gathered(parameter_shards(loaded.chunks, groups)) if with_weights else None
     return Scored(
         [tokens[-len(each.ids) :].tolist() for tokens, each in zip(found.log_probs, rollouts, strict=True)],
-        [each.tolist() for each in found.routed_experts] or None,
+        [routes.tolist() for routes in found.routed_experts] or None,
         None if weights is None else weights.tensors,
     )
 
@@ -429,7 +436,7 @@ def scores(
 def for_scoring(model: Model, rollouts: Sequence[Rollout], max_ranks: int = 1) -> Model:
     """Returns the model with unpacked rows for the longest rollout, and a loss that needs nothing."""
     config = model.config
-    length = multiple_from(max(each.num_read for each in rollouts), [2 * config.layout.cp * config.layout.tp])
+    length = multiple_from(max(rollout.num_read for rollout in rollouts), [2 * config.layout.cp * config.layout.tp])
     data = config.data.model_copy(update={"seq_length": length, "packing": None})
     # the number of rows of a step decides nothing here, but would refuse layouts that it does not divide over
     batch = config.train.micro_batch_size * math.lcm(*range(1, max_ranks + 1))
