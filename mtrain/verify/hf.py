@@ -173,8 +173,8 @@ def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) ->
     if padding_row is None:
         return result, ()
     note = (
-        f"transformers: padding_idx={padding_row} -> None (pad_token_id takes the gradient of this token's embedding "
-        "away there, also where the token is text)"
+        f"transformers: padding_idx={padding_row} -> None (pad_token_id makes transformers drop the gradient of this "
+        "token's embedding, even where the token is text)"
     )
     progress(note)
     return result, (note,)

@@ -92,13 +92,13 @@ def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ())
     if (head := config.model.head) is not None:
         raise ConfigError(
             f"verify has no reference for the head of {head}; verify the same configuration without it and with "
-            "loss.function=next_token, and see docs/training/heads.md for what holds it"
+            "loss.function=next_token, and see docs/training/heads.md for its tests"
         )
     if config.sequences_per_sample > 1:
         raise ConfigError(
             f"verify has no reference for loss.function={config.loss.function}, which compares whole sequences; "
             "verify the same configuration with loss.function=next_token and data of another format, and see "
-            "docs/training/preference.md for what holds the loss itself"
+            "docs/training/preference.md for the tests of the loss itself"
         )
     own_objective(config, drawn_extras)  # refused here, since an error of a rank counts as a failed run
 

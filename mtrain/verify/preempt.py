@@ -192,7 +192,7 @@ def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk,
     if request.layouts is not None:
         named = parse_trials(request.layouts, config.layout, max_ranks)
         if len(named) != 1:
-            raise ConfigError(f"--layouts names {len(named)} layouts, but a drill takes place on one; name one")
+            raise ConfigError(f"--layouts names {len(named)} layouts, but a drill uses one; name one")
         (trial,) = named
     steps = request.num_steps
     also: dict[str, dict[str, Any]] = {

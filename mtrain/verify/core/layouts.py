@@ -209,7 +209,7 @@ def _parsed(name: str, layout: LayoutSection, max_ranks: int) -> Trial:
         raise ConfigError(f"--layouts {name}: a degree is 0, but each must be at least 1; fix the name")
     if trial.world_size > max_ranks:
         raise ConfigError(
-            f"--layouts {name} needs {trial.world_size} ranks, but --max-ranks is {max_ranks}; raise it or take "
+            f"--layouts {name} needs {trial.world_size} ranks, but --max-ranks is {max_ranks}; raise it or use "
             "smaller degrees"
         )
     _section(trial, trial.stage_shares, f"--layouts {name}")

@@ -215,7 +215,8 @@ class _Ranks:
             ready = wait(list(waiting), timeout=min(_LOOK_S, timeout_s))
             if not ready and patience.has_ended(time.monotonic(), self._used_s()):
                 raise RankFailedError(
-                    f"ranks {sorted(waiting.values())} have used no processor for {timeout_s:g} s and have not answered"
+                    f"ranks {sorted(waiting.values())} have used no processor for {timeout_s:g} s and have not "
+                    "responded"
                 )
             for pipe in ready:
                 rank = waiting.pop(pipe)

@@ -65,7 +65,7 @@ class SamplePlan:
     def describe(self) -> str:
         """Describes the plan for a report."""
         hard = f"{self.hard_steps} steps of random tokens under random masks (0 to 97 % masked, some samples entirely)"
-        hard += ", with experts that routers take" if self.choices else ""
+        hard += ", with experts that routers replay" if self.choices else ""
         return f"{self.own_steps} steps of the run's own data, then {hard}" if self.own_steps else hard
 
 

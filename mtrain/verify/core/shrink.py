@@ -182,8 +182,8 @@ def refuse_incomparable(config: Config) -> None:
     """Refuses a configuration whose runs differ by definition."""
     if keys := config.dropout_keys:
         raise ConfigError(
-            f"with {' and '.join(keys)} above 0, every layout and micro-batch size draws other numbers, so that no two "
-            f"of them can be compared; add {' '.join(f'{key}=0' for key in keys)} to the command"
+            f"with {' and '.join(keys)} above 0, every layout and micro-batch size draws other numbers, so no two of "
+            f"them can be compared; add {' '.join(f'{key}=0' for key in keys)} to the command"
         )
     keys = layout_dependent_keys(config.model, config.loss)
     if keys:

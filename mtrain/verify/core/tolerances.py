@@ -63,8 +63,8 @@ _SAMPLES = Tolerance(
     0.0,
     "0",
     {},
-    "Share of the rows of a global batch that are not those of the raw samples: tokens, labels, positions, documents, "
-    "padding, and what each token counts in each term.",
+    "Share of the rows of a global batch that differ from those of the raw samples: tokens, labels, positions, "
+    "documents, padding, and each token's weight in each term.",
 )
 _RATE = Tolerance(
     "lr",
@@ -164,8 +164,8 @@ def denominator_tolerance(sizes: Sizes) -> Tolerance:
         formula="T u64; 0 where all shares are whole or halves, quarters, ...",
         inputs={"T": sizes.tokens, "u64": UNIT_ROUNDOFF_64},
         meaning=(
-            "What a term is divided by, relative to the exact sum over whole rows. T shares are added in float64: "
-            "counts must be equal to the last bit, other weights within the rounding of T additions."
+            "A term's denominator, relative to the exact sum over whole rows. T shares are added in float64: counts "
+            "must be equal to the last bit, other weights within the rounding of T additions."
         ),
     )
 
@@ -186,9 +186,8 @@ def _values(sizes: Sizes, once: dict[str, float]) -> tuple[Tolerance, Tolerance]
 
 def _limit(kind: str, meaning: str) -> Tolerance:
     why = (
-        "A limit and no bound: its weights decide how much the model amplifies rounding. That of float32, amplified, "
-        "must not do more than one rounding to bfloat16 does that nothing amplifies; mtrain verify parity judges such "
-        "models in float64."
+        "A limit, not a bound: the weights decide how much the model amplifies rounding. Amplified float32 rounding "
+        "must not exceed one unamplified rounding to bfloat16; mtrain verify parity judges such models in float64."
     )
     inputs = {"s": _CONFIDENCE, "v": UNIT_ROUNDOFF_BF16}
     return Tolerance(kind, _CONFIDENCE * UNIT_ROUNDOFF_BF16, "s v", inputs, f"{meaning} {why}")

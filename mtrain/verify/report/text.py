@@ -67,7 +67,7 @@ class ReportText:
     """Diagnosis if one process also fails."""
     times: str = ""
     """What the lines of measured times say; empty without any."""
-    undecided: str = "every layout that ran fails, and none of them was one process: whose fault it is, is open"
+    undecided: str = "every layout that ran fails, and none of them was one process: the cause is open"
     """Diagnosis if nothing passes and no layout was one process; empty if the axes are not a layout's."""
 
     @property
@@ -102,7 +102,7 @@ _PLURALS = {
 def _curves(band: str, runs: str) -> str:
     return (
         f"Above: the values. The broad grey band is {band}; on it the {runs} take turns in a striped line, so that "
-        "equal curves stay visible. Those that fail have filled markers and lines of their own."
+        "equal curves stay visible. Failing ones have filled markers and separate lines."
     )
 
 
@@ -127,8 +127,8 @@ PARITY = ReportText(
     ),
     curves=_curves("the reference", "layouts")
     + (
-        " After a wrong update they go their own way. Below: the relative deviation from the exact value of each step, "
-        "which is taken at the weights that the layout had (gradient norms: from that of the layout's own gradients); "
+        " After a wrong update they diverge. Below: the relative deviation from the exact value of each step, which "
+        "is taken at the weights that the layout had (gradient norms: from that of the layout's own gradients); "
         "layouts side by side."
     ),
     tensors=(
@@ -163,14 +163,14 @@ RESUME = ReportText(
     length="The straight run has {steps} steps.",
     compared=(
         "On the layout that saved, everything is compared bit by bit with the straight run: the state right after "
-        "loading and after every step, the samples, what was recorded. On another layout the state that was loaded is "
-        "compared bit by bit with the files, samples, learning rates and counters must be the same, and every step is "
-        "compared with its exact values in float64 at the weights that it started from, within the tolerances below."
+        "loading and after every step, the samples, the records. On another layout the loaded state is compared bit "
+        "by bit with the files, samples, learning rates and counters must be the same, and every step is compared "
+        "with its exact values in float64 at its initial weights, within the tolerances below."
     ),
     curves=_curves("the straight run", "resumed runs") + " Below: the relative deviation.",
     tensors=(
-        "Each square is the worst moment of one tensor in one case: 0, or deviating. Tensors stand in the order of the "
-        "forward pass. A cross marks what must not be."
+        "Each square is the worst moment of one tensor in one case: 0, or deviating. Tensors stand in the order of "
+        "the forward pass. A cross marks a deviation that must not occur."
     ),
     everything="resuming changes the run, even on the layout that saved",
     undecided="",
@@ -196,10 +196,9 @@ PREEMPT = ReportText(
     caption="After each stop, the deviation from the run that nothing stopped; seconds from the signal to the end",
     length="The run has {steps} steps.",
     compared=(
-        "One run was started again and again by the real launcher and asked to stop by a real signal, each time in "
-        "another phase. It has to leave the marker REQUEUE, exit with 0, and resume bit for bit: what was recorded "
-        "in each step, and at the end every file of the last checkpoint. Seconds are those from the signal to the "
-        "end of the ranks."
+        "One run was started repeatedly by the real launcher and stopped by a real signal, each time in another "
+        "phase. It must leave the marker REQUEUE, exit with 0, and resume bit for bit: the record of each step, and "
+        "at the end every file of the last checkpoint. Seconds are from the signal to the end of the ranks."
     ),
     curves=(
         "Above: the values. The broad grey band is the run that nothing stopped; on it are the steps after each "
@@ -223,8 +222,8 @@ HF = ReportText(
     caption="Worst deviation from transformers in float32",
     length="Every run has {steps} steps.",
     compared=(
-        "Worst relative deviation over all steps. Both sides start from the same weights and go their own way: what "
-        "deviates in one step is carried into the next."
+        "Worst relative deviation over all steps. Both sides start from the same weights and continue independently: "
+        "a deviation in one step carries over to the next."
     ),
     curves=_curves("transformers", "layouts") + " Below: the relative deviation.",
     tensors="",
@@ -245,7 +244,7 @@ BACKEND = ReportText(
     length="Every layer ran forward and backward once, and was timed against ours.",
     compared=(
         "Errors of output, gradient of the input and gradients of the weights, relative to the exact tensor from the "
-        "reference in float64. Of root mean square and largest element the one is shown that is worse in units of its "
+        "reference in float64. The worse of root mean square and largest element is shown, in units of its "
         "tolerance, which follows from the error of our torch layers on the same weights and inputs."
     ),
     curves="",

@@ -36,7 +36,7 @@ _MOST = 0.5
 
 ROUTER = Cause(
     "bf16 router",
-    "the routers of the engine compute in bfloat16, so that experts are weighed, and some chosen, otherwise",
+    "the routers of the engine compute in bfloat16, so some experts get other weights, and some others are chosen",
     "let the engine compute its routers in float32, or replay its routes in the trainer",
     is_rounding=True,
 )
@@ -158,7 +158,7 @@ class Disagreement:
             cause = Cause(
                 "stale weights",
                 f"the log-probabilities are those of {name}",
-                "send the weights before drawing, and empty the engine's prefix cache after it",
+                "send the weights before sampling, and then empty the engine's prefix cache",
             )
             yield cause, self._rerun(reference=load())
 
@@ -202,7 +202,7 @@ class Disagreement:
         if rows > 0:
             cause = Cause(
                 "padded vocabulary",
-                f"the softmax of the engine counts {rows} rows more than the vocabulary has, with logits of 0",
+                f"the softmax of the engine includes {rows} rows beyond the vocabulary, with logits of 0",
                 "let the engine leave out the rows that pad its table",
             )
             yield cause, self._of_each(_padded, rows)

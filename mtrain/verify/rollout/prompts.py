@@ -53,7 +53,7 @@ class Prompts:
             return Cause(
                 "other vocabulary",
                 f"token id {most} is beyond the vocabulary of {size} tokens",
-                "draw with the tokenizer of this model; rows that pad a table are no tokens",
+                "sample with the tokenizer of this model; padding rows of a table are not tokens",
             )
         if rollout.prompt is None or self._tokenizer is None:
             return self._without_begin(rollout) if rollout.prompt is None else None
@@ -179,5 +179,5 @@ def _missing(begin: Sequence[int]) -> Cause:
     return Cause(
         "missing bos",
         f"the prompt does not begin with {list(begin)}, the tokens that begin every text of this model",
-        "give the engine the token ids that the run's tokenizer makes, or encode with add_special_tokens=True",
+        "give the engine the token ids of the run's tokenizer, or encode with add_special_tokens=True",
     )

@@ -189,7 +189,7 @@ class _RolloutCheck:
         lines = (
             f"routing replay: with the routes of the rollouts replayed the trainer under {self._own.name} deviates "
             "from float64 with the same replay",
-            "run mtrain verify parity to see whether the layout computes what one process does without a replay",
+            "run mtrain verify parity to see whether the layout agrees with one process without a replay",
         )
         findings = [] if sides[0].passed else [Finding("routing replay", lines)]
         return sides, findings, f"{shown} nats"
@@ -269,8 +269,8 @@ class _RolloutCheck:
             Finding(
                 NOT_EXPLAINED,
                 (
-                    f"{NOT_EXPLAINED}: {where} deviate, and no single cause that is known gives their log-probabilities"
-                    f"{nearest}",
+                    f"{NOT_EXPLAINED}: {where} deviate, and no single known cause gives their "
+                    f"log-probabilities{nearest}",
                     "it may be two causes at once: correct what the page shows, or name other weights by --weights, "
                     "and run this again",
                 ),

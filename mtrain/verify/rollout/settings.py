@@ -92,7 +92,7 @@ class Settings:
             return Cause(
                 name,
                 f"the log-probabilities are those at temperature {self.temperature:g}, but the file says {given}",
-                "let the engine give those after the temperature (vLLM: logprobs_mode=processed_logprobs), or say "
+                "let the engine return those after the temperature (vLLM: logprobs_mode=processed_logprobs), or say "
                 f"temperature {self.temperature:g} in the file and in Datum.temperature",
             )
         fact = f"the log-probabilities are those of a sampler with {self}"
@@ -101,9 +101,9 @@ class Settings:
         return Cause(
             name,
             fact,
-            "let the engine give those of the whole vocabulary (vLLM: logprobs_mode=raw_logprobs at temperature 1), or "
-            "draw without these settings, which vLLM also takes from generation_config.json: a loss takes the whole "
-            "distribution",
+            "let the engine return those of the whole vocabulary (vLLM: logprobs_mode=raw_logprobs at temperature "
+            "1), or draw without these settings, which vLLM also takes from generation_config.json: a loss needs the "
+            "whole distribution",
         )
 
 

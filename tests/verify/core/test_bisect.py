@@ -68,8 +68,8 @@ def test_a_layout_that_stopped_says_why() -> None:
     ("alone", "reported"),
     [
         (layout(fails=True), "one process with one microbatch too: not a fault of a layout"),
-        (layout(error="out of memory"), "none of them was one process: whose fault it is, is open"),
-        (None, "none of them was one process: whose fault it is, is open"),
+        (layout(error="out of memory"), "none of them was one process: the cause is open"),
+        (None, "none of them was one process: the cause is open"),
     ],
     ids=["fails", "could not be run", "was not asked for"],
 )

@@ -80,5 +80,5 @@ def test_only_ranks_that_use_no_processor_run_out_of_time(steps: list[tuple[floa
 @pytest.mark.nightly  # seconds of work; by day its rule alone, above
 def test_a_call_may_take_longer_than_its_ranks_may_be_idle() -> None:
     assert Pool(timeout_s=2).run(work_for, Layout(), 2.5) == [True]
-    with pytest.raises(RankFailedError, match=r"ranks \[0\] have used no processor for 2 s and have not answered"):
+    with pytest.raises(RankFailedError, match=r"ranks \[0\] have used no processor for 2 s and have not responded"):
         Pool(timeout_s=2).run(sleep_for, Layout(), 600.0)
