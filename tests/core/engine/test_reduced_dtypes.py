@@ -1,4 +1,4 @@
-"""Gradients, losses, denominators and norms are added up over ranks in float32 or wider, whatever the model is in."""
+"""Gradients are added up over ranks in float32, losses, denominators and norms in float64, whatever the model is in."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", pytest.param("fp32", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("changes", "one"),
     [
@@ -36,5 +36,6 @@ def test_nothing_but_activations_is_added_up_in_half(
     for found in pool.run(reduced, one.resolved(config), config, padded_steps()[0]):
         summed = {each for each in found if each.ndim < 3}
         assert {each.dtype for each in summed} <= WIDE, summed
-        assert "torch.float64" in {each.dtype for each in summed}, "losses and the norm"
+        # ranks on CPUs swap losses, denominators and the norm as short messages
+        assert {each.dtype for each in summed if each.kind == "send"} == {"torch.float64"}, summed
         assert any(each.dtype == "torch.float32" and each.kind != "send" for each in summed), "gradients"
