@@ -57,7 +57,7 @@ TESTS = {
     "planted/test_inject.py::test_every_fault_is_found_and_named": (
         "dp-means cp-counts-again dp-size-in-denominator cp-scaled-loss dropped-microbatch "
         "labels-shifted-after-slicing keys-in-rank-order hops-left-out clip-before-normalisation clamped-denominator "
-        "epsilon-in-denominator "
+        "epsilon-in-denominator totals-in-half gradients-in-half "
         "int32-weights dp-rank-not-reduced dropout-left-on vocabulary-padding-in-softmax local-side-term-denominators "
         "norms-decayed norms-counted-per-tp-rank full-width-norm-by-tp-rank state-across-documents "
         "state-dropped-at-parts decay-in-half-precision router-losses-shared-out expert-loads-per-rank "
@@ -65,6 +65,7 @@ TESTS = {
     ),
     "planted/test_shared_faults.py::test_what_every_layout_shares_is_found": (
         "last-token-masked masked-tokens-counted token-weights-squared sample-weights-ignored padding-counted "
+        "padding-by-token-id attention-ends-at-pad-id pad-id-hidden-from-routers loads-of-the-next-layer "
         "labels-shifted-twice extras-not-shifted datum-weights-shifted datum-extras-shifted record-weights-shifted "
         "record-extras-shifted sample-read-twice positions-not-restarted row-counted-as-sequence "
         "label-of-the-next-sample router-balance-by-row tokens-ahead-across-documents sequence-mean-plus-one "

@@ -242,6 +242,19 @@ def _rank_not_reduced(sharded: ShardedModel, sums: StepSums, groups: Groups, *ot
     return finalize_gradients(sharded, sums, groups, *others)
 
 
+def _totals_in_half(sharded: ShardedModel, sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+    if groups.layout.dp > 1:  # as ranks send them that add up in bfloat16
+        sums.pairs.sums.copy_(sums.pairs.sums.bfloat16())
+    return finalize_gradients(sharded, sums, groups, *others)
+
+
+def _gradients_in_half(sharded: ShardedModel, sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+    if groups.layout.dp > 1:
+        for _, gradient in sharded.local_gradients():
+            gradient.copy_(gradient.bfloat16())
+    return finalize_gradients(sharded, sums, groups, *others)
+
+
 class _LocalPlan(NumeratorFactors):
     def __init__(self, planned: Sequence[float], objective: Objective, is_fp16: bool, groups: Groups) -> None:
         super().__init__(planned, objective, is_fp16, _OwnReplica(**vars(groups)))
@@ -370,6 +383,8 @@ PLANTS: dict[str, Plant] = {
     "epsilon-in-denominator": _denominator(lambda value: value + 1e-8),
     "int32-weights": _denominator(lambda value: value.to(torch.int32).to(torch.float64)),
     "dp-rank-not-reduced": in_step("finalize_gradients", _rank_not_reduced),
+    "totals-in-half": in_step("finalize_gradients", _totals_in_half),
+    "gradients-in-half": in_step("finalize_gradients", _gradients_in_half),
     "dropout-left-on": Plant(config=configured("model", lambda model: {"hidden_dropout": 0.1})),
     "vocabulary-padding-in-softmax": in_step("OutputLoss", _PaddingIsReal),
     "local-side-term-denominators": in_step("NumeratorFactors", _LocalPlan),

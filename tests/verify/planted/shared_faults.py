@@ -131,6 +131,32 @@ def _padding_counted(rows: _Rows, form: RowForm, first_of_step: Place | None) ->
     return replace(batch, weights=weights, denominator_weights=shares, is_padding=known)
 
 
+def _padding_by_token_id(batch: Microbatch) -> dict[str, Any]:
+    """Takes the token that fills rows for padding wherever it stands, as a mask from a tokenizer's pad id does."""
+    is_filler = batch.tokens == 0
+    weights, shares = (
+        {term: each.masked_fill(is_filler, 0.0) for term, each in of_terms.items()}
+        for of_terms in (batch.weights, batch.denominator_weights)
+    )
+    return {"weights": weights, "denominator_weights": shares}
+
+
+def _documents_end_at_fillers(batch: Microbatch) -> dict[str, Any]:
+    """Lets a document end at the token that fills rows, wherever it stands, for attention alone."""
+    assert batch.document_starts is not None, "documents are isolated"
+    places = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    after = torch.where(batch.tokens == 0, places + 1, 0).roll(1, dims=1)
+    after[:, 0] = 0
+    starts = torch.maximum(batch.document_starts, after.cummax(1).values.to(batch.document_starts.dtype))
+    return {"document_starts": starts}
+
+
+def _fillers_without_experts(batch: Microbatch) -> dict[str, Any]:
+    """Hides the token that fills rows from the losses of routers, wherever it stands."""
+    assert batch.is_padding is not None, "the model has experts"
+    return {"is_padding": batch.is_padding | (batch.tokens == 0)}
+
+
 def _rows_as_sequences(rows: _Rows, form: RowForm, first_of_step: Place | None) -> Microbatch:
     joined = collate([[_joined(row)] if row else [] for row in rows], form, first_of_step)
     sound = collate(rows, form, first_of_step)
@@ -298,6 +324,14 @@ class _BalanceTimesTopK(RouterBalance):
         return super().watching(scaled, lambda: factors() * times, num_sequences)
 
 
+class _LoadsOfNextLayer(RouterBalance):
+    """Counts layers without a bias among those that have one."""
+
+    def _sum_loads(self, counts: Tensor) -> None:
+        super()._sum_loads(counts)
+        counts.copy_(counts.roll(1, dims=0))
+
+
 class _NoBiasCorrection(Optimizer):
     """Makes lr m / (sqrt(v) + epsilon) by changing rate, epsilon and decay of the sound update."""
 
@@ -348,6 +382,9 @@ SHARED_PLANTS: dict[str, Plant] = {
     "token-weights-squared": _samples(lambda sample: replace(sample, mask=sample.mask**2)),
     "sample-weights-ignored": _samples(lambda sample: replace(sample, weight=1.0)),
     "padding-counted": collating(_padding_counted),
+    "padding-by-token-id": _batches(_padding_by_token_id),
+    "attention-ends-at-pad-id": _batches(_documents_end_at_fillers),
+    "pad-id-hidden-from-routers": _batches(_fillers_without_experts),
     "labels-shifted-twice": _batches(lambda batch: {"labels": batch.labels.roll(-1, dims=1)}),
     "extras-not-shifted": _samples(_extras_not_shifted),
     "datum-weights-shifted": _datum(_datum_weights),
@@ -378,6 +415,7 @@ SHARED_PLANTS: dict[str, Plant] = {
     "softmax-scale-off": Plant(change_model=_softmax_scale),
     "norm-epsilon-off": _model(lambda model: {"norm_epsilon": 10 * model.norm_epsilon}),
     "router-losses-times-top-k": in_step("RouterBalance", _BalanceTimesTopK),
+    "loads-of-the-next-layer": in_step("RouterBalance", _LoadsOfNextLayer),
     "expert-scaling-ignored": _model(lambda model: {"experts": with_values(model.experts, {"scaling_factor": 1.0})}),
     "bias-correction-missing": in_worker("Optimizer", _NoBiasCorrection),
     "decay-not-times-rate": in_worker("Optimizer", _DecayWithoutRate),

@@ -44,6 +44,8 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "epsilon-in-denominator": (MICRO, "every layout", "denominator", "main", None),
     "int32-weights": (MICRO, "every layout", "denominator", "main", None),
     "dp-rank-not-reduced": (DP, "dp", "gradient", FINAL_NORM, None),
+    "totals-in-half": (DP, "dp", "loss", "main", None),
+    "gradients-in-half": (DP, "dp", "gradient", FINAL_NORM, None),
     "dropout-left-on": (MICRO, "every layout", "loss", "main", "embedding"),
     "vocabulary-padding-in-softmax": (MICRO, "every layout", "loss", "main", None),
     "local-side-term-denominators": (DP, "dp", "gradient", FINAL_NORM, None),

@@ -47,6 +47,9 @@ CASES = {
     "token-weights-squared": Case("samples", MAIN_WEIGHTS),
     "sample-weights-ignored": Case("samples", MAIN_WEIGHTS),
     "padding-counted": Case("samples", MAIN_WEIGHTS),
+    "padding-by-token-id": Case("samples", MAIN_WEIGHTS),
+    "attention-ends-at-pad-id": Case("samples", "documents", changes={"data__isolate_documents": True}),
+    "pad-id-hidden-from-routers": Case("samples", "padding", of_experts=True),
     "labels-shifted-twice": Case("samples", "labels"),
     "extras-not-shifted": Case("samples", "extra advantages", changes={"loss__function": "ppo"}),
     "datum-weights-shifted": Case("samples", MAIN_WEIGHTS),
@@ -79,6 +82,7 @@ CASES = {
     "softmax-scale-off": Case("loss", "main", ATTENTION),
     "norm-epsilon-off": Case("loss", "main", FIRST_NORM),
     "router-losses-times-top-k": Case("loss", "router_sequence_balance", of_experts=True),
+    "loads-of-the-next-layer": Case("update", "decoder.layers.1.mlp.router.expert_bias", of_experts=True),
     "expert-scaling-ignored": Case(
         "loss", "main", "layer 1 mlp", {"model__experts__scaling_factor": 2.5}, of_experts=True
     ),
