@@ -20,6 +20,9 @@ from mtrain.base.spelling import meant
 from mtrain.base.version import SHARED
 from mtrain.config import Config
 from mtrain.config.known_issues import context_kinds
+from mtrain.config.schema.data import AnyData
+from mtrain.config.schema.model import ModelSection
+from mtrain.config.schema.train import TrainSection
 from mtrain.core.layers.certified import machine_of
 from mtrain.hf.configuration import load_config
 from mtrain.plan.search.hardware import MeasuredLinks
@@ -88,7 +91,7 @@ def verify_machine(request: MachineRequest, progress: Progress, pool: Pool | Non
     if request.families is not None:
         names = tuple(dict.fromkeys(request.families.split(",")))
     configs = {name: family(name, request.device) for name in names}
-    device, num_ranks = _ranks(request, configs[names[0]])
+    device, num_ranks = _ranks(request, configs[names[0]].train)
     if request.inject is not None:
         chosen(request.inject, configs[names[0]], (), MACHINE_FAULTS)
     origin = Request(None, 1, num_ranks, request.inject, request.command).origin(device)
@@ -127,9 +130,9 @@ def family(name: str, device: str) -> Config:
     return load_config(_MODELS / f"{name}.yaml", [*_RUN, f"train.device={device}"])
 
 
-def _ranks(request: MachineRequest, config: Config) -> tuple[str, int]:
+def _ranks(request: MachineRequest, train: TrainSection) -> tuple[str, int]:
     """Returns the device and the number of ranks; refuses a single one, which has nobody to talk to."""
-    device, _ = device_for(config.train, MAX_RANKS)
+    device, _ = device_for(train, MAX_RANKS)
     if device == "cpu":
         return device, _ON_CPUS if request.ranks is None else request.ranks
     count, needed = torch.cuda.device_count(), 2 if request.ranks is None else request.ranks
@@ -150,13 +153,13 @@ def collective_layouts(num_ranks: int) -> Iterator[Layout]:
         yield from (Layout(tp=2, sp=True, cp=half), Layout(tp=2, sp=True, dp=half, ep=2), Layout(pp=2, dp=half))
 
 
-def layout_names(config: Config, num_ranks: int, is_quick: bool) -> Iterator[str]:
+def layout_names(model: ModelSection, data: AnyData, num_ranks: int, is_quick: bool) -> Iterator[str]:
     """Yields names of layouts: each axis alone, on two ranks and on most, then axes together."""
     most = 1 << (num_ranks.bit_length() - 1)  # a power of two divides the heads and experts of every model
-    has_experts = config.model.experts is not None
+    has_experts = model.experts is not None
     for degree in (most,) if is_quick else sorted({2, most}):
         yield from (f"tp{degree}sp", f"pp{degree}", f"dp{degree}", *[f"ep{degree}dp{degree}"] * has_experts)
-        kinds = context_kinds(config.model, config.data)
+        kinds = context_kinds(model, data)
         yield from (f"cp{degree}{kind}" for kind in (kinds[:1] if is_quick else kinds))
     if most >= 4 and not is_quick:
         yield from (f"tp2sp-pp2-dp{most // 4}", f"tp2sp-cp2-dp{most // 4}")
@@ -227,7 +230,7 @@ class MachineCheck:
 
     def _fitting(self, name: str, config: Config) -> Iterator[str]:
         """Yields the names of the layouts that a model has, and says which it has not."""
-        names = list(layout_names(config, self.num_ranks, self.request.quick))
+        names = list(layout_names(config.model, config.data, self.num_ranks, self.request.quick))
         trials = parse_trials(",".join(names), config.layout, self.num_ranks)
         small = shrink(config, [Trial(micro_batch_size=None), *trials], batch_size=_BATCH_SIZE).config
         for each, trial in zip(names, trials, strict=True):
