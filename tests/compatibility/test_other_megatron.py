@@ -26,9 +26,6 @@ RUN = content(
     model__experts__ffn_hidden_size=32,
     model__experts__expert_bias=True,
     model__experts__bias_update_rate=1e-3,
-    layout__tp=2,
-    layout__sp=True,
-    layout__ep=2,
     train__num_steps=4,
     train__global_batch_size=4,
     data__seq_length=16,
@@ -36,9 +33,10 @@ RUN = content(
 )
 
 
-def trained(python: Path | str, file: Path, run: Path) -> dict[int, dict[str, Any]]:
+def trained(python: Path | str, file: Path, run: Path, ranks: int) -> dict[int, dict[str, Any]]:
     """Trains to the end under an interpreter, and returns the record of each step."""
-    command = [str(python), "-m", "mtrain", "launch", "local", "-n", "2", str(file), f"run.dir={run}"]
+    verb = ["launch", "local", "-n", str(ranks)] if ranks > 1 else ["train"]
+    command = [str(python), "-m", "mtrain", *verb, str(file), f"run.dir={run}"]
     if python == sys.executable:
         done = completed(command, file.parent)
     else:  # no process of ours has imported it
@@ -56,18 +54,23 @@ def digests(run: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "saved_here",
-    # each way reads both formats: the numbers before and after are compared
-    [True, pytest.param(False, marks=pytest.mark.nightly)],
-    ids=["this to the other", "the other to this"],
+    ("saved_here", "layout"),
+    [
+        # each way writes both formats; interpreters start for every rank, and tests/core/state has the layouts
+        (True, {}),
+        *(pytest.param(each, {"tp": 2, "sp": True, "ep": 2}, marks=pytest.mark.nightly) for each in (True, False)),
+    ],
+    ids=["one rank", "this to the other", "the other to this"],
 )
-def test_a_run_goes_on_under_the_other_version(tmp_path: Path, other_python: Path, saved_here: bool) -> None:
-    file = write(tmp_path / "run.yaml", RUN)
+def test_a_run_goes_on_under_the_other_version(
+    tmp_path: Path, other_python: Path, saved_here: bool, layout: dict[str, Any]
+) -> None:
+    file, ranks = write(tmp_path / "run.yaml", {**RUN, "layout": layout}), layout.get("tp", 1)
     first, second = (sys.executable, other_python) if saved_here else (other_python, sys.executable)
-    before = trained(first, file, tmp_path / "before")
+    before = trained(first, file, tmp_path / "before", ranks)
     shutil.copytree(tmp_path / "before", tmp_path / "after")
     shutil.rmtree(tmp_path / "after" / "checkpoints" / "step_00000004")
-    after = trained(second, file, tmp_path / "after")
+    after = trained(second, file, tmp_path / "after", ranks)
 
     versions = [
         json.loads((tmp_path / run / "checkpoints" / "step_00000004" / "mtrain.json").read_text())["versions"]

@@ -70,6 +70,7 @@ def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly  # test_endings.py and test_answers_end.py have ends and answers by day
 def test_an_export_answers_as_the_run_does(folder: Path) -> None:
     """Transformers reads the exported folder: it has the same ids of a question, and the same greedy continuation."""
     arguments = [value for question in QUESTIONS for value in ("--prompt", question)]

@@ -79,6 +79,7 @@ def assert_estimated(found: list[Measured], config: Config, layout: Layout) -> N
     ],
     ids=str,
 )
+@pytest.mark.nightly  # by day test_memory_of_families.py, with and without recomputation, and logits in chunks, below
 def test_the_estimate_is_what_ranks_allocate_and_recomputation_changes_no_bit(
     layout: Layout, precision: str, seq_length: int, pool: Pool
 ) -> None:

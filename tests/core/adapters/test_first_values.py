@@ -31,7 +31,7 @@ BY_NIGHT = (
     *("kimi_k2", "kimi_k25", "glm4_moe_lite", "gemma3", "qwen3_5", "qwen3_5_moe"),
 )
 """Families whose matrices are named as those of llama, qwen3, qwen2_moe, olmo3 and deepseek_v3, with or without a
-tower."""
+tower. Every second of the others is by day; tests/hf/schema/test_all_linear.py has the matrices of all."""
 
 
 def sections_of(config: Config) -> dict[str, dict[str, Any]]:
@@ -108,7 +108,8 @@ def check_starts(pool: Pool, folder: Path, rows: list[tuple[str, str, str]]) -> 
 
 
 def test_a_run_begins_as_its_frozen_model(pool: Pool, tmp_path: Path) -> None:
-    starts = dict(zip((each for each in MODELS if each not in BY_NIGHT), cycle(STARTS)))
+    by_day = [each for each in MODELS if each not in BY_NIGHT][::2]
+    starts = dict(zip(by_day, cycle(STARTS)))
     rows = [(family, start, "single") for family, start in starts.items()]
     others = [("random", "all-linear"), ("model.hf", "fused"), ("import", "dora")]
     check_starts(pool, tmp_path, rows + [("qwen3_next", *other) for other in others])

@@ -59,6 +59,7 @@ def test_one_run_is_too_few(runs: list[Path]) -> None:
     assert (code, "name a second run folder" in text) == (2, True)
 
 
+@pytest.mark.nightly  # by day the page of two runs in a browser: test_runs.py
 def test_the_page_reads_well(runs: list[Path], tmp_path: Path, chromium: Browser) -> None:
     text = page_of_several(compare_several(runs, None))
     page = read_html(text)

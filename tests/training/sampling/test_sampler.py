@@ -160,7 +160,8 @@ def test_sampled_answers_are_those_without_a_cache(
     [
         pytest.param(HYBRID, {}, 1, 64, marks=pytest.mark.nightly),  # by day on two ranks
         (HYBRID, {"pp": 2}, 2, 2),
-        (MAMBA, {"tp": 2, "sp": True}, 2, 2),
+        # one rule for both: tests/core/model/attention/test_delta_rule.py
+        pytest.param(MAMBA, {"tp": 2, "sp": True}, 2, 2, marks=pytest.mark.nightly),
         # heads are divided and stages pass a state on as they do above
         pytest.param(HYBRID, {"tp": 2, "sp": True, "pp": 2}, 4, 2, marks=pytest.mark.nightly),
         pytest.param(MAMBA, {"tp": 2, "sp": True, "pp": 2}, 4, 2, marks=pytest.mark.nightly),

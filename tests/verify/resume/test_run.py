@@ -244,6 +244,7 @@ def test_a_fault_that_is_a_test_is_refused() -> None:
         verify_resume(config(), Request(None, 6, 2, "loss-scale-restarted", "", 3), print)
 
 
+@pytest.mark.nightly  # parity/test_run.py has such a command by day; the report: above
 def test_the_command_writes_a_report_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(json.dumps(content(run__dir=str(tmp_path / "run"), train__device="cpu")))
