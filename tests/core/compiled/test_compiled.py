@@ -117,7 +117,6 @@ REGION_ROWS = [
         row("regions, fused gradients", REGIONS | {"model__megatron": {"gradient_accumulation_fusion": True}}),
         row("regions, hybrid", REGIONS | HYBRID),
     ],
-    [row("regions, ep", REGIONS | MIXTRAL, dp=2, ep=2)],
 ]
 REGIONS_BY_NIGHT = [
     [
@@ -129,9 +128,10 @@ REGIONS_BY_NIGHT = [
     ],
     [row("regions, tp pp", REGIONS | {"loss__chunk_tokens": 7}, tp=2, sp=True, pp=2)],
     [row("regions, cp", REGIONS | {"data__isolate_documents": True}, cp=2)],
+    [row("regions, ep", REGIONS | MIXTRAL, dp=2, ep=2)],
 ]
-"""Rows whose regions test_regions.py compares by day. Regions hold no collective: of all axes only experts change what
-reaches one, a number of tokens that differs from step to step."""
+"""Rows whose regions test_regions.py compares by day, those of experts with another number of tokens, and with none.
+Regions hold no collective, so a layout changes nothing but sizes."""
 
 
 @pytest.mark.parametrize(
