@@ -48,10 +48,10 @@ Splits = tuple[list[int], list[int]]
 
 
 @cache
-def operand(rank: int, size: int) -> NDArray[np.int64]:
+def operand(rank: int, size: int) -> NDArray[np.int16]:
     """Returns the operand of a rank, [size], without zeros."""
-    drawn = np.random.default_rng([_SEED, rank, size]).integers(-_LARGEST, _LARGEST, size)
-    return np.where(drawn >= 0, drawn + 1, drawn)
+    drawn = np.random.default_rng([_SEED, rank, size]).integers(-_LARGEST, _LARGEST, size, np.int16)
+    return np.where(drawn >= 0, drawn + np.int16(1), drawn)
 
 
 def check_collectives(groups: Groups, sizes: Sequence[int], fault: str | None) -> dict[str, Worst]:
@@ -83,17 +83,18 @@ def _share(
 
 def _case(
     collective: AnyCollective, ranks: Sequence[int], own: int, size: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], Splits | None]:
+) -> tuple[NDArray[np.int16], NDArray[np.int16], Splits | None]:
     """Returns what the rank with index `own` gives to a collective and what it must get, both [n]."""
     count = len(ranks)
     each = [operand(rank, count * size if collective == "reduce_scatter" else size) for rank in ranks]
     match collective:
         case "all_reduce":
-            return each[own], np.sum(each, axis=0), None
+            return each[own], np.stack(each).sum(axis=0, dtype=np.int16), None
         case "all_reduce_max":
-            return each[own], np.max(each, axis=0), None
+            return each[own], np.stack(each).max(axis=0), None
         case "reduce_scatter":
-            return each[own], np.sum(each, axis=0)[own * size : (own + 1) * size], None
+            total = np.stack(each).sum(axis=0, dtype=np.int16)
+            return each[own], total[own * size : (own + 1) * size], None
         case "all_gather":
             return each[own], np.concatenate(each), None
         case "all_to_all":

@@ -189,7 +189,7 @@ class MachineCheck:
 
     def collectives(self, layout: Layout) -> None:
         """Compares every collective over the groups of a layout with sums on the host."""
-        sizes = (1, 1003, 65_536, *([] if self.pool.device == "cpu" or self.request.quick else [4_194_304]))
+        sizes = (1, 1003, 65_536, *([] if self.pool.device == "cpu" or self.request.quick else [1_048_576]))
 
         def find() -> dict[str, Any]:
             ranks = self.pool.run(check_collectives, layout, sizes, self.request.inject)
