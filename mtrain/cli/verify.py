@@ -13,6 +13,7 @@ import typer
 
 from mtrain.base.environment import RankEnvironment
 from mtrain.base.errors import ConfigError, UnfinishedError
+from mtrain.base.files import disk_faults
 from mtrain.base.ground import require_ground
 from mtrain.base.log import output_console
 from mtrain.cli.arguments import ConfigArguments, ModelArgument, Verbs, loaded_config, with_options
@@ -205,6 +206,8 @@ def machine(
             raise ConfigError(
                 "verify machine starts a rank for each GPU itself; call it once, without torchrun or srun"
             )
+        with disk_faults(f"write {output}"):  # now, not after minutes of checks
+            output.mkdir(parents=True, exist_ok=True)
         if device is MachineDevice.CPU:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core takes a GPU that it sees; read when CUDA starts
         from mtrain.verify.machine.run import MachineRequest, verify_machine  # loads torch

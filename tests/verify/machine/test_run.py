@@ -286,6 +286,13 @@ def test_ranks_of_a_launcher_say_it_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "call it once" in said[0]
 
 
+def test_a_folder_that_cannot_be_is_refused_before_the_first_check(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, ["verify", "machine", "--device", "cpu", "--output", str(tmp_path / "file")])
+    assert done.exit_code == 7
+    assert [line[:30] for line in done.output.splitlines()] == [f"error: could not write {tmp_path}"[:30]]
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(0)  # seven models on four ranks take as long as the machine is busy
 def test_the_whole_check_passes(pool: Pool) -> None:
