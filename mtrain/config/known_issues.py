@@ -158,9 +158,9 @@ def beyond_transformer_engine(config: Sections) -> Iterator[str]:
             "layout.cp"
         )
     if config.train.compile in COMPILED:
-        yield f"train.compile={config.train.compile}, which compiles our layers alone"
+        yield f"train.compile={config.train.compile}, which compiles only our layers"
     if config.train.offload_layers is not None:
-        yield f"train.offload_layers={config.train.offload_layers}, which moves what our layers keep alone"
+        yield f"train.offload_layers={config.train.offload_layers}, which offloads only our layers"
     if config.model.megatron.get("gradient_accumulation_fusion"):
         yield "model.megatron.gradient_accumulation_fusion=true, which has been shown for our layers alone"
     groups = model.query_groups // layout.tp

@@ -58,7 +58,7 @@ def validation(valid: ValidSection, data: AnyData) -> Iterator[str]:
     asked = valid.interval_steps > 0 or valid.at_start or valid.at_end
     if asked and isinstance(data, FilesSection) and not data.valid and (data.split is None or data.split[1] == 0):
         yield (
-            "validation is enabled, but has no samples; name data.valid, give data.split a second share above 0, or "
+            "valid enables validation, but has no samples; name data.valid, give data.split a second share above 0, or "
             "turn valid.interval_steps, valid.at_start and valid.at_end off"
         )
 

@@ -149,7 +149,7 @@ def test_records_wait_for_a_quota(tmp_path: Path, notice: Notice, flaky_disk: Fl
         )
     assert found.returncode == 0, found.stderr
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(f"{step}\n" for step in range(9))
-    assert found.stderr.count("Disk quota exceeded; training continues, what is missing waits") == 1
+    assert found.stderr.count("Disk quota exceeded; training continues, the records wait") == 1
     assert found.stderr.count("has what was waiting for the disk") == 1
 
 

@@ -234,9 +234,9 @@ WRONG = {
     "plan {llama} --gpus 8 --gpu-memory 80": "--gpu-memory 80 is not a size; write it as 80GiB or 141GB",
     "plan {llama} --gpus 8 --seq-length 64 --global-batch-size 8 --gpu v100": "--gpu v100 is not known",
     "plan {llama} --gpus 8 --global-batch-size 8": "data.seq_length",
-    "plan {llama} --gpus 37 --seq-length 64 --global-batch-size 8": "take --global-batch-size 37, or --gpus 8",
+    "plan {llama} --gpus 37 --seq-length 64 --global-batch-size 8": "use --global-batch-size 37, or --gpus 8",
     "check {llama} {run} --without-files": "the number of ranks is not given",
-    "check {llama} {run} --world-size 1 --gpu-memory nothing --without-files": "--gpu-memory nothing is no size",
+    "check {llama} {run} --world-size 1 --gpu-memory nothing --without-files": "--gpu-memory nothing is not a size",
 }
 
 

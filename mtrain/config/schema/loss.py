@@ -190,8 +190,8 @@ class TermSection(Section):
             yield from wrong_options(self.options)
         elif is_ours or not _FUNCTION.fullmatch(self.function):
             yield (
-                f"function={self.function!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name a function of "
-                "your own as package.module:name"
+                f"function={self.function!r} is not known; choose {', '.join(LOSS_FUNCTIONS)}, or name your own "
+                "function as package.module:name"
             )
         divides = self.aggregation in NORM_AGGREGATIONS
         if divides and self.norm_length is None:

@@ -131,7 +131,7 @@ def test_a_batch_that_no_layout_divides_says_which_would() -> None:
     found = search(given, 10_000, H100, 80 * GIB)
     assert found.closest is None
     text = str(nothing_fits(given, found, 10_000, 80 * GIB))
-    assert "take --global-batch-size 10000, or --gpus 1021" in text
+    assert "use --global-batch-size 10000, or --gpus 1021" in text
     assert search(of("llama3_8b", "train.global_batch_size=10000"), 10_000, H100, 80 * GIB, 1).choices
 
 

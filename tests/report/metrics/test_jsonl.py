@@ -112,7 +112,7 @@ def test_records_wait_for_the_disk_with_one_warning_and_no_half_line(
             assert path.read_text().endswith("\n"), "half a line is taken back"
             assert list(read_records(path)) == records[:1]
     assert capsys.readouterr().err == (
-        f"warning: could not write {path}: File too large; training continues, what is missing waits\n"
+        f"warning: could not write {path}: File too large; training continues, the records wait\n"
     )
     sink.write(records[4])
     assert list(read_records(path)) == records[:5]
