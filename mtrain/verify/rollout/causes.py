@@ -11,6 +11,7 @@ log-probabilities within the rounding of the engine's precision; chance or a sec
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from mtrain.verify.reference.model.modules import AS_DEFINED, ExpertChanges
 from mtrain.verify.rollout.exact import Passes, Reference, Spread, log_probs, replayed
-from mtrain.verify.rollout.fits import SEVERAL, SINGLES, fitted, fitted_padding
+from mtrain.verify.rollout.fits import SEVERAL, SINGLES, Search, fitted_padding
 from mtrain.verify.rollout.records import Rollout
 from mtrain.verify.rollout.settings import Cause, DrawnTokens, Settings
 
@@ -102,8 +103,10 @@ class Disagreement:
                 continue
             found.append(self._judged(cause, predicted))
         if self.is_of_engine and not any(each.explains for each in found):
-            several = (each for names in SEVERAL for each in self._of_settings(names))
-            found += [self._judged(cause, predicted) for cause, predicted in several if predicted is not None]
+            for cause, predicted in (each for names in SEVERAL for each in self._of_settings(names)):
+                found += [] if predicted is None else [self._judged(cause, predicted)]
+                if found[-1].explains:  # chance does not give the numbers of so many tokens
+                    break
         if self.is_of_engine and not any(each.explains for each in found):
             found += self._coarser()
         return found
@@ -185,12 +188,16 @@ class Disagreement:
     def _places(self) -> list[tuple[Tensor, Rollout]]:
         return [(answer.exact.logits, answer.rollout) for answer in self.answers]
 
+    @cached_property
+    def _search(self) -> Search:
+        return Search(self._places, max(1e-9, self.rounding.floor))
+
     @property
     def _said(self) -> list[float]:
         return sorted({answer.rollout.temperature for answer in self.answers})
 
     def _of_settings(self, names: Sequence[str]) -> Iterator[tuple[Cause, Predicted | None]]:
-        found = fitted(self._places, names, max(1e-9, self.rounding.floor))
+        found = self._search.fitted(names)
         if found is not None and [found.temperature] != self._said:  # that of the file is no cause
             yield self._settings(found)
 

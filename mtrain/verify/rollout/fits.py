@@ -2,13 +2,17 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtrain.verify.core.tolerances import amplified
+from mtrain.verify.rollout.columns import Columns, Ordered
+from mtrain.verify.rollout.distances import Distances, pushed
 from mtrain.verify.rollout.records import Rollout
 from mtrain.verify.rollout.settings import TRUNCATIONS, DrawnTokens, Settings, truncated
 
@@ -25,7 +29,7 @@ SEVERAL = (
 MOST_TOKENS = 256
 """Tokens that a search uses; all tokens judge its result."""
 _MOST_NUMBERS = 2**22
-"""Logits that a search reads repeatedly; a large vocabulary leaves fewer tokens."""
+"""Logits that a search reads; a large vocabulary leaves fewer tokens."""
 _FEWEST_TOKENS = 8
 """Tokens that a search needs: settings of any kind fit fewer."""
 _OF_ANY_NUMBER = (("temperature",), ("top_k",), ("top_p",))
@@ -35,6 +39,8 @@ _MOST_STARTS = 12
 """Nearest settings without bias that get one."""
 _KEPT_SHARE = 0.75
 _MOST_OFTEN, _FEWEST_MORE = 3, 3
+_NEAR = 3
+"""Candidates that are refined, by each of two measures."""
 _COLDEST, _HOTTEST = 0.02, 50.0
 _STARTS = {
     "temperature": [_COLDEST * (_HOTTEST / _COLDEST) ** (step / 40) for step in range(41)],
@@ -44,187 +50,294 @@ _STARTS = {
 }
 _TIDY = (*(number / 100 for number in range(1, 100)), 0.001, 0.002, 0.005, 0.995, 0.998, 0.999)
 """Values of top_p and min_p to try besides those that log-probabilities imply."""
-_USUAL_TOP_K = (*range(1, 21), 24, 25, 30, 32, 40, 50, 60, 64, 80, 100, 128, 200, 256)
-"""Values of top_k to try with top_p."""
+_USUAL_TOP_K = (*range(1, 101), 120, 128, 150, 200, 250, 256, 300, 400, 500, 512, 1000)
+"""Values of top_k to try with other settings."""
+_BIASES = (*(step / 5 for step in range(-40, 61) if step), -math.inf)
+"""Biases of one token to try with other settings."""
+_SCANNED = 32
+"""Tokens that decide between all truncations with all biases of a token, or at all temperatures."""
+_PROMISING = 0.6
+"""Share of missed tokens above which nothing is refined further."""
+
+
+class Search:
+    """Finds the settings of an engine; what several searches need is computed once."""
+
+    def __init__(self, answers: Sequence[tuple[Tensor, Rollout]], tolerance: float) -> None:
+        """Takes logits as in `Pass`, with their rollouts; `tolerance` is the rounding of a log-probability."""
+        self._answers, self.tolerance = answers, tolerance
+        self._vocab = answers[0][0].shape[-1]
+
+    def fitted(self, names: Sequence[str]) -> Settings | None:
+        """Returns the settings of these names whose log-probabilities are nearest to the engine's.
+
+        Prefers round numbers within 0.1 %. None if none are near, or too few tokens can tell.
+        """
+        columns = self._whole if len(names) == 1 and names[0] in TRUNCATIONS else self._condensed
+        if len(names) > 1 and len(columns.places.ids) > (most := MOST_TOKENS // 4):
+            columns = columns.evenly(most)
+        if len(columns.places.ids) < _FEWEST_TOKENS and tuple(names) not in _OF_ANY_NUMBER:
+            return None
+        found = _Fit(columns, self.tolerance).found(names)
+        return None if found is None else columns.named(found)
+
+    @cached_property
+    def _whole(self) -> Columns:
+        most = max(2 * _FEWEST_TOKENS, min(MOST_TOKENS, _MOST_NUMBERS // self._vocab))
+        return Columns(DrawnTokens.drawn(self._answers, most), torch.zeros(self._vocab), torch.arange(self._vocab))
+
+    @cached_property
+    def _condensed(self) -> Columns:
+        return self._whole.condensed()
 
 
 def fitted(answers: Sequence[tuple[Tensor, Rollout]], names: Sequence[str], tolerance: float) -> Settings | None:
-    """Returns the settings of these names whose log-probabilities are nearest to the engine's.
-
-    Prefers round numbers within 0.1 %. None if none are near, or too few tokens can tell. `answers` are logits as in
-    `Pass`, with the rollout; `tolerance` is the rounding of a log-probability.
-    """
-    most = MOST_TOKENS if len(names) == 1 else MOST_TOKENS // 4
-    most = max(2 * _FEWEST_TOKENS, min(most, _MOST_NUMBERS // answers[0][0].shape[-1]))
-    places = DrawnTokens.drawn(answers, most)
-    if len(places.ids) < _FEWEST_TOKENS and tuple(names) not in _OF_ANY_NUMBER:
-        return None
-    return _Fit(places, tolerance).found(names)
+    """Searches once; see `Search`."""
+    return Search(answers, tolerance).fitted(names)
 
 
-class _Fit:
-    def __init__(self, places: DrawnTokens, tolerance: float) -> None:
-        """Searches the drawn tokens; `tolerance` is the rounding of a log-probability."""
-        self._places, self._tolerance = places, tolerance
-        self._known: dict[Settings, Tensor] = {}
-        """Differences under tried settings; half of all tries repeat."""
+_NEUTRAL = Settings()
+_NOTHING: dict[str, Any] = {"min_p": 0.0, "top_k": None, "top_p": 1.0}
+
+
+def _numbers_of(values: Sequence[dict[str, Any]]) -> Tensor:
+    rows = [{**_NOTHING, **each} for each in values]
+    return torch.tensor([
+        [row["min_p"], math.inf if row["top_k"] is None else row["top_k"], row["top_p"]] for row in rows
+    ], dtype=torch.float64)  # fmt: skip
+
+
+class _Fit(Distances):
+    """Searches the drawn tokens."""
+
+    def __init__(self, columns: Columns, tolerance: float) -> None:
+        super().__init__(columns, tolerance)
+        self._biased_columns: dict[int, DrawnTokens] = {}
 
     def found(self, names: Sequence[str]) -> Settings | None:
         """Returns the nearest settings of these names."""
         continuous = [name for name in CONTINUOUS if name in names]
         truncations = [name for name in TRUNCATIONS if name in names]
+        is_biased = BIASED in names
         # several at once are refined from fewer points
-        stride = 4 if len(continuous) > 1 else 2 if len(names) > 2 else 1
-        grids = [_STARTS[name][::stride] for name in continuous]
+        grids = [_STARTS[name][:: 4 if len(continuous) > 1 else 1] for name in continuous]
         starts = [Settings(**dict(zip(continuous, values))) for values in itertools.product(*grids)]
-        late = []
-        if BIASED in names:  # what truncation leaves is only known with the bias
-            late = self._of_late_places(names)
-            values = [each for name in truncations for each in self._values(name)] or [{}]
-            starts = [replace(start, **value) for start in starts for value in values]
-            starts = [self._biased(each) for each in sorted(starts, key=self._distance)[:_MOST_STARTS]]
-        near = [each for start in starts for each in self._truncations(start, truncations)]
-        near = [*late, *sorted({*near}, key=self._distance)[: 4 if len(names) > 1 else 1]]
-        shares = (1.0,) if not truncations else (_KEPT_SHARE,) if BIASED in names else (1.0, _KEPT_SHARE)
-        refined = [
-            self._refined(each, continuous, truncations, BIASED in names, share) for share in shares for each in near
-        ]
-        return min((each for each in refined if each is not None), key=self._distance, default=None)
+        near: Iterable[Settings]
+        if truncations == list(names):
+            near = self._truncations(_NEUTRAL, truncations)
+        elif is_biased:
+            near = self._near_with_bias(starts, names)
+        else:
+            near = self._near(starts, truncations)
+        shares = (1.0, _KEPT_SHARE) if truncations else (1.0,)
+        best: Settings | None = None
+        for each, share in itertools.product(near, shares):
+            refined = self._refined(each, continuous, truncations, is_biased, share)
+            best = min((one for one in (best, refined) if one is not None), key=self.distance, default=None)
+            if best is not None and self.distance(best) <= amplified(self.tolerance) ** 2:
+                break  # others fit as well where few tokens tell, but are less near at the start
+        return best
+
+    def _near(self, starts: Sequence[Settings], truncations: Sequence[str]) -> list[Settings]:
+        """Returns the nearest starts, each with its nearest truncations."""
+        values, most = self._values(truncations), _SCANNED if len(truncations) > 1 else MOST_TOKENS
+        return self._nearest([one for each in starts for one in self._scan(each, values, most=most)])
+
+    def _nearest(self, trials: Sequence[Settings], most: int = _NEAR) -> list[Settings]:
+        """Returns the best trials by mean square and by the number of tokens that they predict."""
+        trials = [*dict.fromkeys(trials)]
+        near = [sorted(trials, key=measure)[:most] for measure in (self.score, self.distance)]
+        return [*dict.fromkeys(one for pair in zip(*near) for one in pair)]
+
+    def _scan(
+        self,
+        settings: Settings,
+        values: Sequence[dict[str, Any]],
+        tokens: Sequence[int | None] = (None,),
+        most: int = MOST_TOKENS,
+    ) -> list[Settings]:
+        """Tries all truncations with all biases of each token on `most` drawn tokens.
+
+        Returns the nearest settings by each of two measures.
+        """
+        found = []
+        numbers = _numbers_of(values)
+        logits = self.places.processed(settings)
+        rows = slice(None, None, 1 + (len(logits) - 1) // most)
+        for token in tokens:
+            drawn = self.places.of_drawn(logits).unsqueeze(-1)
+            if token is None:
+                others, extra = logits, torch.full_like(drawn, -math.inf)
+            else:
+                others = logits.index_fill(-1, torch.tensor([token]), -math.inf)
+                extra = self._column(settings, token)
+                drawn = torch.where((self.places.ids == token).unsqueeze(-1), extra, drawn)
+            kept = Ordered(others[rows], self.columns.sizes).kept(numbers, extra[rows])
+            missed = drawn[rows].unsqueeze(-1) - kept - self.places.said[rows, None, None]
+            missed = missed.nan_to_num(posinf=1e3, neginf=-1e3)
+            for sums in (missed.square().sum(0), self.hits(missed).sum(0)):
+                row, column = divmod(int(sums.argmin()), len(values))
+                bias = settings.bias if token is None else (*settings.bias, (token, _BIASES[row]))
+                found.append(replace(settings, bias=bias, **values[column]))
+        return found
+
+    def _column(self, settings: Settings, token: int) -> Tensor:
+        """Returns the logits of a token under all biases, [tokens, biases]."""
+        if token not in self._biased_columns:
+            self._biased_columns[token] = self.places.biased(token, torch.tensor(_BIASES, dtype=torch.float64))
+        own = replace(settings, bias=(), stops=(), min_tokens=0, allowed=None)
+        return self._biased_columns[token].processed(own)
+
+    def _near_with_bias(self, starts: Sequence[Settings], names: Sequence[str]) -> Iterator[Settings]:
+        """Yields settings to refine; the next ones are only needed if those before are not it."""
+        yield from self._of_late_places(names)
+        truncations = [name for name in TRUNCATIONS if name in names]
+        values = self._values(truncations)
+        # what truncation leaves is only known with the bias
+        whole = [replace(start, **each) for start in starts for each in (values if truncations else [{}])]
+        near = self._nearest([self._biased(each) for each in sorted(whole, key=self.distance)[:_MOST_STARTS]])
+        if not truncations:
+            yield from near
+            return
+        near = self._promising(near)
+        yield from near
+        tokens = {token for each in near for token, _ in each.bias}
+        for start in (_NEUTRAL, *self._scan(_NEUTRAL, values)):
+            tokens |= {*self._drawn_often(start), *self._explaining(start)}
+        near = self._nearest([one for start in starts for one in self._scan(start, values, sorted(tokens), _SCANNED)])
+        yield from self._promising(near)
+        yield from self._promising([self._with_more(each, values) for each in near])
+
+    def _promising(self, near: Sequence[Settings]) -> list[Settings]:
+        """Moves biases to the optimum; returns the settings that predict many tokens then."""
+        moved = [self.least_squares(each, pushed(each), _KEPT_SHARE) for each in near]
+        return [each for each in moved if self.score(each) < _PROMISING]
+
+    def _with_more(self, settings: Settings, values: Sequence[dict[str, Any]]) -> Settings:
+        """Pushes or forbids further tokens one after another, each with the truncation that fits then."""
+        for _ in range(_MOST_OFTEN - 1):
+            settings = self.least_squares(settings, pushed(settings), _KEPT_SHARE)
+            tokens = {*self._drawn_often(settings), *self._explaining(settings)} - dict(settings.bias).keys()
+            trial = min(self._scan(settings, values, sorted(tokens), _SCANNED), key=self.score, default=settings)
+            if self.is_exact(settings) or self.score(trial) >= self.score(settings):
+                break
+            settings = trial
+        return settings
+
+    def _drawn_often(self, settings: Settings) -> list[int]:
+        """Returns tokens that are drawn far more often than predicted."""
+        own, count = self.shares(settings), len(self.columns.ids)
+        more = (torch.bincount(self.places.ids, minlength=own.shape[-1]) - own.sum(0))[:count]
+        return [token for token in more.topk(min(_MOST_OFTEN, count)).indices.tolist() if more[token] > _FEWEST_MORE]
+
+    def _explaining(self, settings: Settings) -> list[int]:
+        """Returns tokens whose bias would best explain the sums of exponentials."""
+        own, count = self.shares(settings), len(self.columns.ids)
+        gains = self._gains(own, torch.expm1(self.missed(settings).clamp(max=50.0)), [])
+        found: list[int] = gains[:count].topk(min(_MOST_OFTEN, count)).indices.tolist()
+        return found
 
     def _of_late_places(self, names: Sequence[str]) -> list[Settings]:
-        """Returns settings without bias that fit the second halves of answers, which min_tokens leaves alone."""
-        is_late = self._places.numbers > self._places.numbers.max() / 2
-        others = [name for name in names if name != BIASED]
-        if not others or int(is_late.sum()) < _FEWEST_TOKENS:
+        """Returns settings that fit the second halves of answers, which min_tokens leaves alone, with it added."""
+        is_late = self.places.numbers > self.places.numbers.max() / 2
+        others = [name for name in names if name != BIASED] or names
+        if bool(is_late.all()) or int(is_late.sum()) < (2 * _FEWEST_TOKENS if others == names else _FEWEST_TOKENS):
             return []
-        found = _Fit(self._places.chosen(is_late), self._tolerance).found(others)
+        found = _Fit(self.columns.chosen(is_late), self.tolerance).found(others)
         return [] if found is None else [self._biased(found)]
 
-    def _values(self, name: str) -> list[dict[str, Any]]:
-        size = self._places.logits.shape[-1]
-        return [{name: each} for each in (_TIDY if name != "top_k" else [k for k in _USUAL_TOP_K if k < size])]
+    def _values(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns all combinations of usual values of truncations."""
+        size = self.places.logits.shape[-1]
+        grids = [[k for k in _USUAL_TOP_K if k < size] if name == "top_k" else _TIDY for name in names]
+        return [dict(zip(names, each, strict=True)) for each in itertools.product(*grids)]
 
     def _refined(
         self, settings: Settings, continuous: Sequence[str], truncations: Sequence[str], is_biased: bool, share: float
     ) -> Settings | None:
         """Moves settings to the nearest ones, one kind after another."""
-        rounds = 8 if is_biased and (continuous or truncations) else 2 if continuous and truncations else 1
+        rounds = 8 if bool(continuous) + bool(truncations) + is_biased > 1 else 1
         before = math.inf
         for _ in range(rounds):
-            if (now := self._distance(settings)) > 0.5 * before or now <= self._tolerance**2:
+            if (now := self.distance(settings)) > 0.5 * before or now <= self.tolerance**2:
                 break
             before = now
             if is_biased:
-                settings = self._biased(replace(settings, bias=(), num_biased=None, allowed=None))
-            tokens = [token for token, value in settings.bias if value != -math.inf]
-            settings = self._least_squares(settings, [*continuous, *tokens], share)
-            if is_biased and self._distance(settings) > self._tolerance**2:
+                again = self._biased(replace(settings, bias=(), min_tokens=0, stops=(), allowed=None))
+                settings = min(settings, again, key=self.distance)
+            settings = self.least_squares(settings, [*continuous, *pushed(settings)], share)
+            if is_biased:
                 settings = self._without_needless(settings)
             if truncations and rounds > 1:
-                again = self._truncations(replace(settings, min_p=0.0, top_k=None, top_p=1.0), truncations)
-                settings = min([settings, *again], key=self._distance)
-        if is_biased and not settings.bias and settings.allowed is None:
+                others = self._truncations(replace(settings, **_NOTHING), truncations)
+                settings = min([settings, *others], key=self.distance)
+        if is_biased and not settings.has_bias:
             return None
+        settings = self._simplified(settings)
         settings = replace(settings, bias=tuple((token, _tidy_bias(value)) for token, value in settings.bias))
         return self._tidied(settings, continuous)
 
-    def _distance(self, settings: Settings) -> float:
-        return float(self._missed(settings).square().mean())
-
-    def _missed(self, settings: Settings) -> Tensor:
-        """Returns differences from the engine's log-probabilities, finite even if a token would be cut."""
-        if settings not in self._known:
-            every = self._places.processed(settings).log_softmax(-1)
-            missed = self._places.of_drawn(every) - truncated(every, settings).logsumexp(-1) - self._places.said
-            self._known[settings] = missed.nan_to_num(posinf=1e3, neginf=-1e3)
-        return self._known[settings]
-
     def _without_needless(self, settings: Settings) -> Settings:
         """Removes the bias of tokens that the refitted others do not need."""
-        tokens = [token for token, value in settings.bias if value != -math.inf]
-        for token in tokens if len(settings.bias) > 1 else ():
-            bias = tuple(pair for pair in settings.bias if pair[0] != token)
-            rest = [other for other, value in bias if value != -math.inf]
-            trial = self._least_squares(replace(settings, bias=bias), rest, _KEPT_SHARE)
-            if bias and self._distance(trial) <= self._distance(settings):
+        for token in pushed(settings) if len(settings.bias) > 1 else ():
+            trial = replace(settings, bias=tuple(each for each in settings.bias if each[0] != token))
+            trial = self.least_squares(trial, pushed(trial), _KEPT_SHARE)
+            if self.distance(trial) <= max(self.distance(settings), self.tolerance**2):
                 settings = trial
         return settings
 
-    def _least_squares(self, settings: Settings, names: Sequence[str | int], share: float = 1.0) -> Settings:
-        """Moves the continuous settings and token biases in `names` to the optimum by Levenberg-Marquardt.
-
-        Only the nearest `share` of tokens counts: a truncation that is not right yet spoils others.
-        """
-        if not names:
-            return settings
-        damping, now = 1e-3, settings
-        missed = self._missed(now)
-        count = max(len(names) + 1, round(share * len(missed)))
-
-        def sum_of(differences: Tensor) -> Tensor:
-            return differences.square().sort().values[:count].sum()
-
-        for _ in range(40):
-            columns = [(self._missed(_moved(now, {name: 1e-6})) - missed) / 1e-6 for name in names]
-            rows = missed.abs().argsort()[:count]
-            slope = torch.stack(columns, -1)[rows]
-            square = slope.T @ slope
-            step = torch.linalg.lstsq(square + damping * square.diagonal().diag(), -(slope.T @ missed[rows])).solution
-            trial = _moved(now, dict(zip(names, step.clamp(-1, 1).tolist(), strict=True)))
-            after = self._missed(trial)
-            if sum_of(after) < sum_of(missed):
-                now, missed, damping = trial, after, damping / 10
-                if float(step.abs().max()) < 1e-10:
-                    break
-            elif (damping := damping * 10) > 1e9:
-                break
-        return now
+    def _simplified(self, settings: Settings) -> Settings:
+        """Forbids tokens that are pushed down so far that nothing tells the two apart."""
+        for token, value in settings.bias:
+            trial = replace(settings, bias=_merged(settings, {token: -math.inf}))
+            if value < -_MOST_BIASED and self.distance(trial) <= max(self.distance(settings), self.tolerance**2):
+                settings = trial
+        return settings
 
     def _tidied(self, settings: Settings, names: Sequence[str]) -> Settings:
         """Rounds settings in turn if round numbers fit as well after the rest has moved."""
         for number, name in enumerate(names):
-            found, most = getattr(settings, name), max(self._distance(settings), (32 * self._tolerance) ** 2)
+            found, most = getattr(settings, name), max(self.distance(settings), (32 * self.tolerance) ** 2)
             for tidy in (round(found, digits) for digits in range(1, 5)):
                 if abs(tidy - found) < 1e-3 * abs(found) and (tidy > 0) == (found > 0):
                     rounded: dict[str, Any] = {name: tidy}
-                    trial = self._least_squares(replace(settings, **rounded), names[number + 1 :])
-                    if self._distance(trial) <= most:
+                    trial = self.least_squares(replace(settings, **rounded), names[number + 1 :])
+                    if self.distance(trial) <= most:
                         settings = trial
                         break
         return settings
 
     def _truncations(self, settings: Settings, names: Sequence[str]) -> list[Settings]:
-        """Returns settings with the nearest truncations: one, or one for each value of the first of two."""
-        if not names:
-            return [settings]
-        if len(names) == 1:
-            return [self._truncation(settings, names[0])]
-        firsts = [replace(settings, **each) for each in self._values(names[0])]
-        return [self._truncation(first, names[1]) for first in firsts]
+        """Returns settings with the nearest truncations; untidy values only of the last name."""
+        found = self._scan(settings, self._values(names)) if len(names) > 1 else [settings]
+        neutral = {names[-1]: _NOTHING[names[-1]]}
+        return [*found, *(self._truncation(replace(each, **neutral), names[-1]) for each in found)] if names else found
 
     def _truncation(self, settings: Settings, name: str) -> Settings:
         """Returns settings whose truncation leaves the probability that the log-probabilities imply."""
-        before = self._places.processed(settings).log_softmax(-1)
-        ordered = truncated(before, settings).sort(-1, descending=True).values
-        ordered = ordered - ordered.logsumexp(-1, keepdim=True)  # relative to what a truncation before it leaves
-        wanted = self._places.of_drawn(before) - self._places.said - truncated(before, settings).logsumexp(-1)
-        reached = ordered.exp().cumsum(-1)
-        distances = (reached.log() - wanted.unsqueeze(-1)).square()  # [tokens, number of tokens that are left - 1]
+        sizes = self.columns.sizes
+        before = self.places.processed(settings)
+        left = truncated(before, settings, sizes)
+        ordered = left.sort(-1, descending=True)
+        shares = (ordered.values + sizes[ordered.indices]).log_softmax(-1)  # of what a truncation before it leaves
+        wanted = self.places.of_drawn(before) - self.places.said - (left + sizes).logsumexp(-1)
+        reached = shares.exp().cumsum(-1)
+        distances = (reached.log() - wanted.unsqueeze(-1)).square()  # [tokens, number of columns that are left - 1]
         if name == "top_k":
             return replace(settings, top_k=int(distances.sum(0).argmin()) + 1)
-        values = torch.tensor([*_TIDY, *self._between(name, ordered, reached, wanted)], dtype=torch.float64)
+        relative = (ordered.values - ordered.values[:, :1]).exp()
+        values = torch.tensor([*_TIDY, *self._between(name, relative, reached, wanted)], dtype=torch.float64)
         if name == "top_p":  # as many as do not reach it, and one more
             left = torch.searchsorted(reached, values.expand(len(reached), -1).contiguous())
         else:  # as many as have at least this share of the likeliest one's probability
-            share = (ordered - ordered[:, :1]).exp()
-            left = torch.searchsorted(-share, -values.expand(len(share), -1).contiguous(), right=True) - 1
+            left = torch.searchsorted(-relative, -values.expand(len(relative), -1).contiguous(), right=True) - 1
         best = distances.gather(-1, left.clamp(max=distances.shape[-1] - 1)).sum(0).argmin()
         found: dict[str, Any] = {name: float(values[best])}
         return replace(settings, **found)
 
-    def _between(self, name: str, ordered: Tensor, reached: Tensor, wanted: Tensor) -> Iterator[float]:
+    def _between(self, name: str, share: Tensor, reached: Tensor, wanted: Tensor) -> Iterator[float]:
         """Yields a value of top_p or min_p, if any, that leaves as many tokens everywhere as the engine did."""
-        fits = (reached.log() - wanted.unsqueeze(-1)).abs() <= 32 * self._tolerance
+        fits = (reached.log() - wanted.unsqueeze(-1)).abs() <= 32 * self.tolerance
         if not bool(fits.any(-1).all()):
             return
         first = fits.double().argmax(-1, keepdim=True)
@@ -233,7 +346,6 @@ class _Fit:
             fewer = torch.where(first > 0, reached.gather(-1, (first - 1).clamp(min=0)), 0.0)
             low, high = float(fewer.max()), float(reached.gather(-1, last).min())
         else:  # the least likely token that is left has at least this share of the likeliest one's probability
-            share = (ordered - ordered[:, :1]).exp()
             after = torch.where(
                 last + 1 < share.shape[-1], share.gather(-1, (last + 1).clamp(max=share.shape[-1] - 1)), 0.0
             )
@@ -244,99 +356,110 @@ class _Fit:
 
     def _biased(self, settings: Settings) -> Settings:
         """Returns settings with the biased or forbidden tokens that best fit the engine's log-probabilities."""
-        own = self._places.processed(settings).log_softmax(-1)
-        kept = truncated(own, settings).logsumexp(-1)
-        missed = self._places.of_drawn(own) - kept - self._places.said
-        deviates = missed.abs() > 32 * self._tolerance
-        found = [self._pushed(settings, own, missed), self._allowed(settings, own, missed)]
-        if bool(deviates.any()) and (count := int(self._places.numbers[deviates].max()) + 1) > 1:
-            early = self._places.numbers < count
-            if not bool(early.all()):
-                forbidden = self._pushed(replace(settings, num_biased=count), own, missed.masked_fill(~early, 0.0))
-                found.append(forbidden)
-        best = min(map(self._distance, found))
+        own = (self.places.processed(settings) + self.columns.sizes).log_softmax(-1)
+        missed = self.missed(settings)
+        deviates = missed.abs() > 32 * self.tolerance
+        found = [self._pushed(settings, own, missed)]
+        if settings.allowed is None:
+            found.append(self._allowed(settings, own, missed))
+        if bool(deviates.any()) and (count := int(self.places.numbers[deviates].max()) + 1) > 1:
+            early = self.places.numbers < count
+            if not bool(early.all()) and not settings.min_tokens:
+                forbidden = self._pushed(replace(settings, min_tokens=count), own, missed.masked_fill(~early, 0.0))
+                found += [forbidden] if forbidden.stops else []
+        best = min(map(self.distance, found))
         # the first that is near: a token that is forbidden everywhere is likelier than one that is at the beginning
-        return next(each for each in found if self._distance(each) <= best + self._tolerance**2)
+        return next(each for each in found if self.distance(each) <= best + self.tolerance**2)
+
+    def _gains(self, shares: Tensor, left: Tensor, chosen: Sequence[int]) -> Tensor:
+        """Returns by column how much of the sums that are left to explain its share explains where it is not drawn."""
+        others = shares.scatter(-1, self.places.ids.unsqueeze(-1), 0.0)
+        gains = (left.unsqueeze(-1) * others).sum(0).square() / others.square().sum(0).clamp(min=1e-300)
+        gains[[*chosen]] = 0
+        gains[len(self.columns.ids) :] = 0
+        return gains
 
     def _pushed(self, settings: Settings, own: Tensor, missed: Tensor) -> Settings:
-        """Finds biased tokens: the sum of exponentials grows by (e^bias - 1) times their probability."""
-        more, shares = missed.exp() - 1, own.exp()
-        if settings.num_biased is not None:
-            shares = shares * (self._places.numbers < settings.num_biased).unsqueeze(-1)
+        """Finds biased tokens: the sum of exponentials grows by (e^bias - 1) times their probability.
+
+        With `min_tokens`, finds those that are forbidden at the beginning.
+        """
+        more, is_early = torch.expm1(missed.clamp(max=50.0)), settings.min_tokens > 0
+        if is_early:
+            own = own.masked_fill((self.places.numbers >= settings.min_tokens).unsqueeze(-1), -math.inf)
+        shares = own.exp()
         chosen: list[int] = []
-        best, left = settings, more
+        best, left = replace(settings, min_tokens=0), more
         for _ in range(_MOST_BIASED):
-            if self._distance(best) <= self._tolerance**2:
+            if self.is_exact(best):
                 break
-            others = shares.masked_fill(
-                torch.zeros_like(shares, dtype=torch.bool).scatter(-1, self._places.ids.unsqueeze(-1), True), 0.0
-            )
-            gains = (left.unsqueeze(-1) * others).sum(0).square() / others.square().sum(0).clamp(min=1e-300)
-            gains[chosen] = 0
-            chosen.append(int(gains.argmax()))
-            rows = ~torch.isin(self._places.ids, torch.tensor(chosen))
+            chosen.append(int(self._gains(shares, left, chosen).argmax()))
+            rows = ~torch.isin(self.places.ids, torch.tensor(chosen))
             if int(rows.sum()) < 3 * len(chosen) + 1:
                 break
             factors = torch.linalg.lstsq(shares[rows][:, chosen], more[rows].unsqueeze(-1)).solution.squeeze(-1)
             left = (more - shares[:, chosen] @ factors).masked_fill(~rows, 0.0)
             # a token that was taken for another one is left without a bias
-            kept = [(token, factor) for token, factor in zip(chosen, factors.tolist()) if abs(factor) > 1e-3]
-            trial = replace(settings, bias=tuple((token, _bias(factor)) for token, factor in kept))
-            best = min(best, trial, key=self._distance)
+            kept = [(token, _bias(factor)) for token, factor in zip(chosen, factors.tolist()) if abs(factor) > 1e-3]
+            stops = tuple(token for token, bias in kept if bias == -math.inf)
+            if is_early and not stops:
+                continue
+            added = {token: dict(settings.bias).get(token, 0.0) + bias for token, bias in kept}
+            trial = replace(settings, **{"stops": stops} if is_early else {"bias": _merged(settings, added)})
+            best = min(best, trial, key=self.distance)
+        if is_early:
+            return best
         return min(
-            best, self._pushed_when_drawn(settings, own, missed), self._pushed_often(settings, own), key=self._distance
+            best, self._pushed_when_drawn(settings, own, missed), self._pushed_often(settings, own), key=self.distance
         )
 
     def _pushed_often(self, settings: Settings, own: Tensor) -> Settings:
         """Finds biases of tokens that are drawn far more often than predicted."""
-        more = torch.bincount(self._places.ids, minlength=own.shape[-1]) - own.exp().sum(0)
-        often = [token for token in more.topk(_MOST_OFTEN).indices.tolist() if more[token] > _FEWEST_MORE]
+        more = torch.bincount(self.places.ids, minlength=own.shape[-1]) - own.exp().sum(0)
+        count = min(_MOST_OFTEN, len(self.columns.ids))
+        often = [
+            token for token in more[: len(self.columns.ids)].topk(count).indices.tolist() if more[token] > _FEWEST_MORE
+        ]
         if len(often) < 2:
             return settings
-        start = tuple((token, _tidy_bias(math.log(float(more[token] / own[:, token].exp().sum())))) for token in often)
-        return self._least_squares(replace(settings, bias=start), often, _KEPT_SHARE)
+        start = {token: _tidy_bias(math.log(float(more[token] / own[:, token].exp().sum()))) for token in often}
+        return self.least_squares(replace(settings, bias=_merged(settings, start)), often, _KEPT_SHARE)
 
     def _pushed_when_drawn(self, settings: Settings, own: Tensor, missed: Tensor) -> Settings:
         """Finds one biased token by its odds of being drawn."""
-        drawn, said = self._places.of_drawn(own), self._places.said
+        drawn, said = self.places.of_drawn(own), self.places.said
         odds = (said - torch.log(-torch.expm1(said.clamp(max=-1e-12)))) - (drawn - torch.log(-torch.expm1(drawn)))
         found = {}
-        for token in sorted(set(self._places.ids.tolist())):
-            is_drawn = self._places.ids == token
+        for token in sorted(set(self.places.ids.tolist())):
+            is_drawn = self.places.ids == token
             bias = _tidy_bias(float(odds[is_drawn].median()))
             sums = torch.log1p(own[:, token].exp() * math.expm1(min(bias, 50.0)))
             found[token, bias] = float((missed + bias * is_drawn - sums).square().sum())
-        return replace(settings, bias=(min(found, key=lambda each: found[each]),))
+        return replace(settings, bias=_merged(settings, dict([min(found, key=lambda each: found[each])])))
 
     def _allowed(self, settings: Settings, own: Tensor, missed: Tensor) -> Settings:
         """Finds the allowed tokens: those drawn, and a few that hold the rest of the probability."""
         shares, left = own.exp(), missed.exp()
-        chosen = sorted(set(self._places.ids.tolist()))
-        best = replace(settings, num_biased=None, allowed=tuple(chosen))
+        chosen = sorted(set(self.places.ids.tolist()))
+        best = replace(settings, allowed=tuple(chosen))
         for _ in range(_MOST_BIASED):
-            if self._distance(best) <= self._tolerance**2:
+            if self.distance(best) <= self.tolerance**2:
                 break
             rest = left - shares[:, chosen].sum(-1)
             distances = (rest.unsqueeze(-1) - shares).square().sum(0)
             distances[chosen] = math.inf
+            distances[len(self.columns.ids) :] = math.inf
             chosen = [*chosen, int(distances.argmin())]
             trial = replace(best, allowed=tuple(sorted(chosen)))
-            if self._distance(trial) >= self._distance(best):
+            if self.distance(trial) >= self.distance(best):
                 break
             best = trial
         return best
 
 
-def _moved(settings: Settings, steps: dict[str | int, float]) -> Settings:
-    """Returns settings after a step: factors move in log space, and a token names its bias."""
-    bias = tuple((token, value + steps.get(token, 0.0)) for token, value in settings.bias)
-    moved: dict[str, Any] = {"bias": bias}
-    for name, step in steps.items():
-        if isinstance(name, str):
-            value = getattr(settings, name)
-            is_factor = name in ("temperature", "repetition_penalty")
-            moved[name] = value * math.exp(step) if is_factor else value + step
-    return replace(settings, **moved)
+def _merged(settings: Settings, biases: dict[int, float]) -> tuple[tuple[int, float], ...]:
+    """Returns the bias of settings with other values for some tokens."""
+    return tuple({**dict(settings.bias), **biases}.items())
 
 
 def _bias(factor: float) -> float:

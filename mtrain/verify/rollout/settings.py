@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,9 +40,10 @@ class Settings:
 
     bias: tuple[tuple[int, float], ...] = ()
     """Tokens and what is added to their logits; -inf forbids one."""
-    num_biased: int | None = None
-    """Number of first answer tokens that have the bias; None: all."""
     allowed: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    """Number of first answer tokens that are none of `stops`."""
+    stops: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -51,6 +52,16 @@ class Settings:
     min_p: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+
+    @property
+    def has_truncation(self) -> bool:
+        """Says whether unlikely tokens are cut."""
+        return self.min_p > 0 or self.top_k is not None or self.top_p < 1
+
+    @property
+    def has_bias(self) -> bool:
+        """Says whether tokens are pushed, forbidden or chosen by id."""
+        return bool(self.bias or self.min_tokens) or self.allowed is not None
 
     def __str__(self) -> str:
         said = [f"temperature={self.temperature:g}"] if self.temperature is not None else []
@@ -72,9 +83,9 @@ class Settings:
         forbidden = sorted(token for token, value in self.bias if value == -math.inf)
         pushed = {token: value for token, value in sorted(self.bias) if value != -math.inf}
         said = [] if self.allowed is None else [f"allowed_token_ids=[{', '.join(map(str, self.allowed))}]"]
-        if forbidden and self.num_biased is not None:
-            said.append(f"min_tokens={self.num_biased} without {_tokens(forbidden)}")
-        elif forbidden:
+        if self.min_tokens:
+            said.append(f"min_tokens={self.min_tokens} without {_tokens(sorted(self.stops))}")
+        if forbidden:
             said.append(f"{_tokens(forbidden)} forbidden (bad_words)")
         if pushed:
             said.append("logit_bias={" + ", ".join(f"{token}: {value:g}" for token, value in pushed.items()) + "}")
@@ -84,8 +95,8 @@ class Settings:
         """Returns these settings as a cause; `said` are the temperatures in the file."""
         found = ["temperature"] if self.temperature is not None else []
         found += ["penalties"] if self._penalties() else []
-        found += ["truncated vocabulary"] if self.min_p > 0 or self.top_k is not None or self.top_p < 1 else []
-        found += ["biased tokens"] if self.bias or self.allowed is not None else []
+        found += ["truncated vocabulary"] if self.has_truncation else []
+        found += ["biased tokens"] if self.has_bias else []
         name = " and ".join(found)
         if name == "temperature":
             given = ", ".join(f"{each:g}" for each in said)
@@ -162,6 +173,19 @@ class DrawnTokens:
         ]
         return DrawnTokens(*columns)
 
+    def biased(self, token: int, biases: Tensor) -> DrawnTokens:
+        """Returns the tokens with a column for each bias of one token, and no other columns."""
+        every = torch.arange(len(biases))
+        return replace(
+            self,
+            logits=self.logits[:, token : token + 1] + biases,
+            read=tuple(every[: len(biases) * int((ids == token).any())] for ids in self.read),
+            written=tuple(
+                (every[: len(biases) * len(own)], own.expand(len(biases) * len(own)))
+                for own in (counts[ids == token] for ids, counts in self.written)
+            ),
+        )
+
     def _columns(self) -> list[Any]:
         return [getattr(self, each.name) for each in fields(self)]
 
@@ -186,12 +210,14 @@ class DrawnTokens:
     def processed(self, settings: Settings) -> Tensor:
         """Returns the logits after bias, penalties and temperature, [tokens, vocab]."""
         found = self.logits.clone()
-        biased = slice(None) if settings.num_biased is None else self.numbers < settings.num_biased
         for token, value in settings.bias:
-            found[biased, token] += value
+            found[:, token] += value
         if settings.allowed is not None:
             allowed = torch.tensor(settings.allowed)
             found = torch.full_like(found, -math.inf).index_copy(1, allowed, found[:, allowed])
+        if settings.min_tokens:
+            early = (self.numbers < settings.min_tokens).nonzero()
+            found[early, torch.tensor(settings.stops)] = -math.inf
         repetition, frequency, presence = (
             settings.repetition_penalty,
             settings.frequency_penalty,
@@ -219,8 +245,11 @@ def _counted(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     return torch.tensor([*counts], dtype=torch.int64), torch.tensor([*counts.values()], dtype=torch.int64)
 
 
-def truncated(logits: Tensor, settings: Settings) -> Tensor:
-    """Applies min_p, top_k and top_p to logits: -inf except for the likeliest tokens."""
+def truncated(logits: Tensor, settings: Settings, sizes: Tensor | None = None) -> Tensor:
+    """Applies min_p, top_k and top_p to logits: -inf except for the likeliest tokens.
+
+    `sizes` are logarithms of the number of tokens in each column, [vocab]; one each by default.
+    """
     if settings.min_p > 0:
         least = logits.max(-1, keepdim=True).values + math.log(settings.min_p)
         logits = logits.masked_fill(logits < least, -math.inf)
@@ -229,7 +258,8 @@ def truncated(logits: Tensor, settings: Settings) -> Tensor:
         logits = logits.masked_fill(logits < least, -math.inf)
     if settings.top_p < 1:
         ordered = logits.sort(-1, descending=True)
-        reached = ordered.values.softmax(-1).cumsum(-1)
+        masses = ordered.values if sizes is None else ordered.values + sizes[ordered.indices]
+        reached = masses.softmax(-1).cumsum(-1)
         # a token is left if those before it do not reach p
         gone = torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], -1) >= settings.top_p
         logits = logits.masked_fill(torch.zeros_like(gone).scatter(-1, ordered.indices, gone), -math.inf)

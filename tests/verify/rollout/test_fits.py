@@ -7,6 +7,7 @@ are written here from vLLM's documentation.
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers.generation import logits_process as theirs
 
 from mtrain.verify.rollout.fits import BIASED, SEVERAL, SINGLES, fitted
 from mtrain.verify.rollout.records import Rollout
-from mtrain.verify.rollout.settings import DrawnTokens, Settings
+from mtrain.verify.rollout.settings import TRUNCATIONS, DrawnTokens, Settings
 
 VOCAB, NUM_ANSWERS, NUM_TOKENS = 80, 4, 16
 DRAWS: dict[str, list[Any]] = {
@@ -83,7 +84,21 @@ def distance(found: Settings | None, given: list[tuple[Tensor, Rollout]]) -> flo
     return max(float((places.log_probs(found) - places.said).abs().max()) for places in every)
 
 
-@pytest.mark.parametrize("names", [*SINGLES, *SEVERAL], ids="-".join)
+HARD = (*((name, BIASED) for name in TRUNCATIONS), ("temperature", "top_k", "top_p"))
+"""Settings that decide together which tokens are left."""
+BY_NIGHT = [names for names in SEVERAL if "temperature" not in names and names not in HARD]
+"""Pairs that the day finds with temperature in the place of another continuous setting."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, marks=[pytest.mark.nightly] if names in BY_NIGHT else [])
+        for names in [*SINGLES, *SEVERAL]
+        if names not in HARD
+    ],
+    ids="-".join,
+)
 def test_settings_are_found_from_log_probabilities(names: tuple[str, ...]) -> None:
     for seed in range(4 if names == (BIASED,) else 1):
         said = {name: DRAWS[name][seed % len(DRAWS[name])] for name in names}
@@ -95,6 +110,45 @@ def test_settings_are_found_from_log_probabilities(names: tuple[str, ...]) -> No
         # no other setting alone gives these numbers
         for other in SINGLES if len(names) == 1 else ():
             assert other == names or distance(fitted(given, other, 1e-6), given) > 1e-3
+
+
+def drawn(name: str, choose: random.Random) -> Any:
+    """Draws a value of a setting; biases are strong, weak, of one token or two, or forbid."""
+    match name:
+        case "temperature":
+            return round(choose.choice([choose.uniform(0.3, 0.95), choose.uniform(1.05, 1.8)]), 2)
+        case "repetition_penalty":
+            return round(choose.choice([choose.uniform(1.03, 1.5), choose.uniform(0.7, 0.97)]), 2)
+        case "frequency_penalty" | "presence_penalty":
+            return round(choose.choice([-1, 1]) * choose.uniform(0.1, 1.8), 1)
+        case "min_p":
+            return round(choose.uniform(0.02, 0.3), 2)
+        case "top_k":
+            return choose.randint(3, 60)
+        case "top_p":
+            return round(choose.uniform(0.5, 0.97), 2)
+    first, second = choose.sample(range(VOCAB), 2)
+    up, down = round(choose.uniform(3, 8), 1), -round(choose.uniform(0.5, 4), 1)
+    biases = [{first: up}, {first: up, second: up - 1}, {first: down}, {first: -math.inf, second: -math.inf}]
+    found: dict[str, Any] = choose.choice([{"bias": each} for each in biases] + [{"min_tokens": choose.randint(3, 9)}])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("names", "seed"),
+    [
+        pytest.param(names, seed, marks=[] if seed == 0 and names in HARD else [pytest.mark.nightly])
+        for names in SEVERAL
+        for seed in range(6 if names in HARD else 3)
+    ],
+    ids=lambda each: "-".join(each) if isinstance(each, tuple) else str(each),
+)
+def test_drawn_settings_are_found(names: tuple[str, ...], seed: int) -> None:
+    choose = random.Random(f"{seed} {names}")
+    said = {name: drawn(name, choose) for name in names}
+    given = answers(said, seed)
+    found = fitted(given, names, 1e-6)
+    assert distance(found, given) < 2e-5, f"{found} of {said}"
 
 
 @pytest.mark.parametrize(
