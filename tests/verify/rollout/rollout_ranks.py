@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
@@ -34,8 +35,8 @@ def scores_with_rounded_experts(groups: Groups, *arguments: Any) -> Scored:
     def rounded(self: Any, hidden: Any, *options: Any, **named: Any) -> Any:
         return exchanged(self, hidden.bfloat16().to(hidden.dtype), *options, **named)
 
-    MoEAlltoAllTokenDispatcher.token_combine = rounded
-    return scores(groups, *arguments)
+    with patch.object(MoEAlltoAllTokenDispatcher, "token_combine", rounded):
+        return scores(groups, *arguments)
 
 
 def scores_with_other_experts(groups: Groups, *arguments: Any) -> Scored:
@@ -44,25 +45,27 @@ def scores_with_other_experts(groups: Groups, *arguments: Any) -> Scored:
     def next_places(ranking: Any, section: Any) -> Any:
         return ranking.topk(section.top_k + 1, dim=-1).indices[:, 1:]
 
-    router.best_places = next_places
-    return scores(groups, *arguments)
+    with patch.object(router, "best_places", next_places):
+        return scores(groups, *arguments)
 
 
 def scores_without_replay(groups: Groups, *arguments: Any) -> Scored:
     """Lets routers choose where experts are given."""
     choose = router.choose
-    router.choose = lambda logits, section, expert_bias, given=None: choose(logits, section, expert_bias)
-    return scores(groups, *arguments)
+
+    def own_choice(logits: Any, section: Any, expert_bias: Any, given: Any = None) -> Any:
+        return choose(logits, section, expert_bias)
+
+    with patch.object(router, "choose", own_choice):
+        return scores(groups, *arguments)
 
 
 class Faulty:
-    """Pool whose ranks score with a fault; those are fresh, since what it changes in modules stays."""
+    """Pool whose ranks score with a fault."""
 
     def __init__(self, pool: Pool, fault: Callable[..., Any], is_faulty: Callable[..., bool]) -> None:
         self._pool, self._fault, self._is_faulty, self.device = pool, fault, is_faulty, pool.device
 
     def run(self, function: Any, layout: Layout, *arguments: Any) -> Any:
         is_faulty = function is scores and self._is_faulty(layout, *arguments)
-        return (
-            Pool().run(self._fault, layout, *arguments) if is_faulty else self._pool.run(function, layout, *arguments)
-        )
+        return self._pool.run(self._fault if is_faulty else function, layout, *arguments)
