@@ -248,7 +248,7 @@ def test_every_family_has_layouts_of_every_axis(num_ranks: int, pool: Pool) -> N
         wanted = {"tp2sp", "pp2", "dp2", "cp2allgather", *(["ep2dp2"] if config.model.experts else [])}
         assert wanted <= {*fitting}, (name, check.left_out)
         assert {*fitting} | {each.split(" on ")[1] for each in check.left_out} == {
-            *layout_names(config, num_ranks, is_quick=False)
+            *layout_names(config.model, config.data, num_ranks, is_quick=False)
         }
 
 
