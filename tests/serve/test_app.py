@@ -244,7 +244,7 @@ def test_a_matrix_of_any_claimed_size_is_not_made(notice: Notice) -> None:
     tensor.dtype = tinker_public_pb2.DTYPE_INT64
     tensor.shape.extend([1, 2**60])
     tensor.sparse_csr.crow_indices = np.array([0, 0]).tobytes()
-    with notice, refuses(DataError, "no sparse matrix of shape [1, 1152921504606846976]"):
+    with notice, refuses(DataError, "not a sparse matrix of shape [1, 1152921504606846976]"):
         read_batch(message.SerializeToString())
     tensor.dense = b"\0" * 16
     del tensor.shape[:]

@@ -226,7 +226,7 @@ def test_samples_are_drawn_as_many_at_a_time_as_memory_holds(pool: Pool, tmp_pat
         drawn, expected = np.frombuffer(one.logprobs, np.float32), np.frombuffer(other.logprobs, np.float32)
         np.testing.assert_allclose(drawn, expected, rtol=1e-5)
     assert (at_once, few_at_once) == ([9], [3])
-    assert all("ask for fewer tokens" in failed.message and not drawn for failed, drawn in none)
+    assert all("request fewer tokens" in failed.message and not drawn for failed, drawn in none)
 
 
 MODELS = {

@@ -302,7 +302,7 @@ def close_all_after_a_failure(groups: Groups, config: Config, batch: Batch) -> l
                     engine.forward_backward(batch, _broken)
                 except ZeroDivisionError as error:
                     failed.append(error)  # as sys.last_value does, it holds the frames and with them the engine
-                with pytest.raises(ConfigError, match=r"close that one first, with mtrain.close_all\(\)"):
+                with pytest.raises(ConfigError, match=r"close that first, with mtrain.close_all\(\)"):
                     Engine(config)
             mtrain.close_all()
             assert not parallel_state.is_initialized()

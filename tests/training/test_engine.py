@@ -409,6 +409,6 @@ def test_close_all_after_a_failure_lets_another_engine_start(pool: Pool) -> None
 def test_terms_of_other_denominators_need_the_whole_batch_in_one_call(pool: Pool) -> None:
     apart = {"z": {"function": "z_loss", "coefficient": 0.1, "aggregation": "seq-mean-token-sum"}}
     (found,) = pool.run(engine_ranks.messages_of, Layout(), small(loss__side_terms=apart), ["a second call"])
-    assert found[0].startswith("ConfigError: the loss terms z have denominators of their own"), found
+    assert found[0].startswith("ConfigError: the loss terms z have separate denominators"), found
     alike = {"z": {"function": "z_loss", "coefficient": 0.1}}
     assert pool.run(engine_ranks.messages_of, Layout(), small(loss__side_terms=alike), ["a second call"]) == [[""]]

@@ -38,8 +38,8 @@ def test_another_window_is_refused_with_what_to_set(
     assert code == notice.exit_code, errors
     former = "(data.packing.window=20, train.global_batch_size=4 and rows of 16), but this start gives 12, 4 and 16"
     assert f"has packed rows from windows {former}" in errors
-    assert "set the former values back" in errors
-    assert "leave data.packing.window and add data.packing.later=[{from_step: 2, window: 12}]" in errors
+    assert "restore the earlier values" in errors
+    assert "keep data.packing.window and add data.packing.later=[{from_step: 2, window: 12}]" in errors
     code, _, errors = finished(start(command(*data, of_20, "data.packing.across_epochs=true", "train.num_steps=3")))
     assert code == notice.exit_code, errors
     assert "this start gives 20, 4 and 16, data.packing.across_epochs=true" in errors

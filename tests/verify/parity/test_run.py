@@ -191,7 +191,7 @@ def replaying_config() -> Config:
 def test_layouts_replay_the_experts_of_records(pool: Pool, layouts: str) -> None:
     report = check(pool, replaying_config(), layouts, num_steps=2)
     assert report.passed, [(layout.name, layout.first_failure(), layout.error) for layout in report.layouts]
-    assert report.data.endswith("with experts that routers take")
+    assert report.data.endswith("with experts that routers replay")
 
 
 class _WithoutReplay:
