@@ -35,9 +35,13 @@ _FEWEST_TOKENS = 8
 _OF_ANY_NUMBER = (("temperature",), ("top_k",), ("top_p",))
 """Settings so likely that any number of tokens may suggest them."""
 _MOST_BIASED = 8
+_MOST_STOPS = 64
+"""Likeliest tokens that min_tokens may forbid beside a truncation."""
 _MOST_STARTS = 12
 """Nearest settings without bias that get one."""
 _KEPT_SHARE = 0.75
+_LATE_SHARES = (0.5, 0.75)
+"""Shares of answers behind which min_tokens may have ended."""
 _MOST_OFTEN, _FEWEST_MORE = 3, 3
 _NEAR = 3
 """Candidates that are refined, by each of two measures."""
@@ -237,14 +241,15 @@ class _Fit(Distances):
         found: list[int] = gains[:count].topk(min(_MOST_OFTEN, count)).indices.tolist()
         return found
 
-    def _of_late_places(self, names: Sequence[str]) -> list[Settings]:
-        """Returns settings that fit the second halves of answers, which min_tokens leaves alone, with it added."""
-        is_late = self.places.numbers > self.places.numbers.max() / 2
+    def _of_late_places(self, names: Sequence[str]) -> Iterator[Settings]:
+        """Yields settings that fit the ends of answers, which min_tokens leaves alone, with it added."""
         others = [name for name in names if name != BIASED] or names
-        if bool(is_late.all()) or int(is_late.sum()) < (2 * _FEWEST_TOKENS if others == names else _FEWEST_TOKENS):
-            return []
-        found = _Fit(self.columns.chosen(is_late), self.tolerance).found(others)
-        return [] if found is None else [self._biased(found)]
+        for share in _LATE_SHARES if others != names else _LATE_SHARES[:1]:
+            is_late = self.places.numbers > share * self.places.numbers.max()
+            fewest = 2 * _FEWEST_TOKENS if others == names else _FEWEST_TOKENS
+            if not bool(is_late.all()) and int(is_late.sum()) >= fewest:
+                found = _Fit(self.columns.chosen(is_late), self.tolerance).found(others)
+                yield from [] if found is None else [self._biased(found)]
 
     def _values(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """Returns all combinations of usual values of truncations."""
@@ -267,13 +272,12 @@ class _Fit(Distances):
                 settings = min(settings, again, key=self.distance)
             settings = self.least_squares(settings, [*continuous, *pushed(settings)], share)
             if is_biased:
-                settings = self._without_needless(settings)
+                settings = self._forbidden(self._without_needless(settings))
             if truncations and rounds > 1:
                 others = self._truncations(replace(settings, **_NOTHING), truncations)
                 settings = min([settings, *others], key=self.distance)
         if is_biased and not settings.has_bias:
             return None
-        settings = self._simplified(settings)
         settings = replace(settings, bias=tuple((token, _tidy_bias(value)) for token, value in settings.bias))
         return self._tidied(settings, continuous)
 
@@ -286,11 +290,11 @@ class _Fit(Distances):
                 settings = trial
         return settings
 
-    def _simplified(self, settings: Settings) -> Settings:
-        """Forbids tokens that are pushed down so far that nothing tells the two apart."""
+    def _forbidden(self, settings: Settings) -> Settings:
+        """Forbids tokens that are pushed down where that fits as well."""
         for token, value in settings.bias:
             trial = replace(settings, bias=_merged(settings, {token: -math.inf}))
-            if value < -_MOST_BIASED and self.distance(trial) <= max(self.distance(settings), self.tolerance**2):
+            if value < 0 and self.distance(trial) <= max(self.distance(settings), self.tolerance**2):
                 settings = trial
         return settings
 
@@ -367,6 +371,10 @@ class _Fit(Distances):
             if not bool(early.all()) and not settings.min_tokens:
                 forbidden = self._pushed(replace(settings, min_tokens=count), own, missed.masked_fill(~early, 0.0))
                 found += [forbidden] if forbidden.stops else []
+                if settings.has_truncation:  # it fills up with others, which the sums do not tell
+                    likely = own.exp()[early, : len(self.columns.ids)].sum(0).argsort(descending=True)[:_MOST_STOPS]
+                    stops = [replace(settings, min_tokens=count, stops=(token,)) for token in likely.tolist()]
+                    found.append(min(stops, key=self.distance))
         best = min(map(self.distance, found))
         # the first that is near: a token that is forbidden everywhere is likelier than one that is at the beginning
         return next(each for each in found if self.distance(each) <= best + self.tolerance**2)
