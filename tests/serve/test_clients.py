@@ -339,7 +339,7 @@ def test_what_is_refused_is_said_in_the_sdks_words(pool: Pool, tmp_path: Path, n
             client.save_state("../../outside").result()
         poisoned = service.create_lora_training_client("base", rank=2).result()
         poisoned.save_state("one").result()
-        with pytest.raises(RequestFailedError, match="exists already"):
+        with pytest.raises(RequestFailedError, match="already exists"):
             poisoned.save_state("one").result()
         poisoned.forward_backward([datum(tokens, {})], "cross_entropy")
         poisoned.save_state("one", overwrite=True, user_metadata={"a": "b"}).result()
