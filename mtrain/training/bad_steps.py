@@ -241,7 +241,7 @@ class StepTrial:
         if not isinstance(fault, NonFiniteError):
             return fault
         run = self._run
-        cause = cause_of_non_finite(run.model, run.training.local_gradients)
+        cause = cause_of_non_finite(run.model, run.training.largest_gradients)
         kind = SpoiledStateError if cause.is_state else NonFiniteError
         return kind(f"{fault} ({cause.text})" if cause.text else str(fault))
 

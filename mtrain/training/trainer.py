@@ -282,6 +282,7 @@ class _Loop:
     saver: Saver
     exporter: Exporter
     samples: PromptSamples
+    """Answers to the prompts of `eval`, not training samples."""
     signal: StopSignal
     heartbeat: Heartbeat
     life: Life
@@ -330,7 +331,7 @@ class _Loop:
         self.samples.begin(start)
         if start == 0:
             self._validate_if_due(0)
-            self._ask_if_due(0)
+            self._answer_prompts_if_due(0)
         pinned = run.model.groups.device.type == "cuda"
         with contextlib.nullcontext() if run.loader is None else run.loader.iterate(start, pinned) as batches:
             for step in range(start + 1, self._last + 1):
@@ -338,8 +339,8 @@ class _Loop:
                 own = None if batches is None else next(batches)
                 made = self._train(own, step)
                 valid_loss = self._validate_if_due(step)
-                self._ask_if_due(step)
-                if self._leave(made, own, step, valid_loss):
+                self._answer_prompts_if_due(step)
+                if self._end_step(made, own, step, valid_loss):
                     return step
         return None
 
@@ -381,14 +382,16 @@ class _Loop:
         self._sinks.write(record)
         return record.valid_loss
 
-    def _ask_if_due(self, step: int) -> None:
+    def _answer_prompts_if_due(self, step: int) -> None:
         """Answers the prompts of `eval`."""
         if self.samples.due.after(step, self._last):
             self.heartbeat.enter(Phase.VALIDATION, step)
             with named(f"samples after step {step}"):
                 self.samples.take(self.run, step, self._sinks)
 
-    def _leave(self, made: StepOutcome, own: Sequence[Microbatch] | None, step: int, valid_loss: float | None) -> bool:
+    def _end_step(
+        self, made: StepOutcome, own: Sequence[Microbatch] | None, step: int, valid_loss: float | None
+    ) -> bool:
         """Checks and saves what a step has left; says whether the run stops here before its last step."""
         is_last = step == self._last
         if made.stop_requested:

@@ -172,6 +172,7 @@ class _Check:
             everyone = self._pool.run(run_layout, trial.layout, Job(trial.config, self.plan, self._fault))
             assert everyone[0].initial is not None, "rank 0 holds what was gathered"
             after = [step.weights.tensors for step in everyone[0].steps if step.weights is not None]
+            # the weights before each step, at which its exact values are computed
             weights = [everyone[0].initial.tensors, *after[:-1]]
             exact = self._pool.run(exact_steps, self._base.layout, ExactJob(self.config, self._steps), weights)[0]
             self._weights[trial.name] = weights

@@ -88,6 +88,8 @@ class Stage(Enum):
 
 @dataclass
 class PendingSave:
+    """A save in flight: its folder and facts, and what this rank does for it now."""
+
     staging: StagingDir
     state: TrainingState
     facts: CheckpointInfo
@@ -382,6 +384,7 @@ class Saver:
         return None
 
     def _outcome(self, flight: PendingSave) -> Outcome | None:
+        """Returns the outcome of this rank's work; a fault if it has not ended within checkpoint.save_timeout_s."""
         if not flight.work.done():
             self._stuck.append(flight.work)
             self._snapshot = Snapshot()  # the writer may still be reading the old one
@@ -389,6 +392,7 @@ class Saver:
         return flight.outcome()
 
     def _land(self, flight: PendingSave) -> None:
+        """Ends a save that is published, and reports it on the first rank."""
         self._flight, self._fault = None, None
         if self._groups.rank == 0:
             self._retention.note_published(flight.facts.step)

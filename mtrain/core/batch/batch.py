@@ -57,7 +57,10 @@ class PlacedMember:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Samples of one forward pass: full rows, before they are cut for context parallelism."""
+    """Samples of one forward pass: full rows from the loader, or what a context-parallel rank holds of each row.
+
+    `slice_for_context_parallel` makes the second from the first; seq is the width of either.
+    """
 
     tokens: Tensor
     """[batch, seq] int64: token ids."""

@@ -189,7 +189,7 @@ def _source(piece: _PlacedSample) -> NDArray[np.int64]:
 
 
 def _num_weighed(terms: Iterable[Sequence[Sequence[TokenTerms]]]) -> int:
-    """Counts the positions that at least one of the terms counts."""
+    """Counts the positions to which one of the terms gives a weight; those with a share alone are left out."""
     by_term = [itertools.chain.from_iterable(rows) for rows in terms]
     count = 0
     for terms_of_sample in zip(*by_term):

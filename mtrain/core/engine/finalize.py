@@ -1,9 +1,9 @@
 """The one division.
 
 After the last backward, megatron-core sums gradients over DP x CP (and over TP for replicated parameters, and between
-tied embeddings); this module sums the loss pairs over all ranks, and with them the squared norms of the reduced
-gradients. It multiplies the gradients once by 1 / D of the main term, and by the inverse of the scales of fp16. No
-clamp, no epsilon: D = 0 gives gradients of exactly 0.
+tied embeddings). The one collective (`GlobalTotals` in loss_reduction.py) sums the loss pairs over all ranks, and with
+them the squared norms of the reduced gradients. This module starts both and multiplies the gradients once by 1 / D of
+the main term, and by the inverse of the scales of fp16. No clamp, no epsilon: D = 0 gives gradients of exactly 0.
 
 Numerators of other terms than the main one are multiplied by a factor before backward, with which that division is
 right for all of them.

@@ -41,7 +41,7 @@ class DiagnosticSums:
     def vector(self, groups: Groups) -> Tensor:
         """Returns [n] float64, to be summed over all ranks.
 
-        A sum cannot find a maximum, so each rank has its own number in it.
+        A sum cannot find a maximum, so a maximum takes one place for each rank, and a rank fills its own.
         """
         parts = [torch.zeros(0, dtype=torch.float64, device=self._device)]
         for sums in self._found.values():
@@ -75,8 +75,8 @@ class PairAccumulator:
         """Takes the terms that are computed from logits, those that routers compute, and the number of sources by which
         the main term is reported."""
         self.terms = (*terms, *router_terms)
-        # float64: float32 holds integer counts of tokens only up to 2^24, and a step may have more.
         self.diagnostics = DiagnosticSums(device)
+        # float64: float32 holds integer counts of tokens only up to 2^24, and a step may have more.
         self.sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=device)
         """[terms, 2]: numerators and denominators."""
         self.by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device)
@@ -177,7 +177,7 @@ class StepSums:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The loss of a global batch, the same on all ranks."""
+    """Totals of a global batch, the same on all ranks: its terms, gradient norm, counts, requests to stop."""
 
     terms: Mapping[str, TermTotals]
     stop_requested: bool
@@ -223,11 +223,12 @@ class StepTotals:
 
 
 class GlobalTotals:
-    """The sums of every rank, added by one collective over the world, which the gradient norm needs anyway.
+    """The sums of every rank while one collective over the world adds them, which the gradient norm needs anyway.
 
-    Loss pairs count where they are owned (`PairAccumulator.owned`), planned denominators and tokens on the first
-    pipeline stage, once for each replica of the data (`Groups.counts_planned`); all other ranks add zeros. So the same
-    collective sums over DP x CP and spreads the result over TP and PP, and every rank sees the same bits.
+    `read` waits for it and returns the totals. Loss pairs count where they are owned (`PairAccumulator.owned`), planned
+    denominators and tokens on the first pipeline stage, once for each replica of the data (`Groups.counts_planned`);
+    all other ranks add zeros. So the same collective sums over DP x CP and spreads the result over TP and PP, and every
+    rank sees the same bits.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ class OptimizerState:
 
     def loss_scaler(self) -> LossScaler | None:
         """Returns the loss scale and its counters; None in precisions without one."""
-        first = self._inner.chained_optimizers[0]  # any will do: `Optimizer._unscaled` moves all scales together
+        first = self._inner.chained_optimizers[0]  # any will do: `Optimizer._move_scales` moves all scales together
         if isinstance(first, FP32Optimizer) or first.grad_scaler is None:
             return None
         state = first.grad_scaler.state_dict()

@@ -113,8 +113,8 @@ class RouterBalance:
         self.counts = None
 
     def per_layer(self, terms: Mapping[str, TermTotals]) -> dict[str, TermTotals]:
-        """Divides by one layer's tokens: every router of the model's own layers counts its tokens; numerators are
-        summed over layers, those of multi-token prediction included."""
+        """Returns the terms with the denominators of one layer, as planned: every router of the model's own layers has
+        counted its tokens. Numerators stay sums over all layers and all depths of multi-token prediction."""
         return {
             term: replace(totals, denominator=totals.denominator / self._num_layers) if term in self.terms else totals
             for term, totals in terms.items()
@@ -147,7 +147,7 @@ class RouterBalance:
 
 
 class RouterStats:
-    """Records what one router does."""
+    """The watch of one router: adds its terms to what is differentiated, and counts the tokens of each expert."""
 
     def __init__(
         self, balance: RouterBalance, index: int, section: ExpertsSection, groups: Groups, is_counted: bool

@@ -89,7 +89,8 @@ def local_shards(model: RankModel) -> list[Shard]:
         place = places[flat_slice.parameter]
         # A distributed optimizer's parts are no copies, so every rank of DP x CP writes its own; one of the copies over
         # TP is written.
-        if not (has_own_shard(place) if model.sharded.is_divided else is_written_here(place)):
+        is_mine = has_own_shard(place) if model.sharded.is_divided else is_written_here(place)
+        if not is_mine:
             continue
         for name, values in states.items():
             key = optimizer_key(name, place.key)

@@ -132,6 +132,8 @@ class LanguageModel(LanguageModule):
         documents, sequence_ids = batch.document_starts, _sequences_of_text(batch)
         # without documents all rows have the same positions
         angles = self.rotary(batch.positions[:1] if documents is None else batch.positions)
+        # neither is a mask, and megatron-core only hands them to every layer, recomputed ones included: our attention
+        # reads the starts of documents in `attention_mask`, routers read `router_marks` in `padding_mask`
         # by name, so that a hook tells the input from tensors that others hold (offload/activations.py)
         hidden_states = self.decoder(
             hidden_states=self._embed(batch.tokens) if self.pre_process else None,

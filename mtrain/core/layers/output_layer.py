@@ -147,7 +147,7 @@ def softcapped(logits: Tensor, cap: float) -> Tensor:
 
 
 class Logits(NamedTuple):
-    """Logits of the last stage for one microbatch."""
+    """Logits of the last stage for one microbatch, none of them computed yet."""
 
     main: DeferredLogits
     mtp: tuple[DeferredLogits, ...] = ()

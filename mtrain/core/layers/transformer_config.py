@@ -22,7 +22,7 @@ HALF_PRECISION: Mapping[Precision, dict[str, bool]] = {"fp32": {}, "bf16": {"bf1
 """Flags of the model's and the optimizer's config; without either, megatron-core computes in fp32."""
 
 SMALLEST_LOSS_SCALE = 1.0
-"""Smallest loss scale of fp16; the numerator_scale (`mtrain/core/step/step.py`) keeps gradients near 1."""
+"""Smallest loss scale of fp16; the numerator_scale (`mtrain/core/engine/finalize.py`) keeps gradients near 1."""
 
 
 def gelu_tanh(hidden: Tensor) -> Tensor:

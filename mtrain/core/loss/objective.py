@@ -94,7 +94,7 @@ class Objective:
         apart = [
             name
             for name, term in terms.items()
-            if _divisor(term) != _divisor(section) or (preference and name in sides)
+            if _denominator_fields(term) != _denominator_fields(section) or (preference and name in sides)
         ]
         objective = cls(
             # The main term first, routers last, as in PairAccumulator.terms: vectors of planned denominators are
@@ -268,7 +268,7 @@ def power_of_two_near(x: Tensor) -> Tensor:
 
     Multiplying by it only changes exponents, so that dividing by it later does not round.
     """
-    # times sqrt(2), the next lower power of two, which the exponent bits alone are, is the nearest
+    # the exponent bits alone are the largest power of two up to a number; up to sqrt(2) x, that is the one nearest to x
     power = ((x * math.sqrt(2)).view(torch.int64) & _EXPONENT).view(torch.float64)
     return torch.where(x.isfinite() & (x > 0), power, 1.0)
 
@@ -301,8 +301,8 @@ def _check_head(function: Callable[..., Any], name: str, has_head: bool) -> None
         )
 
 
-def _divisor(term: TermSection) -> dict[str, object]:
-    """Returns all fields of a term except its function and options; with the batch they determine its denominator."""
+def _denominator_fields(term: TermSection) -> dict[str, object]:
+    """Returns the fields of a term that, with the batch, determine its denominator: all but function and options."""
     return {key: getattr(term, key) for key in TermSection.model_fields if key not in ("function", "options")}
 
 

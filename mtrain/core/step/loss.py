@@ -56,8 +56,8 @@ class OutputLoss:
         """
         self._config, self._groups, self._objective = model.config, model.groups, objective
         self._teacher_logits = None if teacher is None else teacher.logits_of(rows)
-        is_whole = model.config.loss.chunk_tokens == "whole" or bool(objective.whole_microbatch_terms)
-        self._weighed = None if is_whole else WeighedTokens(whole, rows, model.groups)
+        keeps_logits_whole = model.config.loss.chunk_tokens == "whole" or bool(objective.whole_microbatch_terms)
+        self._weighed = None if keeps_logits_whole else WeighedTokens(whole, rows, model.groups)
 
     def pairs(self, logits: Logits, batch: Microbatch) -> dict[str, LossPair]:
         """Returns the sums of every term, without a graph."""
@@ -167,8 +167,8 @@ class _Tokens:
         )
 
 
-class _Factors(NamedTuple):
-    """Factors of the logits of some tokens."""
+class _Operands(NamedTuple):
+    """Operands of the output layer for some tokens, as `Operands` are for all: their product gives the logits."""
 
     hidden: Tensor
     """[n, hidden]."""
@@ -177,14 +177,14 @@ class _Factors(NamedTuple):
     deferred: DeferredLogits
 
     @classmethod
-    def of(cls, deferred: DeferredLogits, index: Tensor | None) -> _Factors:
+    def of(cls, deferred: DeferredLogits, index: Tensor | None) -> _Operands:
         """Selects positions in [seq, batch] order; None selects all, and copies nothing."""
         hidden, weight = deferred.operands()
         flat = hidden.flatten(0, 1)
         return cls(flat if index is None else flat.index_select(0, index), weight, deferred)
 
     def distribution(self, local: Tensor, model: ModelSection, groups: Groups) -> VocabParallelLogits:
-        """Returns the distributions to which products of the factors, [rows, 1, vocab_local], belong."""
+        """Returns the distributions to which products of the operands, [rows, 1, vocab_local], belong."""
         return vocab_parallel(self.deferred.capped(local), self.deferred, model, groups)
 
 
@@ -192,8 +192,8 @@ class _Selection(NamedTuple):
     """Tokens of one distribution that some term counts, as one row of n."""
 
     tokens: _Tokens
-    student: _Factors
-    teacher: _Factors | None
+    student: _Operands
+    teacher: _Operands | None
 
 
 def _selections(
@@ -209,7 +209,7 @@ def _selections(
     for tokens, own, other, count in zip(distributions, deferred, teachers, counts, strict=True):
         index = None if count == tokens.labels.numel() else places(weighed(batch, [*tokens.weights]), count)
         row = tokens.map(partial(_one_row, index))
-        found.append(_Selection(row, _Factors.of(own, index), None if other is None else _Factors.of(other, index)))
+        found.append(_Selection(row, _Operands.of(own, index), None if other is None else _Operands.of(other, index)))
     return found
 
 
@@ -355,7 +355,7 @@ def terms_by_distribution(batch: Microbatch) -> list[list[str]]:
 def weighed(batch: Microbatch, terms: Sequence[str]) -> Tensor:
     """Says which tokens have a weight or a share of the denominator in one of the terms, [batch, seq] bool."""
     # a token without weight can have a share: that of an empty sequence that counts (loss.empty_sequences=include)
-    counted = [shares[term] != 0 for term in terms for shares in (batch.weights, batch.denominator_weights)]
+    counted = [values[term] != 0 for term in terms for values in (batch.weights, batch.denominator_weights)]
     return torch.stack(counted).any(0)
 
 
@@ -391,8 +391,8 @@ def _counts_of_reader(
 
 
 def places(is_weighed: Tensor, count: int) -> Tensor:
-    """Returns the positions of the `count` weighed tokens, [batch, seq] bool, in [seq, batch] order, increasing:
-    [count] int64."""
+    """Returns the positions of the `count` true elements of `is_weighed`, [batch, seq] bool, in [seq, batch] order,
+    increasing: [count] int64."""
     # not nonzero(), whose size the host would have to wait for; a stable sort keeps equal keys in their order
     keys = is_weighed.t().reshape(-1).to(torch.uint8)
     return keys.argsort(descending=True, stable=True)[:count]

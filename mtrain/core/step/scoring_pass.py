@@ -103,7 +103,8 @@ def preference_pass(
     totals = PreferenceTotals(value.numerator.item(), value.shares.sum().item(), diagnostics)
     if batches is None:
         return PreferencePass(None, totals)
-    of_slot = dict(zip(found.slots, zip(derivatives.tolist(), value.shares.tolist())))
+    values = zip(derivatives.tolist(), value.shares.tolist())
+    of_slot = dict(zip(found.slots, values))  # slot -> derivative of its score, share of the denominator
     return PreferencePass([_weighed(batch, of_slot) for batch in batches], totals)
 
 

@@ -53,7 +53,7 @@ class TrainingStep:
         self._objective, self._teacher = objective, teacher
         self._num_microbatches = num_microbatches(model.config, model.groups)
         self.routers = RouterBalance(model.config, model.groups, model.chunks)
-        self.local_gradients: Tensor | None = None
+        self.largest_gradients: Tensor | None = None
         """Largest gradient of each parameter on this rank alone, in the last step; None if reductions overlap the
         backward pass, where it never exists."""
         # once: the hooks stay in the chunks' config for all steps
@@ -93,7 +93,8 @@ class TrainingStep:
         """Adds the gradients and sums of some microbatches, not divided by anything. Collective over the world.
 
         The objective has the same terms in all passes of a step. `num_microbatches` is None if only ranks with batches
-        know it. After the last pass (`is_last`) the reduction of gradients may overlap the backward pass.
+        know it. Gradients stay on their rank in every pass but the last (`is_last`), whose backward pass may overlap
+        their reduction.
 
         Raises:
             ConfigError: A second pass, although terms with other denominators need the whole batch in the first one.
@@ -105,6 +106,7 @@ class TrainingStep:
         if step.factors is None:
             # starts its collective now; waits for it after the first forward pass (fp16 on CPUs: at once)
             is_fp16 = self._optimizer.scales_loss
+            # by position: `planned` has the order of `objective.coefficients`
             step.factors = NumeratorFactors([*planned.values()], objective, is_fp16, self._groups)
         elif objective.apart:
             raise ConfigError(
@@ -128,8 +130,12 @@ class TrainingStep:
             return output_loss.scalar(logits, batch, scalar_of, loss_scale)
 
         step.is_deferred = not is_last
-        # a function that the first router calls, since it waits for planned denominators
-        router_factors = functools.cache(lambda: self._optimizer.scale_loss(factors.of_routers()))
+
+        @functools.cache
+        def router_factors() -> Tensor:
+            """Waits for the planned denominators, so the first router of the pass calls it."""
+            return self._optimizer.scale_loss(factors.of_routers())
+
         with (
             self.routers.watching(step.sums.pairs, router_factors, max(batch.num_sequences for batch in rows)),
             nullcontext() if is_last else deferred_grad_sync(self._sharded),
@@ -169,7 +175,7 @@ class TrainingStep:
                 float32; on all ranks.
         """
         if not self._config.train.overlap_grad_reduce:
-            self.local_gradients = largest_local_gradients(self._sharded)
+            self.largest_gradients = largest_local_gradients(self._sharded)
         if step.is_deferred:
             for chunk in self._sharded.chunks:
                 self._sharded.start_grad_sync(chunk)  # `deferred_grad_sync` has held it back

@@ -22,6 +22,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Family:
+    """Models of one Hugging Face `model_type`: the meaning of their config.json and the names of their tensors."""
+
     model_type: str
     architecture: str
     entries: tuple[Entry, ...]

@@ -326,15 +326,16 @@ def _prefix(key: str) -> str:
 def _slices(rule: Rule, key: str, axes: str, scope: _Scope, sizes: Mapping[str, int]) -> Iterator[FilledSlice]:
     # GPT-OSS has all experts of a layer in one tensor: then the axis of experts is like any other
     by_expert = all("{E}" in part.name for part in rule.parts)
-    for experts in product(*([range(sizes["E"])] if by_expert else [])):
-        place = {**scope.fixed, **dict(zip("E", experts))}
+    of_experts: list[dict[str, int]] = [{"E": number} for number in range(sizes["E"])] if by_expert else [{}]
+    for expert in of_experts:
+        place = {**scope.fixed, **expert}
         free = [name for group in groups(axes) for name in group if name not in place]
         hull = Arrangement(axes, " ".join(free), place, sizes)
         # each fixed axis (layer, expert) is a separate dimension, so the rest is one slice
         (block,) = hull.blocks()
         tensors = tuple(
             HfTensor(
-                part.name.format(L=scope.number, **dict(zip("E", experts))),
+                part.name.format(L=scope.number, **expert),
                 _arrangement(part, hull, axes, place, sizes),
             )
             for part in rule.parts

@@ -140,9 +140,9 @@ class StepComparison:
         """Compares gradients from the loss backwards, in the order of computation."""
         exact = expected.gradients
         for name in reversed([name for name in self._tensors if name in exact]):
-            yield Deviation(kind, name, step, self._tensor(name, found, exact[name]), self._tolerance[kind])
+            yield Deviation(kind, name, step, self._relative_error(name, found, exact[name]), self._tolerance[kind])
 
-    def _tensor(self, name: str, found: Whole, exact: NDArray[Any]) -> float:
+    def _relative_error(self, name: str, found: Whole, exact: NDArray[Any]) -> float:
         """Returns the largest error or difference between ranks, over the largest exact element."""
         own, padding = self._parts(name, found.tensors[name])
         exact = self._parts(name, exact)[0]
@@ -208,14 +208,14 @@ def expected_fields(texts: Sequence[Text], config: Config) -> Fields:
         "positions": torch.where(rows.is_text, rows.positions, 0),
         "documents": torch.where(rows.is_text, places - rows.positions, 0),
         "padding": ~rows.is_text,
-        **{f"weights of {name}": weights for name, weights in _weights(rows, config).items()},
+        **{f"weights of {name}": weights for name, weights in _weights_by_term(rows, config).items()},
         **{f"{_EXTRA}{name}": each for name, each in rows.extras.items()},
         **({} if rows.routed_experts is None else {_EXPERTS: rows.routed_experts}),
     }
     return {name: field.numpy() for name, field in fields.items()}
 
 
-def _weights(rows: Rows, config: Config) -> dict[str, torch.Tensor]:
+def _weights_by_term(rows: Rows, config: Config) -> dict[str, torch.Tensor]:
     sections: dict[str, TermSection] = {"main": config.loss, **config.loss.side_terms}
     found = {name: token_weights(rows.weights, rows.sample_weights, term) for name, term in sections.items()}
     for depth in range(1, config.model.num_predictions):

@@ -109,7 +109,7 @@ def _copy_weights(chunks: Sequence[nn.Module], source: Sequence[nn.Module]) -> N
             place.copy_(values[name])
 
 
-class _WatchedStep(TrainingStep):
+class _LenientStep(TrainingStep):
     """Training step that records a failed check of the totals and continues, so that everything is compared."""
 
     said: str | None = None
@@ -155,7 +155,7 @@ class _Runner:
             has_temperatures=TEMPERATURE in drawn_extras(config.loss),
         )
         self._models: list[RankModel] = []
-        self._steps: list[_WatchedStep] = []
+        self._steps: list[_LenientStep] = []
         for in_float64 in (False, True) if needs_float64(config.model) else (False,):
             # in float64 parameters are not gathered in the forward pass
             train = config.train.model_copy(update={"overlap_param_gather": False})
@@ -166,7 +166,7 @@ class _Runner:
             optimizer = _NeverUpdates(sharded, groups) if in_float64 else Optimizer(own, sharded, groups)
             model, teacher = RankModel(own, groups, sharded, optimizer), small_teacher(own, groups, in_float64)
             self._models.append(model)
-            self._steps.append(_WatchedStep(model, objective, teacher))
+            self._steps.append(_LenientStep(model, objective, teacher))
         self._sharded, self._training = self._models[0].sharded, self._steps[0]
 
     def run(self) -> Outcome:

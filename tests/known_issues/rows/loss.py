@@ -221,7 +221,7 @@ ROWS = (
         lambda config, layout: config.train.precision == "fp16",
         "fixed",
         "The objective is first multiplied by an exact power of two near 1 / D, which the one division takes out.",
-        ("mtrain/core/step/step.py", "mtrain/core/loss/objective.py"),
+        ("mtrain/core/engine/finalize.py", "mtrain/core/loss/objective.py"),
         (
             "tests/parity/layouts/test_precision.py::test_plain_sums_would_overflow_in_fp16",
             "tests/parity/layouts/test_precision.py::test_the_numerator_scale_changes_no_bit",

@@ -110,15 +110,15 @@ def _normalised(scores: Tensor, section: ExpertsSection) -> Tensor:
 
 
 class StatsHook(Protocol):
-    """Receives what a router does with each microbatch."""
+    """The watch of a router: receives what it does with each microbatch."""
 
-    def logits(self, logits: Tensor, is_padding: Tensor | None) -> Tensor:
-        """Receives the logits [seq_local, batch, num_experts] and the padding [seq_local, batch]; may add a loss to
-        their graph."""
+    def logits(self, logits: Tensor, sequence_ids: Tensor | None) -> Tensor:
+        """Receives the logits [seq_local, batch, num_experts] and the sequence of each position, [seq_local, batch]
+        int64, negative at padding; may add a loss to the logits' graph."""
 
-    def choice(self, chosen: Tensor, is_padding: Tensor | None) -> None:
+    def choice(self, chosen: Tensor, sequence_ids: Tensor | None) -> None:
         """Receives the choice [seq_local x batch, num_experts], given or its own, before any token is dropped, and the
-        padding."""
+        sequences as in `logits`."""
 
 
 class Router(MegatronModule):
