@@ -83,7 +83,7 @@ def test_extras_lie_next_to_their_tokens(
     with notice:
         assert kinds == (NumericError, NumericError, DataError, DataError, ConfigError)[: len(kinds)]
         assert kinds[0].exit_code == notice.exit_code
-        assert messages[0].startswith("sample 2 has an extra 'scale' that is nan at place 2; every number")
+        assert messages[0].startswith("sample 2 has an extra 'scale' that is nan at place 2; all its numbers")
         assert "'factors' that is inf at place 1" in messages[1]
         assert "an extra 'factors' of shape [9]; give one number per token (4)" in messages[2]
         assert "sample 2 has the extras scale, but the loss functions need factors, scale; give factors" in messages[3]

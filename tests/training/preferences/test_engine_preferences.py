@@ -90,7 +90,7 @@ def test_groups_that_cannot_be_compared_are_named(pool: Pool, notice: Notice) ->
     expected = [
         "DataError: group 0 has 1 chosen and 0 rejected sequences",
         "DataError: group 0 has 1 chosen and 2 rejected sequences",
-        "DataError: the two sequences of group 0 have other weights",
+        "DataError: the two sequences of group 0 have different weights",
         "DataError: sample 2 of the batch belongs to no group",
         "DataError: sample 1 of the batch has no finite reference score",
         *[""] * 3,
