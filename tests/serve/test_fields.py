@@ -325,7 +325,7 @@ def test_every_field_of_a_batch_is_acted_upon_or_refused_or_on_the_list() -> Non
     sparse.sparse_csr.values, sparse.sparse_csr.col_indices = b"\1" + bytes(7), bytes(8)
     sparse.sparse_csr.crow_indices = bytes(8) + b"\1" + bytes(7)
     datum.loss_fn_inputs["weights"].CopyFrom(sparse)
-    usual = repr(read_batch(sent.SerializeToString()))
+    usual = repr(read_batch(sent.SerializeToString(deterministic=True)))
     whole = messages(tinker_public_pb2.ForwardBackwardRequest.DESCRIPTOR, {})
     places = {
         "ForwardBackwardRequest": lambda message: message,
@@ -342,13 +342,13 @@ def test_every_field_of_a_batch_is_acted_upon_or_refused_or_on_the_list() -> Non
     assert {each.name for each in whole.values()} == places.keys() | of_maps | refused | not_read
     for name, place in places.items():
         for field in whole[f"tinker_public.{name}"].fields:
-            other = tinker_public_pb2.ForwardBackwardRequest.FromString(sent.SerializeToString())
+            other = tinker_public_pb2.ForwardBackwardRequest.FromString(sent.SerializeToString(deterministic=True))
             if field.message_type is not None and not field.is_repeated and place(other).HasField(field.name):
                 continue  # its own fields are changed
             change(place(other), field)
             is_read = field.name not in ("model_input_spans", "loss_fn_input_spans")
             assert (outcome_of(other) != usual) == is_read, field.full_name
-        other = tinker_public_pb2.ForwardBackwardRequest.FromString(sent.SerializeToString())
+        other = tinker_public_pb2.ForwardBackwardRequest.FromString(sent.SerializeToString(deterministic=True))
         place(other).MergeFromString(b"\xa0\x06\x01")  # number 100, a varint
         assert outcome_of(other) == "refused", name
 
@@ -375,6 +375,6 @@ def change(message: Any, field: Any) -> None:
 
 def outcome_of(message: Any) -> str:
     try:
-        return repr(read_batch(message.SerializeToString()))
+        return repr(read_batch(message.SerializeToString(deterministic=True)))
     except DataError:
         return "refused"
