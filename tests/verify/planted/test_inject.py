@@ -55,7 +55,7 @@ EXPECTED: dict[str, tuple[str, str, str, str, str | None]] = {
     "state-across-documents": (MICRO, "every layout", "loss", "main", ATTENTION),
     "state-dropped-at-parts": (CP, "cp", "loss", "main", ATTENTION),
     "decay-in-half-precision": (MICRO, "every layout", "loss", "main", ATTENTION),
-    "router-losses-shared-out": (CP, "cp", "gradient", FINAL_NORM, None),
+    "router-losses-shared-out": (CP, "cp", "gradient", "mtp.layers.0.transformer_layer.mlp.router.weight", None),
     "expert-loads-per-rank": ("dp4mbs2", "dp", "update", BIAS, None),
     "experts-left-out-of-norm": (f"{DP},dp2ep2mbs4", "ep", "grad_norm", "grad_norm", None),
     "depths-divided-by-main": (MICRO, "every layout", "gradient", OUTPUT, None),
