@@ -45,7 +45,7 @@ class Proof(NamedTuple):
 
 @dataclass(frozen=True)
 class Sides:
-    """A checkpoint and a folder of Hugging Face, one of which was converted into the other."""
+    """A checkpoint and a Hugging Face folder; one was converted into the other."""
 
     table: Table
     checkpoint: Readable

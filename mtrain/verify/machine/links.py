@@ -56,7 +56,7 @@ class Times(NamedTuple):
     collectives: dict[tuple[Collective, int], list[float]]
     """Keys are a collective and the bytes of the whole tensor."""
     pairs: dict[tuple[int, int], list[float]]
-    """Keys are source and target; only pairs of which this rank is one."""
+    """Keys are source and target; this rank is one of the two."""
 
 
 def time_links(groups: Groups, job: LinksJob) -> Times:

@@ -138,6 +138,16 @@ PARITY = ReportText(
     everything="every layout fails, one process with one microbatch too: not a fault of a layout",
 )
 
+_OF_A_RUN = {
+    "denominator": ("denominator",),
+    "loss": ("loss",),
+    "gradient": ("gradient", "grad_norm"),
+    "weights": ("update", "weights", "param"),
+    "moments": ("exp_avg", "exp_avg_sq"),
+    "random": ("random",),
+}
+"""Columns of runs whose states are compared as well."""
+
 RESUME = ReportText(
     verb="resume",
     noun="case",
@@ -145,12 +155,7 @@ RESUME = ReportText(
         "counters": ("counters",),
         "samples": ("samples",),
         "lr": ("lr",),
-        "denominator": ("denominator",),
-        "loss": ("loss",),
-        "gradient": ("gradient", "grad_norm"),
-        "weights": ("update", "weights", "param"),
-        "moments": ("exp_avg", "exp_avg_sq"),
-        "random": ("random",),
+        **_OF_A_RUN,
         "records": ("records",),
     },
     maps=("weights", "param", "exp_avg", "exp_avg_sq"),
@@ -263,12 +268,7 @@ MACHINE = ReportText(
     columns={
         "collectives": ("collective",),
         "samples": ("samples", "lr", "counters", "records"),
-        "denominator": ("denominator",),
-        "loss": ("loss",),
-        "gradient": ("gradient", "grad_norm"),
-        "weights": ("update", "weights", "param"),
-        "moments": ("exp_avg", "exp_avg_sq"),
-        "random": ("random",),
+        **_OF_A_RUN,
         "rounding": ("rounding",),
     },
     maps=(),

@@ -2,7 +2,7 @@
 
 All build on exponentials, the softmax before its division. Torch's own kernels compute those of a rank's columns once,
 keep them in full precision, and share them among the losses of a microbatch; compiled regions compute them in each pass
-from the logits, which they read once. The losses are nodes of the autograd graph, none of which communicates. All
+from the logits, which they read once. The losses are nodes of the autograd graph that do not communicate. All
 tensors of one number per token are [seq, batch], in the order of the logits.
 """
 

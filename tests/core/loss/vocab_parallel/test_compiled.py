@@ -9,7 +9,6 @@ import torch._dynamo.config as dynamo
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
-from torch.autograd.graph import saved_tensors_hooks
 
 from mtrain.arch.layout import Layout
 from mtrain.core import kernels
@@ -18,7 +17,15 @@ from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
 from mtrain.core.ranks.groups import Groups
 from tests.core.loss.vocab_parallel import test_vocab_parallel as plain
 from tests.core.loss.vocab_parallel.counting import Kernels, counted_all_reduces
-from tests.core.loss.vocab_parallel.test_vocab_parallel import BATCH, SEQ, VOCAB, factors, random_labels, random_logits
+from tests.core.loss.vocab_parallel.test_vocab_parallel import (
+    BATCH,
+    SEQ,
+    VOCAB,
+    factors,
+    kept_like,
+    random_labels,
+    random_logits,
+)
 from tests.pool import Pool
 
 TEMPERATURES = torch.linspace(0.5, 2.0, BATCH * SEQ, dtype=torch.float64).view(BATCH, SEQ)
@@ -186,14 +193,7 @@ def test_half_precision_is_as_near_to_float64_as_torchs_own_kernels(dtype: torch
 
 def test_backward_keeps_the_logits_alone() -> None:
     logits = random_logits(dtype=torch.bfloat16).requires_grad_()
-    kept = set()
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.numel() == logits.numel():
-            kept.add((tensor.data_ptr(), tensor.dtype))
-        return tensor
-
-    with compiler("aot_eager"), saved_tensors_hooks(note, lambda tensor: tensor):
+    with compiler("aot_eager"), kept_like(logits) as kept:
         assert KINDS["both"](VocabParallelLogits(logits, None, 0, VOCAB, True), random_labels()).requires_grad
     assert kept == {(logits.data_ptr(), torch.bfloat16)}
 

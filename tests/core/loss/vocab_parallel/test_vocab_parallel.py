@@ -1,5 +1,8 @@
 """Losses of a split vocabulary equal those of torch on the whole one, and cost what the docstrings say."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -199,9 +202,9 @@ def test_labels_outside_the_vocabulary_are_read_as_label_0(label: int) -> None:
     assert gradient.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("labels_first", [True, False])
-def test_backward_keeps_one_full_precision_copy(labels_first: bool) -> None:
-    logits = random_logits(dtype=torch.bfloat16).requires_grad_()
+@contextmanager
+def kept_like(logits: Tensor) -> Iterator[set[tuple[int, torch.dtype]]]:
+    """Collects address and dtype of the tensors of this size that autograd keeps."""
     kept = set()
 
     def note(tensor: Tensor) -> Tensor:
@@ -209,8 +212,15 @@ def test_backward_keeps_one_full_precision_copy(labels_first: bool) -> None:
             kept.add((tensor.data_ptr(), tensor.dtype))
         return tensor
 
-    split = alone(logits)
     with saved_tensors_hooks(note, lambda tensor: tensor):
+        yield kept
+
+
+@pytest.mark.parametrize("labels_first", [True, False])
+def test_backward_keeps_one_full_precision_copy(labels_first: bool) -> None:
+    logits = random_logits(dtype=torch.bfloat16).requires_grad_()
+    split = alone(logits)
+    with kept_like(logits) as kept:
         calls = [lambda: split.cross_entropy(random_labels()), split.logsumexp]
         losses = [call() for call in (calls if labels_first else reversed(calls))]
     assert len(losses) == 2
