@@ -78,7 +78,6 @@ BY_NIGHT = (
     "dp-size-in-denominator",
     "dp-rank-not-reduced",
     "local-side-term-denominators",
-    "router-losses-shared-out",
     "keys-in-rank-order",
     "int32-weights",
     "state-across-documents",
