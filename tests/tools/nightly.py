@@ -4,8 +4,8 @@ The mark `nightly` is for tests that repeat, at a high price, something that a c
 gives it to rows of tests that start ranks: by day a test runs as few rows as cover every axis of a layout and every
 value of its other parameters that occurs in any of its rows, with four ranks where that is enough. The night runs the
 others. The promise itself (PAIRS) has every pair of axes by day, and every injected fault of docs/proof/faults.md keeps
-a row. The rest is marked by hand, next to the test that shows the same. Tests of hypothesis run by day with a third of
-their examples, and at night with all.
+a row of this rule. The rest is marked by hand, next to the test that shows the same, or named in tests/night.txt. Tests
+of hypothesis run by day with a third of their examples, and at night with all.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hypothesis import is_hypothesis_test, settings
 
 from mtrain.arch.layout import Layout
 from tests.parity.cases import Case
+from tests.paths import ROOT
 
 ALWAYS = "tests/core/distributed/"
 PAIRS = "tests/parity/layouts/test_layouts.py"
@@ -108,12 +109,20 @@ def draw_fewer_examples(items: Iterable[pytest.Item]) -> None:
         vars(test)[_SETTINGS] = settings(whole, max_examples=count)
 
 
+def named_tests(text: str) -> set[str]:
+    """Reads the tests and rows that a text like tests/night.txt names, one a line; two blanks and # begin a comment."""
+    lines = (line.partition("  #")[0].rstrip() for line in text.splitlines())
+    return {line for line in lines if line and not line.startswith("#")}
+
+
 class Nightly:
     """Plugin that marks tests before `-m` chooses among them."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[tuple[frozenset[str], bool]]] = {}
         """Test to which the rule applies -> features of each row, and whether the row waits for the night."""
+        self.unknown: set[str] = set()
+        """Names in tests/night.txt that no test of their files has."""
 
     def has(self, file: str) -> bool:
         """Says whether the tests of a file were collected."""
@@ -124,6 +133,15 @@ class Nightly:
         """Adds the mark `nightly` to the rows that are not needed by day, and draws fewer examples by day."""
         if "not nightly" in config.option.markexpr:
             draw_fewer_examples(items)
+        named = named_tests((ROOT / "tests" / "night.txt").read_text())
+        files, matched = set(), set()
+        for item in items:
+            files.add(item.nodeid.partition("::")[0])
+            names = named & {item.nodeid, item.nodeid.partition("[")[0]}
+            if names:
+                item.add_marker(pytest.mark.nightly)
+                matched |= names
+        self.unknown = {name for name in named - matched if name.partition("::")[0] in files}
         rows: dict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:
             if item.nodeid.startswith(ALWAYS) or item.get_closest_marker("nightly") is not None:

@@ -10,7 +10,7 @@ from tests.parity.cases import case
 from tests.parity.compare import Row
 from tests.parity.layouts.test_layouts import RUNS
 from tests.paths import ROOT
-from tests.tools.nightly import Nightly, axes_of, covering, num_ranks
+from tests.tools.nightly import Nightly, axes_of, covering, named_tests, num_ranks
 
 pytest_plugins = ["pytester"]
 SUITE = """
@@ -140,6 +140,19 @@ def test_every_test_stays_by_day_with_every_axis_that_it_has(request: pytest.Fix
         of_parity |= frozenset[str]().union(*by_day) if test.startswith("tests/parity/") else set()
     if nightly.has("tests/parity/models/test_experts.py") and nightly.has("tests/parity/layouts/test_layouts.py"):
         assert of_parity >= AXES | {"ep", "etp"}
+
+
+def test_names_may_have_rows_and_comments() -> None:
+    assert named_tests("# a::b\na::b\n\na::c[x - # y]  # shown by a::d\n") == {"a::b", "a::c[x - # y]"}
+
+
+def test_every_name_for_the_night_is_a_test(request: pytest.FixtureRequest) -> None:
+    """Checks the files that this run collected: all of them where the whole suite runs."""
+    nightly = request.config.pluginmanager.get_plugin("nightly")
+    assert isinstance(nightly, Nightly)
+    assert not nightly.unknown
+    files = {name.partition("::")[0] for name in named_tests((ROOT / "tests" / "night.txt").read_text())}
+    assert all((ROOT / file).is_file() for file in files)
 
 
 def test_the_suite_leaves_them_out_and_a_target_runs_them() -> None:

@@ -41,7 +41,9 @@ def without_descriptors(groups: Groups, config: Config, first: int, behind: int)
             """Updates like a step, and sets or lifts the limit first."""
             Limited.made += 1
             if groups.rank == 0 and Limited.made == first:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), before[1]))
+                # below the first free number, since a file that another thread closes leaves a number free above it
+                free = next(number for number in itertools.count() if not os.path.lexists(f"/proc/self/fd/{number}"))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
             if Limited.made == behind:
                 resource.setrlimit(resource.RLIMIT_NOFILE, before)
             return super().update(*arguments)
