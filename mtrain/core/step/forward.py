@@ -1,4 +1,4 @@
-"""Forward passes without a backward: the totals of some batches under the current weights."""
+"""Forward passes without backward: the losses of some batches under the current weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -33,15 +33,15 @@ def forward_totals(
     passes: Iterable[Sequence[Microbatch] | None],
     teacher: Teacher | None = None,
 ) -> ForwardTotals:
-    """Returns the totals of every term of logits over some batches, forward only; router terms belong to training.
+    """Returns the totals of all terms over some batches, forward only; router terms exist only in training.
 
     Parameters are gathered first, and the model is left in training mode. One all-reduce of a short vector at the end.
-    All ranks make the same number of passes through the schedule; those that do not read data pass None.
+    `passes` has the same length on all ranks; ranks that do not read data pass None for each.
 
     Raises:
         NumericError: A loss is not finite, or a denominator cannot be right.
     """
-    # with overlap_param_gather the all-gather of the last update is left to the next forward pass
+    # with overlap_param_gather the last update left its all-gather to the next forward pass
     model.sharded.gather_parameters()
     config, groups = model.config, model.groups
     terms = tuple(objective.functions)
@@ -59,25 +59,25 @@ def forward_totals(
             if objective.preference is not None:
                 scored = preference_pass(model, objective, batches, count)
                 batches, preference = scored.batches, preference.plus(scored.totals)
-            # the comparison with planned denominators reveals a row that is counted twice, in validation as well
+            # planned denominators are for the check below, which also finds a validation row that is counted twice
             sums.add_batches(planned_denominators(batches or [], terms), NO_TOKENS)
             if objective.preference is not None and len(terms) == 1:
-                continue  # the scoring pass has computed everything
+                continue  # the scoring pass computed the only term
             shared = broadcast_batches(batches, count, terms, config, groups, objective.extras)
             rows = slice_for_rank(shared, groups)
             accumulate(rows, OutputLoss(batches, rows, model, objective, teacher))
-    read = GlobalTotals(sums, groups).read(objective.coefficients)
-    totals = read.terms
+    global_totals = GlobalTotals(sums, groups).read(objective.coefficients)
+    totals = global_totals.terms
     if objective.preference is not None:
-        # only the first pass computes the main term
+        # the main term comes from the scoring pass alone
         main = replace(totals[MAIN_TERM], numerator=preference.numerator, denominator=preference.denominator)
         totals = {**totals, MAIN_TERM: main}
     check_totals(totals, compare_with_plan=config.loss.denominator == "planned")
-    return ForwardTotals(totals, {**read.diagnostics, **preference.means})
+    return ForwardTotals(totals, {**global_totals.diagnostics, **preference.means})
 
 
 def num_microbatches(config: Config, groups: Groups) -> int | None:
-    """Returns the microbatches per data-parallel rank and step; None with packing, where the number varies."""
+    """Returns the number of microbatches per data-parallel rank and step; None with packing, where it varies."""
     if config.data.packing is not None:
         return None
     return groups.layout.num_microbatches(config.sequences_per_step, config.train.micro_batch_size)

@@ -1,8 +1,8 @@
-"""Objective computed from the output of the last pipeline stage, on whole logits or on a few tokens at a time.
+"""The objective, computed from the output of the last pipeline stage: on whole logits or chunk by chunk.
 
-Losses of functions marked with `mtrain.per_token` are sums over tokens, so they are added up over chunks: logits exist
-for one chunk at a time, and only for tokens that some term counts. A chunk's gradient is computed in the forward pass
-(`mtrain.core.loss.vocab_parallel.chunks`).
+A loss function marked with `mtrain.per_token` is a sum over tokens, so it can be evaluated in chunks: the logits of
+only one chunk exist at a time, and only for tokens that some term counts. The forward pass computes the gradient of
+each chunk as well (`mtrain.core.loss.vocab_parallel.chunks`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.teacher import Teacher
 
 ScalarOf = Callable[[Mapping[str, LossPair]], Tensor]
-"""Function of the pairs that returns the scalar to differentiate; linear in the numerators."""
+"""Maps the pairs of all terms to the scalar to differentiate; linear in the numerators."""
 
 
 class OutputLoss:
-    """Loss of the microbatches of one pass."""
+    """Computes the loss of each microbatch of one pass."""
 
     def __init__(
         self,
@@ -49,10 +49,12 @@ class OutputLoss:
         objective: Objective,
         teacher: Teacher | None = None,
     ) -> None:
-        """Prepares the pass; a teacher with a pipeline runs now.
+        """Prepares the pass; a pipeline-parallel teacher runs now, on all microbatches.
 
-        `whole` are the microbatches from the loader, None on ranks that receive theirs; `rows` the same on the device,
-        sliced for context parallelism.
+        Args:
+            whole: Microbatches from the loader; None on ranks that receive them by broadcast.
+            rows: The same microbatches on the device, sliced for context parallelism.
+            teacher: Teacher, if some term reads its logits.
         """
         self._config, self._groups, self._objective = model.config, model.groups, objective
         self._teacher_logits = None if teacher is None else teacher.logits_of(rows)
@@ -60,16 +62,21 @@ class OutputLoss:
         self._weighed = None if keeps_logits_whole else WeighedTokens(whole, rows, model.groups)
 
     def pairs(self, logits: Logits, batch: Microbatch) -> dict[str, LossPair]:
-        """Returns the sums of every term, without a graph."""
+        """Returns the loss pair of every term, without a graph."""
         return self.scalar(logits, batch, _nothing, torch.ones((), device=batch.labels.device))[1]
 
     def scalar(
         self, logits: Logits, batch: Microbatch, scalar_of: ScalarOf, expected_gradient: Tensor
     ) -> tuple[Tensor, dict[str, LossPair]]:
-        """Returns the scalar that a microbatch, one of `rows`, is differentiated from, and the sums of every term.
+        """Returns the scalar to differentiate for one microbatch, and the loss pair of every term.
 
-        Collectives: those of the loss functions for each chunk, and those of the output layer. `expected_gradient` is
-        described by `sum_over_chunks`.
+        Communicates only in the output layer and, for each chunk, in the loss functions.
+
+        Args:
+            logits: Output of the last stage for `batch`.
+            batch: One of the objects in `rows`.
+            scalar_of: Combines the pairs.
+            expected_gradient: See `sum_over_chunks`.
         """
         teacher = None if self._teacher_logits is None else self._teacher_logits(batch)
         counts = None if self._weighed is None else self._weighed.of(batch)
@@ -84,14 +91,14 @@ class OutputLoss:
         terms = [term for selection in selections for term in selection.tokens.weights]
         sums = self._no_pairs(terms, batch.labels.device)
 
-        def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
-            pairs = self._objective.pairs(self._inputs_of_chunk(selections[number], rows, local))
+        def loss_of_chunk(depth: int, rows: slice, local: Tensor) -> Tensor:
+            pairs = self._objective.pairs(self._inputs_of_chunk(selections[depth], rows, local))
             for term, pair in pairs.items():
                 sums[term] = _added(sums[term], pair)
             return scalar_of(pairs)
 
         if not sum(counts):
-            # no chunk asks for the factors of terms, but other ranks wait for this one in their collective
+            # without a chunk nothing would read the factors, and other ranks would wait in their collective
             scalar_of(sums)
         hidden = [selection.student.hidden for selection in selections]
         scalar = self._sum_over_chunks(weight, hidden, loss_of_chunk, chunk, expected_gradient)
@@ -104,33 +111,33 @@ class OutputLoss:
         return sum_over_chunks(weight, hidden, loss_of, chunk, expected_gradient)
 
     def _no_pairs(self, terms: Sequence[str], device: torch.device) -> dict[str, LossPair]:
-        """Returns a pair of zeros for each term, in float64: the number of float32 parts depends on the size of a
-        chunk."""
+        """Returns a pair of zeros for each term, in float64: float32 rounding would show the number of chunks."""
         nothing = torch.zeros((), dtype=torch.float64, device=device)
         num_sources = len(self._config.data.source_names)
         by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device) if num_sources else None
         return {term: LossPair(nothing, nothing, by_source if term == MAIN_TERM else None) for term in terms}
 
     def _inputs_of_chunk(self, selection: _Selection, rows: slice, local: Tensor) -> dict[str, TermInputs]:
-        """Returns the input of each term's function for one chunk, whose logits are `local`."""
+        """Returns the input of each term's loss function for one chunk with logits `local`."""
         model, groups = self._config.model, self._groups
         student = selection.student.distribution(local, model, groups)
         teacher = None
         if selection.teacher is not None:
-            known = logits_of_rows(selection.teacher.hidden[rows], selection.teacher.weight)
-            teacher = selection.teacher.distribution(known, model, groups)
-        tokens = selection.tokens.map(lambda each: each[:, rows])
+            teacher_local = logits_of_rows(selection.teacher.hidden[rows], selection.teacher.weight)
+            teacher = selection.teacher.distribution(teacher_local, model, groups)
+        tokens = selection.tokens.map(lambda values: values[:, rows])
         return _inputs(tokens, student, teacher, self._config.loss, groups, TokenInputs)
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Inputs of loss functions for the tokens of one distribution, [batch, seq], or as one row of n, [1, n]."""
+    """What loss functions read about the tokens of one distribution, besides logits: [batch, seq], or [1, n] for n
+    selected tokens."""
 
     labels: Tensor
     tokens: Tensor
     weights: Mapping[str, Tensor]
-    """Term -> weights, of the terms that read this distribution."""
+    """Weights by term, for the terms that read this distribution."""
     denominator_weights: Mapping[str, Tensor]
     extras: Mapping[str, Tensor]
     sources: TokenSources | None = None
@@ -138,21 +145,21 @@ class _Tokens:
 
     @classmethod
     def by_distribution(cls, batch: Microbatch, num_sources: int) -> list[_Tokens]:
-        """Returns the tokens of the main logits, then those of each depth of multi-token prediction."""
+        """Returns the tokens of the main logits, then those of each MTP depth."""
         packed = None if batch.sequence_ids is None else PackedSequences(batch.sequence_ids, batch.num_sequences)
-        of_blend = None if batch.sources is None else TokenSources(batch.sources, num_sources)
-        # extras belong to the next token: tokens further ahead have none
-        read = [(batch.labels, batch.tokens, batch.extras, of_blend)]
-        read += [(ahead.labels, ahead.tokens, {}, None) for ahead in batch.mtp]
-        found = []
-        for terms, (labels, tokens, extras, sources) in zip(terms_by_distribution(batch), read, strict=True):
+        main_sources = None if batch.sources is None else TokenSources(batch.sources, num_sources)
+        # extras and sources describe the prediction of the next token, so MTP depths have none
+        inputs = [(batch.labels, batch.tokens, batch.extras, main_sources)]
+        inputs += [(ahead.labels, ahead.tokens, {}, None) for ahead in batch.mtp]
+        distributions = []
+        for terms, (labels, tokens, extras, sources) in zip(terms_by_distribution(batch), inputs, strict=True):
             weights = {term: batch.weights[term] for term in terms}
             shares = {term: batch.denominator_weights[term] for term in terms}
-            found.append(cls(labels, tokens, weights, shares, extras, sources, packed))
-        return found
+            distributions.append(cls(labels, tokens, weights, shares, extras, sources, packed))
+        return distributions
 
     def map(self, change: Callable[[Tensor], Tensor]) -> _Tokens:
-        """Applies `change` to every tensor; the result has no sequences."""
+        """Applies `change` to every tensor; drops `packed`, since chunks see no whole sequences."""
 
         def changed(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: change(value) for name, value in values.items()}
@@ -168,28 +175,28 @@ class _Tokens:
 
 
 class _Operands(NamedTuple):
-    """Operands of the output layer for some tokens, as `Operands` are for all: their product gives the logits."""
+    """Operands of the output layer for some tokens: their product gives the logits of these tokens."""
 
     hidden: Tensor
     """[n, hidden]."""
     weight: Tensor
-    """Table of the output layer, [vocab_local, hidden]."""
+    """Weight of the output layer, [vocab_local, hidden]."""
     deferred: DeferredLogits
 
     @classmethod
     def of(cls, deferred: DeferredLogits, index: Tensor | None) -> _Operands:
-        """Selects positions in [seq, batch] order; None selects all, and copies nothing."""
+        """Selects tokens by index in [seq, batch] order; None selects all of them without a copy."""
         hidden, weight = deferred.operands()
         flat = hidden.flatten(0, 1)
         return cls(flat if index is None else flat.index_select(0, index), weight, deferred)
 
     def distribution(self, local: Tensor, model: ModelSection, groups: Groups) -> VocabParallelLogits:
-        """Returns the distributions to which products of the operands, [rows, 1, vocab_local], belong."""
+        """Returns the distributions given by products of the operands, [rows, 1, vocab_local]."""
         return vocab_parallel(self.deferred.capped(local), self.deferred, model, groups)
 
 
 class _Selection(NamedTuple):
-    """Tokens of one distribution that some term counts, as one row of n."""
+    """Tokens of one distribution that some term counts, as one row of n tokens."""
 
     tokens: _Tokens
     student: _Operands
@@ -203,32 +210,35 @@ def _selections(
     teacher: DeferredLogits | None,
     counts: Sequence[int],
 ) -> list[_Selection]:
-    """Returns the main logits' inputs, then each depth's; the teacher has only logits of the next token."""
-    deferred, teachers = (logits.main, *logits.mtp), (teacher, *[None] * len(logits.mtp))
-    found = []
-    for tokens, own, other, count in zip(distributions, deferred, teachers, counts, strict=True):
-        index = None if count == tokens.labels.numel() else places(weighed(batch, [*tokens.weights]), count)
+    """Returns the selection of the main logits, then one for each MTP depth; only the main logits have a teacher."""
+    students, teachers = (logits.main, *logits.mtp), (teacher, *[None] * len(logits.mtp))
+    selections = []
+    for tokens, student_logits, teacher_logits, count in zip(distributions, students, teachers, counts, strict=True):
+        index = None
+        if count < tokens.labels.numel():
+            index = true_positions(weighed(batch, [*tokens.weights]), count)
         row = tokens.map(partial(_one_row, index))
-        found.append(_Selection(row, _Operands.of(own, index), None if other is None else _Operands.of(other, index)))
-    return found
+        teacher_operands = None if teacher_logits is None else _Operands.of(teacher_logits, index)
+        selections.append(_Selection(row, _Operands.of(student_logits, index), teacher_operands))
+    return selections
 
 
 def _one_row(index: Tensor | None, rows: Tensor) -> Tensor:
-    """Selects from [batch, seq], in [seq, batch] order: [1, n]."""
+    """Selects elements of a [batch, seq] tensor by index in [seq, batch] order; returns [1, n]."""
     flat = rows.t().reshape(-1)
     return (flat if index is None else flat[index]).unsqueeze(0)
 
 
-def _added(one: LossPair, other: LossPair) -> LossPair:
-    """Adds a pair of further tokens, without its graph."""
+def _added(total: LossPair, pair: LossPair) -> LossPair:
+    """Adds the pair of one more chunk to the total, without its graph."""
     by_source = None
-    if one.by_source is not None and other.by_source is not None:
-        by_source = one.by_source + other.by_source
-    diagnostics = dict(one.diagnostics)
-    for name, value in other.diagnostics.items():
+    if total.by_source is not None and pair.by_source is not None:
+        by_source = total.by_source + pair.by_source
+    diagnostics = dict(total.diagnostics)
+    for name, value in pair.diagnostics.items():
         diagnostics[name] = joined(diagnostics[name], value) if name in diagnostics else value
-    numerator = one.numerator + other.numerator.detach().double()
-    return LossPair(numerator, one.denominator + other.denominator, by_source, diagnostics)
+    numerator = total.numerator + pair.numerator.detach().double()
+    return LossPair(numerator, total.denominator + pair.denominator, by_source, diagnostics)
 
 
 @torch.no_grad()
@@ -240,33 +250,34 @@ def label_log_probs(
     with_entropy: bool = False,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Returns the log-probability of the label of each token, whatever its weights, and the entropy if wanted.
+    """Returns the log-probability of every label, masked tokens included, and optionally the entropy.
 
-    Two all-reduces over TP for each chunk of tokens, three with the entropy. The temperature divides logits, unless the
-    batch has an extra with that of each token.
+    Two all-reduces over TP for each chunk of tokens, three with the entropy. The logits are divided by the batch's own
+    temperatures (an extra with one per token) if it has them, else by `temperature`.
 
     Returns:
-        Log-probabilities in nats, [1, batch, seq] float32; [2, batch, seq] with the entropies.
+        Log-probabilities in nats, [1, batch, seq] float32; [2, batch, seq] with the entropies second.
     """
     hidden, weight = logits.main.operands()
     (seq, num_rows), labels = hidden.shape[:2], batch.labels.t().reshape(1, -1)
     flat, chunk = hidden.flatten(0, 1), chunk_tokens(config.loss, len(weight), groups.device.type == "cpu")
     divisors = None if TEMPERATURE not in batch.extras else batch.extras[TEMPERATURE].t().reshape(1, -1)
-    found = []
+    parts = []
     for rows in chunks(len(flat), chunk or len(flat)):
         local = logits.main.capped(logits_of_rows(flat[rows], weight))
         distribution = vocab_parallel(local, logits.main, config.model, groups)
         distribution = distribution.divided_by(temperature if divisors is None else divisors[:, rows])
         scores = [-distribution.cross_entropy(labels[:, rows])]  # [1, rows]
-        found.append(torch.cat([*scores, distribution.entropy()] if with_entropy else scores))
-    return torch.cat(found, dim=1).view(-1, seq, num_rows).transpose(1, 2).float()
+        parts.append(torch.cat([*scores, distribution.entropy()] if with_entropy else scores))
+    return torch.cat(parts, dim=1).view(-1, seq, num_rows).transpose(1, 2).float()
 
 
 @torch.no_grad()
 def score_summands(logits: Logits, batch: Microbatch, config: Config, groups: Groups) -> Tensor:
     """Returns each token's contribution to the score of its sequence, [batch, seq] float32.
 
-    The log-probability of its label, or the number of a head of one label, which needs no collective over TP.
+    That is the log-probability of the token's label or, in a model with a head of one label, the head's output, which
+    needs no collective over TP.
     """
     if config.model.output.head_rows:
         return vocab_parallel(logits.main.whole(), logits.main, config.model, groups).logsumexp()
@@ -274,7 +285,7 @@ def score_summands(logits: Logits, batch: Microbatch, config: Config, groups: Gr
 
 
 def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
-    """Says whether whole logits cost no more: there are few tokens of each distribution, and nearly all of them
+    """Says whether whole logits cost no more than chunks: the tokens fit into one chunk and nearly all of them
     count."""
     # leaving out an eighth saves more than copying the selection costs
     return tokens <= chunk and 8 * sum(counts) > 7 * len(counts) * tokens
@@ -285,7 +296,7 @@ def _nothing(pairs: Mapping[str, LossPair]) -> Tensor:
 
 
 def vocab_parallel(local: Tensor, deferred: DeferredLogits, model: ModelSection, groups: Groups) -> VocabParallelLogits:
-    """Returns the distributions to which a rank's columns of the logits, [seq, batch, vocab_local], belong."""
+    """Wraps this rank's columns of the logits, [seq, batch, vocab_local], for the loss functions."""
     if rows := model.output.head_rows:
         return VocabParallelLogits(local, None, 0, rows)
     # the padded vocabulary is split evenly
@@ -303,7 +314,7 @@ def term_inputs(
 ) -> dict[str, TermInputs]:
     """Returns the input of each term's loss function for a sliced microbatch, with whole logits.
 
-    All terms share one softmax; each depth of multi-token prediction has its own. `teacher_logits` are shaped like
+    All terms share one softmax, except that each MTP depth has its own. `teacher_logits` have the shape of
     `logits.main`.
     """
 
@@ -337,7 +348,7 @@ def _inputs(
             tokens=tokens.tokens,
             teacher=teacher,
             context=groups.cp if groups.layout.cp > 1 else None,
-            aggregation=terms.get(term, section).aggregation,  # depths use that of the main term
+            aggregation=terms.get(term, section).aggregation,  # MTP depths use the main term's
             packed=tokens.packed,
             extras=extras,
             sources=tokens.sources if term == MAIN_TERM else None,
@@ -347,52 +358,52 @@ def _inputs(
 
 
 def terms_by_distribution(batch: Microbatch) -> list[list[str]]:
-    """Returns the terms of the main logits, then those of each depth of multi-token prediction."""
+    """Returns the terms that read the main logits, then the term of each MTP depth."""
     depths = [depth_term(number) for number in range(1, len(batch.mtp) + 1)]
     return [[term for term in batch.weights if term not in depths], *([depth] for depth in depths)]
 
 
 def weighed(batch: Microbatch, terms: Sequence[str]) -> Tensor:
     """Says which tokens have a weight or a share of the denominator in one of the terms, [batch, seq] bool."""
-    # a token without weight can have a share: that of an empty sequence that counts (loss.empty_sequences=include)
+    # a token of weight 0 can still carry the share of an empty sequence (loss.empty_sequences=include)
     counted = [values[term] != 0 for term in terms for values in (batch.weights, batch.denominator_weights)]
     return torch.stack(counted).any(0)
 
 
 class WeighedTokens:
-    """Number of tokens that some term counts in each microbatch of a pass, known on the host without waiting."""
+    """Counts the tokens with a weight in each microbatch of a pass, without making the host wait for the device."""
 
     def __init__(self, whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups) -> None:
-        """Counts the tokens of `rows` at once; `whole` are described by `OutputLoss`."""
+        """Counts the tokens of `rows` now; the arguments are those of `OutputLoss`."""
         self._numbers = {id(batch): number for number, batch in enumerate(rows)}
         self._counts = _counted(rows) if groups.device.type == "cpu" else _counts_of_reader(whole, rows, groups)
 
     def of(self, batch: Microbatch) -> list[int]:
-        """Returns the number of tokens for the main logits, then for each depth; `batch` must be an object of
+        """Returns the number of tokens for the main logits, then for each MTP depth; `batch` must be an object of
         `rows`."""
         return self._counts[self._numbers[id(batch)]]
 
 
 def _counted(batches: Sequence[Microbatch]) -> list[list[int]]:
-    # numpy: the batches are on the CPU
+    # numpy, since the batches are on the CPU
     return [[int(weighed(batch, terms).numpy().sum()) for terms in terms_by_distribution(batch)] for batch in batches]
 
 
 def _counts_of_reader(
     whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups
 ) -> list[list[int]]:
-    """Returns counts from the rank that read the batches. One broadcast between the hosts of TP."""
+    """Returns the counts made by the rank that read the batches. One broadcast within TP, between hosts."""
     counts = None
-    if whole is not None:  # all ranks of a TP group have the same context-parallel slice
+    if whole is not None:  # a TP group shares one context-parallel slice, so one rank can count for all
         slices = [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in whole]
         counts = torch.tensor(_counted(slices))
     shape = (len(rows), len(terms_by_distribution(rows[0])))
     return broadcast_on_hosts(counts, shape, torch.int64, groups).numpy().tolist()
 
 
-def places(is_weighed: Tensor, count: int) -> Tensor:
-    """Returns the positions of the `count` true elements of `is_weighed`, [batch, seq] bool, in [seq, batch] order,
-    increasing: [count] int64."""
-    # not nonzero(), whose size the host would have to wait for; a stable sort keeps equal keys in their order
+def true_positions(is_weighed: Tensor, count: int) -> Tensor:
+    """Returns the increasing positions, [count] int64, of the `count` true elements of a [batch, seq] mask, counted in
+    [seq, batch] order."""
+    # not nonzero(): the host would have to wait for its size; a stable sort keeps equal keys in their order
     keys = is_weighed.t().reshape(-1).to(torch.uint8)
     return keys.argsort(descending=True, stable=True)[:count]

@@ -1,4 +1,4 @@
-"""Results of the methods of `Engine`, the same on all ranks."""
+"""What the methods of `Engine` return; the same on all ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class ForwardResult:
     """Scores of the tokens of each sample, in the order of the samples; float32 on the CPU, in nats."""
 
     log_probs: list[Tensor]
-    """Log-probabilities of input_ids[1:] for each sample, [len(input_ids) - 1], whatever the weights."""
+    """Log-probabilities of input_ids[1:] for each sample, [len(input_ids) - 1], masked tokens included."""
     entropy: list[Tensor]
     """Entropies of the distributions that predicted input_ids[1:] for each sample, [len(input_ids) - 1]; empty if not
     requested."""
@@ -32,10 +32,10 @@ class StepResult:
     step: int
     """Number of steps completed, this one included."""
     loss: float
-    """Loss of the main term in nats: sum of weight x loss over the whole batch / its denominator; 0 for an empty
-    batch."""
+    """Loss of the main term in nats: the sum of weight x loss over the whole batch, divided by its denominator; 0 for
+    an empty batch."""
     objective: float
-    """Objective with the side terms: the quantity that was differentiated."""
+    """Main term plus side terms: the quantity that was differentiated."""
     denominator: float
     """Denominator of the main term, according to its aggregation."""
     grad_norm: float
@@ -44,16 +44,16 @@ class StepResult:
     tokens: int
     """Number of tokens read in all calls of the step, without padding."""
     applied: bool
-    """Whether weights were updated; False if the batch had no loss tokens or fp16 overflowed, which lowers the loss
-    scale."""
+    """Whether the weights were updated; False if the batch had no loss tokens or fp16 overflowed (which lowers the loss
+    scale)."""
     diagnostics: dict[str, float] = field(default_factory=dict)
     """Diagnostics of the loss functions over all tokens or groups of the step, such as clip_fraction and
-    reward_accuracy (docs/training/policy-losses.md, docs/training/preference.md); those of a side term as `term/name`.
-    Diagnostics over nothing are left out."""
+    reward_accuracy (docs/training/policy-losses.md, docs/training/preference.md). Those of a side term are named
+    `term/name`; means over no tokens are left out."""
 
     @classmethod
     def of(cls, totals: StepTotals, update: Update | None, step: int, lr: float, tokens: int) -> Self:
-        """Makes the result of a step; `update` is None if the batch was empty."""
+        """Makes the result from the totals of a step; `update` is None if the batch was empty."""
         return cls(
             step=step,
             loss=totals.loss,
@@ -69,7 +69,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Losses over some data, each sample counted once; the same on all ranks."""
+    """Losses over an evaluation set, with each sample counted once; the same on all ranks."""
 
     loss: float
     """Loss of the main term, in nats."""
@@ -83,4 +83,4 @@ class EvalResult:
     def of(cls, terms: Mapping[str, TermTotals], diagnostics: Mapping[str, float]) -> Self:
         """Makes the result from the totals of a pass."""
         main = terms[MAIN_TERM]
-        return cls(main.mean, main.denominator, {term: each.mean for term, each in terms.items()}, dict(diagnostics))
+        return cls(main.mean, main.denominator, {term: total.mean for term, total in terms.items()}, dict(diagnostics))

@@ -1,4 +1,7 @@
-"""Training step: plan, pipeline schedule, one division, check, update."""
+"""One training step: plan the denominators, run the pipeline schedule, divide once, check the totals, update.
+
+`TrainingStep.forward_backward` and `TrainingStep.update` are a whole step.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -32,40 +35,45 @@ from mtrain.core.step.totals import check_factors, check_totals, planned_denomin
 
 @dataclass
 class OpenStep:
-    """Step whose gradients are being accumulated."""
+    """A step that is still accumulating gradients."""
 
     sums: StepSums
     factors: NumeratorFactors | None = None
-    """Factors of the terms; None before the first pass."""
+    """Factors of the terms in backward; None before the first pass."""
     is_deferred: bool = False
-    """Whether the gradients of the last pass are not reduced over ranks yet."""
+    """Whether the gradients have yet to be reduced over data-parallel ranks."""
     preference: PreferenceTotals | None = None
-    """Totals of the preference loss; None if no groups of sequences are compared."""
+    """Totals of the preference loss; None without a preference loss."""
 
 
 class TrainingStep:
-    """Runs the steps of a model; the state of a step in progress is in an `OpenStep`."""
+    """Runs the training steps of a model; an `OpenStep` holds the state of a step in progress."""
 
     def __init__(self, model: RankModel, objective: Objective, teacher: Teacher | None = None) -> None:
-        """Connects the model's hooks for gradients and routers; a teacher is needed if a term compares with one."""
+        """Connects the model's hooks for gradients and routers; `teacher` is required by terms that read its logits."""
         self._model, self._config, self._groups = model, model.config, model.groups
         self._sharded, self._optimizer = model.sharded, model.optimizer
         self._objective, self._teacher = objective, teacher
         self._num_microbatches = num_microbatches(model.config, model.groups)
         self.routers = RouterBalance(model.config, model.groups, model.chunks)
         self.largest_gradients: Tensor | None = None
-        """Largest gradient of each parameter on this rank alone, in the last step; None if reductions overlap the
-        backward pass, where it never exists."""
-        # once: the hooks stay in the chunks' config for all steps
+        """Largest gradient of each parameter on this rank, before the reduction of the last step; None if reductions
+        overlap the backward pass, because then no unreduced gradient is complete."""
+        # once: the hooks stay in the configuration of the chunks for all steps
         connect(model.sharded, model.optimizer, model.config.train)
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
-        """Accumulates, reduces and normalises the gradients of one global batch: full rows of this data-parallel rank,
-        None on ranks that do not read data (tensor-parallel rank > 0).
+        """Accumulates, reduces and normalises the gradients of one global batch.
 
-        One collective of a short float64 vector over all ranks carries the losses, the gradient norm and whether any
-        rank was asked to stop. A second one overlaps the first forward pass if terms of several denominators (within
-        each pipeline stage) or fp16 need planned denominators. The host waits for the device once, at the end.
+        One all-reduce of a short float64 vector over all ranks carries the losses, the gradient norm and whether any
+        rank was asked to stop. If several terms have denominators of their own, or with fp16, a second one (within each
+        pipeline stage) sums the planned denominators during the first forward pass. The host waits for the device once,
+        at the end.
+
+        Args:
+            batches: Full rows of this data-parallel rank; None on ranks that do not read data (tensor-parallel rank >
+                0).
+            stop_requested: Whether this rank was asked to stop; `StepTotals` tells all ranks.
 
         Raises:
             NumericError: A total cannot be right; see `reduce`.
@@ -75,7 +83,7 @@ class TrainingStep:
         return self.reduce(step, stop_requested)
 
     def open(self) -> OpenStep:
-        """Opens a step without gradients."""
+        """Clears gradients and counts, and opens a step."""
         self._optimizer.zero_grad()
         self.routers.clear_counts()
         terms, num_sources = tuple(self._objective.functions), len(self._config.data.source_names)
@@ -90,23 +98,28 @@ class TrainingStep:
         objective: Objective,
         is_last: bool,
     ) -> None:
-        """Adds the gradients and sums of some microbatches, not divided by anything. Collective over the world.
+        """Adds the undivided gradients and sums of some microbatches to the step. Collective over the world.
 
-        The objective has the same terms in all passes of a step. `num_microbatches` is None if only ranks with batches
-        know it. Gradients stay on their rank in every pass but the last (`is_last`), whose backward pass may overlap
-        their reduction.
+        Args:
+            step: Open step.
+            batches: Full rows of this data-parallel rank; None on ranks that do not read data.
+            num_microbatches: Number of microbatches of this data-parallel rank; None if only ranks with batches know.
+            objective: Must have the same terms in all passes of a step.
+            is_last: Whether this is the step's last pass, whose backward may overlap the reduction of gradients. The
+                gradients of earlier passes stay on their rank.
 
         Raises:
-            ConfigError: A second pass, although terms with other denominators need the whole batch in the first one.
+            ConfigError: This is a second pass, but terms with denominators of their own need the whole batch in the
+                first one.
         """
         batches = self._weighed_by_preference(step, batches, num_microbatches, objective)
-        # from whole rows on the host, so before anything is sent to other ranks
+        # denominators are planned from whole rows on the host, before rows are sliced and sent to other ranks
         planned = planned_denominators(batches or [], step.sums.pairs.terms)
         step.sums.add_batches(planned, token_counts(batches or []))
         if step.factors is None:
-            # starts its collective now; waits for it after the first forward pass (fp16 on CPUs: at once)
+            # starts an all-reduce now and waits for it after the first forward pass (at once with fp16 on CPUs)
             is_fp16 = self._optimizer.scales_loss
-            # by position: `planned` has the order of `objective.coefficients`
+            # matched by position: `planned` has the order of `objective.coefficients`
             step.factors = NumeratorFactors([*planned.values()], objective, is_fp16, self._groups)
         elif objective.apart:
             raise ConfigError(
@@ -115,12 +128,12 @@ class TrainingStep:
             )
         step.sums.pairs.diagnostics.expect(objective.reported)
         factors, terms = step.factors, tuple(objective.functions)
-        # tensor-parallel rank 0 sends whole rows; each context-parallel rank then slices out its own part
+        # tensor-parallel rank 0 sends whole rows; each context-parallel rank then takes its slice of them
         shared = broadcast_batches(batches, num_microbatches, terms, self._config, self._groups, objective.extras)
         step.sums.num_positions += self._groups.layout.dp * sum(batch.tokens.numel() for batch in shared)
         rows = slice_for_rank(shared, self._groups)
         output_loss = OutputLoss(batches, rows, self._model, objective, self._teacher)
-        # megatron-core multiplies the objective by it before backward
+        # megatron-core multiplies the scalar by the loss scale before backward
         loss_scale = self._optimizer.scale_loss(torch.ones((), device=self._groups.device)).reshape(())
 
         def scalar_of(pairs: Mapping[str, LossPair]) -> Tensor:
@@ -133,7 +146,7 @@ class TrainingStep:
 
         @functools.cache
         def router_factors() -> Tensor:
-            """Waits for the planned denominators, so the first router of the pass calls it."""
+            """Waits for the planned denominators; called, and cached, by the first router of the pass."""
             return self._optimizer.scale_loss(factors.of_routers())
 
         with (
@@ -141,10 +154,10 @@ class TrainingStep:
             nullcontext() if is_last else deferred_grad_sync(self._sharded),
         ):
             run_schedule(self._sharded.chunks, rows, loss, step.sums.pairs, self._config)
-        # a rank that asked for no factor finishes the collective here, before the next one
+        # a rank that read no factor completes the all-reduce here, before the next collective
         factors.wait()
         if self._optimizer.scales_loss:
-            step.sums.gradient_scale = factors.numerator_scale * loss_scale  # the same in every pass of a step
+            step.sums.gradient_scale = factors.numerator_scale * loss_scale  # constant within a step
 
     def _weighed_by_preference(
         self,
@@ -153,7 +166,8 @@ class TrainingStep:
         num_microbatches: int | None,
         objective: Objective,
     ) -> Sequence[Microbatch] | None:
-        """Returns the batches to differentiate: with a preference loss those weighted by its scoring pass."""
+        """Runs the scoring pass of a preference loss, and returns the batches with the weights it gives them; returns
+        the batches unchanged without a preference loss."""
         if objective.preference is None:
             return batches
         marks = preference_marks(objective.preference)
@@ -162,29 +176,31 @@ class TrainingStep:
                 f"{objective.names[MAIN_TERM]} compares each answer with the whole batch; give the whole global batch "
                 "in one call"
             )
-        found = preference_pass(self._model, objective, batches, num_microbatches)
-        step.preference = found.totals.plus(step.preference or PreferenceTotals())
-        return found.batches
+        scored = preference_pass(self._model, objective, batches, num_microbatches)
+        step.preference = scored.totals.plus(step.preference or PreferenceTotals())
+        return scored.batches
 
     def reduce(self, step: OpenStep, stop_requested: bool = False) -> StepTotals:
         """Sums gradients and pairs over all ranks, and divides once. Collective over the world.
 
+        All ranks raise together.
+
         Raises:
-            NonFiniteError: A loss is not finite; on all ranks.
+            NonFiniteError: A loss is not finite.
             NumericError: A denominator differs from the planned one, is negative, not finite or out of the range of
-                float32; on all ranks.
+                float32.
         """
         if not self._config.train.overlap_grad_reduce:
             self.largest_gradients = largest_local_gradients(self._sharded)
         if step.is_deferred:
             for chunk in self._sharded.chunks:
-                self._sharded.start_grad_sync(chunk)  # `deferred_grad_sync` has held it back
+                self._sharded.start_grad_sync(chunk)  # `deferred_grad_sync` suppressed it during backward
         norm_sq = self._optimizer.local_grad_norm_sq
         reduced = finalize_gradients(self._sharded, step.sums, self._groups, stop_requested, norm_sq)
         totals = reduced.read(self._objective.coefficients)
         totals = replace(totals, terms=self.routers.per_layer(totals.terms))
         if step.preference is not None:
-            # the second pass has only the gradient and the denominator of the loss
+            # the second pass yields the gradient and the denominator, but not the value of the loss
             main = replace(totals.terms[MAIN_TERM], numerator=step.preference.numerator)
             terms = {**totals.terms, MAIN_TERM: main}
             diagnostics = {**totals.diagnostics, **step.preference.means}
@@ -192,41 +208,45 @@ class TrainingStep:
         try:
             self.check(totals.terms)
         except BadStepError as error:
-            error.totals = totals  # for the step's record
+            error.totals = totals  # for the record of the step
             raise
         return totals
 
     def check(self, terms: Mapping[str, TermTotals]) -> None:
-        """Raises NumericError if a total cannot be right, on all ranks."""
+        """Raises NumericError on all ranks if a total or a factor of a side term cannot be right."""
         check_totals(terms, compare_with_plan=self._config.loss.denominator == "planned")
-        denominators = {term: each.denominator for term, each in terms.items()}
+        denominators = {term: total.denominator for term, total in terms.items()}
         check_factors(self._objective.coefficients, denominators)
 
     def update(
         self, totals: StepTotals, lr: float, judge: Callable[[float], None] = lambda grad_norm: None
     ) -> Update | None:
-        """Makes the optimizer step and updates the experts' biases, unless fp16 overflowed.
+        """Updates the weights and the experts' biases, unless fp16 overflowed.
 
-        Returns None for an empty batch: weights and state stay bit-identical. Before anything is applied `judge` gets
-        the gradient norm, and raises to prevent it; not if fp16 overflowed.
+        Args:
+            totals: Result of `reduce`.
+            lr: Learning rate.
+            judge: Called with the gradient norm before the update, unless fp16 overflowed; may raise to prevent it.
+
+        Returns:
+            The update; None for an empty batch, which leaves weights and optimizer state bit-identical.
 
         Raises:
-            NonFiniteError: The gradient is not finite; weights and state are untouched.
+            NonFiniteError: The gradient is not finite; weights and state are unchanged.
         """
         if totals.is_empty:
             return None
-        assert totals.grad_norm is not None, "of a forward pass alone"
+        assert totals.grad_norm is not None, "the totals come from a pass without backward"
         if not self._optimizer.overflowed(totals.grad_norm):
             judge(totals.grad_norm)
         update = self._optimizer.update(lr, totals.grad_norm)
-        # biases are updated with the weights: on an overflow neither is
+        # an overflow skips the biases as well as the weights
         if not update.overflowed:
             self.routers.move_biases()
         return update
 
     def try_weights(self, batches: Sequence[Microbatch] | None) -> None:
-        """Runs a forward pass to verify that the current weights can be used; changes nothing. One all-reduce of a
-        short vector.
+        """Verifies the current weights by a forward pass, and changes nothing. One all-reduce of a short vector.
 
         Raises:
             NumericError: A loss is not finite, or a denominator cannot be right.

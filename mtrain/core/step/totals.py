@@ -1,8 +1,8 @@
-"""Denominators planned before the forward pass, and checks of the totals that the loss functions measured.
+"""Denominators planned before the forward pass, and checks of the totals measured by the loss functions.
 
-Gradients are sums of weight x loss until they are divided by D, so they are about as large as D. Below 2^-126 float32
-and bf16 lose digits one by one, bf16 first. Measured against float64 on the model of the parity tests: at D = 2e-36 a
-bf16 gradient is lost entirely and a float32 one is off by 2e-5, while loss and denominator look right; at D = 1e-30
+Gradients of sums of weight x loss are about as large as D until they are divided by it. Below 2^-126 float32 and bf16
+lose digits one by one, bf16 first. Measured against float64 on the model of the parity tests: at D = 2e-36 a bf16
+gradient is lost entirely and a float32 gradient is off by 2e-5, although loss and denominator look right; at D = 1e-30
 neither loses anything. 1/D itself overflows below 3e-39.
 """
 
@@ -16,14 +16,15 @@ from mtrain.core.engine.loss_reduction import TermTotals, TokenCounts
 from mtrain.core.loss.router import ROUTER_TERMS, router_denominator
 
 SMALLEST_DENOMINATOR = 2.0**-100
-"""Smallest denominator, 7.9e-31: even 2^-26 of an undivided gradient is a normal number."""
+"""Smallest denominator allowed, 7.9e-31: even 2^-26 of an undivided gradient is a normal number."""
 LARGEST = 2.0**126
-"""Largest denominator or factor, 8.5e37: its inverse is the smallest normal float32 number."""
+"""Largest denominator or factor allowed, 8.5e37: its inverse is the smallest normal float32 number."""
 
 
 def check_denominator(term: str, denominator: float) -> None:
-    """Raises NumericError for a denominator with which gradients lose digits; nothing is divided by 0, which passes."""
-    # not (a <= D <= b): comparisons with nan are false, so nan and negative values are refused as well
+    """Raises NumericError for a denominator at which gradients lose digits; 0 passes, since nothing is divided by
+    it."""
+    # as not (a <= D <= b), so that nan, which compares false, is refused along with negative values
     if denominator != 0 and not SMALLEST_DENOMINATOR <= denominator <= LARGEST:
         raise NumericError(
             f"the denominator of loss term {term!r} is {denominator}, but must lie between {SMALLEST_DENOMINATOR:.2g} "
@@ -33,11 +34,10 @@ def check_denominator(term: str, denominator: float) -> None:
 
 
 def check_factors(coefficients: Mapping[str, float], denominators: Mapping[str, float]) -> None:
-    """Raises NumericError for a side term whose factor in backward, c x D_main / D_k, is out of the range of
-    float32."""
+    """Raises NumericError if float32 cannot represent a side term's factor in backward, c x D_main / D_k."""
     main = denominators[MAIN_TERM]
     for term, coefficient in coefficients.items():
-        # in float64 after the step's collective: all ranks hold the same bits and refuse together
+        # in float64 from the all-reduced totals: all ranks hold the same bits and refuse together
         factor = 0.0 if denominators[term] == 0 else coefficient * (main / denominators[term])
         if factor != 0 and not 1 / LARGEST <= abs(factor) <= LARGEST:
             raise NumericError(
@@ -48,12 +48,12 @@ def check_factors(coefficients: Mapping[str, float], denominators: Mapping[str, 
 
 
 _WEIGHT_TOLERANCE = 1e-12
-"""Relative difference allowed between planned and measured denominators, for float64 sums of fractional weights. Counts
-are below 1e12, where it means equality."""
+"""Relative difference allowed between planned and measured denominators, which are float64 sums of fractional weights.
+For counts, which stay below 1e12, it means equality."""
 
 
 def planned_denominators(batches: Sequence[Microbatch], terms: Sequence[str]) -> dict[str, float]:
-    """Returns each term's denominator over this data-parallel rank's full rows."""
+    """Returns the denominator of each term over the full rows of this data-parallel rank."""
     padding = [batch.is_padding for batch in batches if batch.is_padding is not None]
     ids = [batch.sequence_ids for batch in batches]
     return {
@@ -76,9 +76,9 @@ def token_counts(batches: Sequence[Microbatch]) -> TokenCounts:
 
 
 def check_totals(terms: Mapping[str, TermTotals], compare_with_plan: bool) -> None:
-    """Raises NumericError on all ranks if a total cannot be right; the totals are the same on all of them."""
+    """Raises NumericError if a total cannot be right; totals are the same on all ranks, so all of them raise."""
     for term, totals in terms.items():
-        # first, since nan would pass the comparison with planned denominators
+        # checked first, since nan would pass the comparison with planned denominators
         if not (math.isfinite(totals.denominator) and totals.denominator >= 0):
             raise NumericError(
                 f"the denominator of loss term {term!r} is {totals.denominator}, but must be finite and not negative; "

@@ -12,7 +12,7 @@ from mtrain.config.schema.loss import LossSection
 from mtrain.core.batch.batch import Microbatch
 from mtrain.core.batch.collate import RowForm, collate, loss_terms
 from mtrain.core.batch.zigzag import slice_for_context_parallel
-from mtrain.core.step.loss import places, terms_by_distribution, weighed
+from mtrain.core.step.loss import terms_by_distribution, true_positions, weighed
 from tests.config.samples import config
 from tests.parity.batches import SEQ, three_steps
 
@@ -57,10 +57,10 @@ def test_context_parallel_ranks_hold_every_counted_token_once(cp: int) -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32 - 1))
-def test_places_are_those_of_nonzero_in_the_order_of_hidden_states(batch: int, seq: int, seed: int) -> None:
+def test_true_positions_are_those_of_nonzero_in_the_order_of_hidden_states(batch: int, seq: int, seed: int) -> None:
     mask = torch.rand(batch, seq, generator=torch.Generator().manual_seed(seed)) < 0.5
     (expected,) = mask.t().reshape(-1).nonzero(as_tuple=True)
-    assert torch.equal(places(mask, int(mask.sum())), expected)
+    assert torch.equal(true_positions(mask, int(mask.sum())), expected)
 
 
 def cut(value: str | int, vocab_size: int = 32_000, **changes: object) -> Config:
