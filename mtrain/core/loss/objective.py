@@ -1,7 +1,7 @@
-"""The objective: sum over terms of coefficient x numerator / denominator, in one backward pass.
+"""The objective: the sum over terms of coefficient x numerator / denominator, in one backward pass.
 
-The numerator of the main term is divided by its denominator D_main once, when gradients are finalised. A side term is
-therefore multiplied by coefficient x D_main / D_k, with denominators that are known before the forward pass.
+Gradients are divided once, by the denominator D_main of the main term, when they are finalised. The numerator of side
+term k is therefore multiplied by coefficient x D_main / D_k, with denominators known before the forward pass.
 """
 
 from __future__ import annotations
@@ -43,66 +43,68 @@ from mtrain.core.loss.pair import LossFunction, LossPair, Reported, TermInputs, 
 from mtrain.core.loss.preference.scores import PreferenceLoss, head_term, preference_marks, score_term
 
 _EXPONENT = 0x7FF << 52
-"""Bits of the exponent of a positive float64; those of its mantissa are masked out."""
+"""Mask that keeps the exponent bits of a positive float64 and clears its mantissa."""
 
 AnyLoss = LossFunction | PreferenceLoss
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss functions of a run and how they are added."""
+    """The loss functions of a run and how their terms are added."""
 
     functions: dict[str, LossFunction]
-    """Loss function of each term that is computed from logits; the main term first."""
+    """Loss function of each term computed from logits; the main term first."""
     coefficients: dict[str, float]
-    """Coefficient of each term, 1 for the main term: first the terms of `functions`, then those that routers
-    compute."""
+    """Coefficient of each term (1 for the main term): the terms of `functions` in their order, then router terms."""
     names: dict[str, str]
     """Name of each term's function in the configuration, for messages."""
     apart: frozenset[str]
-    """Side terms whose denominator can differ from the main term's: those of another aggregation or other tokens, and
-    routers."""
+    """Side terms whose denominator can differ from the main term's, because they have another aggregation, count other
+    tokens, or belong to routers."""
     preference: PreferenceLoss | None = None
-    """Preference loss, if groups of sequences are compared; the main term of `functions` then carries its gradient."""
+    """Preference loss, which compares groups of sequences; the main term of `functions` then carries its gradient."""
     has_head: bool = False
-    """Whether a head judges whole sequences, instead of logits of tokens."""
+    """Whether the model has a head that scores whole sequences instead of predicting tokens."""
     has_temperatures: bool = False
-    """Whether the data give the temperature of each sample."""
+    """Whether the data contain the temperature of each sample."""
     choices: tuple[str, ...] = ()
-    """Names of the choices that layers take from the data."""
+    """Names of the choices, such as routed experts, that layers read from the data."""
 
     @classmethod
     def from_config(cls, section: LossSection, model: ModelSection | None = None) -> Objective:
-        """Loads every term's function; each token further ahead that the model predicts is a side term.
+        """Loads the loss function of every term; each MTP depth of the model is a side term.
 
         Raises:
             ConfigError: A function cannot be loaded; a function needs a teacher but none is configured, or the reverse;
                 logits are computed in chunks, but a function is not marked for that.
         """
         terms = {MAIN_TERM: section, **section.side_terms}
-        # the coefficients of all depths add up to mtp_coefficient, whatever their number
-        ahead, has_head = (0, False) if model is None else (len(model.layers_ahead), model.output.head_rows > 0)
-        share = section.mtp_coefficient / max(ahead, 1)
-        depths = [depth_term(depth) for depth in range(1, ahead + 1)]
+        # the coefficients of all depths add up to mtp_coefficient
+        num_depths, has_head = (0, False) if model is None else (len(model.layers_ahead), model.output.head_rows > 0)
+        share = section.mtp_coefficient / max(num_depths, 1)
+        depths = [depth_term(depth) for depth in range(1, num_depths + 1)]
         loaded = {name: load_loss_function(term.function, term.options) for name, term in terms.items()}
-        sides = {name: side.coefficient for name, side in section.side_terms.items()}
+        side_coefficients = {name: side.coefficient for name, side in section.side_terms.items()}
         preference = _preference(loaded[MAIN_TERM], section)
         _check_head(loaded[MAIN_TERM], section.function, has_head)
         if preference is not None:
             loaded[MAIN_TERM] = head_term if has_head else score_term
-        # a preference loss counts groups, and no side term does; decided by the options, before any batch is known
+        # decided by the configuration alone; a preference loss counts groups, which no side term does
         apart = [
             name
             for name, term in terms.items()
-            if _denominator_fields(term) != _denominator_fields(section) or (preference and name in sides)
+            if _denominator_fields(term) != _denominator_fields(section) or (preference and name in side_coefficients)
         ]
         objective = cls(
-            # The main term first, routers last, as in PairAccumulator.terms: vectors of planned denominators are
-            # matched with `coefficients` by position.
+            # main term first, routers last, as in PairAccumulator.terms: vectors of planned denominators are matched
+            # with `coefficients` by position
             functions=loaded | dict.fromkeys(depths, next_token_loss),
-            coefficients={MAIN_TERM: 1.0} | sides | dict.fromkeys(depths, share) | section.router.coefficients,
+            coefficients={MAIN_TERM: 1.0}
+            | side_coefficients
+            | dict.fromkeys(depths, share)
+            | section.router.coefficients,
             names={name: term.function for name, term in terms.items()} | dict.fromkeys(depths, "next_token_loss"),
-            # a depth has no targets at each row's end, and a router counts text
+            # a depth has no targets at the end of each row, and routers count all text tokens
             apart=frozenset([*apart, *depths, *section.router.coefficients]),
             preference=preference,
             has_head=has_head,
@@ -112,12 +114,15 @@ class Objective:
     def with_main(
         self, loss: AnyLoss | str, section: LossSection, options: Mapping[str, Any] | None = None
     ) -> Objective:
-        """Returns the objective with another function as the main term, weighted as `section` says.
+        """Returns the objective with another main term, weighted as `section` says.
 
-        `options` belong to a loss that is given by a name of `loss.function`; None for a function.
+        Args:
+            loss: A loss function, or a name that `loss.function` accepts.
+            section: Configuration of the loss.
+            options: Options of a loss given by name; must be None for a function.
 
         Raises:
-            ConfigError: The function cannot take the place of the configured one; see `from_config`.
+            ConfigError: The loss cannot replace the configured one; see `from_config`.
         """
         if isinstance(loss, str):
             wrong = wrong_options(options or {}) if loss in LOSS_FUNCTIONS else []
@@ -137,14 +142,15 @@ class Objective:
                 "sequences, the other does not; make an Engine with such a loss.function"
             )
         _check_head(function, name, self.has_head)
-        term = function if preference is None else head_term if self.has_head else score_term
-        functions = self.functions | {MAIN_TERM: term}
+        if preference is not None:
+            function = head_term if self.has_head else score_term
+        functions = self.functions | {MAIN_TERM: function}
         objective = replace(self, functions=functions, names=self.names | {MAIN_TERM: name}, preference=preference)
         return objective._checked_with(section)
 
     @property
     def router_terms(self) -> tuple[str, ...]:
-        """Returns the terms that are computed inside the layers, on every pipeline stage."""
+        """Returns the terms computed by routers inside the layers, on every pipeline stage."""
         return tuple(term for term in self.coefficients if term not in self.functions)
 
     @property
@@ -154,7 +160,7 @@ class Objective:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Returns the names of the extras that the functions of all terms, and layers, read, each name once."""
+        """Returns the names of all extras that loss functions or layers read, without duplicates."""
         functions = self.functions.values()
         names = dict.fromkeys(name for function in functions for name in extras_of(function))
         if self.has_temperatures and any(reads_temperature(function) for function in functions):
@@ -163,20 +169,20 @@ class Objective:
 
     @property
     def reported(self) -> Reported:
-        """Returns the diagnostics of all terms, under the names that appear in records."""
-        found = [(term, reported_by(function)) for term, function in self.functions.items()]
+        """Returns the diagnostics that all terms declare, under the names shown in records."""
+        declared = [(term, reported_by(function)) for term, function in self.functions.items()]
         return Reported(
-            means=tuple(shown_name(term, name) for term, each in found for name in each.means),
-            maxima=tuple(shown_name(term, name) for term, each in found for name in each.maxima),
+            means=tuple(shown_name(term, name) for term, diagnostics in declared for name in diagnostics.means),
+            maxima=tuple(shown_name(term, name) for term, diagnostics in declared for name in diagnostics.maxima),
         )
 
     @property
     def whole_microbatch_terms(self) -> list[str]:
-        """Returns the terms whose functions may look at all tokens of a microbatch together."""
+        """Returns the terms whose functions need all tokens of a microbatch at once."""
         return [term for term, function in self.functions.items() if not is_per_token(function)]
 
     def notes(self, section: LossSection) -> list[str]:
-        """Returns a note for the user about loss functions that keep the logits of a microbatch whole."""
+        """Returns a note for the user if a loss function forces whole logits, which take more memory."""
         if section.chunk_tokens != "auto" or not self.whole_microbatch_terms:
             return []
         return [
@@ -193,24 +199,24 @@ class Objective:
 
     def _checked_with(self, section: LossSection) -> Objective:
         self._check_teacher(section)
-        askers = self._need_whole
-        if askers and isinstance(section.chunk_tokens, int):
+        functions = self._need_whole
+        if functions and isinstance(section.chunk_tokens, int):
             raise ConfigError(
-                f"loss.chunk_tokens={section.chunk_tokens} shows a loss function a few tokens at a time, but "
-                f"{', '.join(askers)} is not marked with mtrain.per_token; mark it if what it adds for a "
+                f"loss.chunk_tokens={section.chunk_tokens} calls loss functions with a few tokens at a time, but "
+                f"{', '.join(functions)} is not marked with mtrain.per_token; mark it if what it adds for a "
                 "token follows from that token alone, or set loss.chunk_tokens=auto, which keeps whole logits for it"
             )
         return self
 
     def _check_teacher(self, section: LossSection) -> None:
-        askers = self._shown(self.teacher_terms)
-        if askers and section.teacher is None:
+        functions = self._shown(self.teacher_terms)
+        if functions and section.teacher is None:
             raise ConfigError(
-                f"loss.teacher is not given, but {', '.join(askers)} compares with one; set loss.teacher.checkpoint to "
-                "a run folder"
+                f"loss.teacher is not given, but {', '.join(functions)} compares with a teacher; set "
+                "loss.teacher.checkpoint to a run folder"
             )
         # a teacher costs a forward pass of every microbatch and the memory of its weights
-        if section.teacher is not None and not askers:
+        if section.teacher is not None and not functions:
             raise ConfigError(
                 f"loss.teacher.checkpoint={section.teacher.checkpoint!r} is given, but no loss function asks for a "
                 "teacher; add such a term, mark your function with mtrain.needs_teacher, or remove the "
@@ -218,13 +224,13 @@ class Objective:
             )
 
     def pairs(self, inputs_by_term: Mapping[str, TermInputs]) -> dict[str, LossPair]:
-        """Evaluates the given terms of one microbatch.
+        """Evaluates the terms of one microbatch for which inputs are given.
 
         Raises:
             ConfigError: A function did not return a pair.
         """
         pairs = {}
-        for term, function in self.functions.items():  # in one order on every rank, as functions communicate
+        for term, function in self.functions.items():  # in the same order on every rank, since functions communicate
             if term in inputs_by_term:
                 inputs = inputs_by_term[term]
                 pairs[term] = _checked(function(inputs), self.names[term], inputs, reported_by(function))
@@ -236,13 +242,13 @@ class Objective:
         factors: Mapping[str, float | Tensor],
         numerator_scale: float | Tensor = 1.0,
     ) -> Tensor:
-        """Returns the scalar that a microbatch is differentiated from: (N_main + sum_k factor_k N_k) x numerator_scale.
+        """Returns the scalar to differentiate for a microbatch: (N_main + sum_k factor_k N_k) x numerator_scale.
 
-        Factors of side terms are their coefficients, or those of `side_term_factors` for terms of `apart`. The scale is
-        an exact power of two near 1 / D_main for fp16, whose gradients would overflow as plain sums; the caller divides
-        by it again.
+        The factor of a side term is its coefficient, or that of `side_term_factors` for terms in `apart`. With fp16,
+        whose gradients would overflow as plain sums, the scale is an exact power of two near 1 / D_main; the caller
+        divides by it again.
         """
-        # a float64 factor makes the product float64: back to the dtype of the main numerator
+        # a float64 factor makes the product float64; it is cast back to the dtype of the numerator
         parts = [
             pair.numerator if term == MAIN_TERM else (pair.numerator * factors[term]).to(pair.numerator.dtype)
             for term, pair in pairs.items()
@@ -252,12 +258,14 @@ class Objective:
 
 
 def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dict[str, Tensor]:
-    """Returns c_k x D_main / D_k of each side term, a float64 scalar on the device; 0 where D_k is 0. `planned` are the
-    denominators over the global batch, [terms] float64, in the order of `coefficients`."""
-    # scalars stay on the device: reading D_k on the host would wait for all queued work
+    """Returns the factor c_k x D_main / D_k of each side term, a float64 scalar on the device; 0 where D_k is 0.
+
+    `planned` has the denominators over the global batch, [terms] float64, in the order of `coefficients`.
+    """
+    # everything stays on the device: reading D_k on the host would wait for all queued work
     terms = list(zip(coefficients.items(), planned))
     return {
-        # the order of operations is that of `check_factors`, so that the checked number is the one that is used
+        # same order of operations as in `check_factors`, so that the checked number is the one in use
         term: torch.where(denominator == 0, 0.0, coefficient * (planned[0] / denominator))
         for (term, coefficient), denominator in terms[1:]
     }
@@ -266,15 +274,15 @@ def side_term_factors(planned: Tensor, coefficients: Mapping[str, float]) -> dic
 def power_of_two_near(x: Tensor) -> Tensor:
     """Returns 2^round(log2 x) as a float64 scalar on the device of x; 1 where x is not a positive finite number.
 
-    Multiplying by it only changes exponents, so that dividing by it later does not round.
+    Multiplying by it changes only exponents, so a later division does not round.
     """
-    # the exponent bits alone are the largest power of two up to a number; up to sqrt(2) x, that is the one nearest to x
+    # exponent bits alone give the largest power of two <= a number; for sqrt(2) x it is the one nearest to x
     power = ((x * math.sqrt(2)).view(torch.int64) & _EXPONENT).view(torch.float64)
     return torch.where(x.isfinite() & (x > 0), power, 1.0)
 
 
 def _preference(function: Callable[..., Any], section: LossSection) -> PreferenceLoss | None:
-    """Returns the function if it is marked as a preference loss, else None; refuses aggregations without a score."""
+    """Returns the function if it is marked as a preference loss, else None; refuses aggregations that give no score."""
     if preference_marks(function) is None:
         return None
     if section.aggregation not in SCORE_AGGREGATIONS:
@@ -302,12 +310,12 @@ def _check_head(function: Callable[..., Any], name: str, has_head: bool) -> None
 
 
 def _denominator_fields(term: TermSection) -> dict[str, object]:
-    """Returns the fields of a term that, with the batch, determine its denominator: all but function and options."""
+    """Returns the fields of a term that determine its denominator for a batch: all but function and options."""
     return {key: getattr(term, key) for key in TermSection.model_fields if key not in ("function", "options")}
 
 
 def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) -> LossPair:
-    """Refuses a value that is not a valid pair."""
+    """Returns the value of a loss function if it is a valid pair, else refuses it."""
     if not isinstance(pair, LossPair):
         raise ConfigError(
             f"loss.function={name!r} returned a value of type {type(pair).__name__}, but has to return a "
@@ -315,7 +323,7 @@ def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) ->
         )
     _check_part(pair.numerator, "numerator", (torch.float32, inputs.logits.dtype), name)
     _check_part(pair.denominator, "denominator", (torch.float64,), name)
-    # D divides after backward, so the gradient that such a function expects through D would never flow
+    # D divides after backward, so no gradient could flow through it
     if pair.denominator.requires_grad:
         raise ConfigError(f"loss.function={name!r} returned a denominator with a graph; detach it")
     # megatron-core's backward_step (pipeline_parallel/schedules.py) silently skips an output without a graph
@@ -329,26 +337,26 @@ def _checked(pair: object, name: str, inputs: TermInputs, reported: Reported) ->
 
 
 def _check_diagnostics(pair: LossPair, name: str, reported: Reported) -> None:
-    """Refuses diagnostics other than those that the function is marked for, for which every rank waits."""
-    wanted = dict.fromkeys(reported.means, (2,)) | dict.fromkeys(reported.maxima, ())
-    found = {each: tuple(value.shape) for each, value in pair.diagnostics.items()}
-    if found != wanted:
+    """Refuses diagnostics that differ from the declared ones, since all ranks must reduce the same list."""
+    declared = dict.fromkeys(reported.means, (2,)) | dict.fromkeys(reported.maxima, ())
+    returned = {key: tuple(value.shape) for key, value in pair.diagnostics.items()}
+    if returned != declared:
         raise ConfigError(
-            f"loss.function={name!r} returned the diagnostics {found}, but is marked for {wanted} (name: shape); make "
-            "them with mtrain.diagnosed, and mark the function with mtrain.reports"
+            f"loss.function={name!r} returned the diagnostics {returned}, but is marked for {declared} (name: shape); "
+            "make them with mtrain.diagnosed, and mark the function with mtrain.reports"
         )
 
 
 def _check_part(part: object, role: str, dtypes: tuple[torch.dtype, ...], name: str) -> None:
     """Refuses a field of the pair that is not a scalar tensor of one of its dtypes."""
     if not isinstance(part, Tensor):
-        found = type(part).__name__
+        actual = type(part).__name__
     elif part.ndim != 0 or part.dtype not in dtypes:
-        found = f"{part.dtype} tensor of shape {list(part.shape)}"
+        actual = f"{part.dtype} tensor of shape {list(part.shape)}"
     else:
         return
     raise ConfigError(
-        f"loss.function={name!r} returned a {role} that is a {found}; it has to be a {dtypes[0]} scalar tensor"
+        f"loss.function={name!r} returned a {role} that is a {actual}; it has to be a {dtypes[0]} scalar tensor"
     )
 
 
@@ -360,8 +368,8 @@ def objective_of(config: Config) -> Objective:
     """
     objective = Objective.from_config(config.loss, config.model)
     needed = as_configured(objective.extras)
-    there = {*config.data.extra_columns, *label_columns(config.loss)}
-    missing = [name for name, columns in needed.items() if not {*columns} <= there]
+    available = {*config.data.extra_columns, *label_columns(config.loss)}
+    missing = [name for name, columns in needed.items() if not {*columns} <= available]
     if missing:
         raise ConfigError(
             f"data.extras={list(config.data.extras)} lacks {', '.join(missing)}, but the loss functions read "

@@ -1,1 +1,1 @@
-"""Losses of tokens, and their lookup by name."""
+"""Loss functions of tokens, and their look-up by name."""

@@ -1,4 +1,4 @@
-"""Losses of whole sequences by a head: classification and regression."""
+"""Losses of a head that judges whole sequences: classification and regression."""
 
 from mtrain.core.loss.pair import LossPair, TermInputs, diagnosed, needs_extras, per_token, reports, weigh
 
@@ -9,8 +9,8 @@ def classification_loss(inputs: TermInputs, label_smoothing: float = 0.0) -> Los
     """Weighs and sums the cross entropy of each sequence's class at its last token, the only one with a weight.
 
     Args:
-        inputs: One microbatch; the logits are those of the classes, the labels are the classes.
-        label_smoothing: Share of the target that is spread evenly over all classes.
+        inputs: One microbatch; logits and labels are those of classes.
+        label_smoothing: Share of the target spread evenly over all classes.
     """
     losses = inputs.logits.cross_entropy(inputs.labels, label_smoothing)
     pair = weigh(losses, inputs)
@@ -21,11 +21,11 @@ def classification_loss(inputs: TermInputs, label_smoothing: float = 0.0) -> Los
 @needs_extras("label")
 @reports("absolute_error")
 def regression_loss(inputs: TermInputs) -> LossPair:
-    """Weighs and sums the squared error of the head's number at each sequence's last token, the only one with a weight.
+    """Weighs and sums the squared error of the head's output at each sequence's last token, the only one with a weight.
 
     Args:
-        inputs: One microbatch; the logits are the head's one number, the extra `label` is the target.
+        inputs: One microbatch; the only logit is the head's output, the extra `label` is the target.
     """
-    # of a single number: log(exp(x)) = x exactly, as exponentials are relative to the largest one
+    # for one logit log(exp(x)) = x exactly, since exponentials are relative to the largest one
     errors = inputs.logits.logsumexp() - inputs.extras["label"]
     return diagnosed(weigh(errors.square(), inputs), inputs, {"absolute_error": errors.abs()})

@@ -1,4 +1,4 @@
-"""Losses of the model's own distribution of each token: its likelihood, entropy and log-sum-exp."""
+"""Losses of the model's distribution of each token: likelihood, entropy and log-sum-exp."""
 
 import torch
 
@@ -9,26 +9,26 @@ from mtrain.core.loss.pair import LossPair, TermInputs, at_temperature, per_toke
 def next_token_loss(inputs: TermInputs, label_smoothing: float = 0.0) -> LossPair:
     """Weighs and sums the cross entropy of the labels.
 
-    Two all-reduces over the tensor-parallel group (none where another term of the microbatch made them).
+    Two all-reduces over the tensor-parallel group, none if another term of the microbatch has made them.
 
     Args:
-        label_smoothing: Share of the target that is spread evenly over all real tokens of the vocabulary, padding left
-            out; 0 <= label_smoothing < 1.
+        label_smoothing: Share of the target spread evenly over all real tokens of the vocabulary, without padding; 0 <=
+            label_smoothing < 1.
     """
     return weigh(inputs.logits.cross_entropy(inputs.labels, label_smoothing), inputs)
 
 
 @per_token
 def dft_loss(inputs: TermInputs) -> LossPair:
-    """Weighs and sums the cross entropy of the labels, each times its own probability as a constant.
+    """Weighs and sums the cross entropy of the labels, each times the label's probability as a constant.
 
     Tokens that the model finds unlikely have less influence.
 
     Source: Wu et al. 2025, "On the generalization of SFT", equation 9.
     """
     losses = inputs.logits.cross_entropy(inputs.labels)
-    kept = torch.where(inputs.weights != 0, losses, 0.0)
-    return weigh((-kept).exp().detach() * kept, inputs)
+    masked_losses = torch.where(inputs.weights != 0, losses, 0.0)
+    return weigh((-masked_losses).exp().detach() * masked_losses, inputs)
 
 
 @per_token
@@ -36,25 +36,25 @@ def dft_loss(inputs: TermInputs) -> LossPair:
 def entropy_loss(inputs: TermInputs, temperature: float | None = None) -> LossPair:
     """Weighs and sums the entropy of each token's distribution, in nats.
 
-    With a negative coefficient it rewards undecided models.
+    A negative coefficient rewards high entropy.
 
     One all-reduce over the tensor-parallel group if a next-token loss of the same logits is computed as well, else two.
-    Labels play no role, but the weights do: a token without a loss has no entropy term either.
+    Labels are not used, but weights are: a masked token adds no entropy.
 
     Args:
-        temperature: Divisor of the logits. None: that of each sample in the data, else 1.
+        temperature: Divisor of the logits. None: the temperature of each sample in the data, else 1.
     """
     return weigh(inputs.logits_at(temperature).entropy(), inputs)
 
 
 @per_token
 def z_loss(inputs: TermInputs) -> LossPair:
-    """Weighs and sums the squared log-sum-exp of each token's logits, in nats squared, so that logits do not drift.
+    """Weighs and sums the squared log-sum-exp of each token's logits, in nats squared, to keep logits from drifting.
 
-    Two all-reduces over the tensor-parallel group; none if a next-token loss of the same logits is computed first.
+    Two all-reduces over the tensor-parallel group, none if a next-token loss of the same logits is computed first.
 
     Source: PaLM (Chowdhery et al. 2022), section 5, where the coefficient is 1e-4.
     """
     logsumexp = inputs.logits.logsumexp()
-    # where before the square: its backward multiplies by its input, and a masked inf or nan times 0 is nan
+    # masked before the square, whose backward multiplies by its input: a masked inf or nan times 0 is nan
     return weigh(torch.where(inputs.weights != 0, logsumexp, 0.0).square(), inputs)

@@ -1,4 +1,4 @@
-"""Finds a loss function by the name that the configuration gives."""
+"""Loads the loss function named in the configuration, and reads its marks."""
 
 import functools
 import importlib
@@ -43,14 +43,14 @@ def asks_for_teacher(function: LossFunction) -> bool:
 
 
 def is_per_token(function: LossFunction) -> bool:
-    """Says whether a function was marked by `mtrain.per_token`, and no option says otherwise (`per_token_unless`)."""
+    """Says whether a function was marked by `mtrain.per_token` and no option revokes the mark (`per_token_unless`)."""
     inner, bound = _unbound(function)
     whole: Mapping[str, Sequence[object]] = getattr(inner, "per_token_unless", {})
     return _is_marked(function, "per_token") and not any(bound.get(name) in values for name, values in whole.items())
 
 
 def reads_temperature(function: LossFunction) -> bool:
-    """Says whether a function was marked by `mtrain.at_temperature`, and no option gives the temperature."""
+    """Says whether a function was marked by `mtrain.at_temperature` and no option sets the temperature."""
     return _is_marked(function, "at_temperature") and _unbound(function)[1].get("temperature") is None
 
 
@@ -58,14 +58,14 @@ def extras_of(function: LossFunction) -> tuple[str, ...]:
     """Returns the columns of the extras that `mtrain.needs_extras` declared for a function."""
     inner, bound = _unbound(function)
     always, by_option = getattr(inner, "needs_extras", ((), {}))
-    defaults = {name: each.default for name, each in inspect.signature(inner).parameters.items()}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(inner).parameters.items()}
     options = defaults | bound
     names = (*always, *(name for option, name in by_option.items() if options[option]))
     return tuple(column for name in names for column in _columns(name, options))
 
 
 def _columns(name: str, options: Mapping[str, Any]) -> list[str]:
-    """Returns the columns of an extra: one for "advantages", as many as the option k says for "topk_ids[k]"."""
+    """Returns the columns of an extra: one for "advantages", and k, an option, for "topk_ids[k]"."""
     key, bracket, option = name.removesuffix("]").partition("[")
     return columns(key, options[option] if bracket else None)
 
@@ -76,7 +76,7 @@ def reported_by(function: LossFunction) -> Reported:
 
 
 def _unbound(function: LossFunction) -> tuple[Any, dict[str, Any]]:
-    """Returns a function and the options that are bound to it."""
+    """Splits a partial function into the function and its bound options."""
     return (function.func, function.keywords) if isinstance(function, functools.partial) else (function, {})
 
 
@@ -85,34 +85,34 @@ def _is_marked(function: LossFunction, mark: str) -> bool:
 
 
 def _import(module_name: str, path: str) -> ModuleType:
-    """Imports a module; a missing module and one that fails while it is imported give different messages."""
+    """Imports a module, with different messages for a missing module and one whose import fails."""
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name
-        # any other name is an import inside the user's module that failed
+        # any other name is a failed import inside the user's module
         if missing is not None and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise ConfigError(
                 f"loss.function={path!r}: there is no module {missing!r} on the import path; correct the name, install "
                 "the package, or add the folder that holds it to PYTHONPATH"
             ) from error
         raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
-    # any other error is the user's own, and keeps its traceback
+    # any other error comes from the user's code, and keeps its traceback
     except (ImportError, SyntaxError) as error:
         raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
 
 
 def _nearest(name: str, module: ModuleType) -> str:
-    """Returns a hint: the function of the module that is meant, or all of them."""
+    """Returns a hint that names the most similar function of the module, or all of them."""
     functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-    near = meant(name, functions)
-    return f"did you mean {near}?" if near else f"it has {', '.join(sorted(functions)) or 'no functions'}"
+    match = meant(name, functions)
+    return f"did you mean {match}?" if match else f"it has {', '.join(sorted(functions)) or 'no functions'}"
 
 
 def _check_options(function: Any, path: str, options: Mapping[str, Any]) -> None:
-    """Refuses options that the signature does not accept, and missing ones that it requires."""
+    """Refuses options that the signature does not accept, and missing options that it requires."""
     try:
-        # signature and bind, not a trial call: a call needs logits, and would fail on the last stage alone
+        # signature and bind instead of a trial call, which needs logits and would fail on the last stage alone
         signature = inspect.signature(function)
     except ValueError as error:
         raise ConfigError(f"loss.function={path!r} has no Python signature to call it by; wrap it in a def") from error

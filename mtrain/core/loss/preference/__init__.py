@@ -1,1 +1,1 @@
-"""Losses of whole sequences: pairs of answers, or single answers that are wanted or unwanted."""
+"""Losses that compare whole sequences: pairs of answers, or single good and bad answers."""

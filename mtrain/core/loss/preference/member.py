@@ -1,4 +1,4 @@
-"""Role of a sequence in the group in which it is compared; without torch, as data are read without it."""
+"""Membership of a sequence in a group of compared sequences; free of torch, since data are read without it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,19 +10,21 @@ ROLES: tuple[Role, ...] = ("chosen", "rejected", "mismatched")
 
 @dataclass(frozen=True)
 class GroupMember:
-    """Membership of a sequence in a group, which a preference loss sees as a whole.
+    """Membership of a sequence in a group, which a preference loss judges as a whole.
 
-    All sequences of a group belong in the same call of `Engine.forward_backward`, or in the same step of a run, in any
+    All sequences of a group must be in the same call of `Engine.forward_backward`, or in the same step of a run, in any
     order.
     """
 
     group: int
-    """Number of the pair, or of the answer that is judged alone; at least 0, unique in the batch."""
+    """Number of the pair, or of the single answer; at least 0, unique in the batch."""
     role: Role
-    """Role in the group. chosen: the better answer of a pair, or a wanted answer. rejected: the worse answer of a pair,
-    or an unwanted one. mismatched: an answer to another prompt, with which KTO measures how far the model has moved."""
+    """Role in the group. chosen: the better answer of a pair, or a single good answer. rejected: the worse answer of a
+    pair, or a single bad answer. mismatched: an answer to another prompt, used by KTO to measure how far the model has
+    moved."""
     reference: float | None = None
     """Score of the sequence under the reference model, as `Engine.scores` returns it: the sum of the log-probabilities
-    of its weighted tokens, or their mean if loss.aggregation=seq-mean-token-mean. None: the loss needs none."""
+    of its weighted tokens, or their mean if loss.aggregation=seq-mean-token-mean. None if the loss needs no
+    reference."""
     margin: float = 0.0
-    """Margin by which a chosen sequence is labelled better than the rejected one; read by reward_model."""
+    """Margin by which the labels rate a chosen sequence above the rejected one; read by reward_model."""

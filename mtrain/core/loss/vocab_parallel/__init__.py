@@ -1,1 +1,1 @@
-"""Losses of logits whose vocabulary is split over tensor-parallel ranks."""
+"""Losses of logits with a vocabulary split over tensor-parallel ranks."""

@@ -1,9 +1,9 @@
 """Losses of one distribution over a split vocabulary: cross entropy, log-sum-exp and entropy.
 
-All build on exponentials, the softmax before its division. Torch's own kernels compute those of a rank's columns once,
-keep them in full precision, and share them among the losses of a microbatch; compiled regions compute them in each pass
-from the logits, which they read once. The losses are nodes of the autograd graph that do not communicate. All
-tensors of one number per token are [seq, batch], in the order of the logits.
+All losses build on exponentials, the softmax before its division. Without compilation, the exponentials of a rank's
+columns are computed once, kept in full precision and shared by all losses of a microbatch; compiled regions recompute
+them from the logits in each pass. The losses are autograd nodes that do not communicate. Tensors with one number per
+token are [seq, batch], in the order of the logits.
 """
 
 import math
@@ -19,16 +19,16 @@ from torch.autograd.function import once_differentiable
 from mtrain.core.kernels import region
 
 ELEMENTS_AT_A_TIME = 2**24
-"""Number of elements of a temporary: 64 MiB in float32."""
+"""Largest number of elements of a temporary tensor: 64 MiB in float32."""
 
 
 @dataclass(frozen=True)
 class Exponentials:
-    """Exponentials of the logits, values exp(logit - maximum) that are 0 at padding."""
+    """Exponentials of the logits: the values exp(logit - maximum), with 0 at padding."""
 
     source: Tensor
-    """The values, or the logits if compiled regions compute the values again: the only [seq, batch, vocab_local] tensor
-    that is kept for backward."""
+    """The values, or the logits if compiled regions recompute the values: the only [seq, batch, vocab_local] tensor
+    saved for backward."""
     maximum: Tensor
     """Largest logit of each token over the whole vocabulary, [seq, batch]."""
     total: Tensor
@@ -36,31 +36,31 @@ class Exponentials:
     num_real: int
     """Number of local columns that are not padding."""
     is_compiled: bool
-    """Whether `source` are logits."""
+    """Whether `source` holds logits."""
 
     def values(self) -> Tensor:
         """Returns the values, [seq, batch, vocab_local]."""
         return exponentials_of(self.source, self.maximum, self.num_real) if self.is_compiled else self.source
 
     def at(self, column: Tensor) -> Tensor:
-        """Returns the values in real columns, [seq, batch, k] of [seq, batch, k]."""
+        """Returns the values in the given real columns; both are [seq, batch, k]."""
         gathered = self.source.gather(-1, column)
         return (gathered - self.maximum.unsqueeze(-1)).exp() if self.is_compiled else gathered
 
     def save(self, ctx: Any, *further: Tensor) -> None:
-        """Saves tensors of a node for `saved`."""
+        """Saves the exponentials and further tensors of a node; `saved` returns them in backward."""
         ctx.save_for_backward(self.source, self.maximum, self.total, *further)
         ctx.num_real, ctx.is_compiled = self.num_real, self.is_compiled
 
 
 def saved(ctx: Any) -> tuple[Exponentials, tuple[Tensor, ...]]:
-    """Returns the exponentials and the further tensors of `Exponentials.save`."""
+    """Returns the exponentials and further tensors saved by `Exponentials.save`."""
     source, maximum, total, *further = ctx.saved_tensors
     return Exponentials(source, maximum, total, ctx.num_real, ctx.is_compiled), tuple(further)
 
 
 def exponentials_of(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
-    """Computes exp(logit - maximum), [seq, batch, vocab_local], in the maximum's dtype; 0 at padding."""
+    """Computes exp(logit - maximum), [seq, batch, vocab_local], in the dtype of the maximum; 0 at padding."""
     return shifted_logits(local, maximum, num_real).exp_()
 
 
@@ -68,7 +68,7 @@ def exponentials_of(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
 def maximum_and_total(local: Tensor, num_real: int) -> tuple[Tensor, Tensor]:
     """Returns each token's largest real logit on this rank and the sum of exp(logit - largest), [seq, batch]; -inf and
     0 if no logit is above -inf."""
-    # kept dimensions: torch's compiler turns this very form into one pass over the logits
+    # with keepdim, since torch's compiler turns exactly this form into one pass over the logits
     real = local[..., :num_real].to(compute_dtype(local))
     maximum = real.amax(-1, keepdim=True)
     total = (real - maximum).exp().sum(-1, keepdim=True)
@@ -80,7 +80,8 @@ def maximum_and_total(local: Tensor, num_real: int) -> tuple[Tensor, Tensor]:
 def softmax_of_logits(
     local: Tensor, maximum: Tensor, factor: Tensor, shift: Tensor | None, is_masked: Tensor, num_real: int
 ) -> Tensor:
-    """Computes exp(logit - maximum) x factor - shift in the logits' dtype; exactly 0 at masked tokens and padding."""
+    """Computes exp(logit - maximum) x factor - shift in the dtype of the logits; exactly 0 at masked tokens and
+    padding."""
     gradient = (local.to(maximum.dtype) - maximum.unsqueeze(-1)).exp() * factor.unsqueeze(-1)
     if shift is not None:
         gradient = gradient - shift.unsqueeze(-1)
@@ -89,9 +90,9 @@ def softmax_of_logits(
 
 
 def shifted_logits(local: Tensor, maximum: Tensor, num_real: int) -> Tensor:
-    """Returns the logits, [..., vocab_local], minus their token's maximum, [...], in the maximum's dtype; -inf at
-    padding."""
-    # bf16 - float32 is float32; local.float() would be one more copy of the logits
+    """Returns the logits, [..., vocab_local], minus the maximum of their token, [...], in the dtype of the maximum;
+    -inf at padding."""
+    # bf16 - float32 gives float32; local.float() would be one more copy of the logits
     shifted = torch.sub(local.detach(), maximum.unsqueeze(-1))
     shifted[..., num_real:] = float("-inf")
     return shifted
@@ -101,7 +102,7 @@ def local_maximum(local: Tensor, num_real: int) -> Tensor:
     """Returns each token's largest real logit on this rank, [seq, batch]; -inf if the rank holds only padding."""
     real = local.detach()[..., :num_real]
     dtype = compute_dtype(local)
-    # a tensor-parallel rank can hold only padding, and amax over no columns raises
+    # amax over no columns raises
     if num_real == 0:
         return torch.full(real.shape[:-1], float("-inf"), dtype=dtype, device=real.device)
     return real.amax(-1).to(dtype)
@@ -110,18 +111,16 @@ def local_maximum(local: Tensor, num_real: int) -> Tensor:
 def softmax_times(
     exponentials: Exponentials, scale: Tensor, is_masked: Tensor, dtype: torch.dtype, shift: Tensor | None = None
 ) -> Tensor:
-    """Computes softmax x scale - shift in the logits' dtype, rounded once, [seq, batch, vocab_local]; 0 at padding
-    columns.
+    """Computes softmax x scale - shift, [seq, batch, vocab_local], rounded once to `dtype`; 0 at padding columns.
 
-    Scale and shift are numbers of each token, [seq, batch]. Masked tokens get exactly 0, even if their logits are inf
-    or nan.
+    Scale, shift and mask are [seq, batch]. Masked tokens get exactly 0, even if their logits are inf or nan.
     """
     factor = scale / exponentials.total
     if exponentials.is_compiled:
         compute = softmax_of_logits.compiled_if(True)
         return compute(exponentials.source, exponentials.maximum, factor, shift, is_masked, exponentials.num_real)
     values, factor = exponentials.source, factor.unsqueeze(-1)
-    # out= of a smaller dtype: computed in full precision and rounded when stored (CPUs use a temporary)
+    # out= with a smaller dtype computes in full precision and rounds when storing (CPUs use a temporary)
     gradient = torch.empty_like(values, dtype=dtype)
     if shift is None:
         torch.mul(values, factor, out=gradient)
@@ -131,10 +130,10 @@ def softmax_times(
 
 
 def cleared(gradient: Tensor, is_masked: Tensor, num_real: int) -> Tensor:
-    """Sets the gradient to exact zeros at masked tokens and at padding, in place, and returns it."""
-    # filled, not multiplied by 0: at a masked token with inf logits the softmax is nan
+    """Sets the gradient to exactly 0 at masked tokens and padding, in place, and returns it."""
+    # filled, not multiplied by 0, since the softmax of a masked token with inf logits is nan
     if gradient.device.type == "cpu":
-        # finds the rows first, few or none; on a GPU the host would have to wait for them
+        # masked rows are few; on a GPU the host would have to wait for their indices
         gradient[is_masked.nonzero(as_tuple=True)] = 0.0
     else:
         gradient.masked_fill_(is_masked.unsqueeze(-1), 0.0)
@@ -143,37 +142,38 @@ def cleared(gradient: Tensor, is_masked: Tensor, num_real: int) -> Tensor:
 
 
 def row_slices(local: Tensor) -> Iterator[slice]:
-    """Yields slices of positions whose logits fit into a temporary."""
+    """Yields slices of positions with at most ELEMENTS_AT_A_TIME logits each (but at least one position)."""
     step = max(1, ELEMENTS_AT_A_TIME // max(1, math.prod(local.shape[1:])))
     for start in range(0, local.shape[0], step):
         yield slice(start, start + step)
 
 
 def compute_dtype(local: Tensor) -> torch.dtype:
-    """Returns float32, or float64 for float64 logits, as of the references of `mtrain verify`."""
+    """Returns float32, or float64 for float64 logits, which the references of `mtrain verify` use."""
     return torch.promote_types(local.dtype, torch.float32)
 
 
 def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
-    """Reduces a tensor over the group in place; does nothing if the group is this rank alone."""
+    """Reduces a tensor over the group in place; does nothing if the group is None or has one rank."""
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)
 
 
 @dataclass(frozen=True)
 class TargetLogits:
-    """Target distribution: mostly the label, and a little of every real token if labels are smoothed; [seq, batch]."""
+    """Target distribution of each token, the label or, with label smoothing, the label mixed with a uniform
+    distribution; tensors are [seq, batch]."""
 
     column: Tensor
-    """Local column of the label; 0 where another rank holds it."""
+    """Local column of the label; 0 if another rank holds it."""
     is_local: Tensor
     """Whether this rank holds the label's column."""
     shifted_logit: Tensor
-    """Mean logit under the target distribution, minus the token's maximum."""
+    """Mean logit under the target distribution, minus the maximum of the token."""
     label_share: float
-    """Probability that the target gives to the label alone: 1 - smoothing."""
+    """Probability of the label before the uniform part is added: 1 - smoothing."""
     uniform_share: float
-    """Probability that the target gives to every real token, the label included: smoothing / vocab_size."""
+    """Uniform part of the probability of every real token, including the label: smoothing / vocab_size."""
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -181,31 +181,31 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, exponentials: Exponentials, target: TargetLogits) -> tuple[Tensor, Tensor]:
-        # softmax follows from the exponentials, which other terms of the microbatch save as well
+        # backward computes the softmax from the exponentials, which other terms of the microbatch share
         exponentials.save(ctx, target.column, target.is_local)
         ctx.dtype = local.dtype
         ctx.label_share, ctx.uniform_share = target.label_share, target.uniform_share
         log_total = exponentials.total.log()
-        # the maximum cancels in the first, since target probabilities add up to 1
+        # the maximum cancels in the cross entropy, since target probabilities add up to 1
         return log_total - target.shifted_logit, log_total + exponentials.maximum
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_entropy: Tensor, grad_logsumexp: Tensor) -> tuple[Tensor, None, None]:
         exponentials, (column, is_local) = saved(ctx)
-        # both losses have the softmax as gradient; that of an output that no term used arrives as zeros
+        # the softmax is in the gradient of both losses; autograd passes zeros for an output that no term used
         scale, column = grad_entropy + grad_logsumexp, column.unsqueeze(-1)
         is_masked = (grad_entropy == 0) & (grad_logsumexp == 0)
-        # without smoothing the gradient is softmax x scale alone, and None skips a read
+        # without smoothing no shift is needed, and None saves a read
         shift = grad_entropy * ctx.uniform_share if ctx.uniform_share > 0 else None
         gradient = softmax_times(exponentials, scale, is_masked, ctx.dtype, shift)
-        # softmax x scale minus the label's share, formed in full precision: near 1 the two almost cancel
+        # in full precision, since near a softmax of 1 the two terms almost cancel
         at_label = exponentials.at(column).squeeze(-1) / exponentials.total * scale
         at_label = at_label - grad_entropy * (ctx.label_share + ctx.uniform_share)
         is_set = is_local & ~is_masked
-        # where another rank holds the label, column 0 gets its old value back: a boolean index would make the host wait
-        kept = torch.where(is_set, at_label.to(ctx.dtype), gradient.gather(-1, column).squeeze(-1))
-        return gradient.scatter_(-1, column, kept.unsqueeze(-1)), None, None
+        # if another rank holds the label, column 0 gets its old value back; a boolean index would make the host wait
+        at_column = torch.where(is_set, at_label.to(ctx.dtype), gradient.gather(-1, column).squeeze(-1))
+        return gradient.scatter_(-1, column, at_column.unsqueeze(-1)), None, None
 
 
 class LogSumExp(torch.autograd.Function):
@@ -224,7 +224,7 @@ class LogSumExp(torch.autograd.Function):
 
 
 class Entropy(torch.autograd.Function):
-    """Autograd node (logits) -> entropy. Where s = logit - maximum and m is the mean of s, dH/ds_j = -p_j (s_j - m)."""
+    """Autograd node (logits) -> entropy. With s = logit - maximum and m the mean of s, dH/ds_j = -p_j (s_j - m)."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, exponentials: Exponentials, mean: Tensor) -> Tensor:
@@ -237,8 +237,8 @@ class Entropy(torch.autograd.Function):
     def backward(ctx: Any, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
         exponentials, (mean,) = saved(ctx)
         values = exponentials.values()
-        # exp(s) s from exp(s) alone, so that the logits need not be kept
+        # exp(s) s computed from exp(s) alone, so that the logits need not be saved
         gradient = torch.xlogy(values, values).addcmul_(values, mean.unsqueeze(-1), value=-1)
-        # rounded once at the end, as the two products almost cancel for a flat distribution
+        # rounded once at the end, since the two products almost cancel for a flat distribution
         gradient.mul_((-grad_entropy / exponentials.total).unsqueeze(-1))
         return cleared(gradient, grad_entropy == 0, ctx.num_real).to(ctx.dtype), None, None

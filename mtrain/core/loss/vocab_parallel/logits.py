@@ -1,6 +1,6 @@
-"""Losses of logits whose vocabulary is split over a tensor-parallel group.
+"""Logits with a vocabulary split over a tensor-parallel group, and their losses.
 
-The logits are never gathered: each rank reduces its own columns, and the ranks exchange a few numbers per token.
+The logits are never gathered: each rank reduces its own columns, and the ranks exchange only a few numbers per token.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from mtrain.core.loss.vocab_parallel.divergence import (
 
 
 class VocabParallelLogits:
-    """Columns of the logits that one rank holds, and the losses that it computes from them with the other ranks.
+    """One rank's columns of the logits, and the losses that it computes from them together with the other ranks.
 
     Args:
         local: Logits of this rank's columns, [seq, batch, vocab_local], of any floating dtype.
         group: Ranks that hold the other columns; None if this rank holds all of them.
         first_index: Vocabulary index of the first local column.
-        vocab_size: Number of real tokens. Columns from this index on are padding: they take part in no softmax, and
-            their gradient is exactly 0.
-        compiles_regions: Whether torch compiles the passes over the logits of cross entropy and log-sum-exp.
+        vocab_size: Number of real tokens. Columns from this index on are padding: they are left out of every softmax,
+            and their gradient is exactly 0.
+        compiles_regions: Whether torch compiles the passes of cross entropy and log-sum-exp over the logits.
 
-    Results are float32 (float64 for float64 logits), in nats, [batch, seq]; gradients have the dtype of `local`. Every
-    rank of the group must make the same calls in the same order. The numbers of all-reduces over the group are those of
-    a first call; what another call has computed (a maximum, the exponentials) is not reduced again. Backward never
+    Results are [batch, seq] in nats, float32 (float64 for float64 logits); gradients have the dtype of `local`. Every
+    rank of the group must make the same calls in the same order. Methods state the number of all-reduces of a first
+    call; what an earlier call has reduced (the maximum, the sum of exponentials) is not reduced again. Backward never
     communicates.
     """
 
@@ -82,50 +82,53 @@ class VocabParallelLogits:
         return compute_dtype(self.local)
 
     def divided_by(self, temperature: float | Tensor) -> VocabParallelLogits:
-        """Returns the logits at a temperature, with a graph to these ones; the same object for the same temperature:
-        one number above 0, or one per token, [batch, seq], where 0 (in padding) counts as 1."""
+        """Returns the logits divided by a temperature, with a graph to these logits; the same object for the same
+        temperature.
+
+        The temperature is one number above 0, or one per token, [batch, seq], where 0 (at padding) counts as 1.
+        """
         if isinstance(temperature, float | int) and temperature == 1:
             return self
-        for known, divided in self._divided:  # tensors by identity, as the host would wait for their values
+        for known, divided in self._divided:  # tensors by identity: comparing values would make the host wait
             are_numbers = not isinstance(known, Tensor) and not isinstance(temperature, Tensor)
             if known is temperature or (are_numbers and known == temperature):
                 return divided
         divisor = temperature
         if isinstance(temperature, Tensor):
-            # 0 / 0 of a padding token would be nan in the gradient of its hidden state
+            # 0 / 0 at a padding token would make the gradient of its hidden state nan
             divisor = torch.where(temperature > 0, temperature, 1.0).t().unsqueeze(-1)
-        # so that dividing rounds no logit and no gradient to bf16
+        # in full precision, so that dividing rounds neither logits nor gradients to bf16
         local = self.local.to(self.dtype) / divisor
         divided = VocabParallelLogits(local, self.group, self.first_index, self.vocab_size, self._is_compiled)
         self._divided.append((temperature, divided))
         return divided
 
     def cross_entropy(self, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Returns the negative log-probability of each label, or its mean under a smoothed label.
+        """Returns the negative log-probability of each label, or its mean under the smoothed target.
 
         Two all-reduces (the maximum; the sum of exponentials stacked with the target's logit). One if another method
         has computed the exponentials, none if both arguments are those of the previous call.
 
         Args:
-            labels: Labels, [batch, seq] int64. A label outside [0, vocab_size), such as -100, is read as label 0: its
-                weight has to be 0.
-            label_smoothing: Share of the target that is spread evenly over all vocab_size real tokens, the label
-                included; 0 <= label_smoothing < 1.
+            labels: Labels, [batch, seq] int64. A label outside [0, vocab_size), such as -100, is read as label 0, so
+                its weight must be 0.
+            label_smoothing: Share of the target spread evenly over all vocab_size real tokens, including the label; 0
+                <= label_smoothing < 1.
 
-        Source: label smoothing as in Szegedy et al. 2016, section 7, and in torch's own cross entropy.
+        Source: label smoothing as in Szegedy et al. 2016, section 7, and in torch's cross entropy.
         """
         known = self._losses
-        # identity, not equality: comparing values would make the host wait for the device
+        # by identity: comparing values would make the host wait for the device
         if known is None or known.labels is not labels or known.label_smoothing != label_smoothing:
             known = self._losses = self._token_losses(labels, label_smoothing)
         return known.cross_entropy
 
     def logsumexp(self) -> Tensor:
-        """Returns the logarithm of the softmax's denominator at each token.
+        """Returns the logarithm of the softmax denominator of each token.
 
         Two all-reduces (maximum, sum of exponentials); none if another method has computed the exponentials.
         """
-        # the second output of the cross entropy's node, so that both share one backward pass
+        # the second output of the cross-entropy node, so that both share one backward pass
         if self._losses is not None:
             return self._losses.logsumexp
         if self._logsumexp is None:
@@ -135,7 +138,7 @@ class VocabParallelLogits:
 
     @torch.no_grad()
     def is_largest(self, labels: Tensor) -> Tensor:
-        """Says whether no logit is larger than that of the label, [batch, seq] bool, without a graph.
+        """Says whether the label has the largest logit (or one of them), [batch, seq] bool, without a graph.
 
         Labels are read as in `cross_entropy`. One all-reduce, and one more if the maximum is not known yet.
         """
@@ -144,16 +147,16 @@ class VocabParallelLogits:
         return (shifted >= 0).t()
 
     def entropy(self) -> Tensor:
-        """Returns the entropy of the model's distribution at each token, from 0 to log(vocab_size).
+        """Returns the entropy of the distribution of each token, between 0 and log(vocab_size).
 
         Two all-reduces (the maximum; the sum of exponentials stacked with the sum of their products with the logits),
         one if another method has computed the exponentials.
         """
         if self._entropy is None:
-            # exp(s) s with 0 log 0 = 0: at padding s is -inf, and 0 x -inf would be nan
+            # exp(s) s with 0 log 0 = 0; at padding s is -inf, and 0 x -inf would be nan
             values = self._values()
             products = torch.xlogy(values, values).sum(-1)
-            # first, since it reduces the total as well; the other order would be one more all-reduce
+            # before `_known_exponentials`, since this reduces the total in the same all-reduce
             (summed,) = self._sums_with_total(products)
             mean = summed / self._known_exponentials().total
             result: Tensor = Entropy.apply(self.local, self._known_exponentials(), mean)  # type: ignore[no-untyped-call]
@@ -161,9 +164,9 @@ class VocabParallelLogits:
         return self._entropy
 
     def kl_divergence(self, teacher: VocabParallelLogits, temperature: float = 1.0) -> Tensor:
-        """Returns KL(teacher || self) at each token at a temperature; no gradient reaches the teacher.
+        """Returns KL(teacher || self) for each token; no gradient reaches the teacher.
 
-        Two all-reduces: the maxima of both, stacked, and three sums, stacked.
+        Two all-reduces: one of both maxima, stacked, and one of three sums, stacked.
 
         Args:
             teacher: Logits of the same tokens, split in the same way.
@@ -172,15 +175,19 @@ class VocabParallelLogits:
         return self._divergence(teacher, temperature, is_reverse=False)
 
     def reverse_kl_divergence(self, teacher: VocabParallelLogits, temperature: float = 1.0) -> Tensor:
-        """Returns KL(self || teacher) at each token: `kl_divergence` in the other direction."""
+        """Returns KL(self || teacher) for each token: `kl_divergence` in the other direction."""
         return self._divergence(teacher, temperature, is_reverse=True)
 
     def top_k_divergence(self, ids: Tensor, known: Tensor, rest: Tensor) -> Tensor:
-        """Returns KL(target || self) at each token, for a target that knows the probability of k tokens, [batch, seq,
-        k], and of the rest, [batch, seq]; if that is 0 all other tokens are ignored.
+        """Returns KL(target || self) for each token, where the target is known for only k tokens.
 
         Two all-reduces (the maximum; the sum of exponentials stacked with two more sums), one if another method has
-        computed the exponentials. Each of the ids occurs once.
+        computed the exponentials.
+
+        Args:
+            ids: Known tokens, [batch, seq, k], without duplicates.
+            known: Their probabilities, [batch, seq, k].
+            rest: Probability of all other tokens together, [batch, seq]; if it is 0 the other tokens are ignored.
         """
         column, is_local = self._located(ids.transpose(0, 1).contiguous())
         values = self._values()
@@ -188,31 +195,33 @@ class VocabParallelLogits:
         target = KnownProbabilities(column, is_local, known, rest)
         shifted = self.local.detach().gather(-1, column) - self._known_maximum().unsqueeze(-1)
         mean = torch.where(is_local, target.known * shifted, 0.0).sum(-1)
-        # a difference of sums would lose all digits if the known tokens have nearly all
-        others = torch.cat([target.at(rows).others_of(values[rows]).sum(-1) for rows in row_slices(self.local)])
-        mean, others = self._sums_with_total(mean, others)
+        # summed directly: total - known would lose all digits if the known tokens have nearly all the mass
+        other_total = torch.cat([target.at(rows).others_of(values[rows]).sum(-1) for rows in row_slices(self.local)])
+        mean, other_total = self._sums_with_total(mean, other_total)
         result: Tensor = TopKDivergence.apply(  # type: ignore[no-untyped-call]
-            self.local, self._known_exponentials(), target, others, mean
+            self.local, self._known_exponentials(), target, other_total, mean
         )
         return result.t()
 
     def _divergence(self, teacher: VocabParallelLogits, temperature: float, is_reverse: bool) -> Tensor:
-        assert teacher.local.shape == self.local.shape, "student and teacher are split in different ways"
+        assert teacher.local.shape == self.local.shape, "the logits of student and teacher are split differently"
         _find_maxima([self, teacher])
-        own, other = self._tempered(temperature), teacher._tempered(temperature)
-        sums = local_sums(own, other) if is_reverse else local_sums(other, own)
+        student_softmax, teacher_softmax = self._tempered(temperature), teacher._tempered(temperature)
+        sums = (
+            local_sums(student_softmax, teacher_softmax) if is_reverse else local_sums(teacher_softmax, student_softmax)
+        )
         all_reduce(sums, dist.ReduceOp.SUM, self.group)
-        value = divergence_of_sums(sums).to(own.maximum.dtype)
-        # local_sums has the weighting distribution first; here the order is always (own, other)
+        value = divergence_of_sums(sums).to(student_softmax.maximum.dtype)
+        # local_sums puts the weighting distribution first; Divergence takes the order (student, teacher)
         log_totals = (sums[0::2] if is_reverse else sums[0::2].flip(0)).log()
-        result: Tensor = Divergence.apply(self.local, own, other, log_totals, value, is_reverse)  # type: ignore[no-untyped-call]
+        result: Tensor = Divergence.apply(self.local, student_softmax, teacher_softmax, log_totals, value, is_reverse)  # type: ignore[no-untyped-call]
         return result.t()
 
     def _token_losses(self, labels: Tensor, label_smoothing: float) -> _TokenLosses:
-        """Computes cross entropy and log-sum-exp as two outputs of one node, whose backward serves both."""
+        """Computes cross entropy and log-sum-exp as two outputs of one node with a common backward."""
         assert 0 <= label_smoothing < 1
         column, is_local = self._located(labels.t().contiguous())
-        # smoothed over the whole real vocabulary: megatron-core's _VocabParallelCrossEntropy
+        # smoothed over the whole real vocabulary; megatron-core's _VocabParallelCrossEntropy
         # (tensor_parallel/cross_entropy.py) smooths over each rank's own part, so its loss differs from rank to rank
         label_share, uniform_share = 1.0 - label_smoothing, label_smoothing / self.vocab_size
         logits = self._shifted_logits(column, is_local) * label_share
@@ -229,29 +238,29 @@ class VocabParallelLogits:
         return min(max(self.vocab_size - self.first_index, 0), self.local.shape[-1])
 
     def _located(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each token's local column, 0 if another rank holds it, and whether this rank does."""
-        # a label out of range becomes 0: the loss of one that no rank holds would be relative to the maximum
+        """Returns the local column of each vocabulary index, 0 if another rank holds it, and whether this rank does."""
+        # an index out of range becomes 0: a label that no rank holds would get a logit equal to the maximum
         index = torch.where((index >= 0) & (index < self.vocab_size), index, 0) - self.first_index
         is_local = (index >= 0) & (index < self._num_real)
         return torch.where(is_local, index, 0), is_local
 
     def _shifted_logits(self, column: Tensor, is_local: Tensor) -> Tensor:
-        """Returns the label's logit minus the token's maximum, 0 where another rank holds it; [seq, batch]."""
-        # the node's backward includes this part
+        """Returns the label's logit minus the token's maximum, [seq, batch]; 0 if another rank holds the label."""
+        # detached, since the backward of the node covers this part
         logits = self.local.detach().gather(-1, column.unsqueeze(-1)).squeeze(-1)
         return torch.where(is_local, logits - self._known_maximum(), 0.0)
 
     def _sum_of_shifted_logits(self) -> Tensor:
         """Returns the sum over this rank's real columns of logit minus maximum, [seq, batch]."""
         maximum, real = self._known_maximum(), self._num_real
-        # from the logits: exponentials that underflowed count in this sum. By rows, since the copy is used only once
+        # from the logits, since logits whose exponentials underflow count as well; by rows, to keep the copy small
         parts = [
             shifted_logits(self.local[rows, :, :real], maximum[rows], real).sum(-1) for rows in row_slices(self.local)
         ]
         return torch.cat(parts)
 
     def _known_maximum(self) -> Tensor:
-        """Returns each token's largest logit over the group, [seq, batch]; one all-reduce if it is not known yet."""
+        """Returns the largest logit of each token over the group, [seq, batch]; one all-reduce if not known yet."""
         if self._maximum is None:
             _find_maxima([self])
         assert self._maximum is not None
@@ -261,7 +270,7 @@ class VocabParallelLogits:
         """Returns the exponentials relative to each token's maximum, [seq, batch, vocab_local]; 0 at padding."""
         if self._is_compiled:
             return exponentials_of(self.local, self._known_maximum(), self._num_real)
-        # the only full-precision copy of the logits, which all losses of this distribution share
+        # the only full-precision copy of the logits, shared by all losses of this distribution
         if self._local_values is None:
             self._local_values = exponentials_of(self.local, self._known_maximum(), self._num_real)
         return self._local_values
@@ -274,7 +283,7 @@ class VocabParallelLogits:
         return self._local_sums[0]
 
     def _local_total(self) -> Tensor:
-        """Returns the sum of this rank's exponentials of each token, [seq, batch]."""
+        """Returns the sum of each token's exponentials on this rank, [seq, batch]."""
         maximum = self._known_maximum()
         if self._local_sums is None:
             return self._values().sum(-1)
@@ -282,7 +291,7 @@ class VocabParallelLogits:
         return total * (largest - maximum).exp()
 
     def _with_total(self, total: Tensor) -> Exponentials:
-        """Keeps the sum of the exponentials of all ranks."""
+        """Stores and returns the exponentials with their sum over all ranks."""
         source = self.local.detach() if self._is_compiled else self._values()
         known = Exponentials(source, self._known_maximum(), total, self._num_real, self._is_compiled)
         self._exponentials = known
@@ -297,8 +306,8 @@ class VocabParallelLogits:
         return self._exponentials
 
     def _sums_with_total(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Sums numbers of each token, [seq, batch], over the group, and the exponentials if their sum is not known
-        yet."""
+        """Sums tensors, [seq, batch], over the group in one all-reduce, together with the exponentials if their sum is
+        not known yet."""
         if self._exponentials is not None:
             stacked = torch.stack(parts)
             all_reduce(stacked, dist.ReduceOp.SUM, self.group)
@@ -315,7 +324,7 @@ class VocabParallelLogits:
 
 @dataclass(frozen=True)
 class _TokenLosses:
-    """Outputs of one cross-entropy node and their arguments."""
+    """Arguments and outputs of one cross-entropy node."""
 
     labels: Tensor
     label_smoothing: float
@@ -323,15 +332,15 @@ class _TokenLosses:
     logsumexp: Tensor
 
 
-def _find_maxima(of: Sequence[VocabParallelLogits]) -> None:
-    """Sets each token's largest real logit over the group; 0 where all are -inf. One all-reduce for all unknown
+def _find_maxima(distributions: Sequence[VocabParallelLogits]) -> None:
+    """Sets the largest real logit of each token over the group; 0 if all are -inf. One all-reduce for all unknown
     maxima."""
-    unknown = [logits for logits in of if logits._maximum is None]
+    unknown = [logits for logits in distributions if logits._maximum is None]
     if not unknown:
         return
     # [unknown, seq, batch]
     stacked = torch.stack([logits._local_maximum() for logits in unknown])
     all_reduce(stacked, dist.ReduceOp.MAX, unknown[0].group)
-    # 0: -inf - (-inf) would be nan in every score of the token
+    # 0 instead of -inf: -inf - (-inf) would be nan in every score of the token
     for logits, maximum in zip(unknown, torch.where(stacked == float("-inf"), 0.0, stacked)):
         logits._maximum = maximum
