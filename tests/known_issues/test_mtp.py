@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from mtrain.arch.layout import Layout
-from mtrain.core.batch.collate import moved
+from mtrain.core.batch.collate import values_ahead
 from mtrain.core.ranks.groups import Groups
 from tests.known_issues.plain import PlainStep, plain_step
 from tests.known_issues.ranks import SEQ, fields
@@ -116,7 +116,7 @@ def test_rolling_takes_tokens_of_other_places() -> None:
     starts = np.array([0, 0, 0, 0, 4, 4, 4, 4], np.int32)
     assert rolled(tokens, packed) == [12, 13, 0, 21, 0, 22, 0, 0], "21 is followed by nothing, padding by 21"
     assert rolled(tokens, None)[3] == 21, "over the edge"
-    assert moved(np.array(tokens), starts, 1).tolist() == [12, 13, 0, 0, 22, 0, 0, 0]
+    assert values_ahead(np.array(tokens), starts, 1).tolist() == [12, 13, 0, 0, 22, 0, 0, 0]
 
 
 def depths_of(groups: Groups, **changes: Any) -> GPTModel:

@@ -135,7 +135,7 @@ def changed(token: int, layer: int, experts: list[int]) -> Any:
 
 WRONG: list[tuple[Any, list[str]]] = [
     (RIGHT[:1], ["sample 1 has 4 tokens", "shape [1, 2, 4]", "[3, 2, 4]"]),
-    (RIGHT[:, 1:], ["shape [3, 1, 4]", "dense ones too"]),
+    (RIGHT[:, 1:], ["shape [3, 1, 4]", "including dense ones"]),
     (RIGHT[..., :3], ["shape [3, 2, 3]", "model.experts.top_k"]),
     (RIGHT.reshape(3, 8), ["shape [3, 8]"]),
     ([[[1, 2], [3]]], ["rows of equal lengths"]),

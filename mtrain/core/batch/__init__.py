@@ -1,1 +1,1 @@
-"""Samples and the batches that a rank reads of them."""
+"""Samples, and the batches that ranks read."""

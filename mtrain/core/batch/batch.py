@@ -1,7 +1,7 @@
 """Batches that the loader passes to the training step.
 
-The fields of a batch are listed here alone: what all of them go through (to a device, cut for context parallelism,
-packed for a broadcast) uses `Microbatch.tensors`, `Microbatch.of` or `Microbatch.map`.
+Only this module lists the fields of a batch. Operations on all fields (moving to a device, slicing for context
+parallelism, packing for a broadcast) use `Microbatch.tensors`, `Microbatch.of` or `Microbatch.map`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from mtrain.core.loss.preference.member import GroupMember
 
 FieldPath = tuple[str, ...]
-"""Path of a tensor in a batch: a field, and inside it the loss term, extra, choice, or the depth and its field."""
+"""Path of a tensor in a batch: a field, then its loss term, extra or choice, or for MTP the depth and its field."""
 DOCUMENT_STARTS: FieldPath = ("document_starts",)
-_ALONE = (
+_PLAIN_FIELDS = (
     "tokens",
     "labels",
     "positions",
@@ -25,113 +25,116 @@ _ALONE = (
     "is_padding",
     "sources",
 )
-_OF_DEPTH = ("tokens", "labels", "is_padding")
+_DEPTH_FIELDS = ("tokens", "labels", "is_padding")
 _COUNTS = ("num_padding_tokens", "num_loss_tokens", "num_pairs", "num_window_pairs", "num_output_rows", "members")
 
 
 @dataclass(frozen=True)
 class MtpTargets:
-    """Inputs and labels of one depth of multi-token prediction."""
+    """Inputs and labels of one MTP depth."""
 
     tokens: Tensor
-    """[batch, seq] int64: the token `depth` positions further in the document; 0 where there is none."""
+    """[batch, seq] int64: the token `depth` positions ahead in the document; 0 beyond its end."""
     labels: Tensor
-    """[batch, seq] int64: the token after it; 0 where there is none."""
+    """[batch, seq] int64: the token after that; 0 beyond the end."""
     is_padding: Tensor | None
-    """[batch, seq] bool: positions without a token `depth` positions further, which routers do not count; None without
+    """[batch, seq] bool: positions without a token `depth` positions ahead, which routers do not count; None without
     routers."""
 
 
 @dataclass(frozen=True)
 class PlacedMember:
-    """Identity of one sequence of a microbatch."""
+    """Facts about one sequence of a microbatch."""
 
     slot: int
     """Position of the sample in the global batch."""
     member: GroupMember | None
-    """Part of the sample in a group; None outside a group."""
+    """Membership of the sample in a group; None outside a group."""
     length: float
-    """Sum of its token weights."""
+    """Sum of the token weights of the sample."""
     weight: float
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Samples of one forward pass: full rows from the loader, or what a context-parallel rank holds of each row.
+    """Samples of one forward pass: full rows from the loader, or a context-parallel rank's slice of each row.
 
-    `slice_for_context_parallel` makes the second from the first; seq is the width of either.
+    `slice_for_context_parallel` makes slices from full rows; seq is the width of either.
     """
 
     tokens: Tensor
     """[batch, seq] int64: token ids."""
     labels: Tensor
-    """[batch, seq] int64, already shifted: the token to predict at each position; 0 where there is none."""
+    """[batch, seq] int64, already shifted: the token to predict at each position; 0 if none."""
     positions: Tensor
     """[batch, seq] int64: position inside the document, for the rotary embedding."""
     weights: dict[str, Tensor]
     """Loss term -> [batch, seq] float32: factor of each token's loss."""
     denominator_weights: dict[str, Tensor]
-    """Loss term -> [batch, seq] float64: each token's share of the term's denominator."""
+    """Loss term -> [batch, seq] float64: share of each token in the denominator of the term."""
     document_starts: Tensor | None
-    """[batch, seq] int32, on the CPU: index in the row of the first token of the token's document; attention does not
-    reach below it. None: each row is one document."""
+    """[batch, seq] int32, on the CPU: index in the row at which the token's document begins; attention does not reach
+    below it. None: each row is one document."""
     is_padding: Tensor | None
     """[batch, seq] bool: positions without text, which routers do not count; None without routers."""
     sequence_ids: Tensor | None = None
-    """[batch, seq] int64: the sample of each position, counted from 0 in the microbatch; padding belongs to the one
+    """[batch, seq] int64: the sample of each position, counted from 0 in the microbatch; padding belongs to the sample
     before it. None: each row is one sequence."""
     sources: Tensor | None = None
-    """[batch, seq] int64: number in data.train of the source of each position, -1 if not known; None if losses are not
+    """[batch, seq] int64: index in data.train of the source of each position, -1 if unknown; None if losses are not
     reported by source."""
     mtp: tuple[MtpTargets, ...] = ()
-    """Inputs and labels of the depths of multi-token prediction, the first depth first."""
+    """Inputs and labels of the MTP depths, in order."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Name -> [batch, seq] float32: values that loss functions read in addition to the weights, aligned with the
     labels; 0 at padding."""
     choices: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> [batch, seq, layers, k] int32: choices that layers replay (choices.py); -1 where they choose themselves,
-    as at padding."""
+    """Name -> [batch, seq, layers, k] int32: choices that layers replay (choices.py); -1 where the layer chooses
+    itself, as at padding."""
     num_sequences: int = 0
-    """Number of sequences in `sequence_ids`; the number of rows where `sequence_ids` is None."""
+    """Number of sequences in `sequence_ids`, or the number of rows if that is None."""
     num_padding_tokens: int = 0
-    """Positions without text; like all counts below, 0 on ranks that receive their rows."""
+    """Positions without text; like all counts below, 0 on ranks that receive their rows by broadcast."""
     num_loss_tokens: int = 0
     """Positions that the main term counts."""
     num_pairs: int = 0
-    """Pairs (query, key) of text that attend to each other in layers without a window."""
+    """Pairs of a text query and a text key that it attends to in layers without a window."""
     num_window_pairs: int = 0
-    """Pairs (query, key) of text that attend to each other in layers with a window."""
+    """Such pairs in layers with a window."""
     num_output_rows: int = 0
-    """Positions whose logits at least one term counts, plus those of the depths of multi-token prediction."""
+    """Positions with logits that at least one term counts, plus those of the MTP depths."""
     members: tuple[PlacedMember | None, ...] = ()
-    """Identity of each sequence, None for a row without a sample; empty on ranks that receive their rows."""
+    """Facts about each sequence, None for a row without a sample; empty on ranks that receive their rows by
+    broadcast."""
 
     def tensors(self) -> dict[FieldPath, Tensor]:
-        """Returns every tensor that the batch has, by its field."""
-        found: dict[FieldPath, Tensor | None] = {(name,): getattr(self, name) for name in _ALONE}
-        found |= {("weights", term): weights for term, weights in self.weights.items()}
-        found |= {("denominator_weights", term): weights for term, weights in self.denominator_weights.items()}
-        found |= {("extras", name): extra for name, extra in self.extras.items()}
-        found |= {("choices", name): choice for name, choice in self.choices.items()}
+        """Returns all tensors of the batch by path."""
+        fields: dict[FieldPath, Tensor | None] = {(name,): getattr(self, name) for name in _PLAIN_FIELDS}
+        fields |= {("weights", term): weights for term, weights in self.weights.items()}
+        fields |= {("denominator_weights", term): weights for term, weights in self.denominator_weights.items()}
+        fields |= {("extras", name): extra for name, extra in self.extras.items()}
+        fields |= {("choices", name): choice for name, choice in self.choices.items()}
         for depth, targets in enumerate(self.mtp):
-            found |= {("mtp", str(depth), name): getattr(targets, name) for name in _OF_DEPTH}
-        return {path: tensor for path, tensor in found.items() if tensor is not None}
+            fields |= {("mtp", str(depth), name): getattr(targets, name) for name in _DEPTH_FIELDS}
+        return {path: tensor for path, tensor in fields.items() if tensor is not None}
 
     @classmethod
     def of(cls, tensors: Mapping[FieldPath, Tensor], num_sequences: int | None = None) -> Microbatch:
-        """Builds a batch from tensors as `tensors` returns them; its counts are 0."""
+        """Builds a batch from the tensors that `tensors` returns; its counts are 0."""
         num_depths = sum(path[0] == "mtp" and path[2] == "tokens" for path in tensors)
         ids = tensors.get(("sequence_ids",))
         if num_sequences is None:
             num_sequences = len(tensors["tokens",]) if ids is None else int(ids.max()) + 1
-        depths = [[("mtp", str(depth), name) for name in _OF_DEPTH] for depth in range(num_depths)]
+        depths = [[("mtp", str(depth), name) for name in _DEPTH_FIELDS] for depth in range(num_depths)]
         return cls(
-            # one-element paths are tuples too, hence the comma
+            # even a path of one element is a tuple, hence the comma
             tokens=tensors["tokens",],
             labels=tensors["labels",],
             positions=tensors["positions",],
             weights={path[1]: tensor for path, tensor in tensors.items() if path[0] == "weights"},
-            denominator_weights={path[1]: each for path, each in tensors.items() if path[0] == "denominator_weights"},
+            denominator_weights={
+                path[1]: tensor for path, tensor in tensors.items() if path[0] == "denominator_weights"
+            },
             document_starts=tensors.get(DOCUMENT_STARTS),
             is_padding=tensors.get(("is_padding",)),
             sequence_ids=ids,
@@ -143,12 +146,14 @@ class Microbatch:
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
-        """Applies `change` to every tensor but `document_starts`, which stays whole and on the CPU."""
-        changed = {path: each if path == DOCUMENT_STARTS else change(each) for path, each in self.tensors().items()}
+        """Applies `change` to every tensor except `document_starts`, which stays whole and on the CPU."""
+        changed = {
+            path: tensor if path == DOCUMENT_STARTS else change(tensor) for path, tensor in self.tensors().items()
+        }
         return self._with(changed)
 
     def with_vocabulary(self, size: int) -> Microbatch:
-        """Takes token ids and labels modulo `size`, for a model of a smaller vocabulary."""
+        """Takes token ids and labels modulo `size`, for a model with a smaller vocabulary."""
 
         def folded(path: FieldPath, rows: Tensor) -> Tensor:
             name = path[2] if path[0] == "mtp" else path[0]

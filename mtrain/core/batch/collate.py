@@ -1,10 +1,10 @@
-"""Samples to microbatches: rows of samples with, for each loss term, weights and shares of the denominator.
+"""Turns samples into microbatches: padded rows of samples, with weights and shares of the denominator by loss term.
 
-A row is a list of samples, laid one after the other and padded. All inputs of a loss are computed for each sample
-before it is placed in a row, so its position does not matter.
+A row is a list of samples, concatenated and padded. All inputs of a loss are computed for each sample before it is
+placed in a row, so its position does not matter.
 
-Depth k of multi-token prediction reads the token k positions ahead and predicts the token after that, both inside the
-document. Rows are whole here, so the later cut for context parallelism needs no neighbour.
+MTP depth k reads the token k positions ahead and predicts the token after that, both inside the document. Rows are
+still whole here, so slicing them later for context parallelism needs no neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def loss_terms(section: LossSection) -> dict[str, TermSection]:
 
 @dataclass(frozen=True)
 class RowForm:
-    """Form that all rows of a run share."""
+    """Shape and contents of the rows of a run."""
 
     width: int
     terms: Mapping[str, TermSection]
@@ -44,22 +44,23 @@ class RowForm:
     is_packed: bool = False
     """Whether a row may hold several samples."""
     isolates_documents: bool = False
-    """Whether documents do not see each other. Samples of one row never do."""
+    """Whether attention stays within documents. (It always stays within samples.)"""
     with_padding: bool = False
     """Whether batches say which positions hold no text."""
     num_predictions: int = 1
-    """Number of tokens that a position predicts. Each further one is a separate term, aggregated like the main one."""
+    """Number of tokens that a position predicts. Each token after the first is a term of its own (an MTP depth),
+    aggregated like the main term."""
     with_sources: bool = False
     window: int | None = None
-    """Tokens that a windowed layer sees, including the token itself; None without such layers."""
+    """Number of tokens that a layer with a window sees, including the token itself; None without such layers."""
     extras: tuple[str, ...] = ()
-    """Names of the values that are read in addition to the weights; every sample has them."""
+    """Names of the values that loss functions read in addition to the weights; every sample has them."""
     choices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Choices that layers take from the batch: name -> [layers, k]."""
+    """[layers, k] of the choices that layers take from the batch, by name."""
 
     @classmethod
     def of(cls, config: Config, extras: Sequence[str] = ()) -> RowForm:
-        """Returns the form of the rows of a run whose loss functions and layers read these extras."""
+        """Returns the form of the rows of a run; `extras` are the names that its loss functions and layers read."""
         shapes = choice_shapes(config.model)
         return cls(
             width=config.row_width,
@@ -75,7 +76,8 @@ class RowForm:
         )
 
     def dtypes(self, terms: Sequence[str]) -> dict[FieldPath, torch.dtype]:
-        """Returns the dtype of every tensor of a batch: [batch, seq], or of choices [batch, seq, layers, k]."""
+        """Returns the dtype of every tensor of a batch by path; choices are [batch, seq, layers, k], all others [batch,
+        seq]."""
         dtypes: dict[FieldPath, torch.dtype] = {(name,): torch.int64 for name in ("tokens", "labels", "positions")}
         if self.isolates_documents:
             dtypes[DOCUMENT_STARTS] = torch.int32
@@ -90,7 +92,7 @@ class RowForm:
             if self.with_padding:
                 dtypes["mtp", depth, "is_padding"] = torch.bool
         for term in terms:
-            # denominator weights in float64: their sum is compared with the plan, and float32 loses counts above 2^24
+            # float64, since the sum is compared with the planned denominator, and float32 loses counts above 2^24
             dtypes |= {("weights", term): torch.float32, ("denominator_weights", term): torch.float64}
         dtypes |= {("extras", name): torch.float32 for name in self.extras}
         return dtypes | {("choices", name): torch.int32 for name in self.choices}
@@ -109,7 +111,7 @@ class _PlacedSample:
     """One sample in its row; arrays are [width]."""
 
     sample: Sample
-    """The sample; one position of padding if it had no text."""
+    """The sample, or one position of padding if it has no text."""
     is_text: NDArray[np.bool_]
     document_starts: NDArray[np.int32]
     """Index in the sample of the first token of each token's document."""
@@ -119,53 +121,54 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
     """Builds the microbatch of one forward pass.
 
     Args:
-        rows: Samples of each row. An empty row fills the microbatch up: its weights and shares are 0.
+        rows: Samples of each row. An empty row only fills the microbatch; its weights and shares are 0.
+        form: Form of the rows.
         first_of_step: Place of the sample in slot 0 of the global batch; None if it is not in these rows.
     """
-    laid = [[_piece(sample, form) for sample in row] for row in rows]
-    starts = _document_starts(laid, form)
-    # before any cut: the token k positions ahead may later be on another context-parallel rank
-    further = {
-        depth_term(depth): [[_ahead(piece, depth) for piece in row] for row in laid]
+    placed = [[_piece(sample, form) for sample in row] for row in rows]
+    starts = _document_starts(placed, form)
+    # from whole rows, since the token k positions ahead may later be on another context-parallel rank
+    ahead = {
+        depth_term(depth): [[_ahead(piece, depth) for piece in row] for row in placed]
         for depth in range(1, form.num_predictions)
     }
-    by_term = {name: _aggregated(laid, term, name == MAIN_TERM, first_of_step) for name, term in form.terms.items()}
+    by_term = {name: _aggregated(placed, term, name == MAIN_TERM, first_of_step) for name, term in form.terms.items()}
     num_output_rows = _num_weighed(by_term.values())
-    # a depth has fewer tokens, so other lengths
-    for name, pieces in further.items():
+    # aggregated anew for each depth, which has fewer tokens and therefore other lengths
+    for name, pieces in ahead.items():
         by_term[name] = _aggregated(pieces, form.terms[MAIN_TERM], False, first_of_step)
         num_output_rows += _num_weighed([by_term[name]])
-    is_text = _laid(laid, _IS_TEXT, form.width, np.bool_)
-    ids, num_sequences = _sequence_ids(laid, form.width)
-    # a token attends to the tokens of its document up to itself
-    seen = (np.arange(form.width) - starts + 1)[is_text.numpy()].astype(np.int64)
+    is_text = _as_rows(placed, _IS_TEXT, form.width, np.bool_)
+    ids, num_sequences = _sequence_ids(placed, form.width)
+    # a token sees the tokens of its document up to itself
+    num_visible = (np.arange(form.width) - starts + 1)[is_text.numpy()].astype(np.int64)
     main = itertools.chain.from_iterable(by_term[MAIN_TERM])
     return Microbatch(
-        tokens=_laid(laid, _TOKENS, form.width, np.int64),
-        labels=_laid(laid, _LABELS, form.width, np.int64),
-        # positions begin again at each document, as if it stood alone in the row
+        tokens=_as_rows(placed, _TOKENS, form.width, np.int64),
+        labels=_as_rows(placed, _LABELS, form.width, np.int64),
+        # positions start anew in each document, as if it were alone in the row
         positions=torch.from_numpy(np.arange(form.width) - starts),
-        weights={name: _laid(of_rows, _WEIGHTS, form.width, np.float32) for name, of_rows in by_term.items()},
+        weights={name: _as_rows(term_rows, _WEIGHTS, form.width, np.float32) for name, term_rows in by_term.items()},
         denominator_weights={
-            name: _laid(of_rows, _SHARES, form.width, np.float64) for name, of_rows in by_term.items()
+            name: _as_rows(term_rows, _SHARES, form.width, np.float64) for name, term_rows in by_term.items()
         },
-        # None, not zeros: attention then need not look for documents in the row
+        # None instead of zeros, so that attention need not look for documents
         document_starts=torch.from_numpy(starts) if form.isolates_documents else None,
         sequence_ids=torch.from_numpy(ids) if form.is_packed else None,
         is_padding=~is_text if form.with_padding else None,
-        sources=_laid(laid, _source, form.width, np.int64) if form.with_sources else None,
-        mtp=tuple(_targets(pieces, form) for pieces in further.values()),
-        extras={name: _laid(laid, partial(_extra, name), form.width, np.float32) for name in form.extras},
+        sources=_as_rows(placed, _source, form.width, np.int64) if form.with_sources else None,
+        mtp=tuple(_targets(pieces, form) for pieces in ahead.values()),
+        extras={name: _as_rows(placed, partial(_extra, name), form.width, np.float32) for name in form.extras},
         choices={
-            name: _laid(laid, partial(_choice, name, shape), form.width, np.int32, shape, filler=-1)
+            name: _as_rows(placed, partial(_choice, name, shape), form.width, np.int32, shape, filler=-1)
             for name, shape in form.choices.items()
         },
         num_sequences=num_sequences,
         num_padding_tokens=is_text.numel() - int(is_text.sum()),
-        # counted by weights, not by the mask: a sample of weight 0 counts nothing
+        # by weights, not by the mask, since a sample of weight 0 has no loss tokens
         num_loss_tokens=sum(int(np.count_nonzero(sample.weights)) for sample in main),
-        num_pairs=int(seen.sum()),
-        num_window_pairs=int(seen.sum() if form.window is None else np.minimum(seen, form.window).sum()),
+        num_pairs=int(num_visible.sum()),
+        num_window_pairs=int(num_visible.sum() if form.window is None else np.minimum(num_visible, form.window).sum()),
         num_output_rows=num_output_rows,
     )
 
@@ -179,7 +182,7 @@ def _extra(name: str, piece: _PlacedSample) -> NDArray[np.float32]:
 
 
 def _choice(name: str, shape: tuple[int, int], piece: _PlacedSample) -> NDArray[np.int32]:
-    """Returns [n, layers, k]: -1 where the sample names no choice."""
+    """Returns the choices of a sample, [n, layers, k]; -1 if it prescribes none."""
     nothing = np.broadcast_to(np.int32(-1), (piece.sample.width, *shape))
     return piece.sample.choices.get(name, nothing)
 
@@ -189,7 +192,7 @@ def _source(piece: _PlacedSample) -> NDArray[np.int64]:
 
 
 def _num_weighed(terms: Iterable[Sequence[Sequence[TokenTerms]]]) -> int:
-    """Counts the positions to which one of the terms gives a weight; those with a share alone are left out."""
+    """Counts the positions with a weight in some term; a share alone does not count."""
     by_term = [itertools.chain.from_iterable(rows) for rows in terms]
     count = 0
     for terms_of_sample in zip(*by_term):
@@ -208,16 +211,18 @@ def _piece(sample: Sample, form: RowForm) -> _PlacedSample:
 
 
 def _ahead(piece: _PlacedSample, depth: int) -> _PlacedSample:
-    """Returns the sample as a depth of multi-token prediction sees it; positions without such a token hold no text."""
+    """Returns the sample as an MTP depth sees it; positions without a token `depth` positions ahead hold no text."""
     starts = piece.document_starts
-    return replace(piece, sample=mtp_sample(piece.sample, starts, depth), is_text=moved(piece.is_text, starts, depth))
+    return replace(
+        piece, sample=mtp_sample(piece.sample, starts, depth), is_text=values_ahead(piece.is_text, starts, depth)
+    )
 
 
 def _targets(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> MtpTargets:
     return MtpTargets(
-        tokens=_laid(rows, _TOKENS, form.width, np.int64),
-        labels=_laid(rows, _LABELS, form.width, np.int64),
-        is_padding=~_laid(rows, _IS_TEXT, form.width, np.bool_) if form.with_padding else None,
+        tokens=_as_rows(rows, _TOKENS, form.width, np.int64),
+        labels=_as_rows(rows, _LABELS, form.width, np.int64),
+        is_padding=~_as_rows(rows, _IS_TEXT, form.width, np.bool_) if form.with_padding else None,
     )
 
 
@@ -234,14 +239,14 @@ def _terms(sample: Sample, term: TermSection, is_main: bool, is_first_in_step: b
     mask, weight = sample.mask, sample.weight
     if sample.member is not None:
         if is_main:
-            weight = 1.0  # the preference loss decides how much the group counts
+            weight = 1.0  # the preference loss weighs groups
         elif sample.member.role != "chosen":
             mask = np.zeros_like(mask)
     return aggregate(mask, weight, term, is_first_in_step)
 
 
 def _document_starts(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> NDArray[np.int32]:
-    """Returns [rows, width]: index in the row at which each position's document begins."""
+    """Returns the index in the row at which the document of each position begins, [rows, width]."""
     starts = np.zeros((len(rows), form.width), np.int32)
     if not form.isolates_documents:
         return starts
@@ -256,20 +261,20 @@ def _document_starts(rows: Sequence[Sequence[_PlacedSample]], form: RowForm) -> 
 
 
 def _sequence_ids(rows: Sequence[Sequence[_PlacedSample]], width: int) -> tuple[NDArray[np.int64], int]:
-    """Returns [rows, width], the number of each position's sequence in the microbatch, and the number of sequences.
+    """Returns the number in the microbatch of each position's sequence, [rows, width], and the number of sequences.
 
-    Padding belongs to the last sample of its row, and a row without samples is a sequence without text.
+    Padding belongs to the last sample of its row. A row without samples is a sequence without text.
     """
     ids, count = np.zeros((len(rows), width), np.int64), 0
     for row, pieces in zip(ids, rows):
         widths = [piece.sample.width for piece in pieces] or [width]
-        own = np.repeat(np.arange(count, count + len(widths)), widths)
-        row[: len(own)], row[len(own) :] = own, own[-1]
+        numbers = np.repeat(np.arange(count, count + len(widths)), widths)
+        row[: len(numbers)], row[len(numbers) :] = numbers, numbers[-1]
         count += len(widths)
     return ids, count
 
 
-def _laid(
+def _as_rows(
     rows: Sequence[Sequence[Any]],
     values_of: Callable[[Any], NDArray[Any]],
     width: int,
@@ -277,31 +282,33 @@ def _laid(
     shape: tuple[int, ...] = (),
     filler: int = 0,
 ) -> Tensor:
-    """Returns [rows, width, *shape]: the values of each row's parts one after the other, followed by the filler."""
-    whole = np.full((len(rows), width, *shape), filler, dtype)
-    for row, parts in zip(whole, rows):
+    """Returns [rows, width, *shape]: the values of the parts of each row, concatenated and followed by the filler."""
+    values = np.full((len(rows), width, *shape), filler, dtype)
+    for row, parts in zip(values, rows):
         if parts:
             joined = np.concatenate([values_of(part) for part in parts])
             row[: len(joined)] = joined
-    return torch.from_numpy(whole)
+    return torch.from_numpy(values)
 
 
 Value = TypeVar("Value", np.int64, np.float64, np.bool_)
 
 
 def mtp_sample(sample: Sample, document_starts: NDArray[np.int32], depth: int) -> Sample:
-    """Moves tokens, labels and mask of a whole row as `moved` does."""
+    """Returns tokens, labels and mask of a whole row `depth` positions ahead, as in `values_ahead`."""
     return Sample(
-        tokens=moved(sample.tokens, document_starts, depth),
-        labels=moved(sample.labels, document_starts, depth),
-        mask=moved(sample.mask, document_starts, depth),
+        tokens=values_ahead(sample.tokens, document_starts, depth),
+        labels=values_ahead(sample.labels, document_starts, depth),
+        mask=values_ahead(sample.mask, document_starts, depth),
         weight=sample.weight,
     )
 
 
-def moved(values: NDArray[Value], document_starts: NDArray[np.int32], depth: int) -> NDArray[Value]:
-    """Returns the values, [seq], `depth` positions further in the same document; 0 beyond its end. `document_starts`
-    has the index of each token's document, [seq]."""
-    found = np.zeros_like(values)
-    found[:-depth] = np.where(document_starts[depth:] == document_starts[:-depth], values[depth:], values.dtype.type(0))
-    return found
+def values_ahead(values: NDArray[Value], document_starts: NDArray[np.int32], depth: int) -> NDArray[Value]:
+    """Returns for each position the value `depth` positions ahead in the same document, [seq]; 0 beyond its end.
+
+    `document_starts` has the index at which each token's document begins, [seq].
+    """
+    ahead = np.zeros_like(values)
+    ahead[:-depth] = np.where(document_starts[depth:] == document_starts[:-depth], values[depth:], values.dtype.type(0))
+    return ahead

@@ -1,4 +1,4 @@
-"""Sequences from a user's program, with the weights of their tokens, and their conversion to samples."""
+"""Sequences with token weights from a user's program, and their conversion to samples."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,62 +23,63 @@ from mtrain.core.loss.preference.member import ROLES, GroupMember
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence for the loss: a text, a question with its answer, a rollout."""
+    """One sequence for the loss: a text, a question with its answer, or a rollout."""
 
     input_ids: Sequence[int] | NDArray[np.integer[Any]]
-    """Token ids, at least one and at most data.seq_length + 1: every token but the last is read, every token but the
-    first is predicted. Whole numbers (also of numpy, or a tensor of integers); floats and booleans are refused."""
+    """Token ids, from 1 to data.seq_length + 1 of them: every token but the last is an input, every token but the first
+    is predicted. Integers of Python or numpy, or a tensor of integers; floats and booleans are refused."""
     weights: Sequence[float] | None = None
-    """Weight of predicting each token, at least 0; 0 for a prompt; True of a mask counts 1. The first is not used.
-    None: every token counts 1."""
+    """Weight of predicting each token, at least 0: 0 for a prompt, and True in a mask counts as 1. The first is
+    ignored. None: every token has weight 1."""
     weight: float = 1.0
     """Weight of the whole sequence, at least 0."""
     extras: Mapping[str, Sequence[Sequence[float]] | Sequence[float] | NDArray[np.float32] | float] = field(
         default_factory=dict
     )
-    """Values that a loss function reads in addition to the weights, by name, such as advantages: finite numbers,
-    float32 precision. One for the whole sequence; or one per token, with the first unused; or one per predicted token,
-    like the log-probabilities of `Engine.forward`. A sequence (also a tensor) of one number a token has len(input_ids)
-    of them, one of predicted tokens one less. [tokens, k] are k numbers a token, as the teacher's log-probabilities of
-    `topk_distillation`. Names that no loss function needs are checked and left out."""
+    """Values that a loss function reads in addition to the weights, by name, such as advantages: finite numbers in
+    float32 precision. Give one number for the whole sequence, one per token (len(input_ids), the first is ignored), or
+    one per predicted token (len(input_ids) - 1), like the log-probabilities of `Engine.forward`. Give [tokens, k] for k
+    numbers per token, like the teacher's log-probabilities for `topk_distillation`. Names that no loss function needs
+    are checked and then ignored."""
     temperature: float | None = None
     """Temperature at which the sequence was sampled, above 0: `ppo`, `gspo`, `cispo`, `kl` and `entropy` divide the
-    logits by it, as `Engine.forward` does; other losses ignore it. None: 1."""
+    logits by it, as does `Engine.forward`; other losses ignore it. None: 1."""
     routed_experts: Any = None
     """Experts of each input token, which routers replay in every pass, [tokens, layers, k] integers (lists, an array or
-    a tensor): len(input_ids) - 1 rows, as vLLM, SGLang and `Engine.generate` return them, or len(input_ids), with the
-    last unused; all layers of the model, dense ones ignored; -1 for all k where the router chooses. None: it chooses
-    everywhere."""
+    a tensor): len(input_ids) - 1 rows, as vLLM, SGLang and `Engine.generate` return them, or len(input_ids) rows, the
+    last of which is ignored. All layers of the model, of which dense ones are ignored; -1 for all k lets the router
+    choose. None: the router always chooses."""
     member: GroupMember | None = None
-    """Part of the sequence in a group, for losses that compare whole sequences such as dpo; None outside a group."""
+    """Membership in a group, for losses that compare whole sequences such as dpo; None outside a group."""
     label: float | None = None
-    """The class of the sequence, a whole number, where `model.num_labels` is above 1; the number that a regression aims
-    at. A model with a head, also of one label, judges the sequence by its last token: it has at most data.seq_length
-    tokens, and no weights."""
+    """Class of the sequence, a whole number, if `model.num_labels` is above 1; or the target of a regression. A model
+    with a head, even of one label, judges the sequence by its last token, so the sequence has at most data.seq_length
+    tokens and no `weights`."""
 
 
 def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = ()) -> Sample:
     """Checks a datum and turns it into a sample.
 
     Args:
+        datum: Datum to check.
         name: Name of the datum in messages, such as "sample 3".
+        config: Configuration of the run.
         needed: Names of the extras that the loss functions read.
 
     Raises:
-        ConfigError: The datum has routed experts, and the model cannot replay them.
-        DataError: The datum is empty, too long, has ids beyond the vocabulary, or has impossible weights, extras or
-            routed experts.
+        ConfigError: The datum has routed experts, but the model cannot replay them.
+        DataError: The datum is empty or too long, or has invalid ids, weights, extras or routed experts.
         NumericError: An extra is not finite.
     """
     if not isinstance(datum.extras, Mapping):
         raise _fault(f"{name} has extras of type {type(datum.extras).__name__}, but they must be a mapping by name")
     length, size, head = config.data.seq_length, config.model.vocab_size, config.model.head
-    most = length + 1 if head is None else length  # a label takes the place of the token that is only predicted
+    most = length + 1 if head is None else length  # a label replaces the token that is only predicted
     ids = _ids(datum.input_ids, name, size)
     if not 1 <= len(ids) <= most:
         raise _fault(
             f"{name} has input_ids of shape {[len(ids)]}, but needs one row of 1 to {most} tokens (data.seq_length="
-            f"{length}{', and one that is only predicted' if head is None else ''}); cut it, or raise data.seq_length"
+            f"{length}{', plus one that is only predicted' if head is None else ''}); cut it, or raise data.seq_length"
         )
     datum = replace(datum, input_ids=ids, weight=_number(datum.weight, f"{name}: weight"))
     if head is not None:
@@ -100,8 +101,8 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     if datum.temperature is not None:
         check_temperature(_number(datum.temperature, f"{name}: temperature"), f"{name}: temperature")
     if TEMPERATURE in needed:
-        given = 1.0 if datum.temperature is None else float(datum.temperature)
-        datum = replace(datum, extras={**datum.extras, TEMPERATURE: given})
+        temperature = 1.0 if datum.temperature is None else float(datum.temperature)
+        datum = replace(datum, extras={**datum.extras, TEMPERATURE: temperature})
     if ROUTED_EXPERTS in datum.extras:
         raise _fault(f"{name} has an extra {ROUTED_EXPERTS!r}; give it as Datum.routed_experts")
     experts = _experts(datum, len(ids), name, config.model)
@@ -110,30 +111,30 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     _check_top_k(extras, weights[1:] > 0, size, name)
     sample = shifted(ids, weights[1:], datum.weight, extras=extras)
     if experts is not None:
-        # a sequence of one token reads none, and takes one position of padding
+        # a sequence of one token has no input token, and takes one position of padding
         experts = experts if len(experts) else open_choice(sample.width, experts.shape[1:])
         sample = replace(sample, choices={ROUTED_EXPERTS: experts})
     return sample if datum.member is None else sample.as_member(_checked_member(datum.member, name))
 
 
 def named_choices(batch: Sequence[Datum]) -> tuple[str, ...]:
-    """Returns the names of the choices that some sample gives."""
+    """Returns the names of the choices that some sample prescribes."""
     return (ROUTED_EXPERTS,) if any(datum.routed_experts is not None for datum in batch) else ()
 
 
-def check_temperature(given: float, name: str) -> None:
-    """Refuses a temperature that no logits can be divided by.
+def check_temperature(temperature: float, name: str) -> None:
+    """Refuses a temperature by which logits cannot be divided.
 
     Raises:
-        DataError: The number is not finite or not above 0, in float32.
+        DataError: The number is not finite or not above 0 in float32.
     """
-    # as float32, in which it travels: 0 would be taken for padding, at temperature 1
+    # as float32, the dtype of extras, in which a tiny number becomes 0, the mark of padding
     with np.errstate(over="ignore", under="ignore"):
-        divisor = np.float32(given)
+        divisor = np.float32(temperature)
     if not (np.isfinite(divisor) and divisor > 0):
         raise _fault(
-            f"{name} is {given}, but must be a finite number above 0 (in float32): at 0 a sampler takes the likeliest "
-            "token, which has no log-probability to compare; give the temperature for the loss, such as 1"
+            f"{name} is {temperature}, but must be a finite number above 0 (in float32): at 0 a sampler takes the "
+            "likeliest token, which has no log-probability to compare; give the temperature for the loss, such as 1"
         )
 
 
@@ -144,14 +145,14 @@ def _experts(datum: Datum, num_tokens: int, name: str, model: ModelSection) -> C
         return checked_experts(datum.routed_experts, num_tokens, model, name)
 
 
-def _ids(given: object, name: str, vocab_size: int) -> NDArray[np.int64]:
+def _ids(value: object, name: str, vocab_size: int) -> NDArray[np.int64]:
     with _refusing(f" (model.vocab_size={vocab_size}); use the model's own tokenizer"):
-        return token_ids(given, f"{name}: input_ids", vocab_size)
+        return token_ids(value, f"{name}: input_ids", vocab_size)
 
 
-def _numbers(given: object, name: str) -> NDArray[Any]:
+def _numbers(value: object, name: str) -> NDArray[Any]:
     with _refusing():
-        return real_numbers(given, name)
+        return real_numbers(value, name)
 
 
 @contextmanager
@@ -162,8 +163,8 @@ def _refusing(advice: str = "") -> Iterator[None]:
         raise _fault(f"{fault}{advice}") from None
 
 
-def _number(given: object, name: str) -> float:
-    values = _numbers(given, name)
+def _number(value: object, name: str) -> float:
+    values = _numbers(value, name)
     if values.ndim:
         raise _fault(f"{name} has the shape {list(values.shape)}, but must be one number")
     return float(values)
@@ -183,7 +184,7 @@ def _checked_member(member: GroupMember, name: str) -> GroupMember:
 
 
 def _judged(datum: Datum, name: str, head: HeadOutput) -> Datum:
-    """Appends the label to the sequence, as the token to predict there."""
+    """Appends the class to the sequence, as the token that its last token predicts."""
     label = datum.label
     if head.rows == 1 and label is not None:
         raise _fault(f"{name} has label={label}, but a head of one label has no classes; remove it")
@@ -197,7 +198,7 @@ def _judged(datum: Datum, name: str, head: HeadOutput) -> Datum:
 
 
 def _numbered(datum: Datum, name: str) -> Datum:
-    """Gives the sequence the number of its regression as an extra."""
+    """Adds the target of the regression as an extra."""
     if datum.label is None or isinstance(datum.label, bool):
         raise _fault(f"{name} has label={datum.label}, but a regression needs a number; give Datum.label")
     label = _number(datum.label, f"{name}: label")
@@ -214,19 +215,19 @@ def _with_last(datum: Datum, last: int, name: str) -> Datum:
 
 
 def _extras(datum: Datum, num_tokens: int, name: str, needed: Sequence[str]) -> dict[str, NDArray[np.float32] | float]:
-    """Returns the checked extras, each with one number a predicted token or one for the whole sequence."""
-    found: dict[str, NDArray[np.float32] | float] = {}
+    """Returns the checked extras, each with one number per predicted token or one for the whole sequence."""
+    checked: dict[str, NDArray[np.float32] | float] = {}
     for extra, values in datum.extras.items():
-        found |= _columns(_checked_extra(values, num_tokens, extra, name), extra)
-    wanted = as_configured(needed)
-    missing = [extra for extra, columns in wanted.items() if not {*columns} <= {*found}]
+        checked |= _columns(_checked_extra(values, num_tokens, extra, name), extra)
+    needed_columns = as_configured(needed)
+    missing = [extra for extra, columns in needed_columns.items() if not {*columns} <= {*checked}]
     if missing:
-        given = ", ".join(as_configured(found))
+        present = ", ".join(as_configured(checked))
         raise _fault(
-            f"{name} has {'the extras ' + given if given else 'no extras'}, but the loss "
-            f"functions need {', '.join(wanted)}; give {', '.join(missing)} in Datum.extras"
+            f"{name} has {'the extras ' + present if present else 'no extras'}, but the loss "
+            f"functions need {', '.join(needed_columns)}; give {', '.join(missing)} in Datum.extras"
         )
-    return found
+    return checked
 
 
 def _columns(values: NDArray[np.float32] | float, extra: str) -> dict[str, NDArray[np.float32] | float]:
@@ -240,27 +241,27 @@ def _columns(values: NDArray[np.float32] | float, extra: str) -> dict[str, NDArr
 def _check_top_k(
     extras: Mapping[str, NDArray[np.float32] | float], is_counted: NDArray[np.bool_], vocab_size: int, name: str
 ) -> None:
-    of_tokens = {
+    top_k_columns = {
         extra: values
         for extra, values in extras.items()
         if extra.startswith((f"{TOP_K_IDS}[", f"{TOP_K_LOGPROBS}[")) and not isinstance(values, float)
     }
-    if of_tokens:
-        fault = top_k_fault(np.stack([*of_tokens.values()], axis=1), [*of_tokens], is_counted, vocab_size)
+    if top_k_columns:
+        fault = top_k_fault(np.stack([*top_k_columns.values()], axis=1), [*top_k_columns], is_counted, vocab_size)
         if fault is not None:
             raise _fault(f"{name} has, at predicted token {fault.row}, {fault.why}")
 
 
 def _checked_extra(
-    given: Sequence[Sequence[float]] | Sequence[float] | NDArray[np.float32] | float,
+    value: Sequence[Sequence[float]] | Sequence[float] | NDArray[np.float32] | float,
     num_tokens: int,
     extra: str,
     name: str,
 ) -> NDArray[np.float32] | float:
     """Checks one extra; returns it as [num_tokens - 1], [num_tokens - 1, k], or one number."""
-    # a number that float32 cannot hold becomes inf, and is refused as such below
+    # a number too large for float32 becomes inf, and is refused below
     with np.errstate(over="ignore"):
-        values = _numbers(given, f"{name}: extra {extra!r}").astype(np.float32)
+        values = _numbers(value, f"{name}: extra {extra!r}").astype(np.float32)
     is_row_a_token = values.ndim in (1, 2) and len(values) in (num_tokens, num_tokens - 1)
     if values.ndim and not is_row_a_token:
         raise _fault(
@@ -268,10 +269,10 @@ def _checked_extra(
             f"per token ({num_tokens}), one per predicted token ({num_tokens - 1}), or one for the whole sequence"
         )
     if not np.isfinite(values).all():
-        place = tuple(int(index) for index in np.argwhere(~np.isfinite(values))[0])
-        where = f" at place {', '.join(map(str, place))}" if place else ""
+        position = tuple(int(index) for index in np.argwhere(~np.isfinite(values))[0])
+        where = f" at place {', '.join(map(str, position))}" if position else ""
         raise NumericError(
-            f"{name} has an extra {extra!r} that is {values[place]}{where}; all its numbers must be finite in "
+            f"{name} has an extra {extra!r} that is {values[position]}{where}; all its numbers must be finite in "
             "float32, even where the weight is 0: check the program that wrote it, and write 0 for missing numbers"
         )
     if not values.ndim:
@@ -281,7 +282,7 @@ def _checked_extra(
 
 
 def _fault(message: str) -> DataError:
-    """Makes an error that every rank raises, since all have seen the same samples."""
+    """Makes an error that every rank raises, since all ranks see the same samples."""
     error = DataError(message)
     error.on_every_rank = True
     return error

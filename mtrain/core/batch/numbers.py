@@ -1,4 +1,4 @@
-"""Numbers from a user, accepted unchanged or refused: lists, numpy arrays, tensors, a teacher's cache."""
+"""Checks numbers from a user (lists, numpy arrays, tensors, a teacher's cache): accepted unchanged, or refused."""
 
 import numbers
 import operator
@@ -9,99 +9,99 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def whole_number(given: Any) -> int | None:
-    """Returns an int, also from an integer of numpy or a tensor without dimensions; None for a boolean, a float or
-    anything else."""
-    if type(given) is int:
-        return given
-    # True is an int in Python, and a tensor of one element may stand for its element
-    if isinstance(given, bool) or "bool" in str(getattr(given, "dtype", "")) or getattr(given, "ndim", None):
+def whole_number(value: Any) -> int | None:
+    """Returns an integer of Python, numpy or a 0-dimensional tensor as an int; None for anything else, such as a
+    boolean or a float."""
+    if type(value) is int:
+        return value
+    # True is an int in Python, and a tensor of one element can convert to its element
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")) or getattr(value, "ndim", None):
         return None
     try:
-        return operator.index(given)
+        return operator.index(value)
     except TypeError:
         return None
 
 
-def token_ids(given: Any, name: str, size: int) -> NDArray[np.int64]:
-    """Checks a list, an array or a tensor of token ids; returns them as [n].
+def token_ids(value: Any, name: str, size: int) -> NDArray[np.int64]:
+    """Checks a list, an array or a tensor of token ids; returns [n] int64.
 
     Raises:
         ValueError: The value is not a row of ids, or an element is not an id; names the element and its position.
     """
-    # no subclass: one with a mask would pass what it hides
-    if type(given) is np.ndarray and given.ndim == 1 and given.dtype.kind in "iu":
-        whole: NDArray[Any] = given
+    # not a subclass, since a masked array could pass with invalid ids hidden
+    if type(value) is np.ndarray and value.ndim == 1 and value.dtype.kind in "iu":
+        whole: NDArray[Any] = value
         if not len(whole) or (whole.min() >= 0 and whole.max() < size):
             return whole.astype(np.int64)
-    values = _row(given, name)
+    values = _row(value, name)
     # numpy checks plain ints much faster than a loop
     if {*map(type, values)} <= {int}:
         try:
-            found = np.array(values, dtype=np.int64)
-            if not len(found) or (found.min() >= 0 and found.max() < size):
-                return found
+            array = np.array(values, dtype=np.int64)
+            if not len(array) or (array.min() >= 0 and array.max() < size):
+                return array
         except OverflowError:
-            pass  # the loop below finds the place
+            pass  # the loop below finds the element
     ids = []
-    for place, each in enumerate(values):
-        number = whole_number(each)
+    for index, element in enumerate(values):
+        number = whole_number(element)
         if number is None or not 0 <= number < size:
-            kind = "" if number is not None else f" ({type(each).__name__})"
+            kind = "" if number is not None else f" ({type(element).__name__})"
             raise ValueError(
-                f"{name}[{place}] is {_shown(each)}{kind}, but must be a whole number from 0 to {size - 1}"
+                f"{name}[{index}] is {_shown(element)}{kind}, but must be a whole number from 0 to {size - 1}"
             )
         ids.append(number)
     return np.array(ids, dtype=np.int64)
 
 
-def real_numbers(given: Any, name: str) -> NDArray[Any]:
-    """Returns an array of numbers, of the dtype that they have; booleans stay booleans.
+def real_numbers(value: Any, name: str) -> NDArray[Any]:
+    """Returns an array of numbers in their own dtype; booleans stay booleans.
 
     Raises:
         ValueError: An element is not a number, rows differ in length, or the value is a tensor with a gradient.
     """
-    if getattr(given, "requires_grad", False):
+    if getattr(value, "requires_grad", False):
         raise ValueError(f"{name} is a tensor with a gradient, which would be dropped; give {name}.detach()")
-    # tensors on a GPU and of bfloat16 cannot become arrays directly, and an array with a mask would lose the mask
-    if hasattr(given, "detach") or isinstance(given, np.ma.MaskedArray):
-        given = listed(given, name)
+    # np.asarray fails for tensors on a GPU or of bfloat16, and drops the mask of a masked array
+    if hasattr(value, "detach") or isinstance(value, np.ma.MaskedArray):
+        value = listed(value, name)
     try:
-        values = np.asarray(given)
+        values = np.asarray(value)
     except (TypeError, ValueError) as fault:
         raise ValueError(f"{name} is not made of numbers in rows of equal lengths ({fault}); give numbers") from None
     if values.dtype.kind in "biuf":
         return values
-    # a text or a None is among the numbers: numpy has made texts or objects of all
-    objects = np.asarray(given, dtype=object)
-    for place in np.ndindex(objects.shape):
-        if not isinstance(objects[place], numbers.Real | np.bool_):
-            at = "".join(f"[{index}]" for index in place)
-            raise ValueError(f"{name}{at} is {_shown(objects[place])}, but must be a number")
+    # some element is a text or None, so numpy has turned all of them into texts or objects
+    objects = np.asarray(value, dtype=object)
+    for position in np.ndindex(objects.shape):
+        if not isinstance(objects[position], numbers.Real | np.bool_):
+            at = "".join(f"[{index}]" for index in position)
+            raise ValueError(f"{name}{at} is {_shown(objects[position])}, but must be a number")
     try:
         return objects.astype(np.float64)
     except OverflowError:
         raise ValueError(f"{name} has a number that no float holds; give finite numbers") from None
 
 
-def listed(given: Any, name: str) -> Any:
+def listed(value: Any, name: str) -> Any:
     """Returns the numbers of an array or a tensor as lists, or as one number; ValueError if torch cannot read them."""
     try:
-        return given.tolist()
+        return value.tolist()
     except RuntimeError:
         raise ValueError(
-            f"{name} is a tensor whose numbers cannot be read, as of a sparse, a nested or a meta tensor; give a dense "
+            f"{name} is a tensor whose numbers cannot be read, such as a sparse, nested or meta tensor; give a dense "
             "one, such as torch.tensor([1, 2])"
         ) from None
 
 
-def _row(given: Any, name: str) -> list[Any]:
-    if hasattr(given, "tolist"):  # an array or a tensor
-        given = listed(given, name)
-    is_row = hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, Mapping | Set)
+def _row(value: Any, name: str) -> list[Any]:
+    if hasattr(value, "tolist"):  # an array or a tensor
+        value = listed(value, name)
+    is_row = hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, Mapping | Set)
     if not is_row:
-        raise ValueError(f"{name} is {_shown(given)}, but must be a row of token ids")
-    return list(given)
+        raise ValueError(f"{name} is {_shown(value)}, but must be a row of token ids")
+    return list(value)
 
 
 def _shown(value: object) -> str:
@@ -111,15 +111,15 @@ def _shown(value: object) -> str:
 TOP_K_IDS = "topk_ids"
 """Name of the extra with the teacher's most likely tokens."""
 TOP_K_LOGPROBS = "topk_logprobs"
-"""Name of the extra with their log-probabilities, in the same order."""
+"""Name of the extra with the log-probabilities of these tokens."""
 
 _MOST_MASS = 1.01
-"""Largest sum of the probabilities of a token: a teacher of 8 bits precision is off by less."""
+"""Largest sum of probabilities accepted for a token; even a teacher in 8-bit precision is off by less."""
 _ROWS_AT_A_TIME = 2**16
 
 
 class TopKFault(NamedTuple):
-    """The first token whose numbers cannot be those of a teacher."""
+    """The first token with numbers that no teacher can have given."""
 
     row: int
     why: str
@@ -128,11 +128,15 @@ class TopKFault(NamedTuple):
 def top_k_fault(
     numbers: NDArray[np.float32], names: Sequence[str], is_counted: NDArray[np.bool_], vocab_size: int
 ) -> TopKFault | None:
-    """Says what is wrong with extras of the names above, [tokens, columns] finite numbers; None if nothing is.
+    """Returns the first fault in the columns of TOP_K_IDS and TOP_K_LOGPROBS, or None.
 
-    Names of the columns are those of `mtrain.config.extras.columns`. Tokens that no loss counts may have any token ids.
+    Args:
+        numbers: Finite numbers, [tokens, columns].
+        names: Names of the columns, as in `mtrain.config.extras.columns`.
+        is_counted: Tokens that a loss counts, [tokens]; only they need different ids and a plausible mass.
+        vocab_size: Number of token ids.
     """
-    ids, logprobs = ([place for place, each in enumerate(names) if each.startswith(f"{key}[")] for key in _KEYS)
+    ids, logprobs = ([index for index, name in enumerate(names) if name.startswith(f"{key}[")] for key in _KEYS)
     if not ids and not logprobs:
         return None
     for start in range(0, len(numbers), _ROWS_AT_A_TIME):  # a cache may be larger than memory

@@ -1,4 +1,4 @@
-"""One training sample, as token ids and as a row, or a part of a row, of a batch."""
+"""One training sample, first as token ids, then as a row or a part of a row."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class TokenizedSample:
     ids: NDArray[np.int32]
     """[n]: token ids, at least one."""
     loss_weights: NDArray[np.float32]
-    """[n] at least 0: weight of predicting ids[t]; 0 for prompts and headers. The first is not used."""
+    """[n], at least 0: weight of predicting ids[t]; 0 for prompts and headers. The first is ignored."""
     weight: float = 1.0
     """Weight of the whole sequence, at least 0."""
     extras: NDArray[np.float32] | None = None
-    """[n, extras]: numbers of each token that data.extras names; the first row is not used. None if it names none."""
+    """[n, extras]: numbers of each token that data.extras names; the first row is ignored. None if it names none."""
 
 
 def with_label(sample: TokenizedSample, end: int) -> TokenizedSample:
-    """Cuts a sequence to `end` tokens, the last of which becomes the label that followed the whole sequence."""
+    """Cuts a sequence that ends with a label to `end` tokens, and keeps the label as the last of them."""
 
     def cut(values: NDArray[Any]) -> NDArray[Any]:
         return np.concatenate([values[: end - 1], values[-1:]])
@@ -37,14 +37,14 @@ def with_label(sample: TokenizedSample, end: int) -> TokenizedSample:
 
 
 class SampleEncoder(Protocol):
-    """Encoder of the records of a finetuning source."""
+    """Encodes the records of a finetuning source."""
 
     fingerprint: str
-    """Name of the encoding; changes when tokenizer, template or an option would encode or refuse a record
+    """Identifies the encoding; changes when the tokenizer, the template or an option would encode or refuse a record
     differently."""
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample | tuple[TokenizedSample, ...]:
-        """Encodes a record as one sequence, or as several that are compared. A pure function; may run in worker
+        """Encodes a record as one sequence, or as several sequences to compare. A pure function that may run in worker
         processes.
 
         Raises:
@@ -59,23 +59,23 @@ class Sample:
     tokens: NDArray[np.int64]
     """[n] int64: token ids; n may be 0."""
     labels: NDArray[np.int64]
-    """[n], shifted: the token to predict at each position; 0 where there is none."""
+    """[n], shifted: the token to predict at each position; 0 if none."""
     mask: NDArray[np.float64]
     """[n] float64: weight of the token to predict, at least 0; 0 for prompts."""
     weight: float = 1.0
     """Weight of the whole sample, at least 0."""
     document_starts: NDArray[np.int32] | None = None
-    """[n]: index in the sample at which each token's document begins; None where the sample is one document."""
+    """[n]: index in the sample at which each token's document begins; None if the sample is one document."""
     extras: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """Name -> [width]: values that a loss function reads in addition to the weights, such as advantages; shifted as
-    labels are."""
+    """Name -> [width]: values that a loss function reads in addition to the weights, such as advantages; shifted like
+    the labels."""
     choices: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
     """Name -> [width, layers, k]: choices that layers replay for each input token (choices.py); -1 where the layer
-    chooses."""
+    chooses itself."""
     source: int | None = None
-    """Number of the source in data.train; None outside a blend."""
+    """Index of the source in data.train; None outside a blend."""
     member: GroupMember | None = None
-    """Part of the sample in a group that a preference loss compares; None if sequences are judged separately."""
+    """Membership in a group that a preference loss compares; None outside a group."""
 
     def as_member(self, member: GroupMember) -> Sample:
         """Returns the sample as a member of a group."""
@@ -83,8 +83,9 @@ class Sample:
 
     @property
     def width(self) -> int:
-        """Counts the positions that the sample takes in a row: one, of padding, if it has no text."""
-        # a sequence's share of a denominator lies at its first position
+        """Returns the number of positions that the sample takes in a row; a sample without text takes one position of
+        padding."""
+        # at least one, since the first position carries the share of the sequence in the denominator
         return max(1, len(self.tokens))
 
 
@@ -92,23 +93,23 @@ class SampleSource(Protocol):
     """A corpus cut into samples."""
 
     fingerprint: str
-    """Name of the samples; changes when the corpus or the way it is cut changes."""
+    """Identifies the samples; changes when the corpus or the way it is cut changes."""
 
     def __len__(self) -> int:
-        """Counts the samples in an epoch; the same for every epoch."""
+        """Returns the number of samples per epoch."""
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Returns a sample of an epoch: a pure function of its arguments, safe to call from several threads.
 
         Raises:
-            DataError: The corpus is damaged at this place or does not fit the model.
+            DataError: The corpus is damaged here or does not fit the model.
         """
 
     def why_nothing(self) -> str | None:
-        """Explains, with counts, why no sample has anything to learn; returns None if one has."""
+        """Explains, with counts, why no sample has anything to learn; None if some sample has."""
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns [n]: `sample(epoch, index).width` of many samples, the same in every epoch, without reading them."""
+        """Returns `sample(epoch, index).width` of many samples, [n], without reading them; the same in every epoch."""
 
 
 def shifted(
@@ -120,8 +121,12 @@ def shifted(
 ) -> Sample:
     """Builds a sample from running text: position t holds ids[t] and predicts ids[t + 1].
 
-    `label_mask` has the weight of predicting each of ids[1:], `document_starts` the first token of each one's document,
-    None for one document; extras are values of each predicted token, or one number for the whole sample.
+    Args:
+        ids: Token ids, [n + 1].
+        label_mask: Weight of predicting each of ids[1:], [n].
+        weight: Weight of the whole sample.
+        document_starts: Index at which the document of each of ids[:-1] begins, [n]; None for one document.
+        extras: Values for each predicted token, [n], or one number for the whole sample, by name.
     """
     width = max(1, len(ids) - 1)
     return Sample(

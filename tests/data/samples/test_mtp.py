@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.config.schema.loss import LossSection, depth_term
-from mtrain.core.batch.collate import Place, RowForm, collate, loss_terms, moved, mtp_sample
+from mtrain.core.batch.collate import Place, RowForm, collate, loss_terms, mtp_sample, values_ahead
 from mtrain.core.batch.sample import Sample, shifted
 
 
@@ -17,7 +17,7 @@ def test_values_move_inside_their_document_alone(lengths: list[int], depth: int)
     for length in lengths:
         document = list(range(len(expected) + 1, len(expected) + length + 1))
         expected += [*document[depth:], *[0] * min(depth, length)]
-    assert moved(values, starts, depth).tolist() == expected
+    assert values_ahead(values, starts, depth).tolist() == expected
 
 
 def test_each_depth_predicts_the_token_after_the_one_it_sees() -> None:

@@ -103,7 +103,7 @@ class _SumOverChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("a sum over chunks can be differentiated only once; its gradients are gone")
+            raise RuntimeError("a sum over chunks can only be differentiated once; its gradients are gone")
         weight_gradient, hidden_gradients = ctx.gradients
         ctx.gradients = None  # they are multiplied in place below
         # exactly 1 if the gradient is as expected; comparing it would make the host wait for a GPU
