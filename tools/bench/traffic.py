@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from mtrain.core.ranks.cpu_collectives import in_the_place_of
+from mtrain.core.ranks.cpu_collectives import emulated_collective
 from mtrain.core.ranks.groups import Groups
 
 AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp_cp": "dp", "expt_dp": "dp", "embd": "pp"}
@@ -75,7 +75,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = group.size()
         kind = KINDS[name]  # a new one has to be named there
         sent = _sent(kind, args, size, group.rank())
-        kind = in_the_place_of() or kind  # two ranks swap halves: as many bytes as the collective sends
+        kind = emulated_collective() or kind  # two ranks swap halves: as many bytes as the collective sends
         axis = self._axes.get(group.group_name, "world")
         if kind == "send" and axis != "cp":  # stages send each other activations, also over the group of all ranks
             axis = "pp" if args[0][0].ndim > 1 else "world"

@@ -1,12 +1,12 @@
-"""Ranks: groups, collectives, and how ranks find each other.
+"""Ranks: process groups, collectives, and how ranks find each other.
 
-The CPU emulation has to be in place before megatron-core is first imported, so it is installed here.
+The CPU emulation must be installed before megatron-core is first imported, so it is installed here.
 """
 
 from mtrain.base.ground import require_ground
 from mtrain.base.imports import ignore_warnings_of_megatron, without_trackers
 
-require_ground()  # another version would change the run's numbers, or end in a traceback
+require_ground()  # other versions of torch or megatron-core would change the numbers of a run, or fail
 from mtrain.core.ranks import cpu  # noqa: E402
 
 ignore_warnings_of_megatron()

@@ -10,15 +10,15 @@ from mtrain.core.ranks.groups import to_device
 
 
 class AsyncAllReduce:
-    """The sum of every rank's vector, started at once and awaited when read; the same bits on every rank.
+    """An all-reduce (sum) that starts at once and is awaited when read; the result has the same bits on every rank.
 
-    On GPUs this is an all-reduce. On CPUs gloo's all-reduce would send even five numbers around a ring twice in pieces.
-    If the number of ranks is a power of two, neighbours at distance 1, 2, 4, ... therefore swap their sums; otherwise
-    each rank sends its vector to every other one (`tools/bench/pairs.py` compares this with the all-reduce).
+    On CPUs gloo's all-reduce would send even five numbers around a ring twice, in pieces. Instead, if the number of
+    ranks is a power of two, ranks at distance 1, 2, 4, ... swap their sums; otherwise each rank sends its vector to
+    every other rank (`tools/bench/pairs.py` compares this with gloo).
     """
 
     def __init__(self, vector: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Starts the sum of [n] vectors, which must not be used afterwards, over a group; None means all ranks."""
+        """Starts to sum [n] vectors over a group (None: all ranks); callers must not use their vector afterwards."""
         size = dist.get_world_size(group)
         self._sum: Tensor | None = vector if size == 1 else None
         self._group = group
@@ -43,11 +43,11 @@ class AsyncAllReduce:
     def _awaited(self) -> Tensor:
         assert self._work is not None
         self._work.wait()
-        # on GPUs one row, which the all-reduce has filled in place
+        # on GPUs the only row, which the all-reduce has filled in place
         return self._rows.sum(0)
 
     def _swapped(self, swap: _Swap) -> Tensor:
-        """Adds the rounds' vectors; both partners add the same two numbers, so sums agree to the bit."""
+        """Completes all rounds of swaps; both partners add the same two numbers, so sums agree to the bit."""
         vector, distance = swap.added(), 2
         while distance < dist.get_world_size(self._group):
             vector = _Swap(vector, distance, self._group).added()
@@ -56,28 +56,28 @@ class AsyncAllReduce:
 
 
 class AsyncVote:
-    """Vote on whether a flag is true on any rank of the world: started now, and read when other work has been done.
+    """A vote on whether a flag is true on any rank of the world, started now and read after other work.
 
-    On a GPU the answer is copied on its own, so the host waits for nothing that is queued after the question.
+    On a GPU the result is copied to the host asynchronously, so reading it waits for no work queued later.
     """
 
     def __init__(self, flag: bool, device: torch.device) -> None:
         """Starts the vote; collective over the world."""
-        own = torch.tensor([float(flag)])
+        vote = torch.tensor([float(flag)])
         if device.type == "cpu":
-            self._votes, self._arrived = AsyncAllReduce(own), None
+            self._votes, self._arrived = AsyncAllReduce(vote), None
             return
-        self._votes = AsyncAllReduce(to_device(own, device))
+        self._votes = AsyncAllReduce(to_device(vote, device))
         self._host = torch.empty(1, pin_memory=True)
         self._host.copy_(self._votes.get(), non_blocking=True)
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._arrived.record()
 
     def read(self) -> bool:
-        """Returns the answer; call it at the same point on all ranks, as on CPUs it may take another message."""
+        """Returns the result; all ranks must call it at the same point, since on CPUs it may take further messages."""
         if self._arrived is None:
             return self._votes.get().item() > 0
-        self._arrived.synchronize()  # a step later it has long arrived
+        self._arrived.synchronize()  # returns at once if read a step later
         return self._host.item() > 0
 
 
@@ -85,19 +85,19 @@ class _Swap:
     """An exchange of vectors between two ranks."""
 
     def __init__(self, vector: Tensor, distance: int, group: dist.ProcessGroup | None) -> None:
-        """Starts the exchange of [n] on the CPU with the rank whose number in the group differs in the bit
+        """Starts the exchange of an [n] vector on the CPU with the rank of the group that differs in the bit
         `distance`."""
         partner = dist.get_rank(group) ^ distance
-        self._own, self._other = vector, torch.empty_like(vector)
-        # both are posted before either is awaited: two partners that each wait for their send first could deadlock
+        self._vector, self._received = vector, torch.empty_like(vector)
+        # both are posted before either is awaited, since two partners that first wait for their sends could deadlock
         self._works = [
             dist.isend(vector, group=group, group_dst=partner),
-            dist.irecv(self._other, group=group, group_src=partner),
+            dist.irecv(self._received, group=group, group_src=partner),
         ]
 
     def added(self) -> Tensor:
-        """Returns the sum of both vectors, once the partner's has arrived."""
+        """Waits for the partner's vector, and returns the sum of both."""
         for work in self._works:
             assert work is not None, "this rank is in the group"
             work.wait()
-        return self._own + self._other
+        return self._vector + self._received

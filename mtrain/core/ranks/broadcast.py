@@ -1,6 +1,6 @@
-"""Broadcast of the data that one rank of a tensor-parallel group reads.
+"""Broadcasts batches from the one rank that reads them to the other ranks of its tensor-parallel group.
 
-Rows go from device to device. Values that the host needs for decisions go from host to host, as reading them from a
+Rows go from device to device. Values that hosts need for decisions go from host to host, since reading them from a
 device would wait for all its queued work.
 """
 
@@ -25,12 +25,18 @@ def broadcast_batches(
     groups: Groups,
     extras: Sequence[str] = (),
 ) -> list[Microbatch]:
-    """Returns full rows on the device of every rank of the tensor-parallel group, as tensor-parallel rank 0 has them.
+    """Sends the full rows of tensor-parallel rank 0 to the devices of all ranks of its tensor-parallel group.
 
-    Costs two broadcasts over TP for all microbatches together, and one for each choice that they name. Hosts of TP
-    broadcast the starts of documents, where rows have some, and before everything else two numbers, where rows are
-    packed: `count`, the number of microbatches, is then None. `extras` names what loss functions read in addition to
-    the weights.
+    Takes two broadcasts over TP for all microbatches together, and one for each choice. Between hosts, it takes one
+    broadcast if rows have document starts, and one of two numbers at the beginning if rows are packed.
+
+    Args:
+        batches: Full rows on the host; None on ranks other than tensor-parallel rank 0.
+        count: Number of microbatches; None if rows are packed.
+        terms: Loss terms with weights.
+        config: Configuration of the run.
+        groups: Groups of this rank.
+        extras: Names of extras and choices that loss functions and layers read.
     """
     if groups.layout.tp == 1:
         assert batches is not None
@@ -38,7 +44,7 @@ def broadcast_batches(
     num_sequences = None
     if config.data.packing is not None:
         count, num_sequences = _shared_counts(batches, groups)
-    assert count is not None, "without packing it follows from the configuration"
+    assert count is not None, "without packing the configuration determines it"
     form = RowForm.of(config, extras)
     fields = form.dtypes(terms)
     has_documents = fields.pop(DOCUMENT_STARTS, None) is not None
@@ -46,53 +52,53 @@ def broadcast_batches(
     reals = [path for path, dtype in fields.items() if dtype.is_floating_point]
     integers = [path for path in fields if path not in reals]
     shape = (config.train.micro_batch_size, form.width)
-    # one vector of each kind: int64 and float64 hold every value of the narrower types
+    # one tensor of each kind, since int64 and float64 hold every value of the narrower types
     packed = [
         _broadcast(batches, integers, torch.int64, (count, len(integers), *shape), groups),
         _broadcast(batches, reals, torch.float64, (count, len(reals), *shape), groups),
     ]
     paths = [*integers, *reals]
-    others: dict[FieldPath, Sequence[Tensor]] = {}
+    unpacked: dict[FieldPath, Sequence[Tensor]] = {}
     if has_documents:
-        others[DOCUMENT_STARTS] = _document_starts(batches, (count, *shape), groups)
+        unpacked[DOCUMENT_STARTS] = _document_starts(batches, (count, *shape), groups)
     for path, dtype in choices.items():
-        of_choice = (count, 1, *shape, *form.choices[path[1]])
-        others[path] = _broadcast(batches, [path], dtype, of_choice, groups)[:, 0].unbind()
+        choice_shape = (count, 1, *shape, *form.choices[path[1]])
+        unpacked[path] = _broadcast(batches, [path], dtype, choice_shape, groups)[:, 0].unbind()
     return [
         Microbatch.of(
-            {path: rows.to(fields[path]) for path, rows in zip(paths, [*whole, *real])}
-            | {path: rows[number] for path, rows in others.items()},
+            {path: rows.to(fields[path]) for path, rows in zip(paths, [*ints, *floats])}
+            | {path: rows[number] for path, rows in unpacked.items()},
             num_sequences,
         )
-        for number, (whole, real) in enumerate(zip(*packed))
+        for number, (ints, floats) in enumerate(zip(*packed))
     ]
 
 
-def broadcast_on_hosts(own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, groups: Groups) -> Tensor:
-    """Returns a tensor of tensor-parallel rank 0 on the CPU of every rank of the group; `own` is None elsewhere.
+def broadcast_on_hosts(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, groups: Groups) -> Tensor:
+    """Returns the tensor of tensor-parallel rank 0 on the CPU of every rank of the group; `tensor` is None on others.
 
     One broadcast between hosts, none if the group has one rank. No host waits for a device.
     """
-    numbers = torch.empty(shape, dtype=dtype) if own is None else own.to(dtype).contiguous()
-    assert numbers.shape == shape, f"{tuple(numbers.shape)} in the place of {shape}"
+    numbers = torch.empty(shape, dtype=dtype) if tensor is None else tensor.to(dtype).contiguous()
+    assert numbers.shape == shape, f"{tuple(numbers.shape)} instead of {shape}"
     if groups.layout.tp > 1:
-        # `src` is a rank of the world: the first one of this TP group
+        # `src` is a world rank, that of tensor-parallel rank 0
         dist.broadcast(numbers, dist.get_process_group_ranks(groups.tp_host)[0], group=groups.tp_host)
     return numbers
 
 
 def _document_starts(batches: Sequence[Microbatch] | None, shape: tuple[int, ...], groups: Groups) -> Sequence[Tensor]:
-    """Returns each microbatch's starts of documents on the CPU. One broadcast of hosts."""
-    own = None if batches is None else torch.stack([batch.tensors()[DOCUMENT_STARTS] for batch in batches])
-    return broadcast_on_hosts(own, shape, torch.int32, groups).unbind()
+    """Returns the document starts of each microbatch on the CPU. One broadcast between hosts."""
+    starts = None if batches is None else torch.stack([batch.tensors()[DOCUMENT_STARTS] for batch in batches])
+    return broadcast_on_hosts(starts, shape, torch.int32, groups).unbind()
 
 
 def _shared_counts(batches: Sequence[Microbatch] | None, groups: Groups) -> tuple[int, int]:
-    """Returns the number of microbatches, and the most sequences in one of them. One broadcast of hosts."""
-    own = None
+    """Returns the number of microbatches, and the largest number of sequences in one. One broadcast between hosts."""
+    counts = None
     if batches is not None:
-        own = torch.tensor([len(batches), max((batch.num_sequences for batch in batches), default=0)])
-    num_microbatches, num_sequences = broadcast_on_hosts(own, (2,), torch.int64, groups).numpy().tolist()
+        counts = torch.tensor([len(batches), max((batch.num_sequences for batch in batches), default=0)])
+    num_microbatches, num_sequences = broadcast_on_hosts(counts, (2,), torch.int64, groups).numpy().tolist()
     return num_microbatches, num_sequences
 
 
@@ -111,11 +117,11 @@ def _broadcast(
     """Returns [microbatches, paths, batch, seq, ...] on every rank of the tensor-parallel group. One broadcast."""
     if groups.tp_rank == 0:
         assert batches is not None
-        given = [[batch.tensors()[path].to(dtype) for path in paths] for batch in batches]
-        whole = torch.stack([torch.stack(rows) for rows in given])
+        fields = [[batch.tensors()[path].to(dtype) for path in paths] for batch in batches]
+        whole = torch.stack([torch.stack(rows) for rows in fields])
         packed = to_device(whole, groups.device)
     else:
         packed = torch.empty(shape, dtype=dtype, device=groups.device)
-    # `src` is a rank of the world: the first one of this TP group
+    # `src` is a world rank, that of tensor-parallel rank 0
     dist.broadcast(packed, dist.get_process_group_ranks(groups.tp)[0], group=groups.tp)
     return packed

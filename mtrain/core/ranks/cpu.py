@@ -1,9 +1,9 @@
-"""megatron-core 0.16.1 on a machine without a GPU.
+"""Runs megatron-core 0.16.1 on a machine without a GPU.
 
-megatron-core names CUDA in many places that only mean "the device this rank computes on": factory functions with
-`device='cuda'` or a device index, streams and events, RNG state, and tensor type names compared as text. `install` maps
-those to the CPU by plain wrappers (a TorchFunctionMode would slow every operation down). Where CUDA is present it only
-checks whether TransformerEngine and apex can be used, and this is the only module that knows about it.
+megatron-core names CUDA in many places that only mean "the device of this rank": factory functions with `device='cuda'`
+or a device index, streams and events, RNG state, and tensor type names compared as text. `install` maps those to the
+CPU by plain wrappers (a TorchFunctionMode would slow down every operation). If CUDA is present it only checks whether
+TransformerEngine and apex can be used. No other module knows about this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _installed = False
 
 
 class _Stream:
-    """Replaces a CUDA stream or event: everything has already happened."""
+    """Replaces a CUDA stream or event; all work is already done."""
 
     def __init__(self, *args: object, **options: object) -> None:
         pass
@@ -59,7 +59,7 @@ class _Stream:
 _STREAM = _Stream()
 
 
-# A bare number is a device index, which torch takes for CUDA; megatron-core passes torch.cuda.current_device().
+# a plain number is a device index, which torch takes for CUDA; megatron-core passes torch.cuda.current_device()
 def _names_cuda(device: object) -> bool:
     kind = type(device)
     if kind is str:
@@ -70,7 +70,7 @@ def _names_cuda(device: object) -> bool:
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*args: Any, **options: Any) -> Any:
-        if options:  # these wrappers run at every factory call, most of which name no device
+        if options:  # these wrappers run in every factory call, and most calls name no device
             if _names_cuda(options.get("device")):
                 options["device"] = _CPU
             if options.get("pin_memory"):  # pinning needs the CUDA runtime
@@ -93,7 +93,7 @@ def _patch_factories() -> None:
 def _patch_tensor() -> None:
     original_to, original_type = torch.Tensor.to, torch.Tensor.type
 
-    # megatron-core passes the device by position or by name, and a dtype alone in the same place
+    # megatron-core passes the device by position or by name, and in other calls a dtype at the same position
     def to(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if args and _names_cuda(args[0]):
             args = (_CPU, *args[1:])
@@ -118,18 +118,18 @@ def _patch_tensor() -> None:
 
 
 def _patch_cuda() -> None:
-    """Replaces each name by a separate function: torch's compiler, if imported, looks up functions by identity."""
+    """Replaces each name by a separate function, since torch's compiler looks up functions by identity."""
     cuda: Any = torch.cuda
     for name in ["synchronize", "set_device", "empty_cache", "set_stream"]:
         setattr(cuda, name, _returning(None))
     for name in ["current_stream", "default_stream"]:
         setattr(cuda, name, _returning(_STREAM))
-    # an index, as on a GPU: the factory functions above map it to the CPU
+    # an index, as on a GPU; the factory functions above map it to the CPU
     cuda.current_device, cuda.device_count = _returning(0), _returning(1)
     cuda.Stream = cuda.Event = _Stream
     cuda.stream = lambda stream: contextlib.nullcontext()
-    # There is one generator: dropout on the CPU draws from torch's own, which the tracker of tensor_parallel/random.py
-    # saves and restores through these names.
+    # dropout on the CPU draws from torch's only generator, which the tracker of tensor_parallel/random.py saves and
+    # restores by these names
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     cuda.get_rng_state = lambda *args, **options: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
@@ -142,7 +142,8 @@ def _returning(value: object) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _without_compile() -> Iterator[None]:
-    """Turns compilation off: megatron-core compiles small functions at import (`jit_fuser`); CPUs run them plainly."""
+    """Turns compilation off, since megatron-core compiles small functions at import (`jit_fuser`), which CPUs run
+    eagerly."""
     original = torch.compile
     torch.compile = lambda function=None, *args, **options: (  # type: ignore[assignment]
         (lambda inner: inner) if function is None else function
@@ -160,29 +161,29 @@ def install() -> None:
     if _installed or torch.cuda.is_available():
         return
     _installed = True
-    if "megatron.core.jit" in sys.modules:  # imported earlier, for its data sets: its functions must run eagerly
+    if "megatron.core.jit" in sys.modules:  # imported earlier for its data sets, so its functions are already compiled
         torch.compiler.set_stance("force_eager")
     _patch_factories()
     _patch_tensor()
     _patch_cuda()
-    # jit.py keeps torch.compile as it is at first import (jit_fuser)
+    # at its first import jit.py stores torch.compile (jit_fuser)
     with _without_compile():
         import megatron.core.tensor_parallel.random as rng
 
-        # these two call torch.cuda.random and torch._C by other names than those replaced above
+        # these two functions use names of torch.cuda.random and torch._C that are not replaced above
         rng._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
         rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-        # "CPU RNG state changed within GPU RNG context" is true of every dropout here: there is one generator
+        # with one generator, every dropout would warn "CPU RNG state changed within GPU RNG context"
         logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())
         import megatron.core.models.gpt
         import megatron.core.optimizer  # noqa: F401
         import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
-        # token_dispatcher.py has imported the name from moe_utils.py
+        # token_dispatcher.py imports the function by name from moe_utils.py
         dispatcher.maybe_move_tensor_to_cpu = _moved_to_host
     cpu_collectives.install()
 
 
 def _moved_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replaces moe_utils.py::maybe_move_tensor_to_cpu, which makes lists of split sizes only of tensors on a GPU."""
+    """Replaces moe_utils.py::maybe_move_tensor_to_cpu, which converts split sizes only if they are on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

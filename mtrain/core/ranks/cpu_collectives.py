@@ -1,11 +1,11 @@
-"""Collectives on CPUs: those that gloo lacks, and those of two ranks.
+"""Collectives on CPUs that gloo lacks, and faster ones for groups of two ranks.
 
-gloo sends all-gathers and reduce-scatters around a ring of two in small pieces. Two ranks that swap their halves in one
-message each need a fraction of the processor time (`tools/bench/peers/pretrain.py --layout tp2sp`) and get the same
-bits. Other groups keep gloo's.
+gloo sends all-gathers and reduce-scatters of two ranks around a ring in small pieces. Swapping halves in one message
+each takes a fraction of the processor time (`tools/bench/peers/pretrain.py --layout tp2sp`) and gives the same bits.
+Larger groups keep gloo's collectives.
 
-megatron-core gathers and scatters lists of tensors of several sizes if experts are divided over etp > 1
-(tensor_parallel/mappings.py). gloo refuses them, but its all-to-all takes any sizes.
+megatron-core gathers and scatters lists of tensors of different sizes if etp > 1 divides experts
+(tensor_parallel/mappings.py). gloo refuses them, but its all-to-all accepts any sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,24 +17,27 @@ from torch import Tensor
 
 Kind = Literal["all-gather", "reduce-scatter"]
 
-_in_the_place_of: list[Kind] = []
-"""Kinds of the collectives for which a message is being sent."""
+_emulated: list[Kind] = []
+"""Collectives that are being emulated by messages now, innermost last."""
 
 
-def in_the_place_of() -> Kind | None:
-    """Returns the collective whose message is being sent now, if any."""
-    return _in_the_place_of[-1] if _in_the_place_of else None
+def emulated_collective() -> Kind | None:
+    """Returns the collective that the message being sent now belongs to; None outside one."""
+    return _emulated[-1] if _emulated else None
 
 
 def install() -> None:
-    """Replaces the collectives that megatron-core calls by these; on every rank, for CPUs only. A user's program keeps
-    torch's own of equal sizes, and so do gradient buffers, whose calls torch collects."""
+    """Makes megatron-core call the collectives of this module; must run on every rank, and only on CPUs.
+
+    Calls from a user's program, and from gradient buffers, which torch coalesces, keep torch's collectives of equal
+    sizes.
+    """
     _install_unequal_sizes()
     import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.utils as utils
 
-    # these modules bind torch's functions to names of their own
+    # these modules call torch's functions by names of their own
     module: Any
     for module in (layers, mappings, utils):
         module.dist_all_gather_func = all_gather_into_tensor
@@ -43,22 +46,22 @@ def install() -> None:
 
 
 class SwappedHalves:
-    """A collective in progress, instead of torch's `Work`."""
+    """A collective in progress; replaces torch's `Work`."""
 
     def __init__(self, kind: Kind, sent: Tensor, received: Tensor, group: Any, end: Callable[[], object]) -> None:
-        """Sends a contiguous tensor, not to change before `wait`, to the other rank of a group of two; `end` is called
-        when its message is in `received`."""
+        """Sends a contiguous tensor, which must not change before `wait`, to the other rank of a group of two; calls
+        `end` when the message of that rank is in `received`."""
         other = 1 - dist.get_rank(group)
-        _in_the_place_of.append(kind)
+        _emulated.append(kind)
         try:
-            # both are posted before either is awaited: two ranks that each wait for their send first could deadlock
+            # both are posted before either is awaited, since two ranks that first wait for their sends could deadlock
             works = dist.isend(sent, group=group, group_dst=other), dist.irecv(received, group=group, group_src=other)
         finally:
-            _in_the_place_of.pop()
+            _emulated.pop()
         self._works, self._memory, self._end = works, (sent, received), end
 
     def wait(self) -> bool:
-        """Waits until the result is there."""
+        """Waits for the result."""
         for work in self._works:
             assert work is not None, "this rank is in the group"
             work.wait()
@@ -67,18 +70,18 @@ class SwappedHalves:
 
 
 def all_gather_into_tensor(output: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Does what `torch.distributed.all_gather_into_tensor` does."""
+    """Replaces `torch.distributed.all_gather_into_tensor`."""
     if not _are_halves(output, tensor, group):
         return dist.all_gather_into_tensor(output, tensor, group, async_op)
-    rank, halves, own = dist.get_rank(group), output.detach().view(2, -1), tensor.detach().view(-1)
-    halves[rank].copy_(own)
-    return _begun(SwappedHalves("all-gather", own, halves[1 - rank], group, lambda: None), async_op)
+    rank, halves, local_half = dist.get_rank(group), output.detach().view(2, -1), tensor.detach().view(-1)
+    halves[rank].copy_(local_half)
+    return _begun(SwappedHalves("all-gather", local_half, halves[1 - rank], group, lambda: None), async_op)
 
 
 def reduce_scatter_tensor(
     output: Tensor, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Does what `torch.distributed.reduce_scatter_tensor` does."""
+    """Replaces `torch.distributed.reduce_scatter_tensor`."""
     if op != dist.ReduceOp.SUM or not _are_halves(tensor, output, group):
         return dist.reduce_scatter_tensor(output, tensor, op, group, async_op)
     rank, halves = dist.get_rank(group), tensor.detach().view(2, -1)
@@ -91,9 +94,10 @@ def reduce_scatter_tensor(
 
 
 def _are_halves(whole: Tensor, half: Tensor, group: Any) -> bool:
-    """Says whether this call can be swapped, the same on both ranks; torch reports what is wrong with others."""
+    """Says whether a call can swap halves, with the same answer on both ranks; faulty calls go to torch, which reports
+    them."""
     return (
-        not torch.compiler.is_compiling()  # the compiler can trace torch's own
+        not torch.compiler.is_compiling()  # the compiler can trace only torch's functions
         and whole.device.type == half.device.type == "cpu"
         and dist.get_world_size(group) == 2
         and whole.dtype == half.dtype
@@ -111,7 +115,7 @@ def _begun(swap: SwappedHalves, async_op: bool) -> SwappedHalves | None:
 
 
 def _install_unequal_sizes() -> None:
-    """Replaces torch's gathers and scatters of lists, which gloo refuses where sizes differ."""
+    """Replaces torch's gathers and scatters of lists, which gloo refuses if sizes differ."""
     torchs: Any = dist
     torchs.all_gather, torchs.reduce_scatter = _gather(dist.all_gather), _scatter(dist.reduce_scatter)
 
@@ -123,8 +127,8 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(tensors, tensor, group, async_op)
         assert not async_op
         whole = tensor.new_empty(sum(sizes), *tensor.shape[1:])  # [rows of all ranks, ...]
-        own = [len(tensor)] * len(sizes)
-        dist.all_to_all_single(whole, torch.cat([tensor] * len(sizes)), sizes, own, group=group)
+        local_sizes = [len(tensor)] * len(sizes)
+        dist.all_to_all_single(whole, torch.cat([tensor] * len(sizes)), sizes, local_sizes, group=group)
         for output, part in zip(tensors, torch.split(whole, sizes), strict=True):
             output.copy_(part)
         return None
@@ -146,10 +150,10 @@ def _scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         assert op == dist.ReduceOp.SUM, "only sums"
         assert not async_op
         parts = output.new_empty(len(sizes), *output.shape)  # [ranks, own rows, ...]
-        own = [len(output)] * len(sizes)
-        # flattening contiguous memory gives a view, through which the exchange fills `parts`
-        dist.all_to_all_single(parts.flatten(0, 1), torch.cat(list(tensors)), own, sizes, group=group)
-        output.copy_(parts.sum(0))  # the order of ranks: the same bits at every repetition
+        local_sizes = [len(output)] * len(sizes)
+        # flattening contiguous memory gives a view, so the exchange fills `parts`
+        dist.all_to_all_single(parts.flatten(0, 1), torch.cat(list(tensors)), local_sizes, sizes, group=group)
+        output.copy_(parts.sum(0))  # in the order of ranks, so that repetitions give the same bits
         return None
 
     return reduce_scatter

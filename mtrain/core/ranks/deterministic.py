@@ -1,4 +1,4 @@
-"""Deterministic runs: what libraries read before they start, and torch's own switch (`train.deterministic`)."""
+"""Deterministic runs (`train.deterministic`): environment variables of libraries, and torch's switch."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
 }
-"""Environment variable -> the values with which NCCL, cuBLAS or TransformerEngine adds in one order; the first one is
-the default. NCCL_ALGO may list several; Tree is excluded, as its order follows from the network.
+"""Values of environment variables with which NCCL, cuBLAS and TransformerEngine add in a fixed order; the first is the
+default. NCCL_ALGO may list several values; Tree is excluded, since its order depends on the network.
 
 Source: megatron-core 0.19.2, megatron/training/determinism.py.
 """
@@ -26,13 +26,13 @@ _SIGN = "does not have a deterministic implementation"
 
 @contextlib.contextmanager
 def deterministic(is_wanted: bool) -> Iterator[None]:
-    """Makes a block's results repeat to the bit on the same device, versions and layout, if configured.
+    """Makes the results of a block repeat to the bit on the same device, versions and layout, if `is_wanted`.
 
-    Enter it before CUDA starts. The environment keeps the variables, since libraries have read them.
+    Enter it before CUDA starts. The variables stay set afterwards, since libraries have read them.
 
     Raises:
-        ConfigError: The block used an operation of torch that cannot be deterministic.
-        MachineError: A variable has another value, or this process has used CUDA without it.
+        ConfigError: The block used a torch operation that cannot be deterministic.
+        MachineError: A variable has a forbidden value, or this process has already used CUDA without the variables.
     """
     if not is_wanted:
         yield
@@ -51,7 +51,7 @@ def deterministic(is_wanted: bool) -> Iterator[None]:
             f"{_KEY} cannot be combined with {name}, which {_SIGN} in torch; remove what calls it, or set "
             "train.deterministic=false"
         )
-        fault.on_every_rank = False  # another pipeline stage may not call it
+        fault.on_every_rank = False  # other pipeline stages may not call the operation
         raise fault from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -77,6 +77,6 @@ def _set_variables(environ: MutableMapping[str, str], has_cuda_started: bool) ->
 
 def _on_this_machine(message: str) -> MachineError:
     error = MachineError(message)
-    # not rank 0 alone: each machine has its own environment
+    # one rank of each machine shows it, since each machine has its own environment
     error.on_every_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
     return error

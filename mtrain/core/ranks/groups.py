@@ -1,4 +1,4 @@
-"""Process groups: the only module that talks to megatron-core's global parallel state."""
+"""Process groups; no other module uses megatron-core's global parallel state."""
 
 import contextlib
 import hashlib
@@ -24,9 +24,9 @@ class Groups:
     layout: Layout
     device: torch.device
     collection: ProcessGroupCollection
-    """Groups in the form that megatron-core takes."""
+    """The groups as megatron-core's functions take them."""
     tp_host: dist.ProcessGroup
-    """Hosts of the tensor-parallel group, for tensors on the CPU: a gloo group on GPUs, `tp` itself on CPUs."""
+    """Group of the tensor-parallel ranks for tensors on the CPU: a gloo group on GPUs, `tp` itself on CPUs."""
     rank: int
     tp_rank: int
     pp_rank: int
@@ -45,11 +45,12 @@ class Groups:
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """Ranks over which gradients are summed, those of DP x CP."""
+        """DP x CP group, over which gradients are summed."""
         return self.collection.dp_cp
 
     def replicas_of(self, parameter: torch.Tensor) -> dist.ProcessGroup:
-        """Returns the ranks that sum the gradient of a parameter: DP x CP, or those that hold the same experts."""
+        """Returns the group over which the gradient of a parameter is summed: DP x CP, or, for an expert's parameter,
+        the ranks that hold the same expert."""
         return self.collection.expt_dp if is_of_experts(parameter) else self.dp_cp
 
     @property
@@ -59,29 +60,28 @@ class Groups:
 
     @property
     def counts_loss(self) -> bool:
-        """Says whether this rank's loss pairs count: one rank of each tensor-parallel group on the last pipeline
-        stage."""
+        """Says whether this rank's loss pairs count: on one rank per tensor-parallel group of the last stage."""
         return self.pp_rank == self.layout.pp - 1 and self.tp_rank == 0
 
     @property
     def counts_planned(self) -> bool:
-        """Says whether this rank's planned denominators count: one of the ranks that share a batch."""
+        """Says whether this rank's planned denominators count: on one of the ranks that share a batch."""
         return self.pp_rank == 0 and self.tp_rank == 0 and self.cp_rank == 0
 
 
 def is_of_experts(parameter: torch.Tensor) -> bool:
-    """Says whether a parameter belongs to routed experts, by the mark that DistributedDataParallel reads."""
+    """Says whether a parameter belongs to routed experts, by the attribute that DistributedDataParallel reads."""
     return not getattr(parameter, "allreduce", True)
 
 
 @contextlib.contextmanager
 def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: float) -> Iterator[Groups]:
-    """Opens every group of the layout on an initialised torch.distributed world, and closes them at the end.
+    """Opens all groups of the layout in an open torch.distributed world, and seeds the random states of dropout.
 
-    Collective over the world. Also seeds the random states that dropout draws from.
+    Collective over the world. The groups are closed after the block.
 
     Raises:
-        ConfigError: This process already has such groups.
+        ConfigError: This process already has megatron-core's groups.
         MachineError: Hosts of a tensor-parallel group cannot reach each other.
     """
     if parallel_state.is_initialized():
@@ -89,8 +89,8 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
             "this process already has megatron-core's process groups, from another Engine or your own program; close "
             "that first, with mtrain.close_all() if you no longer have a reference"
         )
-    # a program's other groups keep their timeouts
-    others = set(dist.distributed_c10d._world.pg_map)
+    # groups of the user's program keep their timeouts
+    earlier_groups = set(dist.distributed_c10d._world.pg_map)
     try:
         with patience.opening(), connecting_on_first_use():
             parallel_state.initialize_model_parallel(
@@ -100,15 +100,15 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
                 expert_tensor_parallel_size=layout.etp,
-                distributed_timeout_minutes=timeout_s / 60,  # a float serves, since a timedelta is made of it
-                # they would gather DistributedOptimizer's checkpoints; ranks here write their own shards
+                distributed_timeout_minutes=timeout_s / 60,  # a float is fine, since it is passed to timedelta
+                # only needed to gather DistributedOptimizer's checkpoints, but ranks here write their own shards
                 create_gloo_process_groups=False,
             )
             collection, timeout = ProcessGroupCollection.use_mpu_process_groups(), timedelta(seconds=timeout_s)
             is_apart = device.type != "cpu" and layout.tp > 1
             tp_host = open_host_group(collection.tp, timeout) if is_apart else collection.tp
-            # parallel_state.py does not apply its timeout to all groups that it opens
-            patience.set_timeouts(set(dist.distributed_c10d._world.pg_map) - others, timeout)
+            # parallel_state.py does not apply the timeout to all of its groups
+            patience.set_timeouts(set(dist.distributed_c10d._world.pg_map) - earlier_groups, timeout)
         groups = Groups(
             layout=layout,
             device=device,
@@ -123,18 +123,18 @@ def opened_groups(layout: Layout, device: torch.device, seed: int, timeout_s: fl
         seed_generators(seed, 0, groups)
         yield groups
     finally:
-        # forgets the groups; init.py closes them with the world
+        # only forgets the groups; init.py closes them together with the world
         parallel_state.destroy_model_parallel()
 
 
 def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """Opens a gloo group of the same ranks, in which their hosts exchange values without NCCL (ADR 53).
+    """Opens a gloo group of the same ranks, whose hosts exchange values in it without NCCL (ADR 53).
 
-    Collective over the world. Raises MachineError where the ranks cannot reach each other.
+    Collective over the world. Raises MachineError if the ranks cannot reach each other.
     """
     ranks = dist.get_process_group_ranks(tp)
     try:
-        own, _ = dist.new_subgroups(  # type: ignore[no-untyped-call]
+        group, _ = dist.new_subgroups(  # type: ignore[no-untyped-call]
             len(ranks), timeout=timeout, backend="gloo", group_desc="HOSTS_OF_TENSOR_PARALLEL"
         )
     except RuntimeError as error:
@@ -142,17 +142,17 @@ def open_host_group(tp: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGr
             f"rank {dist.get_rank()} cannot connect to the hosts of its tensor-parallel group, ranks {ranks}: "
             f"{error}; set GLOO_SOCKET_IFNAME to the network interface by which their machines reach each other"
         ) from error
-    assert dist.get_process_group_ranks(own) == ranks, "neighbours"
-    return own
+    assert dist.get_process_group_ranks(group) == ranks, "tensor-parallel ranks are neighbours"
+    return group
 
 
 @contextlib.contextmanager
 def connecting_on_first_use() -> Iterator[None]:
-    """Lets NCCL connect groups that are opened inside the block in their first collective, not now.
+    """Delays the NCCL connections of groups opened inside the block until their first collective.
 
-    megatron-core opens some twenty groups, most of which a layout never uses. If the world is bound to a GPU, torch
-    connects each at once: on an H100 every communicator took 0.4 GiB of the GPU, and 0.4 s to close. It also splits the
-    world's communicator for ranks outside of a new group, even of a gloo group.
+    megatron-core opens about twenty groups, most of which a layout never uses. If the world is bound to a GPU, torch
+    connects each of them at once: on an H100 every communicator took 0.4 GiB of GPU memory, and 0.4 s to close. torch
+    also splits the world's communicator for ranks outside a new group, even a gloo group.
     """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is open"
@@ -164,19 +164,20 @@ def connecting_on_first_use() -> Iterator[None]:
 
 
 def seed_generators(seed: int, step: int, groups: Groups) -> None:
-    """Sets the random states of dropout, which follow from the run's seed, the step and this rank's coordinates.
+    """Sets the random states of dropout from the seed of the run, the step and the coordinates of this rank.
 
-    Ranks of a tensor-parallel group share the state for replicated activations; all others differ.
+    Ranks of a tensor-parallel group share the state for replicated activations; all other states differ.
     """
-    # without tp_rank, which megatron-core adds to the seed of the state for activations that TP divides
+    # without tp_rank, which megatron-core itself adds to the seed for activations that TP divides
     digest = hashlib.sha256(f"{seed}:{step}:{groups.pp_rank}:{groups.dp_rank}:{groups.cp_rank}".encode()).digest()
     derived = int.from_bytes(digest[:4], "little") >> 1
-    # the next call seeds the device; torch.manual_seed() records a stack trace for every missing kind of device
+    # the default generator only, since torch.manual_seed() records a stack trace for every missing kind of device; the
+    # next call seeds the device
     torch.default_generator.manual_seed(derived)
     tensor_parallel.model_parallel_cuda_manual_seed(derived, force_reset_rng=True)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to the device in the order of the device's work; returns the tensor itself on a CPU."""
-    # a non-blocking copy from pageable memory would wait
+    """Copies a CPU tensor to the device, queued after the device's earlier work; returns it unchanged on a CPU."""
+    # pinned, since a copy from pageable memory blocks the host
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,12 +1,12 @@
-"""Waits for other ranks: how long they may take, not counting suspensions, and how long they took.
+"""Waits for other ranks: limits how long they last, without suspensions, and records how long they took.
 
-gloo measures its timeouts by a clock that continues while a job is suspended: after a suspension longer than the
-timeout every open wait would fail at once. So gloo's own timeouts are set too high to be reached, and a thread, which
-stops with its process, counts how long each wait has lasted. If one takes too long, the thread shuts down the
-connections of all groups, which ends all waits here and those of the other ranks, as gloo's timeout does.
+gloo measures its timeouts by a clock that continues while a job is suspended, so after a suspension longer than the
+timeout every open wait would fail at once. Therefore gloo's timeouts are set too high to be reached, and a thread,
+which is suspended with its process, counts how long each wait has lasted. If a wait takes too long, the thread shuts
+down the connections of all groups, which ends all waits of this and the other ranks, just like gloo's timeout.
 
 Every collective and every message of torch.distributed ends in `Work.wait`. On CPUs the host waits there; on GPUs the
-stream does, and the host only when it reads a number.
+stream waits, and the host only when it reads a number.
 """
 
 import contextlib
@@ -30,34 +30,34 @@ _NEVER = timedelta(days=365)
 _POLLS_PER_LIMIT = 40
 _POLL_S = (0.05, 0.5)
 _LONGEST_GAP = 4.0
-"""Most polls that count at once; a longer gap means that this process was suspended."""
+"""Longest gap between two polls that counts as waiting, in polls; in a longer gap the process was suspended."""
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Patience:
-    """Limit on this process's waits for other ranks; a thread counts them inside the block of `limited`."""
+    """Limit on the waits of this process for other ranks; `limited` starts the thread that counts."""
 
     def __init__(self, limit_s: float) -> None:
         shortest, longest = _POLL_S
         self._limit_s, self._poll_s = limit_s, min(max(limit_s / _POLLS_PER_LIMIT, shortest), longest)
         self._sockets: dict[int, str] = {}
         self._waits: dict[int, object] = {}
-        """Thread -> a mark of its current wait."""
+        """Current waits by thread, each a unique object."""
         self._is_over, self.ended = False, threading.Event()
 
     def take(self, sockets: dict[int, str], groups: Iterable[dist.ProcessGroup]) -> None:
-        """Makes groups wait by this clock instead of gloo's, if they have opened any of these sockets, by descriptor
-        and name."""
+        """Applies this limit instead of gloo's timeout to groups, if they opened any of the sockets, which are given as
+        descriptor -> name."""
         connected = {descriptor: name for descriptor, name in sockets.items() if _is_connected(descriptor)}
         if connected:
             self._sockets |= connected
             set_timeouts(groups, _NEVER)
 
     def wait(self, plain: Callable[..., Any], work: Any, *arguments: Any, **options: Any) -> Any:
-        """Waits for a collective or a message by `plain`, the method of torch; raises RuntimeError after the limit."""
+        """Waits for a collective or a message by `plain`, torch's method; raises RuntimeError after the limit."""
         try:
             with self.counted():
-                # a message would keep the timeout that its group was opened with
+                # without _NEVER a message would keep the timeout with which its group was opened
                 return plain(work, *arguments, **options) if arguments or options else plain(work, _NEVER)
         except RuntimeError as error:
             if not self._is_over:
@@ -66,7 +66,7 @@ class Patience:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts what this thread does inside the block as a wait."""
+        """Counts the time of this thread inside the block as a wait."""
         thread = threading.get_ident()
         self._waits[thread] = object()
         try:
@@ -75,7 +75,7 @@ class Patience:
             del self._waits[thread]
 
     def count(self) -> None:
-        """Counts until `ended` is set, or a wait has taken too long."""
+        """Counts until `ended` is set or a wait has taken too long."""
         clock, since = AwakeClock(_LONGEST_GAP * self._poll_s), dict[object, float]()
         while not self.ended.wait(self._poll_s):
             now = clock()
@@ -87,9 +87,9 @@ class Patience:
 
     def _shut_down(self) -> None:
         """Shuts down the connections of all groups, which ends all waits for other ranks."""
-        there = _sockets()
+        open_sockets = _sockets()
         for descriptor, name in self._sockets.items():
-            if there.get(descriptor) == name:
+            if open_sockets.get(descriptor) == name:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -98,47 +98,47 @@ _current: list[Patience] = []
 
 
 def current() -> Patience | None:
-    """Returns the limit of the world that this process has opened; None if its groups wait by their own clocks."""
+    """Returns the limit of the world that this process has opened; None if its groups use their own timeouts."""
     return _current[-1] if _current else None
 
 
 @contextlib.contextmanager
 def limited(limit_s: float) -> Iterator[None]:
-    """Limits every wait for groups of `opening` inside the block, in seconds without suspensions."""
-    own = Patience(limit_s)
-    thread = threading.Thread(target=own.count, name="patience", daemon=True)
+    """Limits, inside the block, every wait of groups opened in `opening`, in seconds without suspensions."""
+    limit = Patience(limit_s)
+    thread = threading.Thread(target=limit.count, name="patience", daemon=True)
     thread.start()
-    _current.append(own)
+    _current.append(limit)
     try:
         yield
     finally:
-        _current.remove(own)
-        own.ended.set()
+        _current.remove(limit)
+        limit.ended.set()
         thread.join()
 
 
 @contextlib.contextmanager
 def opening() -> Iterator[None]:
-    """Applies the limit of the enclosing `limited` to groups that are opened inside the block."""
-    if (own := current()) is None:
+    """Applies the limit of the enclosing `limited` to groups opened inside the block."""
+    if (limit := current()) is None:
         yield
         return
     sockets, groups = _sockets().items(), set(dist.distributed_c10d._world.pg_map)
     yield
     new = {descriptor: name for descriptor, name in _sockets().items() if (descriptor, name) not in sockets}
-    own.take(new, set(dist.distributed_c10d._world.pg_map) - groups)
+    limit.take(new, set(dist.distributed_c10d._world.pg_map) - groups)
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Counts what this thread does inside the block as a wait, such as closing groups."""
-    own = current()
-    with contextlib.nullcontext() if own is None else own.counted():
+    """Counts the time of this thread inside the block, for example to close groups, as a wait."""
+    limit = current()
+    with contextlib.nullcontext() if limit is None else limit.counted():
         yield
 
 
 def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
-    """Sets the timeout of collectives of these groups, by the clock of their backend."""
+    """Sets the timeout by which the backends of these groups limit collectives."""
     # public since torch 2.15, which warns about the old name
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in groups:
@@ -146,18 +146,18 @@ def set_timeouts(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> Non
 
 
 def _sockets() -> dict[int, str]:
-    """Returns descriptor -> unique name of all sockets that this process has open."""
-    found = {}
+    """Returns the unique names of all open sockets of this process by descriptor."""
+    sockets = {}
     with contextlib.suppress(OSError):
         for link in _DESCRIPTORS.iterdir():
             with contextlib.suppress(OSError):
                 if (name := os.readlink(link)).startswith("socket:"):
-                    found[int(link.name)] = name
-    return found
+                    sockets[int(link.name)] = name
+    return sockets
 
 
 def _is_connected(descriptor: int) -> bool:
-    """Says whether the descriptor leads to another process, and does not listen."""
+    """Says whether a socket is a network connection to another process, rather than one that listens."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         connection.getpeername()
         return connection.family in (socket.AF_INET, socket.AF_INET6)
@@ -169,13 +169,13 @@ _plain_wait = Work.wait
 
 
 def waited_s() -> float:
-    """Returns the seconds that this process's host has waited for other ranks since it began."""
+    """Returns the seconds that this host has waited for other ranks since the process began."""
     return _waited_s[0]
 
 
 @contextlib.contextmanager
 def for_device(device: torch.device) -> Iterator[None]:
-    """Records a wait inside the block on a GPU, whose stream waits for other ranks."""
+    """Records the time inside the block as a wait on GPUs, where reading a number waits for other ranks."""
     began = time.perf_counter()
     yield
     if device.type != "cpu":
@@ -183,23 +183,23 @@ def for_device(device: torch.device) -> Iterator[None]:
 
 
 def install() -> None:
-    """Records waits from now on, at a microsecond or two each. Idempotent."""
+    """Records waits from now on; costs a microsecond or two each. Idempotent."""
     works: Any = Work
-    works.wait = _noted
+    works.wait = _timed_wait
 
 
-def _noted(self: Work, *arguments: Any, **options: Any) -> Any:
-    own, began = current_pulse(), time.perf_counter()
+def _timed_wait(self: Work, *arguments: Any, **options: Any) -> Any:
+    pulse, began = current_pulse(), time.perf_counter()
     kind = -1
-    if own is not None:
+    if pulse is not None:
         kind = self._get_op_type()  # type: ignore[attr-defined]
-        own.begin_wait(kind)
+        pulse.begin_wait(kind)
     if (limit := current()) is None:
         result = _plain_wait(self, *arguments, **options)
     else:
         result = limit.wait(_plain_wait, self, *arguments, **options)
-    # not after an error: the open wait shows where the rank is stuck
+    # not in a `finally`: after an error the open wait shows where the rank was stuck
     _waited_s[0] += time.perf_counter() - began
-    if own is not None:
-        own.end_wait(kind)
+    if pulse is not None:
+        pulse.end_wait(kind)
     return result

@@ -1,1 +1,1 @@
-"""A rank's state, as values that are saved, loaded and checked."""
+"""The state of a rank, in the form in which it is saved, loaded and checked."""

@@ -1,4 +1,4 @@
-"""Memory of the host for copies to and from a device, and the stream on which they run."""
+"""Host memory for copies to and from a device, and the stream on which the copies run."""
 
 import contextlib
 import logging
@@ -12,20 +12,21 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2**21
-"""Size of a piece, whose copy takes ten times as long as its start."""
+"""Size of a piece; copying it takes ten times as long as launching the copy."""
 _PIECES_AT_ONCE = 32
-"""Number of pieces that are pinned at a time: 64 MiB."""
+"""Number of pieces to pin at once: 64 MiB."""
 
 
 class HostBlocks:
-    """Memory of the host, block by block: pinned if wanted; plain, after one warning, once the driver refuses to
-    pin."""
+    """Allocates host memory in blocks: pinned if `is_pinned`, but pageable, after one warning, once the driver refuses
+    to pin."""
 
     def __init__(self, is_pinned: bool, purpose: str) -> None:
         self._is_pinned, self._purpose = is_pinned, purpose
 
     def block(self, size_bytes: int) -> Tensor:
-        """Returns [size_bytes] uint8. Hold the block itself, not only views: pinned memory is released with it."""
+        """Returns [size_bytes] uint8. Keep the block itself, not just views, since pinned memory is released with
+        it."""
         if not self._is_pinned:
             return torch.empty(size_bytes, dtype=torch.uint8)
         memory = pinned_memory(size_bytes, self._purpose)
@@ -34,11 +35,11 @@ class HostBlocks:
 
 
 class HostMemory:
-    """Pieces of one size that are used again and again, as needs change from step to step with the tokens that experts
-    get; pinned if a GPU copies. The memory grows when there are too few, and never shrinks."""
+    """A pool of pieces of one size, since the memory needed changes from step to step with the tokens of each expert.
+    Pinned if a GPU copies. The pool grows when it runs out of pieces, and never shrinks."""
 
     def __init__(self, is_pinned: bool) -> None:
-        """Creates an empty pool, without allocating memory."""
+        """Creates an empty pool; allocates no memory."""
         self._source = HostBlocks(is_pinned, "moved activations")
         self._blocks: list[Tensor] = []
         self._free: list[Tensor] = []
@@ -56,7 +57,7 @@ class HostMemory:
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pieces: list[Tensor]) -> None:
-        """Gives pieces back; copies that are started from now on may overwrite them."""
+        """Returns pieces to the pool; copies started from now on may overwrite them."""
         self._free += pieces
 
     def _grow(self) -> None:
@@ -66,7 +67,7 @@ class HostMemory:
 
 
 class CopyStream:
-    """Copies in the order of the requests, in parallel with the device's computation; at once on a CPU."""
+    """Runs copies in the order of requests, concurrently with computation on the device; at once on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
@@ -75,7 +76,7 @@ class CopyStream:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Makes copies of the block begin when all earlier work of the device is done. Allocate outside of it."""
+        """Makes copies inside the block begin after all earlier work of the device. Allocate tensors outside of it."""
         if self._stream is None:
             yield
             return
@@ -84,23 +85,23 @@ class CopyStream:
             yield
 
     def moment(self) -> Any:
-        """Returns the moment when the copies so far are done; None on a CPU."""
+        """Returns an event for the completion of all copies so far; None on a CPU."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, moment: Any) -> None:
-        """Makes the device's later work begin after `moment`; the host continues."""
+        """Makes later work of the device wait for an event of `moment`; the host continues."""
         if moment is not None:
             torch.cuda.current_stream().wait_event(moment)
 
 
 def copy_to_host(values: Tensor, pieces: list[Tensor]) -> None:
-    """Copies a contiguous tensor of one axis to the host, without waiting if the pieces are pinned."""
+    """Copies a contiguous 1-D tensor to the host, without waiting if the pieces are pinned."""
     for part, piece in _parts(values, pieces):
         piece.copy_(part, non_blocking=True)
 
 
 def copy_from_host(pieces: list[Tensor], values: Tensor) -> None:
-    """Copies back from the host."""
+    """Copies pieces of the host back to a contiguous 1-D tensor, without waiting if the pieces are pinned."""
     for part, piece in _parts(values, pieces):
         part.copy_(piece, non_blocking=True)
 
@@ -112,9 +113,9 @@ def _parts(values: Tensor, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tenso
 
 def pinned_memory(size_bytes: int, purpose: str) -> torch.Tensor:
     """Returns host memory for asynchronous copies from a GPU, [size_bytes] uint8; pageable memory, with a warning that
-    names the purpose, where the driver refuses.
+    names the purpose, if the driver refuses to pin it.
 
-    torch's own pinned memory comes in powers of two: for 70 GiB of state each rank would take 128. So pageable memory
+    torch allocates pinned memory in powers of two: 128 GiB for a rank with 70 GiB of state. Therefore pageable memory
     of the exact size is allocated and pinned here, and unpinned before it is freed.
     """
     memory = torch.empty(size_bytes, dtype=torch.uint8)
@@ -128,6 +129,6 @@ def pinned_memory(size_bytes: int, purpose: str) -> torch.Tensor:
             "waits for each copy"
         )
     else:
-        # at the end of the process the driver ends with it
+        # not at exit, when the driver is already gone
         weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory

@@ -1,4 +1,4 @@
-"""Parts of global tensors, as ranks hold, save and load them."""
+"""Parts of global tensors, in the form in which ranks save and load them."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from mtrain.base.tensor_slice import Sizes, TensorSlice
 
 
 class Shard(NamedTuple):
-    """Part of a global tensor that a rank holds."""
+    """One rank's part of a global tensor."""
 
     key: str
     global_shape: Sizes
@@ -17,4 +17,4 @@ class Shard(NamedTuple):
     data: Tensor
     """Elements of the slice, contiguous, in any shape."""
     may_be_padded: bool = False
-    """Whether the tensor's last rows are padding, whose number depends on the layout."""
+    """Whether the last rows of the tensor may be padding, with a number of rows that depends on the layout."""

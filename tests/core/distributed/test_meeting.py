@@ -275,7 +275,7 @@ def test_a_silent_program_at_the_port_is_named(tmp_path: Path, notice: Notice) -
         found = met(*(Rank(environ(rank, port), purpose(tmp_path), timeout_s=1) for rank in range(2)))
     assert [each.exit_code for each in found] == [notice.exit_code] * 2
     assert f"port {port} of this machine is in use by another program" in found[0].text
-    assert f"127.0.0.1:{port}: what listens there is no rank 0" in found[1].text
+    assert f"127.0.0.1:{port}: the program that listens there is not rank 0" in found[1].text
 
 
 def test_a_world_of_the_programs_own_has_one_purpose(pool: Pool) -> None:

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtrain.core.ranks.cpu_collectives import all_gather_into_tensor, in_the_place_of, reduce_scatter_tensor
+from mtrain.core.ranks.cpu_collectives import all_gather_into_tensor, emulated_collective, reduce_scatter_tensor
 from mtrain.core.ranks.groups import Groups
 
 
@@ -28,7 +28,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         namespace, name = function.name().split(".")[0].split("::")
         if namespace == "c10d" and name != "recv_":
-            self.names.append((name, in_the_place_of()))
+            self.names.append((name, emulated_collective()))
         return function(*args, **(kwargs or {}))
 
 

@@ -23,7 +23,7 @@ from mtrain.core.batch.batch import Microbatch
 from mtrain.core.layers.build import run_chunk
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.broadcast import broadcast_batches, slice_for_rank
-from mtrain.core.ranks.cpu_collectives import in_the_place_of
+from mtrain.core.ranks.cpu_collectives import emulated_collective
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.loss import term_inputs
 from tests.parity.batches import GlobalBatch
@@ -68,7 +68,7 @@ class Counting(TorchDispatchMode):
         namespace, name = function.name().split("::")
         tensors = [each for each in tree_flatten(args)[0] if isinstance(each, Tensor)]
         is_between_stages = name.startswith("send") and tensors[0].ndim > 1
-        kind, is_sent = in_the_place_of(), namespace == "c10d" and not name.startswith("recv_")
+        kind, is_sent = emulated_collective(), namespace == "c10d" and not name.startswith("recv_")
         if is_sent and kind is not None:
             # half of what is gathered or scattered
             self.counts.collectives[(kind, 2 * tensors[0].numel())] += 1

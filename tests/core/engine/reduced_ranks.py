@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from mtrain.config import Config
-from mtrain.core.ranks.cpu_collectives import in_the_place_of
+from mtrain.core.ranks.cpu_collectives import emulated_collective
 from mtrain.core.ranks.groups import Groups
 from tests.parity.batches import GlobalBatch
 from tests.parity.ranks import build, own_microbatches
@@ -42,7 +42,7 @@ class _Recording(TorchDispatchMode):
     ) -> Any:
         namespace, name = function.name().split(".")[0].split("::")
         # halves that two ranks swap are those of activations, flattened
-        if namespace == "c10d" and name.startswith(_ADDING) and in_the_place_of() is None:
+        if namespace == "c10d" and name.startswith(_ADDING) and emulated_collective() is None:
             group = dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))
             tensors = [each for each in tree_flatten(args)[0] if isinstance(each, Tensor)]
             self.found |= {Reduced(name, str(each.dtype), each.ndim, group.size()) for each in tensors}
