@@ -1,1 +1,1 @@
-"""Attention: context parallelism, windows, sinks, latents."""
+"""Attention with context parallelism, windows, sinks and latents, and layers that replace it by a recurrent state."""

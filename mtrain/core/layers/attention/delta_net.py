@@ -1,23 +1,23 @@
-"""The gated delta net instead of a layer's attention, on megatron-core's parallel linears.
+"""The gated delta net, which replaces attention in a layer, on megatron-core's parallel linears.
 
 Each value head has a state S, [key_dim, value_dim]. A token with unit-length query q and key k, value v, log decay g
-and step beta decays it, corrects what it holds at k, and reads it at q:
+and step beta decays the state, corrects its content at k, and reads it at q:
 
     S <- exp(g) S
     S <- S + k (beta (v - S^T k))^T
     output = S^T q / sqrt(key_dim)
 
-Rows are computed chunk by chunk. Inside a chunk the corrections are the solution of a triangular system, since each
-depends on those before it.
+Rows are computed chunk by chunk. Inside a chunk the corrections solve a triangular system, since each depends on those
+before it.
 
-One projection gives the queries, keys and values of the delta rule, a gate of its output, and the two numbers of each
-value head from which a token's decay and step follow. Its rows are grouped by key head, so that ranks of TP divide
-whole groups: each has a contiguous part of every parameter, under any tp, and communicates no more than attention does.
-The gated norm alone is the same on all ranks; each sees its own heads, so the norm's gradients are summed.
+One projection yields the queries, keys and values of the delta rule, a gate for its output, and two numbers per value
+head that determine the decay and the step of a token. Its rows are grouped by key head, and TP divides whole groups:
+under any tp, each rank has a contiguous part of every parameter and communicates no more than for attention. Only the
+gated norm is replicated; each rank applies it to its own heads, so its gradients are summed over TP.
 
 Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024, arXiv 2412.06464, section 3.3; transformers,
-models/qwen3_next/modeling_qwen3_next.py, for what Qwen3-Next makes of it; megatron-core's ssm/gated_delta_net.py for
-the names.
+models/qwen3_next/modeling_qwen3_next.py, for the variant of Qwen3-Next; megatron-core's ssm/gated_delta_net.py for the
+names.
 """
 
 import math
@@ -47,7 +47,7 @@ from mtrain.core.layers.own_parameters import (
 from mtrain.core.layers.products import widened
 
 _DECAYS = 0.01, 16.0
-"""Bounds between which first decays are uniform, as in transformers; parameters are their logarithms."""
+"""Bounds of the uniform initial decay rates, as in transformers; the parameters are their logarithms."""
 EPSILON = 1e-6
 """Added to the squared length of a query or key before it is divided by its length."""
 
@@ -58,9 +58,11 @@ def delta_rule(
     """Applies the gated delta rule to every row.
 
     Args:
-        document_starts: [batch, seq] index at which each token's document starts, counted from the first one given;
-            negative: before that. None: no document starts after the first token.
-        state: [batch, value_heads, key_dim, value_dim] before the first token; None: 0.
+        tokens: Projections of the tokens.
+        document_starts: Index at which each token's document starts, [batch, seq], relative to the first token here, so
+            negative for a document that starts earlier. None: no document starts after the first token.
+        chunk: Number of tokens of a chunk.
+        state: State before the first token, [batch, value_heads, key_dim, value_dim]; None: 0.
 
     Returns:
         Outputs in the shape and dtype of value, and the state after the last token.
@@ -69,17 +71,17 @@ def delta_rule(
 
 
 def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) -> Chunks:
-    """Solves every chunk for a state that is not known yet; the arguments are those of `delta_rule`."""
+    """Solves every chunk for a still unknown state; the arguments are those of `delta_rule`."""
     seq, _, heads, key_dim = tokens.key.shape
     chunk = min(chunk, seq)
     query, key, value, log_decay, beta = (by_chunk(part, heads, chunk) for part in tokens)
     query, key = _unit(query) / math.sqrt(key_dim), _unit(key)
     decays, from_start = chunk_decays(log_decay, document_starts, seq)
     beta = beta.unsqueeze(-1)
-    # corrections + (part below the diagonal) corrections = beta (v - what the state at the start holds)
+    # (1 + system below the diagonal) corrections = beta (v - content of the state at the start of the chunk)
     system = beta * (key @ key.mT) * decays
     sides = torch.cat((beta * value, beta * from_start.unsqueeze(-1) * key), dim=-1)
-    # the diagonal is taken as 1 and what is above it as 0, without a look
+    # unitriangular: the solver ignores the diagonal (1) and everything above it (0)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     values, erasing = torch.split(solved, [value.shape[-1], key_dim], dim=-1)
     return Chunks(
@@ -98,24 +100,24 @@ def _unit(vectors: Tensor) -> Tensor:
 
 
 class DeltaNetCore(RecurrentCore):
-    """What replaces core attention in a delta net."""
+    """Replacement of core attention in a delta net."""
 
     rule: Callable[[Projected, Tensor | None], Tensor] | None = None
-    """Function of another library that computes the outputs of whole rows; None: ours does."""
+    """Function of another library that computes the outputs of whole rows; None: our code."""
 
     def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
         """Solves the chunks of rows by the delta rule."""
         return row_chunks(tokens, document_starts, self.chunk)
 
     def outputs(self, tokens: Projected, document_starts: Tensor | None, skip: Tensor | None) -> Tensor:
-        """Applies the delta rule to whole rows without adding values."""
+        """Applies the delta rule to whole rows; `skip` is always None."""
         if self.rule is None:
             return super().outputs(tokens, document_starts, skip)
         return self.rule(tokens, document_starts)
 
 
 class GatedDeltaNet(OwnAttention):
-    """Replacement of a layer's attention, with a state instead of keys and values."""
+    """Replacement of attention in a layer, with a state instead of keys and values."""
 
     divided_axes = MappingProxyType({"A_log": 0, "dt_bias": 0})
 
@@ -137,7 +139,7 @@ class GatedDeltaNet(OwnAttention):
         channels = (2 * delta_net.key_width + width) // self.tp_group.size()
         self.conv1d = Convolution(config, channels, delta_net.conv_kernel, self.tp_group)
         self.dt_bias = divided_parameter(config, torch.ones(self.heads.value_heads))
-        # zeros until `init_weights` draws them or they are loaded
+        # zeros until `init_weights` draws them or a checkpoint is loaded
         self.A_log = divided_parameter(config, torch.zeros(self.heads.value_heads))
         self.core_attention = DeltaNetCore(self.heads, pg_collection.cp, cp_comm_type)
         self.out_norm = GatedNorm(config, delta_net.value_head_dim, self.tp_group)
@@ -146,10 +148,10 @@ class GatedDeltaNet(OwnAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: object
     ) -> tuple[Tensor, None]:
-        """Reads tokens in their order, [seq_local, batch, hidden], with a new state at each document, see `key_set`.
+        """Reads tokens in order, [seq_local, batch, hidden], with a new state for each document, see `key_set`.
 
-        All else is megatron-core's protocol: angles, which a delta net has no use for, and None. Returns the output in
-        the shape of the input, and no bias.
+        All other arguments belong to megatron-core's protocol and are ignored. Returns the output in the shape of the
+        input, and no bias.
         """
         heads, shared = self.heads, self.heads.value_heads // self.heads.key_heads
         projected, _ = self.in_proj(hidden_states)
@@ -164,21 +166,21 @@ class GatedDeltaNet(OwnAttention):
         output, _ = self.out_proj(self.out_norm(by_head, gate.reshape(by_head.shape)).flatten(2))
         return output, None
 
-    def _log_decay(self, given: Tensor) -> Tensor:
-        """Returns the logarithm of each head's decay, below 0, [seq_local, batch, value_heads]; at least float32, as a
-        state is its product over many tokens."""
-        wide = widened(given)
+    def _log_decay(self, projected: Tensor) -> Tensor:
+        """Returns the log decay of each head, below 0, [seq_local, batch, value_heads]; in at least float32, since
+        decays multiply over many tokens."""
+        wide = widened(projected)
         return -self.A_log.to(wide.dtype).exp() * functional.softplus(wide + self.dt_bias.to(wide.dtype))
 
 
 def first_log_decays(uniform: Tensor) -> Tensor:
-    """Returns logarithms of decays with which heads begin, from numbers uniform between 0 and 1."""
+    """Returns the initial `A_log` of heads from uniform numbers between 0 and 1."""
     least, most = _DECAYS
     return (least + (most - least) * uniform).log()
 
 
 def heads_of_rank(delta_net: DeltaNetSection, tp: int) -> Heads:
-    """Returns the heads that a rank of TP holds."""
+    """Returns the heads of a tensor-parallel rank."""
     return Heads(
         delta_net.num_key_heads // tp,
         delta_net.num_value_heads // tp,
@@ -193,26 +195,26 @@ class GatedNorm(nn.Module):
     compiles_regions = False
 
     def __init__(self, config: TransformerConfig, size: int, tp: dist.ProcessGroup) -> None:
-        """Builds the norm of heads of `size` dimensions; other ranks of TP hold other heads."""
+        """Builds the norm for heads of `size` dimensions, which tensor-parallel ranks divide."""
         super().__init__()
         self.epsilon, self.tp = config.layernorm_epsilon, tp
-        # no mark of tensor parallelism, as all ranks have the same; ones whatever model.zero_centered_norm says
+        # without attributes of tensor parallelism, since it is replicated; ones even with model.zero_centered_norm
         self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device_of(config)))
 
     def forward(self, heads: Tensor, gate: Tensor) -> Tensor:
-        """Normalizes heads, then multiplies by their gate, [seq, batch, heads_local, size] both.
+        """Normalizes heads and multiplies by silu of the gate, both [seq, batch, heads_local, size].
 
-        One all-reduce over TP of the weight's gradient in backward. The output is rounded once more before the gate, as
-        transformers does.
+        One all-reduce of the weight gradient over TP in backward. The normalized heads are rounded before the gate, as
+        in transformers.
         """
-        # each rank has a part of the gradient, with sequence parallelism and without
+        # each rank has a part of the gradient, with or without sequence parallelism
         weight = copy_to_tensor_model_parallel_region(widened(self.weight), group=self.tp)
         return normed_and_gated.compiled_if(self.compiles_regions)(heads, gate, weight, self.epsilon)
 
 
 @region(activations=2)
 def normed_and_gated(heads: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Computes `GatedNorm`; the weight is [size], float32 at least."""
+    """Computes `GatedNorm`; the weight is [size] in at least float32."""
     wide = widened(heads)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return (weight * normed.to(heads.dtype) * functional.silu(gate.to(wide.dtype))).to(heads.dtype)

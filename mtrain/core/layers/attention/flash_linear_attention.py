@@ -1,8 +1,8 @@
-"""The gated delta rule by the kernels of flash-linear-attention, instead of ours.
+"""The gated delta rule with the kernels of flash-linear-attention instead of ours.
 
-They compute whole rows from empty states, in training: generation and the states of context parallelism stay ours.
-Decays, states and sums are float32; unit-length queries and keys, corrections and the inverse of a chunk's system are
-rounded to the run's precision, unlike in ours. `mtrain verify backend` says what that costs.
+They compute whole rows from empty states, in training; generation and the states of context parallelism use our code.
+Decays, states and sums are float32. Unlike in our code, unit-length queries and keys, corrections and the inverse of a
+chunk's system are rounded to the precision of the run; `mtrain verify backend` measures the error.
 
 Source: fla-core 0.6.0, fla/ops/gated_delta_rule/chunk.py.
 """
@@ -27,17 +27,17 @@ from mtrain.core.ranks.groups import to_device
 
 MODULE = "fla.ops.gated_delta_rule"
 _MAX_HEAD = 256
-"""Largest head of queries and keys of its kernels."""
+"""Largest head size of queries and keys that the kernels support."""
 _UNSOUND = (3, 4, 0), (3, 7, 1)
-"""Releases of triton that compile its backward pass wrongly for Hopper: oldest, first sound one. It raises an error
-there, unless tilelang compiles that kernel.
+"""Releases of triton that compile the backward pass wrongly for Hopper: the oldest, and the first correct one. The
+library raises an error with them, unless tilelang compiles the kernel.
 
 Source: fla-core 0.6.0, fla/ops/common/chunk_o.py, chunk_bwd_dqkwg; its issue 640.
 """
 
 
 def take_delta_rule(chunk: nn.Module) -> None:
-    """Makes the delta nets of a chunk compute whole rows by flash-linear-attention."""
+    """Makes the delta nets of a chunk compute whole rows with flash-linear-attention."""
     kernel = importlib.import_module(MODULE).chunk_gated_delta_rule
     for module in chunk.modules():
         if isinstance(module, DeltaNetCore):
@@ -54,7 +54,7 @@ def outputs_of_rows(kernel: Callable[..., Any], tokens: Projected, document_star
     query, key, value, log_decay, beta = (part.transpose(0, 1) for part in tokens)
     options: dict[str, Tensor] = {}
     if document_starts is not None:
-        # it cuts one row alone into documents: rows lie one after the other
+        # the kernel supports documents only in a batch of one row, so rows are concatenated
         query, key, value, log_decay, beta = (
             part.flatten(0, 1).unsqueeze(0) for part in (query, key, value, log_decay, beta)
         )
@@ -67,7 +67,7 @@ def outputs_of_rows(kernel: Callable[..., Any], tokens: Projected, document_star
         g=log_decay,
         beta=beta,
         scale=1 / math.sqrt(key_dim),
-        # it adds to a squared length what ours adds
+        # with the same epsilon as our code
         use_qk_l2norm_in_kernel=True,
         **options,
     )
@@ -75,18 +75,18 @@ def outputs_of_rows(kernel: Callable[..., Any], tokens: Projected, document_star
     return by_row.transpose(0, 1)
 
 
-# cached: it is the same in every layer, and the kernels keep what they derive from the last tensor that they saw
+# cached, since it is the same in every layer, and the kernels cache what they derive from the last tensor they saw
 @lru_cache(maxsize=16)
 def _ends(rows: tuple[tuple[Run, ...], ...], seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns [documents + 1] int64, from 0: the end of each document of rows one after the other, on the host and on
-    the device."""
+    """Returns 0 and the end of each document in the concatenated rows, [documents + 1] int64, on the host and on the
+    device."""
     ends = [row * seq + end for row, documents in enumerate(rows) for _, end in documents]
     on_host = torch.tensor([0, *ends])
     return on_host, to_device(on_host, device)
 
 
 def lacking(device: torch.device) -> list[str]:
-    """Lists what keeps this machine from flash-linear-attention, whatever the configuration."""
+    """Returns the reasons why this machine cannot use flash-linear-attention under any configuration."""
     if device.type != "cuda":
         return ["there is no GPU"]
     if find_spec("fla") is None:
@@ -97,8 +97,7 @@ def lacking(device: torch.device) -> list[str]:
 
 @cache
 def _fault(major: int) -> str | None:
-    """Imports it and returns what is wrong with it on a GPU of this major compute capability; None where it is
-    usable."""
+    """Imports the library, and returns why it is unusable on a GPU of this major compute capability, or None."""
     if (fault := fault_of((MODULE,))) is not None:
         return fault
     version: str = importlib.import_module("triton").__version__
@@ -110,7 +109,7 @@ def _fault(major: int) -> str | None:
 
 
 def unable(config: Sections) -> list[str]:
-    """Lists what keeps a run's delta nets from flash-linear-attention, whatever the machine and a certificate say."""
+    """Returns the reasons why a configuration cannot use flash-linear-attention on any machine."""
     model, train, layout = config.model, config.train, config.layout
     net = model.delta_net
     if net is None:

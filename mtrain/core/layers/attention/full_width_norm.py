@@ -1,9 +1,8 @@
-"""RMSNorm of queries and of keys over all heads at once, as OLMo-2 has it.
+"""RMSNorm of queries and of keys over all heads at once, as in OLMo-2.
 
-A TP rank has some of the heads, but the mean of squares is over all heads. So ranks sum the squares that they hold, of
-queries and keys together: one all-reduce over TP of two numbers per token in the forward pass, and one of two numbers
-in the backward pass, where the mean's gradient needs the products of all heads. The vectors, weights and gradients stay
-where their heads are.
+A tensor-parallel rank has some of the heads, but the mean of squares is over all of them. So ranks sum their squares of
+queries and keys: one all-reduce over TP of two numbers per token in forward, and another in backward, where the
+gradient of the mean needs products of all heads. Vectors, weights and gradients stay with their heads.
 
 Source: OLMo 2 report, arXiv 2501.00656, section 3.2; Zhang and Sennrich 2019 (RMSNorm), arXiv 1910.07467.
 """
@@ -20,7 +19,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtrain.core.layers.attention.rotating import grown, is_rotated
+from mtrain.core.layers.attention.rotating import is_rotated, with_rotation_factor
 from mtrain.core.layers.own_parameters import DividedModule, divided_parameter
 from mtrain.core.layers.products import widened
 
@@ -28,13 +27,13 @@ CHECKPOINT_NAMES = {
     "self_attention.qk_norm.q_": "self_attention.q_layernorm.",
     "self_attention.qk_norm.k_": "self_attention.k_layernorm.",
 }
-"""Names in checkpoints, which are those of norms of single heads, in another shape. The modules must not have them:
-megatron-core sums the gradients of anything called q_layernorm over TP (finalize_model_grads.py), and these are parts,
-not copies."""
+"""Names in checkpoints, where the norms have the names of per-head norms, but other shapes. The modules must not have
+these names: megatron-core sums gradients of everything called q_layernorm over TP (finalize_model_grads.py), but these
+weights are shards, not copies."""
 
 
 class FullWidthNormAttention(SelfAttention):
-    """Self-attention whose queries and keys are normalized before they are cut into heads."""
+    """Self-attention that normalizes queries and keys over all heads."""
 
     rotation_factor = 1.0
     rotary_size = 0
@@ -61,37 +60,36 @@ class FullWidthNormAttention(SelfAttention):
         split_qkv: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns [seq, batch, heads_local, head_dim] each: the projections, with queries and keys normalized."""
-        # unsplit, for the fused rotation, queries and keys would be rotated without this norm
+        # an unsplit result, for the fused rotation, would bypass this norm
         assert split_qkv, "fused rotary embeddings are refused"
         assert not output_gate, "output gates are refused"
         query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states)
-        query, key = self.qk_norm(query, key)  # before rotation, which SelfAttention applies to what this returns
+        query, key = self.qk_norm(query, key)  # SelfAttention rotates the result
         if self.rotation_factor != 1 and is_rotated(self):
-            query, key = (grown(heads, self.rotary_size, self.rotation_factor) for heads in (query, key))
+            query, key = (with_rotation_factor(heads, self.rotary_size, self.rotation_factor) for heads in (query, key))
         return query, key, value
 
 
 class FullWidthNorm(DividedModule):
-    """The norms of queries and of keys, each over all heads of all ranks of TP."""
+    """The norms of queries and of keys, each over all heads of all tensor-parallel ranks."""
 
     divided_axes = MappingProxyType({"q_weight": 0, "k_weight": 0})
 
     def __init__(self, config: TransformerConfig, heads: tuple[int, int], tp: dist.ProcessGroup) -> None:
-        """Builds the norms for this rank's numbers of query heads and key heads."""
+        """Builds the norms; `heads` are this rank's numbers of query heads and key heads."""
         super().__init__(config, tp)
         self.tp, self.epsilon = tp, config.layernorm_epsilon
         self.is_zero_centered = config.layernorm_zero_centered_gamma
         assert config.kv_channels is not None
         initial = 0.0 if self.is_zero_centered else 1.0
-        # One element for each dimension of each head that the rank holds; norms of single heads share theirs among
-        # heads.
+        # one weight per dimension of each local head, whereas per-head norms share weights among heads
         self.q_weight, self.k_weight = (
             divided_parameter(config, torch.full((count * config.kv_channels,), initial)) for count in heads
         )
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalizes queries and keys, [seq, batch, heads_local, head_dim]; under sp they are of the whole sequence."""
-        # the gains are converted outside of the Function, so autograd rounds their gradients to the weights' dtype
+        """Normalizes queries and keys, [seq, batch, heads_local, head_dim], of the whole sequence even under sp."""
+        # gains are converted outside the Function, so that autograd rounds their gradients to the dtype of the weights
         return _Normalised.apply(  # type: ignore[no-untyped-call]
             query, key, self._gain(self.q_weight), self._gain(self.k_weight), self.epsilon, self.tp
         )
@@ -101,9 +99,9 @@ class FullWidthNorm(DividedModule):
 
 
 class _Normalised(torch.autograd.Function):
-    """Maps x_i -> g_i x_i / sqrt(mean x^2 + epsilon), the mean over all ranks; in float32 at least, rounded once.
+    """Maps x_i to g_i x_i / sqrt(mean x^2 + epsilon), with the mean over all ranks; in at least float32, rounded once.
 
-    With n = x / sqrt(...) and the gradient d of the output, that of the input is (g d - n mean(g d n)) / sqrt(...).
+    With n = x / sqrt(...), an output gradient d gives the input gradient (g d - n mean(g d n)) / sqrt(...).
     """
 
     @staticmethod
@@ -120,8 +118,7 @@ class _Normalised(torch.autograd.Function):
         # [seq, batch, 1, 1] each, over this rank's heads
         squares = [widened(x).square().sum((-2, -1), keepdim=True) for x in inputs]
         inverse_roots = [torch.rsqrt(mean + epsilon) for mean in _means(squares, inputs, tp)]
-        # The inputs in their own dtype, not the float32 results: those are cheap to compute again and take twice the
-        # memory.
+        # the inputs in their own dtype, not the float32 results, which are cheap to recompute and twice as large
         ctx.save_for_backward(*inputs, *gains, *inverse_roots)
         ctx.tp = tp
         outputs = [
@@ -137,22 +134,22 @@ class _Normalised(torch.autograd.Function):
         inputs, gains, inverse_roots = saved[0:2], saved[2:4], saved[4:6]
         normalised = [widened(x) * root for x, root in zip(inputs, inverse_roots)]
         weighed = [widened(d) * gain.view(d.shape[-2:]) for d, gain in zip(gradients, gains)]
-        # of this rank's heads; `_means` adds those of the other ranks
+        # over the heads of this rank; `_means` adds those of other ranks
         products = [(w * n).sum((-2, -1), keepdim=True) for w, n in zip(weighed, normalised)]
-        of_inputs = [
+        input_gradients = [
             ((w - n * mean) * root).to(x.dtype)
             for w, n, mean, root, x in zip(weighed, normalised, _means(products, inputs, ctx.tp), inverse_roots, inputs)
         ]
-        # not summed over TP: each rank has the gradient of its own part of the weights
-        of_gains = [(widened(d) * n).sum((0, 1)).flatten() for d, n in zip(gradients, normalised)]
-        return *of_inputs, *of_gains, None, None
+        # not summed over TP, since each rank has its own shard of the weights
+        gain_gradients = [(widened(d) * n).sum((0, 1)).flatten() for d, n in zip(gradients, normalised)]
+        return *input_gradients, *gain_gradients, None, None
 
 
 def _means(sums: list[Tensor], inputs: tuple[Tensor, ...], tp: dist.ProcessGroup) -> Tensor:
-    """Turns sums over this rank's heads, [seq, batch, 1, 1] for each input, into means over those of all ranks, by one
-    all-reduce over TP. Every rank has the same number of heads."""
+    """Turns sums over this rank's heads, [seq, batch, 1, 1] for each input, into means over all heads. One all-reduce
+    over TP. Every rank must have the same number of heads."""
     total = torch.stack(sums)  # [2, seq, batch, 1, 1]: queries and keys share the latency of one all-reduce
-    # in place and outside of autograd, which cannot differentiate it: `backward` calls it itself
+    # in place, outside autograd; `backward` makes its own call
     if tp.size() > 1:
         dist.all_reduce(total, group=tp)
     widths = [x.shape[-2] * x.shape[-1] * tp.size() for x in inputs]

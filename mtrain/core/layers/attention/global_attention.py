@@ -1,4 +1,4 @@
-"""Attention of Gemma 4: normalised values, and in layers without a window separate heads, whose keys are the values.
+"""Attention of Gemma 4: normalised values, and heads of another shape, with keys as values, in layers without a window.
 
 Source: transformers 5.24, models/gemma4/modeling_gemma4.py, `Gemma4TextAttention`.
 """
@@ -18,17 +18,17 @@ from mtrain.core.layers.products import widened
 
 
 class NormedValueAttention(RotatingAttention):
-    """Self-attention of grouped queries whose values are normalised, head by head."""
+    """Grouped-query self-attention that normalises the values of each head."""
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-        """Returns what `RotatingAttention` does, with normed values."""
-        query, key, value, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
-        return query, key, normed(value, self.config.layernorm_epsilon), *others
+        """Returns the result of `RotatingAttention` with normalised values."""
+        query, key, value, *further = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
+        return query, key, normed(value, self.config.layernorm_epsilon), *further
 
 
 class GlobalAttention(RotatingAttention):
-    """Self-attention with separate heads: the projection gives each group its queries and a key; before norm and
-    rotation the key is also the value."""
+    """Self-attention with heads of its own shape. The projection yields queries and one key for each group; the key
+    before norm and rotation is also the value."""
 
     def __init__(
         self,
@@ -39,20 +39,29 @@ class GlobalAttention(RotatingAttention):
         normalises_values: bool,
         **options: Any,
     ) -> None:
-        """Takes the fields of the configuration that differ in these layers, and megatron-core's arguments."""
-        own = copy.copy(config)  # not `replace`, which would derive other fields once more
+        """Makes the layer.
+
+        Args:
+            config: Configuration of the model's other layers.
+            submodules: See megatron-core.
+            layer_number: See megatron-core.
+            fields: Fields of the configuration that differ in these layers.
+            normalises_values: Whether values are normalised.
+            options: Further arguments of megatron-core's module.
+        """
+        layer_config = copy.copy(config)  # not `replace`, which would derive other fields again
         for name, value in fields.items():
-            setattr(own, name, value)
+            setattr(layer_config, name, value)
         submodules = copy.copy(submodules)
         submodules.linear_qkv = _WithoutValues
-        super().__init__(own, submodules, layer_number, **options)
-        # under a name that says what it holds: adapters, Muon and checkpoints go by names
+        super().__init__(layer_config, submodules, layer_number, **options)
+        # renamed by its content, since adapters, Muon and checkpoints identify modules by name
         self.linear_qk = self._modules.pop("linear_qkv")
         self._normalises_values = normalises_values
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-        """Returns queries [seq, batch, heads_local, head_dim], and keys and values [seq, batch, groups_local,
-        head_dim], queries and keys rotated where `forward` has left that to it."""
+        """Returns queries, [seq, batch, heads_local, head_dim], and keys and values, [seq, batch, groups_local,
+        head_dim]; queries and keys are rotated if `forward` has deferred that to this method."""
         mixed, _ = self.linear_qk(hidden_states)
         grouped = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
         query, key = grouped[..., :-1, :].flatten(2, 3), grouped[..., -1, :]
@@ -61,7 +70,7 @@ class GlobalAttention(RotatingAttention):
 
 
 class _WithoutValues(ColumnParallelLinear):
-    """The projection to queries and keys; megatron-core expects values as well."""
+    """Projection to queries and keys; megatron-core's output size also counts values."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(
@@ -70,6 +79,6 @@ class _WithoutValues(ColumnParallelLinear):
 
 
 def normed(heads: Tensor, epsilon: float) -> Tensor:
-    """Divides each head by the root of its mean square, in float32 at least; [..., head_dim]."""
+    """Divides each head, [..., head_dim], by its root mean square, computed in at least float32."""
     wide = widened(heads)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(heads.dtype)

@@ -1,4 +1,4 @@
-"""Which keys each query sees: one value, from which the pieces and masks of all kernels are derived."""
+"""Which keys each query sees: one value that determines the pieces and masks for all kernels."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ Documents = tuple[tuple[Run, ...], ...]
 
 @dataclass(frozen=True)
 class KeySet:
-    """The keys that the queries of a microbatch see: of their document, not after them, inside the window."""
+    """The keys that the queries of a microbatch see: those in their document and window, and not after them."""
 
     documents: Documents | None = None
-    """None: each row is one document."""
+    """Documents of each row; None: each row is one document."""
     window: int | None = None
-    """Largest number of keys that a query sees, its own included; None: all before it."""
+    """Largest number of keys that a query sees, including its own; None: all keys up to its own."""
     chosen: Tensor | None = None
-    """[batch, 1, queries, keys] bool: the keys that each query sees, where rows are one document; None: all that the
-    window allows."""
+    """Mask of the keys that each query sees, [batch, 1, queries, keys] bool, only if each row is one document; None:
+    all that the window allows."""
 
     def segments(self, runs: Sequence[Run], num_keys: int, device: torch.device) -> Segments:
-        """Returns the pieces of all rows, which have several documents, in the form of kernels."""
+        """Returns the pieces of all rows as kernels expect them; requires `documents`."""
         assert self.documents is not None
         return replace(_segments(self.documents, tuple(runs), num_keys, device), window=self.window)
 
     def mask(self, num_queries: int, num_keys: int, num_sinks: int, device: torch.device) -> Tensor | None:
-        """Returns the mask of one piece, [queries, sinks + keys] bool or with leading axes, on GPUs perhaps in torch's
-        own form; None where query i sees the keys 0 to i.
+        """Returns the mask of one piece, [..., queries, sinks + keys] bool, or on GPUs possibly torch's own mask type;
+        None if query i sees the keys 0 to i.
 
-        The last query is at the last key. `num_sinks` keys come before the others, and every query sees them.
+        The last query is aligned to the last key. The first `num_sinks` keys are seen by every query.
         """
         if self.chosen is not None:
             seen = self.chosen
@@ -56,7 +56,8 @@ class KeySet:
         return functional.pad(seen, (num_sinks, 0), value=True) if num_sinks else seen
 
     def seen_from(self, positions: Tensor, num_keys: int) -> Tensor:
-        """Returns [queries, keys] bool: what queries at `positions` see of a document's first keys."""
+        """Returns which of the first `num_keys` keys of a document the queries at `positions` see, [queries, keys]
+        bool."""
         distance = positions[:, None] - torch.arange(num_keys, device=positions.device)
         return distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
 
@@ -64,13 +65,13 @@ class KeySet:
 def key_set(document_starts: Tensor | None, window: int | None) -> KeySet:
     """Returns the keys that the queries of a microbatch see in layers with this window.
 
-    `document_starts`, [batch, seq] on the CPU for full rows, has the start of each token's document; None: each row is
-    one.
+    `document_starts` has the index at which each token's document starts, [batch, seq] on the CPU for full rows; None:
+    each row is one document.
     """
     if document_starts is None:
         return KeySet(window=window)
-    # Stored on the tensor itself, which all layers receive: it lives as long as the microbatch. On the host, because
-    # the ends of documents decide on shapes, for which the host would have to wait for a GPU.
+    # cached on the tensor itself, which all layers receive and which lives as long as the microbatch; on the host,
+    # since documents determine shapes, for which the host would otherwise wait for a GPU
     known: dict[int | None, KeySet] | None = getattr(document_starts, "known_key_sets", None)
     if known is None:
         known = document_starts.known_key_sets = {}  # type: ignore[attr-defined]
@@ -80,15 +81,15 @@ def key_set(document_starts: Tensor | None, window: int | None) -> KeySet:
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """Returns the window of a layer, counted from 1; depths of multi-token prediction are of the last layer's kind."""
+    """Returns the window of a layer, counted from 1, or None; MTP depths have the window of the last layer."""
     number = min(layer_number, config.num_layers)
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number):
         return None
-    return int(config.window_size[0]) + 1  # megatron-core counts the keys before the query's own
+    return int(config.window_size[0]) + 1  # megatron-core does not count the query's own key
 
 
 class Piece(NamedTuple):
-    """Queries of one run inside one document, and their keys: from the document's start to the last of them."""
+    """The queries of one run inside one document, with their keys, from the start of the document to the last query."""
 
     document: int
     """Number of the document in its row."""
@@ -99,11 +100,10 @@ class Piece(NamedTuple):
 
 
 def pieces_of(runs: Sequence[Run], documents: Sequence[Run]) -> Iterator[Piece]:
-    """Yields what a rank attends to in one row by its runs of positions; together the pieces hold its queries, in their
-    order."""
+    """Yields the pieces of a row for a rank's runs of positions; together they hold all its queries in order."""
     for run_start, run_end in runs:
         for number, (document_start, document_end) in enumerate(documents):
-            # where a run begins inside a document, its queries need the keys from before the run as well
+            # queries of a run that begins inside a document also need the keys before the run
             start, end = max(run_start, document_start), min(run_end, document_end)
             if start < end:
                 yield Piece(number, document_start, end - start, end - document_start)
@@ -111,25 +111,27 @@ def pieces_of(runs: Sequence[Run], documents: Sequence[Run]) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class Segments:
-    """The pieces of all rows in the form of kernels for sequences of any length; tensors on the device."""
+    """The pieces of all rows, as kernels for sequences of any length expect them; tensors are on the device."""
 
     query_ends: Tensor
-    """[pieces + 1] int32, from 0: end of each piece's queries, rows one after the other."""
+    """0 and the end of the queries of each piece in the concatenated rows, [pieces + 1] int32."""
     key_ends: Tensor
-    """[pieces + 1] int32: end of each piece's keys."""
+    """0 and the end of the keys of each piece, [pieces + 1] int32."""
     longest_query: int
     longest_key: int
     key_index: Tensor | None
-    """[keys] int64: index of each key among those of all rows; None where they are in that order already."""
+    """Index of each key in the concatenated rows, [keys] int64; None if they are already in that order."""
     window: int | None = None
     """Largest number of keys that a query sees, see `KeySet`."""
 
 
-# cached: it is the same in every layer, recomputed ones included, and the host would make it again for each
+# cached, since the host would otherwise compute it anew for every layer, even in recomputation
 @lru_cache(maxsize=16)
 def _segments(documents: Documents, runs: tuple[Run, ...], num_keys: int, device: torch.device) -> Segments:
     pieces = [
-        (row * num_keys + piece.start, piece) for row, own in enumerate(documents) for piece in pieces_of(runs, own)
+        (row * num_keys + piece.start, piece)
+        for row, row_documents in enumerate(documents)
+        for piece in pieces_of(runs, row_documents)
     ]
     key_ends = list(accumulate((piece.num_keys for _, piece in pieces), initial=0))
     query_ends = list(accumulate((piece.num_queries for _, piece in pieces), initial=0))
@@ -148,7 +150,7 @@ def _segments(documents: Documents, runs: tuple[Run, ...], num_keys: int, device
 
 
 def documents_of(document_starts: Tensor) -> Documents:
-    """Returns the documents of rows by their starts, [batch, seq] on the CPU."""
+    """Returns the documents of rows from the start of each token's document, [batch, seq] on the CPU."""
     rows, length = document_starts.numpy(), document_starts.shape[1]
     documents = []
     for row in rows:
@@ -159,7 +161,7 @@ def documents_of(document_starts: Tensor) -> Documents:
 
 
 def _lower_right(num_queries: int, num_keys: int) -> Tensor:
-    """Returns a causal mask with the last query at the last key, in the form that allows flash attention."""
-    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds that a CPU run saves
+    """Returns a causal mask with the last query aligned to the last key, in the form that flash attention supports."""
+    from torch.nn.attention.bias import causal_lower_right  # here, since it imports torch's compiler: takes seconds
 
     return causal_lower_right(num_queries, num_keys)

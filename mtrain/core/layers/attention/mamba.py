@@ -1,4 +1,4 @@
-"""Mamba-2 instead of a layer's attention, on megatron-core's parallel linears.
+"""Mamba-2, which replaces attention in a layer, on megatron-core's parallel linears.
 
 Each head has a state S, [state_dim, head_dim]; the heads of a group share a key B and a query C. A token with input x,
 log decay g and step d decays the state, adds to it, and reads it:
@@ -8,13 +8,12 @@ log decay g and step d decays the state, adds to it, and reads it:
 
 Unlike in the delta rule, a token's contribution does not depend on the state, so a chunk needs only sums.
 
-One projection gives what a token writes (inputs and B), what it reads with (C), a gate of the output, and the step of
-each head. Its rows are grouped by group of heads, so that ranks of TP divide whole groups: each has a contiguous part
-of every parameter, under any tp, and communicates no more than attention does. The norm is of each group, so that it
-needs no other rank.
+One projection yields inputs, B, C, a gate for the output, and the step of each head. Its rows are grouped by group of
+heads, and TP divides whole groups: under any tp, each rank has a contiguous part of every parameter and communicates no
+more than for attention. The norm is over each group, so it needs no other rank.
 
 Sources: Dao, Gu, "Transformers are SSMs", 2024, arXiv 2405.21060, section 6; transformers,
-models/nemotron_h/modeling_nemotron_h.py, for what Nemotron-H makes of it; megatron-core's ssm/mamba_mixer.py for the
+models/nemotron_h/modeling_nemotron_h.py, for the variant of Nemotron-H; megatron-core's ssm/mamba_mixer.py for the
 names.
 """
 
@@ -44,7 +43,7 @@ from mtrain.core.layers.products import widened
 
 
 class MambaCore(RecurrentCore):
-    """Replacement of core attention in Mamba-2; a group of heads is a key head with key B and query C."""
+    """Replacement of core attention in Mamba-2; each group of heads is a key head with key B and query C."""
 
     def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
         """Sums the chunks of rows by the rule of Mamba-2."""
@@ -52,8 +51,8 @@ class MambaCore(RecurrentCore):
 
 
 def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) -> Chunks:
-    """Sums the contributions of every chunk's tokens to a still unknown state; arguments as for `delta_rule`, with
-    queries C, keys B and values x."""
+    """Sums the contributions of every chunk to a still unknown state; arguments as for `delta_rule`, with queries C,
+    keys B and values x."""
     seq, _, groups, _ = tokens.key.shape
     query, key, value, log_decay, step = (by_chunk(part, groups, min(chunk, seq)) for part in tokens)
     decays, from_start = chunk_decays(log_decay, document_starts, seq)
@@ -69,7 +68,7 @@ def row_chunks(tokens: Projected, document_starts: Tensor | None, chunk: int) ->
 
 
 class MambaMixer(OwnAttention):
-    """Replacement of a layer's attention, with a state instead of keys and values."""
+    """Replacement of attention in a layer, with a state instead of keys and values."""
 
     divided_axes = MappingProxyType({"A_log": 0, "dt_bias": 0, "D": 0})
 
@@ -90,7 +89,7 @@ class MambaMixer(OwnAttention):
         rows = mamba.channels + mamba.width + mamba.num_heads
         self.in_proj = input_projection(config, config.hidden_size, rows, self.tp_group)
         self.conv1d = Convolution(config, mamba.channels // tp, mamba.conv_kernel, self.tp_group, mamba.conv_bias)
-        # zeros until `init_weights` draws them or they are loaded
+        # zeros until `init_weights` draws them or a checkpoint is loaded
         self.dt_bias = divided_parameter(config, torch.zeros(self.heads.value_heads))
         rates = torch.arange(1, mamba.num_heads + 1, dtype=torch.float32).log()
         self.A_log = divided_parameter(config, rates.chunk(tp)[rank])
@@ -102,10 +101,10 @@ class MambaMixer(OwnAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **unused: object
     ) -> tuple[Tensor, None]:
-        """Reads tokens in their order, [seq_local, batch, hidden], with a new state at each document, see `key_set`.
+        """Reads tokens in order, [seq_local, batch, hidden], with a new state for each document, see `key_set`.
 
-        All else is megatron-core's protocol: angles, which Mamba has no use for, and None. Returns the output in the
-        shape of the input, and no bias.
+        All other arguments belong to megatron-core's protocol and are ignored. Returns the output in the shape of the
+        input, and no bias.
         """
         heads, shared = self.heads, self.heads.value_heads // self.heads.key_heads
         projected, _ = self.in_proj(hidden_states)
@@ -119,15 +118,15 @@ class MambaMixer(OwnAttention):
         output, _ = self.out_proj(self.out_norm(context, gate.flatten(2)))
         return output, None
 
-    def _step(self, given: Tensor) -> Tensor:
-        """Returns each head's step, [seq_local, batch, heads], at least float32, as a state decays by the sum of
-        many."""
-        step = functional.softplus(given + self.dt_bias.to(given.dtype))
+    def _step(self, projected: Tensor) -> Tensor:
+        """Returns the step of each head, [seq_local, batch, heads], in at least float32, since steps add up over many
+        tokens."""
+        step = functional.softplus(projected + self.dt_bias.to(projected.dtype))
         return step.clamp(min=self.step_min) if self.step_min else step
 
 
 class GroupNorm(DividedModule):
-    """RMSNorm of each group of heads, after the product with silu of a gate; each channel has its own weight."""
+    """RMSNorm over each group of heads, after multiplication by silu of a gate; each channel has its own weight."""
 
     divided_axes = MappingProxyType({"weight": 0})
     compiles_regions = False
@@ -135,13 +134,13 @@ class GroupNorm(DividedModule):
     def __init__(self, config: TransformerConfig, heads: Heads, tp: dist.ProcessGroup) -> None:
         super().__init__(config, tp)
         self.epsilon, self.groups = config.layernorm_epsilon, heads.key_heads
-        # ones whatever model.zero_centered_norm says
+        # ones even with model.zero_centered_norm
         self.weight = divided_parameter(config, torch.ones(heads.value_heads * heads.value_dim))
 
     def forward(self, context: Tensor, gate: Tensor) -> Tensor:
-        """Multiplies by silu of the gate, then normalizes, [seq_local, batch, heads_local x size].
+        """Multiplies by silu of the gate, then normalizes; all [seq_local, batch, heads_local x size].
 
-        The output is rounded once more before the weight, as transformers does.
+        The normalized values are rounded before the weight, as in transformers.
         """
         normalise = gated_and_normed.compiled_if(self.compiles_regions)
         return normalise(context, gate, self.weight, self.epsilon, self.groups)
@@ -157,8 +156,8 @@ def gated_and_normed(context: Tensor, gate: Tensor, weight: Tensor, epsilon: flo
 
 
 def first_step_biases(uniform: Tensor) -> Tensor:
-    """Returns biases from numbers uniform between 0 and 1: the first steps have uniform logarithms, as transformers
-    draws them."""
+    """Returns initial biases from uniform numbers between 0 and 1, so that the first steps have uniform logarithms, as
+    in transformers."""
     least, most, floor = math.log(0.001), math.log(0.1), 1e-4
     steps = (least + (most - least) * uniform).exp().clamp(min=floor)
-    return steps + torch.log(-torch.expm1(-steps))  # softplus turns them into the steps again
+    return steps + torch.log(-torch.expm1(-steps))  # the inverse of softplus

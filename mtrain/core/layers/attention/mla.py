@@ -1,12 +1,12 @@
 """Multi-head latent attention on megatron-core's parallel linears and our core attention.
 
-Queries, and keys with values, come from low-rank latents; each key head also has a rotary part that all heads share.
-Down-projections and norms are whole on every tensor-parallel rank (as in megatron-core's spec for TransformerEngine),
-up-projections are divided by heads. Every latent that heads of several ranks read passes through one collective whose
-backward sums its gradient over the tensor-parallel group, the shared rotary key with it.
+Queries, and keys with values, are computed from low-rank latents; keys also have a rotary part that all heads share.
+Down-projections and norms are replicated on every tensor-parallel rank (as in megatron-core's spec for
+TransformerEngine); up-projections are divided by heads. Every latent that heads of several ranks read passes, together
+with the shared rotary key, through a collective whose backward sums its gradient over the tensor-parallel group.
 
-Context parallelism sends latents, not heads: kv_lora_rank + qk_rope_head_dim numbers per token instead of
-heads x (qk_nope_head_dim + qk_rope_head_dim + v_head_dim). Keys and values are computed from them after the exchange.
+Context parallelism sends latents, not heads: kv_lora_rank + qk_rope_head_dim numbers per token instead of heads x
+(qk_nope_head_dim + qk_rope_head_dim + v_head_dim). Keys and values are computed after the exchange.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; megatron-core's transformer/multi_latent_attention.py for the names.
 """
@@ -43,11 +43,11 @@ from mtrain.core.layers.products import widened_linear
 
 
 class ReplicatedLinear(nn.Module):
-    """A projection without bias, whole on every tensor-parallel rank.
+    """A projection without bias, replicated on every tensor-parallel rank.
 
-    Under sequence parallelism a rank projects its own tokens, so the gradients are summed over TP, like those of norms.
-    Otherwise every rank computes the whole gradient, provided that its output passes through a collective which sums in
-    backward.
+    Under sequence parallelism a rank projects only its own tokens, so gradients are summed over TP, like those of
+    norms. Otherwise every rank computes the whole gradient, provided that the output passes through a collective that
+    sums in backward.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class ReplicatedLinear(nn.Module):
 
 
 class KeyValueProjection(ColumnParallelLinear):
-    """A projection that gives only its weight: the core multiplies by it, after the exchange over CP."""
+    """A projection that only returns its weight; the core multiplies by it after the exchange over CP."""
 
     def forward(self) -> Tensor:
         """Returns the weight, [rows of this rank, kv_lora_rank].
 
-        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter; a weight
-        that is only read could be that of the last step.
+        A call is necessary: megatron-core awaits an overlapped all-gather of a parameter when the owning module is
+        called, so a weight read without a call could be that of the last step.
         """
         return self.weight
 
 
 class LatentAttention(OwnAttention):
-    """Attention to latents; parameter names are those of megatron-core's MLASelfAttention."""
+    """Multi-head latent attention; parameter names are those of megatron-core's MLASelfAttention."""
 
     compiles_regions = False
     replicated: Any = ReplicatedLinear
@@ -110,7 +110,7 @@ class LatentAttention(OwnAttention):
             self.q_layernorm = self.norm(config, latent.q_lora_rank, epsilon)
             self.linear_q_up_proj = self._divided(latent.q_lora_rank, heads * latent.query_head_dim, self.column)
         self.linear_kv_down_proj = self.replicated(config, hidden, rank + latent.qk_rope_head_dim, self.tp_group)
-        # not fused into the projection after it: its epsilon may be another than that of the model's norms
+        # not fused into the next projection, since its epsilon may differ from that of the model's norms
         self.kv_layernorm = self.norm(config, rank, epsilon)
         num_rows = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self.linear_kv_up_proj = self._divided(rank, num_rows, self.keys_and_values)
@@ -142,8 +142,8 @@ class LatentAttention(OwnAttention):
         """Attends causally inside documents; returns the output and no bias.
 
         hidden_states and output are [seq_local, batch, hidden], under sequence parallelism [seq_local / tp, batch,
-        hidden]; attention_mask is `CoreAttention.forward`'s; rotary_pos_emb holds angles [seq_local, batch or 1, 1,
-        qk_rope_head_dim], float32. All else is megatron-core's protocol and None.
+        hidden]; attention_mask is that of `CoreAttention.forward`; rotary_pos_emb holds angles [seq_local, batch or 1,
+        1, qk_rope_head_dim], float32. All other arguments belong to megatron-core's protocol and are None.
         """
         assert inference_context is None
         assert packed_seq_params is None
@@ -155,7 +155,7 @@ class LatentAttention(OwnAttention):
         """Returns [seq_local, batch, heads_local * v_head_dim]."""
         query = self._queries(hidden_states, angles)
         latent, rotary_key = self._latent_and_rotary_key(hidden_states, angles)
-        # keys and values are made inside the core: where it is recomputed, only their latents are kept until backward
+        # the core computes keys and values, so that recomputation saves only their latents for backward
         return self.attended(query, latent, rotary_key, self.linear_kv_up_proj(), document_starts)
 
     def _queries(self, hidden: Tensor, angles: Tensor) -> Tensor:
@@ -163,8 +163,8 @@ class LatentAttention(OwnAttention):
         if self.latent.q_lora_rank is None:
             projected, _ = self.linear_q_proj(hidden)
         else:
-            # the up-projection's own collective (all-gather under sp, else a copy) sums the latent's gradient over TP
-            # in backward
+            # the collective of the up-projection (all-gather under sp, else a copy) sums the gradient of the latent
+            # over TP in backward
             projected, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))
         heads = projected.view(*projected.shape[:2], self.heads_local, self.latent.query_head_dim)
         nope, rotary = torch.split(heads, [self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim], dim=-1)
@@ -173,17 +173,17 @@ class LatentAttention(OwnAttention):
     def _latent_and_rotary_key(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Returns [seq_local, batch, kv_lora_rank] and [seq_local, batch, rope], the same on all tensor-parallel ranks.
 
-        Costs one all-gather over TP under sp, with a reduce-scatter in backward; else one all-reduce, in backward.
+        Under sp one all-gather over TP, and a reduce-scatter in backward; otherwise one all-reduce in backward.
         """
         sizes = [self.latent.kv_lora_rank, self.latent.qk_rope_head_dim]
         latent, rotary_key = torch.split(self.linear_kv_down_proj(hidden), sizes, dim=-1)
-        # the norm comes before the collective: under sp each rank normalizes its own tokens only
+        # normalized before the collective, so that under sp each rank normalizes only its own tokens
         both = torch.cat((self.kv_layernorm(latent), rotary_key), dim=-1)
         if self.config.sequence_parallel:
             both = gather_from_sequence_parallel_region(both, group=self.tp_group)
         else:
             both = copy_to_tensor_model_parallel_region(both, group=self.tp_group)
-        # rotated after the gather, because the angles are those of all tokens of this CP rank
+        # rotated after the gather, since the angles are those of all tokens of this CP rank
         latent, rotary_key = torch.split(both, sizes, dim=-1)
         return latent, self._rotated(rotary_key.unsqueeze(2), angles).squeeze(2)
 
@@ -194,21 +194,21 @@ class LatentAttention(OwnAttention):
 
 @region(activations=1)
 def pairs_rotated(part: Tensor, angles: Tensor, magnitude: float, is_interleaved: bool) -> Tensor:
-    """Rotates the pairs of [seq, batch, heads, rope] by the first half of the angles, and returns them as (i, i + rope
-    / 2) from either arrangement, for both queries and keys."""
+    """Rotates the pairs of dimensions of [seq, batch, heads, rope] by the first half of the angles; returns pairs as
+    (i, i + rope / 2), even if they arrive interleaved."""
     if is_interleaved:
         real, imaginary = part[..., 0::2], part[..., 1::2]
     else:
         real, imaginary = part.chunk(2, dim=-1)
-    half = angles[..., : real.shape[-1]]  # the second half repeats the first, for megatron-core's own rotation
-    # float32 up to here: bfloat16 cannot distinguish positions above 256
+    half = angles[..., : real.shape[-1]]  # the second half repeats the first for megatron-core's rotation
+    # in float32 up to here, since bfloat16 cannot distinguish positions above 256
     cosine = (half.cos() * magnitude).to(part.dtype)
     sine = (half.sin() * magnitude).to(part.dtype)
     return torch.cat((real * cosine - imaginary * sine, imaginary * cosine + real * sine), dim=-1)
 
 
 class LatentCore(RowAttention):
-    """Attention to keys and values that are computed from latents, after their exchange over CP."""
+    """Attention to keys and values computed from latents, which are exchanged over CP first."""
 
     def __init__(
         self,
@@ -233,24 +233,25 @@ class LatentCore(RowAttention):
             latent: [seq_local, batch, kv_lora_rank].
             rotary_key: [seq_local, batch, rope].
             weight: Up-projection, [heads_local * (nope + value), kv_lora_rank].
+            document_starts: See `key_set`.
 
         Returns:
             [seq_local, batch, heads_local * v_head_dim].
         """
-        # One collective for both. Under allgather every CP rank repeats the projection below for the whole row: the
-        # price of sending latents alone.
+        # one collective for both; with all-gather every CP rank repeats the projection below for the whole row, the
+        # price of sending only latents
         rows = self.source.rows(torch.cat((latent, rotary_key), dim=-1))
         by_head = self.source.own_heads(weight.view(query.shape[2], -1, self.latent.kv_lora_rank))
         key, value = self._keys_and_values(rows, by_head)
         return self.attend(query, key, value, key_set(document_starts, self.window))
 
     def _keys_and_values(self, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns [seq, batch, heads, nope + rope] and [seq, batch, heads, value] of rows of latent and rotary key,
-        [seq, batch, kv_lora_rank + rope], by a weight [heads, nope + value, kv_lora_rank]."""
+        """Computes keys, [seq, batch, heads, nope + rope], and values, [seq, batch, heads, value], from latents with
+        rotary keys, [seq, batch, kv_lora_rank + rope], by a weight [heads, nope + value, kv_lora_rank]."""
         sizes, shape = self.latent, (*rows.shape[:2], len(weight))
         latent, rotary_key = torch.split(rows, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
         expanded = widened_linear(latent, weight.flatten(0, 1)).view(*shape, -1)
         nope, value = torch.split(expanded, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
-        # a view for all heads; its gradient is their sum
+        # a view that all heads share; autograd sums their gradients
         shared = rotary_key.unsqueeze(2).expand(*shape, sizes.qk_rope_head_dim)
         return torch.cat((nope, shared), dim=-1), value

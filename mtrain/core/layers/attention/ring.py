@@ -1,9 +1,9 @@
-"""Ring attention: keys and values are passed around the context-parallel ranks while each attends to those it has.
+"""Ring attention: context-parallel ranks pass keys and values around, and each attends to those it has.
 
-A rank holds chunks r and 2 cp - 1 - r of a row (zigzag). Of the keys of its own chunks it sees those before each query;
-of an earlier rank's keys the early chunk, with all of its queries; of a later rank's keys both chunks, with the queries
-of its late chunk alone. So every hop costs equally many pairs, and no kernel needs a mask. The next hop is sent while
-the current one is computed. Outputs are combined by the log-sum-exp of their scores, in float32 at least.
+Rank r holds chunks r and 2 cp - 1 - r of a row (zigzag). To the keys of its own chunks it attends causally. Of a lower
+rank's keys, all its queries see the early chunk; of a higher rank's keys, only the queries of its late chunk see both
+chunks. So every hop computes equally many pairs, and no kernel needs a mask. The next hop is sent while the current one
+is computed. Outputs are combined by the log-sum-exp of their scores, in at least float32.
 
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; zigzag as in Llama 3 (2024), 3.3.2."""
 
@@ -17,24 +17,24 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _ALIGNED = 8
-"""Multiple to which head sizes are padded on GPUs; zeros change no score."""
+"""Head sizes are padded to a multiple of this on GPUs; zeros change no score."""
 _FLASH_LARGEST = 256
-"""Largest head size of flash attention."""
+"""Largest head size that flash attention supports."""
 
 Kernel = Literal["cpu", "flash", "efficient"]
 
 
 class AttendedPart(NamedTuple):
-    """Attention to some of the keys."""
+    """Result of attention to some of the keys."""
 
     output: Tensor
     """[batch, heads, queries, dim]."""
     exponents: Tensor
-    """[batch, heads, queries] log of the sum of exp(scores); float32, or the queries' dtype if that is wider."""
+    """Log-sum-exp of the scores, [batch, heads, queries]; float32, or the dtype of the queries if that is wider."""
 
 
 def kernel_of(query: Tensor) -> Kernel:
-    """Returns the kernel that takes these queries."""
+    """Returns the kernel that supports these queries."""
     if query.device.type == "cpu":
         return "cpu"
     is_half = query.dtype in (torch.float16, torch.bfloat16)
@@ -42,39 +42,43 @@ def kernel_of(query: Tensor) -> Kernel:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> AttendedPart:
-    """Attends with all queries, [batch, heads, queries, dim], to all keys, [batch, groups, keys, dim], or causally
-    where there are as many. Groups divide the heads."""
+    """Attends with queries, [batch, heads, queries, dim], to all keys, [batch, groups, keys, dim], or causally to
+    equally many keys. The number of groups must divide the number of heads."""
     kernel, dim = kernel_of(query), query.shape[-1]
     query, key, value = _prepared(kernel, query, key, value)
     aten: Any = torch.ops.aten
     match kernel:
         case "cpu":
-            found = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+            result = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
         case "flash":
-            found = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
+            result = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
         case "efficient":
-            given = (query, key, value, None)
-            found = aten._scaled_dot_product_efficient_attention(*given, True, 0.0, is_causal, scale=scale)
+            inputs = (query, key, value, None)
+            result = aten._scaled_dot_product_efficient_attention(*inputs, True, 0.0, is_causal, scale=scale)
         case _:
             assert_never(kernel)
     # the efficient kernel pads the last axis
-    return AttendedPart(found[0][..., :dim], found[1][..., : query.shape[2]])
+    return AttendedPart(result[0][..., :dim], result[1][..., : query.shape[2]])
 
 
 def attend_backward(
-    gradient: Tensor, given: tuple[Tensor, Tensor, Tensor], found: AttendedPart, scale: float, is_causal: bool
+    gradient: Tensor, inputs: tuple[Tensor, Tensor, Tensor], attended: AttendedPart, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of queries, keys and values, those of keys and values summed over the heads that share
+    """Returns the gradients of queries, keys and values; those of keys and values are summed over the heads that share
     them.
 
-    `given` are these three. `found` is the attention to ALL keys, of which these may be a part: their share of it
-    follows. All other arguments are those of `attend`.
+    Args:
+        gradient: Gradient of the output.
+        inputs: Queries, keys and values, where the keys may be a part of all keys.
+        attended: Attention to ALL keys, from which the share of these keys follows.
+        scale: Softmax scale.
+        is_causal: Whether queries attend causally, see `attend`.
     """
-    kernel, dim, groups = kernel_of(given[0]), given[0].shape[-1], given[1].shape[1]
-    query, key, value = _prepared(kernel, *given)
-    gradient, output = (_padded(kernel, part) for part in (gradient, found.output))
+    kernel, dim, groups = kernel_of(inputs[0]), inputs[0].shape[-1], inputs[1].shape[1]
+    query, key, value = _prepared(kernel, *inputs)
+    gradient, output = (_padded(kernel, part) for part in (gradient, attended.output))
     aten: Any = torch.ops.aten
-    exponents = found.exponents.contiguous()
+    exponents = attended.exponents.contiguous()
     parts: tuple[Any, ...] = (gradient, query, key, value)
     match kernel:
         case "cpu":
@@ -82,25 +86,25 @@ def attend_backward(
             gradients = function(*parts, output, exponents, 0.0, is_causal, scale=scale)
         case "flash":
             function = aten._scaled_dot_product_flash_attention_backward
-            lengths = (None, None, query.shape[2], key.shape[2])  # no ends of sequences with different lengths
-            states = torch.empty(2, dtype=torch.int64, device=query.device).view(torch.uint64)  # states of dropout
+            lengths = (None, None, query.shape[2], key.shape[2])  # no sequences of different lengths
+            states = torch.empty(2, dtype=torch.int64, device=query.device).view(torch.uint64)  # unused without dropout
             parts = (*parts, output, exponents, *lengths, 0.0, is_causal, states, torch.empty_like(states[:0]))
             gradients = function(*parts, scale=scale)
         case "efficient":
             function = aten._scaled_dot_product_efficient_attention_backward
             exponents = functional.pad(exponents, (0, -exponents.shape[-1] % 32), value=float("inf"))
             state = torch.empty((), dtype=torch.int64, device=query.device)
-            wanted = [True, True, True, False]
-            parts = (*parts, None, output, exponents, state, state, 0.0, wanted, is_causal)
+            needs_gradient = [True, True, True, False]
+            parts = (*parts, None, output, exponents, state, state, 0.0, needs_gradient, is_causal)
             gradients = function(*parts, scale=scale)
         case _:
             assert_never(kernel)
-    of_query, of_key, of_value = (part[..., :dim] for part in gradients[:3])
-    return of_query, _summed(of_key, groups), _summed(of_value, groups)
+    query_gradient, key_gradient, value_gradient = (part[..., :dim] for part in gradients[:3])
+    return query_gradient, _summed(key_gradient, groups), _summed(value_gradient, groups)
 
 
 def _prepared(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Repeats key and value heads where the kernel does not support groups, and pads head sizes."""
+    """Repeats key and value heads if the kernel does not support groups, and pads head sizes."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and kernel != "flash":
         key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
@@ -113,13 +117,13 @@ def _padded(kernel: Kernel, part: Tensor) -> Tensor:
 
 
 def _summed(part: Tensor, groups: int) -> Tensor:
-    """Sums [batch, heads, ...] -> [batch, groups, ...]."""
-    batch, heads, *rest = part.shape
-    return part if heads == groups else part.reshape(batch, groups, heads // groups, *rest).sum(2)
+    """Sums [batch, heads, ...] over the heads of each group, to [batch, groups, ...]."""
+    batch, heads, *further = part.shape
+    return part if heads == groups else part.reshape(batch, groups, heads // groups, *further).sum(2)
 
 
 class Visible(NamedTuple):
-    """The queries of a rank, from `query_start` on, that see keys of one rank, up to `key_end`."""
+    """Visibility between two ranks: queries from `query_start` on see keys before `key_end`."""
 
     query_start: int
     key_end: int
@@ -127,18 +131,18 @@ class Visible(NamedTuple):
 
 
 def visible(rank: int, holder: int, length: int) -> Visible:
-    """Returns which keys of `holder` the queries of `rank` see; each has two chunks, `length` positions."""
+    """Returns which keys of `holder` the queries of `rank` see; each rank has `length` positions in two chunks."""
     if rank == holder:
         return Visible(0, length, is_causal=True)
     return Visible(0, length // 2, False) if holder < rank else Visible(length // 2, length, False)
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
-    """Attends causally in rows that are zigzagged over a context-parallel group, [seq_local, batch, heads, dim].
+    """Attends causally in rows zigzagged over a context-parallel group, [seq_local, batch, heads, dim].
 
-    Costs cp - 1 hops of keys and values forward; in backward these again, and cp hops of their gradients.
+    Takes cp - 1 hops of keys and values in forward; the same in backward, and cp hops of their gradients.
     """
-    # [batch, heads, seq_local, dim], the form of kernels
+    # [batch, heads, seq_local, dim], as kernels expect
     parts = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
     output: Tensor = _RingAttention.apply(*parts, scale, group)  # type: ignore[no-untyped-call]
     return output.permute(2, 0, 1, 3)
@@ -151,10 +155,10 @@ class _RingAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros(query.shape, dtype=wide, device=query.device)
         exponents = torch.full(query.shape[:3], float("-inf"), dtype=wide, device=query.device)
-        for holder, held in _hops(torch.stack((key, value)), group):
+        for holder, key_value in _hops(torch.stack((key, value)), group):
             start, end, is_causal = visible(rank, holder, length)
-            found = attend(query[:, :, start:], held[0][:, :, :end], held[1][:, :, :end], scale, is_causal)
-            _merge(output[:, :, start:], exponents[:, :, start:], found)
+            part = attend(query[:, :, start:], key_value[0][:, :, :end], key_value[1][:, :, :end], scale, is_causal)
+            _merge(output[:, :, start:], exponents[:, :, start:], part)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, exponents)
         ctx.scale, ctx.group = scale, group
@@ -166,48 +170,48 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, output, exponents = ctx.saved_tensors
         rank, length = ctx.group.rank(), query.shape[2]
         wide = torch.promote_types(query.dtype, torch.float32)
-        of_query = torch.zeros(query.shape, dtype=wide, device=query.device)
-        # sent after the keys and values that it belongs to, one hop later, and one further: back to their rank
-        of_held = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
+        query_gradient = torch.zeros(query.shape, dtype=wide, device=query.device)
+        # follows its keys and values one hop later, and makes one more hop, back to their rank
+        key_value_gradient = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
         arriving = None
-        for holder, held in _hops(torch.stack((key, value)), ctx.group):
+        for holder, key_value in _hops(torch.stack((key, value)), ctx.group):
             start, end, is_causal = visible(rank, holder, length)
-            found = AttendedPart(output[:, :, start:], exponents[:, :, start:])
-            given = query[:, :, start:], held[0][:, :, :end], held[1][:, :, :end]
-            of_part = attend_backward(gradient[:, :, start:], given, found, ctx.scale, is_causal)
-            of_query[:, :, start:] += of_part[0]
+            attended = AttendedPart(output[:, :, start:], exponents[:, :, start:])
+            inputs = query[:, :, start:], key_value[0][:, :, :end], key_value[1][:, :, :end]
+            part_gradients = attend_backward(gradient[:, :, start:], inputs, attended, ctx.scale, is_causal)
+            query_gradient[:, :, start:] += part_gradients[0]
             if arriving is not None:
-                of_held = arriving.wait()
-            of_held[0, :, :, :end] += of_part[1]
-            of_held[1, :, :, :end] += of_part[2]
-            arriving = _Hop(of_held, ctx.group)
+                key_value_gradient = arriving.wait()
+            key_value_gradient[0, :, :, :end] += part_gradients[1]
+            key_value_gradient[1, :, :, :end] += part_gradients[2]
+            arriving = _Hop(key_value_gradient, ctx.group)
         assert arriving is not None
-        of_key, of_value = arriving.wait().to(key.dtype)
-        return of_query.to(query.dtype), of_key, of_value, None, None
+        key_gradient, value_gradient = arriving.wait().to(key.dtype)
+        return query_gradient.to(query.dtype), key_gradient, value_gradient, None, None
 
 
-def _merge(output: Tensor, exponents: Tensor, found: AttendedPart) -> None:
-    """Merges attention to further keys, in place; `exponents` are the log-sum-exps of the scores."""
-    together = torch.logaddexp(exponents, found.exponents)
-    output *= (exponents - together).exp().unsqueeze(-1)
-    output += found.output * (found.exponents - together).exp().unsqueeze(-1)
-    exponents.copy_(together)
+def _merge(output: Tensor, exponents: Tensor, part: AttendedPart) -> None:
+    """Merges attention to further keys into `output` and `exponents` (log-sum-exp of the scores), in place."""
+    merged = torch.logaddexp(exponents, part.exponents)
+    output *= (exponents - merged).exp().unsqueeze(-1)
+    output += part.output * (part.exponents - merged).exp().unsqueeze(-1)
+    exponents.copy_(merged)
 
 
-def _hops(own: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yields keys and values of all ranks with the rank that holds them, this one's own first."""
+def _hops(local: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Yields (rank, its keys and values) for all ranks, beginning with this one."""
     rank, size = group.rank(), group.size()
-    held = own
+    current = local
     for hop in range(size):
-        # begun before the caller computes with the current one
-        arriving = _Hop(held, group) if hop + 1 < size else None
-        yield (rank - hop) % size, held
+        # starts the next hop before the caller computes with the current tensor
+        arriving = _Hop(current, group) if hop + 1 < size else None
+        yield (rank - hop) % size, current
         if arriving is not None:
-            held = arriving.wait()
+            current = arriving.wait()
 
 
 class _Hop:
-    """A tensor on its way to the next rank, and that of the previous one on its way here."""
+    """A tensor on its way to the next rank, and the tensor of the previous rank on its way here."""
 
     def __init__(self, leaving: Tensor, group: dist.ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
@@ -216,11 +220,11 @@ class _Hop:
         self._arriving = torch.empty_like(self._leaving)
         sends = dist.P2POp(dist.isend, self._leaving, to, group)
         receives = dist.P2POp(dist.irecv, self._arriving, source, group)
-        # together, as NCCL needs it: one by one each rank would wait for the other to receive
+        # in one batch, since with NCCL each rank would otherwise wait for the other to receive
         self._works = dist.batch_isend_irecv([sends, receives])
 
     def wait(self) -> Tensor:
-        """Returns what has arrived; on a GPU the stream waits, not the host."""
+        """Returns the tensor of the previous rank; on a GPU the stream waits, not the host."""
         for work in self._works:
             work.wait()
         return self._arriving

@@ -1,11 +1,11 @@
-"""Rotary position embedding from explicit positions, and its frequencies with the scalings that extend a context.
+"""Rotary position embedding from explicit positions, and its frequencies with the scalings for long contexts.
 
-megatron-core derives positions from the length of the sequence and knows llama3 scaling only with fixed constants. Here
-the positions come with the batch (cut by the same index as the tokens, restarting at documents). Layers with a sliding
-window may have another base, as in Gemma-3.
+megatron-core derives positions from the sequence length and supports llama3 scaling only with fixed constants. Here the
+positions come with the batch (sliced like the tokens, restarting at documents). Layers with a sliding window may have
+another base, as in Gemma-3.
 
-Frequencies agree bit for bit in float32 with transformers 5.23 (`modeling_rope_utils.py`), because a converted model
-needs exactly the angles it was trained with; the order of operations below is part of that.
+Frequencies agree bit for bit in float32 with transformers 5.23 (`modeling_rope_utils.py`), since a converted model
+needs exactly the angles it was trained with; the order of operations below matters for that.
 """
 
 import math
@@ -22,8 +22,8 @@ from mtrain.core.layers.attention.key_set import window_of
 
 
 def inverse_frequencies(rope: RopeSection, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
-    """Returns the angle of each dimension pair per position, [head_dim / 2] on the CPU in radians, and the factor of
-    cos and sin, 1 except for yarn. `head_dim` counts the dimensions of a head that rotate."""
+    """Returns the angle per position of each pair of dimensions, [head_dim / 2] radians on the CPU, and the factor of
+    cos and sin, which is 1 except with yarn. `head_dim` counts the dimensions of a head that rotate."""
     if rope.scaling == "proportional":
         return _proportional(rope, head_dim, dtype), 1.0
     periods = rope.base ** (torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim)
@@ -41,13 +41,13 @@ def inverse_frequencies(rope: RopeSection, head_dim: int, dtype: torch.dtype = t
 
 
 def local_frequencies(rope: RopeSection, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Returns frequencies of layers with a sliding window where `rope.local_base` is set: never scaled."""
+    """Returns the frequencies of layers with a sliding window if `rope.local_base` is set; they are never scaled."""
     assert rope.local_base is not None
     return inverse_frequencies(RopeSection(base=rope.local_base), head_dim, dtype)[0]
 
 
 def _proportional(rope: RopeSection, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Returns the frequencies of whole heads for the first pairs, and 0 for the others."""
+    """Returns the frequencies of a whole head for the first pairs of dimensions, and 0 for all others."""
     num_pairs = int(rope.partial * head_dim // 2)
     rotated = 1.0 / (rope.base ** (torch.arange(0, 2 * num_pairs, 2, dtype=dtype, device="cpu") / head_dim))
     # divided last, as transformers rounds
@@ -55,7 +55,7 @@ def _proportional(rope: RopeSection, head_dim: int, dtype: torch.dtype) -> Tenso
 
 
 def _llama3(rope: RopeSection, frequencies: Tensor) -> Tensor:
-    """Divides slow rotations by the factor, keeps fast ones and interpolates between the two.
+    """Divides slow rotations by the factor, keeps fast ones, and interpolates between the two.
 
     Source: Llama 3.1 (Grattafiori et al. 2024), as released.
     """
@@ -65,7 +65,7 @@ def _llama3(rope: RopeSection, frequencies: Tensor) -> Tensor:
     is_fast = wavelengths < rope.original_max_positions / fast
     share = (rope.original_max_positions / wavelengths - slow) / (fast - slow)
     between = (1 - share) * frequencies / rope.factor + share * frequencies
-    # by wavelength, not by `share`, which leaves [0, 1] outside of the band
+    # selected by wavelength, since `share` leaves [0, 1] outside of the band
     return torch.where(is_slow, frequencies / rope.factor, torch.where(is_fast, frequencies, between))
 
 
@@ -86,21 +86,20 @@ def _yarn(rope: RopeSection, periods: Tensor, head_dim: int) -> Tensor:
 
 
 def _dimension_of(rotations: float, rope: RopeSection, head_dim: int) -> float:
-    """Returns the (fractional) dimension pair that makes this many rotations over the original context."""
+    """Returns the (fractional) pair of dimensions that makes this many rotations over the original context."""
     positions_per_radian = rope.original_max_positions / (rotations * 2 * math.pi)
     return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.base))
 
 
 def latent_softmax_scale(latent: LatentAttentionSection, rope: RopeSection) -> float:
-    """Returns the factor of the scores of latent attention, 1 / sqrt(query_head_dim): under yarn with mscale_all_dim
-    times the square of that magnitude, as only the rotary part of a head has the factor. Source: DeepSeek-V3's released
-    model."""
+    """Returns the softmax scale of latent attention, 1 / sqrt(query_head_dim), times the squared magnitude of yarn with
+    mscale_all_dim, since only the rotary part of a head has the factor. Source: DeepSeek-V3's released model."""
     magnitude = 1.0 if rope.mscale_all_dim is None else _yarn_magnitude(rope.factor, rope.mscale_all_dim)
     return magnitude**2 / math.sqrt(latent.query_head_dim)
 
 
 def _yarn_attention_factor(rope: RopeSection) -> float:
-    """Returns the configured factor, else DeepSeek's quotient of magnitudes, else 0.1 ln(factor) + 1 (paper)."""
+    """Returns the configured factor, else DeepSeek's quotient of magnitudes, else the paper's 0.1 ln(factor) + 1."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale is not None and rope.mscale_all_dim is not None:
@@ -113,21 +112,21 @@ def _yarn_magnitude(factor: float, coefficient: float) -> float:
 
 
 class Rotary(nn.Module):
-    """Angles by which the tokens at given positions are rotated.
+    """Angles by which tokens at given positions are rotated.
 
-    The frequencies are no buffer: rounded to a half-precision model's dtype, they would rotate a token at position 4095
-    by up to 7 radians too much.
+    The frequencies are not a buffer, which would be rounded to the dtype of a half-precision model and rotate a token
+    at position 4095 by up to 7 radians too much.
     """
 
     def __init__(self, inverse_frequencies: Tensor) -> None:
-        """Takes [head_dim / 2] frequencies, float32 or float64, as the angles will be."""
+        """Takes the frequencies, [head_dim / 2] in float32 or float64, the dtype of the angles."""
         super().__init__()
         self.inverse_frequencies = inverse_frequencies
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Returns angles, [seq_local, batch or 1, 1, head_dim], of the positions of this context-parallel rank's
+        """Returns angles, [seq_local, batch or 1, 1, head_dim], for the positions of this context-parallel rank's
         tokens, [batch or 1, seq_local] int64."""
-        # moves once, in the first forward pass
+        # moved once, in the first forward pass
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         # [seq_local, batch or 1, head_dim / 2]
         angles = positions.t().unsqueeze(-1).to(self.inverse_frequencies.dtype) * self.inverse_frequencies
@@ -136,7 +135,7 @@ class Rotary(nn.Module):
 
 
 class TwoBaseRotary(Rotary):
-    """The angles of both kinds of layer; each attention takes its own."""
+    """Angles for layers with and without a window; each attention selects its own (`take_angles_by_layer`)."""
 
     def __init__(self, inverse_frequencies: Tensor, windowed: Tensor) -> None:
         """Takes the frequencies of layers without and with a window, [head_dim / 2] each."""
@@ -145,35 +144,36 @@ class TwoBaseRotary(Rotary):
         self.num_global = 2 * len(inverse_frequencies)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Returns angles, those of global layers before those of windowed ones, whose heads may have another size:
-        [seq_local, batch or 1, 1, head_dim of the one + that of the other]."""
-        # the block passes one tensor of angles to all layers; each of them chooses
+        """Returns the angles of layers without a window, followed by those of layers with one, which may have another
+        head size: [seq_local, batch or 1, 1, both head_dims]."""
+        # concatenated, since the block passes one tensor of angles to all layers
         return torch.cat((super().forward(positions), self.windowed(positions)), dim=-1)
 
 
 class TemperedRotary(Rotary):
-    """Angles, and the factor of the queries next to them: the block passes one tensor to all layers.
+    """Angles, concatenated with the factors of queries, since the block passes one tensor to all layers.
 
     Source: transformers 5.24, modeling_ministral3.py, `get_llama_4_attn_scale`.
     """
 
     def __init__(self, inverse_frequencies: Tensor, rope: RopeSection) -> None:
-        """Takes [head_dim / 2] frequencies, and the section with the coefficient and the original length."""
+        """Takes the frequencies, [head_dim / 2], and the section with the coefficient and the original length."""
         super().__init__(inverse_frequencies)
         self._coefficient, self._length = rope.attention_temperature, rope.original_max_positions
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Returns angles and a factor, [seq_local, batch or 1, 1, head_dim + 1]; takes what `Rotary` does."""
-        # whole times that the original length has passed: exact, where a quotient in float32 may round up
+        """Returns angles and a factor, [seq_local, batch or 1, 1, head_dim + 1]; the positions are those of
+        `Rotary`."""
+        # how many times the original length fits into the position, in integers, since a float32 quotient may round up
         passed = positions.t().div(self._length, rounding_mode="floor").to(self.inverse_frequencies.dtype)
         factor = 1 + self._coefficient * torch.log1p(passed)
         return torch.cat((super().forward(positions), factor[..., None, None]), dim=-1)
 
 
 def take_angles_by_layer(model: nn.Module, rotary: TwoBaseRotary) -> None:
-    """Makes every self-attention of a model take the part of a TwoBaseRotary's angles that its window needs."""
+    """Makes every self-attention of a model select its part of the angles of a TwoBaseRotary."""
 
-    def take_own(
+    def select_angles(
         attention: SelfAttention, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         windowed = window_of(attention.config, attention.layer_number) is not None
@@ -182,13 +182,13 @@ def take_angles_by_layer(model: nn.Module, rotary: TwoBaseRotary) -> None:
 
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            # a hook on the module's call also runs when the layer is recomputed
-            module.register_forward_pre_hook(take_own, with_kwargs=True)
+            # a hook of the module also runs when the layer is recomputed
+            module.register_forward_pre_hook(select_angles, with_kwargs=True)
 
 
 def angle_parts(angles: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Returns the first `size` numbers of each position and the others, the same tensors for all layers of a
-    microbatch, which cache on them (`rotations_of`)."""
+    """Returns the first `size` numbers of each position and all others; the same tensors for all layers of a
+    microbatch, so that `rotations_of` can cache on them."""
     known: tuple[Tensor, Tensor] | None = getattr(angles, "known_parts", None)
     if known is None:
         known = angles[..., :size], angles[..., size:]

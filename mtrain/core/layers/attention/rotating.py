@@ -1,7 +1,8 @@
 """Rotates queries and keys by their angles, in megatron-core's self-attention.
 
-megatron-core's own takes cosine and sine of all angles in every layer. On a CPU the positions of a head are contiguous
-in the result: attention reads one head at a time, and rows a power of two apart would collide in the cache.
+megatron-core itself computes cosine and sine of all angles anew in every layer. On a CPU the result has the positions
+of a head contiguous in memory, since attention reads one head at a time, and rows a power of two apart would collide in
+the cache.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from mtrain.core.layers.attention.rotary import angle_parts
 
 
 class Rotations(NamedTuple):
-    """Cosine and sine of angles with two equal halves, times a factor; [seq, batch or 1, 1, 2 r] each, in the dtype of
+    """Cosine and sine of angles with two equal halves, times a factor; both [seq, batch or 1, 1, 2 r], in the dtype of
     the heads."""
 
     cosine: Tensor
@@ -25,9 +26,9 @@ class Rotations(NamedTuple):
 
 
 def rotations_of(angles: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rotations:
-    """Computes cosine and sine of [seq, batch or 1, 1, 2 r] float32 radians in the dtype of the heads, times a factor,
-    once for all layers of a microbatch, which get the same tensor of angles."""
-    # stored on the tensor itself, which all layers receive: it lives as long as the microbatch
+    """Computes cosine and sine, times a factor and in the dtype of the heads, of [seq, batch or 1, 1, 2 r] float32
+    radians; once for all layers of a microbatch, which get the same tensor of angles."""
+    # cached on the tensor itself, which all layers receive and which lives as long as the microbatch
     known: Rotations | None = getattr(angles, "known_rotations", None)
     if known is None or known.cosine.dtype != dtype:
         cosine, sine = angles.cos(), angles.sin()
@@ -39,20 +40,20 @@ def rotations_of(angles: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Rot
 
 
 def rotated_as_rounded(heads: Tensor, rotations: Rotations) -> Tensor:
-    """Rotates like `rotated`, by the very operations of megatron-core and transformers, which round each product."""
+    """Rotates like `rotated`, but by the operations of megatron-core and transformers, which round each product."""
     size = rotations.cosine.shape[-1]
-    rotary, rest = heads[..., :size], heads[..., size:]
+    rotary, unrotated = heads[..., :size], heads[..., size:]
     first, second = rotary.chunk(2, dim=-1)
     rotary = rotary * rotations.cosine + torch.cat((-second, first), dim=-1) * rotations.sine
-    return torch.cat((rotary, rest), dim=-1) if rest.shape[-1] else rotary
+    return torch.cat((rotary, unrotated), dim=-1) if unrotated.shape[-1] else rotary
 
 
 @region(activations=1)
 def rotated(heads: Tensor, rotations: Rotations) -> Tensor:
-    """Rotates dimension i of the first 2 r of each head with i + r; heads are [seq, batch, heads, head_dim].
+    """Rotates dimensions i and i + r of the first 2 r of each head; heads are [seq, batch, heads, head_dim].
 
-    Costs one new tensor and three passes forward, the same backward; keeps nothing but the rotations that all heads
-    share. megatron-core's own (rope_utils.py, `_apply_rotary_pos_emb_bshd`) makes seven passes and five tensors.
+    Takes one new tensor and three passes in forward, and the same in backward; saves only the rotations, which all
+    heads share. megatron-core's rope_utils.py, `_apply_rotary_pos_emb_bshd`, takes seven passes and five tensors.
     """
     if torch.compiler.is_compiling():
         output = rotated_as_rounded(heads, rotations)
@@ -64,15 +65,14 @@ def rotated(heads: Tensor, rotations: Rotations) -> Tensor:
 
 @region(activations=1)
 def split_and_rotated(mixed: Tensor, rotations: Rotations) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits the output of a projection, [seq, batch, groups, n + 2, head_dim]: of each group n queries, a key and a
-    value.
+    """Splits the output of a projection, [seq, batch, groups, n + 2, head_dim], into n queries, a key and a value for
+    each group, and rotates queries and keys like `rotated`.
 
-    Queries and keys are rotated as by `rotated`. Each part is written once where attention reads it, and its gradient
-    once where the projection does: megatron-core copies the queries before the rotation, and in backward joins the
-    gradients.
+    Writes each part once, where attention reads it, and each gradient once, where the projection reads it;
+    megatron-core copies the queries before the rotation, and concatenates the gradients in backward.
 
     Returns:
-        [seq, batch, groups * n, head_dim] and twice [seq, batch, groups, head_dim].
+        Queries, [seq, batch, groups * n, head_dim], keys and values, both [seq, batch, groups, head_dim].
     """
     if torch.compiler.is_compiling():
         query, key, value = mixed[..., :-2, :].flatten(2, 3), mixed[..., -2, :], mixed[..., -1, :]
@@ -93,7 +93,7 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
         output = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        _rotate(gradient, cosine, sine, -1.0, output)  # the transpose of a rotation turns back
+        _rotate(gradient, cosine, sine, -1.0, output)  # the transpose of a rotation is its inverse
         return output, None, None
 
 
@@ -127,16 +127,16 @@ def _by_group(query: Tensor, groups: int) -> Tensor:
 
 
 def _heads_first(like: Tensor, num_heads: int) -> Tensor:
-    """Allocates [seq, batch, num_heads, head_dim] with the positions of a head one after the other."""
+    """Allocates [seq, batch, num_heads, head_dim] with the positions of a head contiguous in memory."""
     seq, batch, size = *like.shape[:2], like.shape[-1]
     return torch.empty(batch, num_heads, seq, size, dtype=like.dtype, device=like.device).permute(2, 0, 1, 3)
 
 
 def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float, output: Tensor) -> None:
-    """Rotates by the angle times the sign, into `output`."""
+    """Rotates by the angles times the sign, into `output`."""
     size = cosine.shape[-1] // 2
     first, second, sine = heads[..., :size], heads[..., size : 2 * size], sine[..., :size]
-    # the whole rotary part at once: halves alone are half as long a range of memory
+    # the whole rotary part at once, since each half is only half as long a range of memory
     torch.mul(heads[..., : 2 * size], cosine, out=output[..., : 2 * size])
     output[..., :size].addcmul_(second, sine, value=-sign)
     output[..., size : 2 * size].addcmul_(first, sine, value=sign)
@@ -145,7 +145,7 @@ def _rotate(heads: Tensor, cosine: Tensor, sine: Tensor, sign: float, output: Te
 
 
 def _is_exact(heads: Tensor) -> bool:
-    """Says whether `rotated` applies; in half precision sums are rounded where megatron-core and transformers do."""
+    """Says whether `rotated` may be used; half precision needs the rounding of megatron-core and transformers."""
     return heads.device.type == "cpu" and heads.dtype.itemsize >= 4
 
 
@@ -155,18 +155,18 @@ def is_rotated(attention: SelfAttention) -> bool:
     return not (without and without[attention.layer_number - 1])
 
 
-def grown(heads: Tensor, size: int, factor: float) -> Tensor:
-    """Multiplies the first dimensions of heads, which will rotate, by the factor that cosine and sine lack then."""
+def with_rotation_factor(heads: Tensor, size: int, factor: float) -> Tensor:
+    """Multiplies the first `size` dimensions of heads, which rotate next, by the factor of cosine and sine."""
     return torch.cat((heads[..., :size] * factor, heads[..., size:]), dim=-1)
 
 
 class RotatingAttention(SelfAttention):
-    """Self-attention of grouped queries."""
+    """Grouped-query self-attention that rotates queries and keys itself."""
 
     compiles_regions = False
 
     _angles: Tensor | None = None
-    """Angles of the current call, where queries and keys are rotated here."""
+    """Angles of the current call; None if queries and keys are not rotated here."""
     rotation_factor = 1.0
     """Factor of cosine and sine."""
     rotary_size = 0
@@ -179,7 +179,7 @@ class RotatingAttention(SelfAttention):
 
         Angles are [seq_local, batch or 1, 1, 2 r] in radians, float32, the second half equal to the first.
         """
-        if torch.compiler.is_compiling():  # fuses by itself
+        if torch.compiler.is_compiling():  # the compiler fuses megatron-core's rotation
             return super().forward(hidden_states, *arguments, rotary_pos_emb=rotary_pos_emb, **options)
         self._angles = rotary_pos_emb if is_rotated(self) else None
         try:
@@ -189,13 +189,15 @@ class RotatingAttention(SelfAttention):
         return output
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-        """Returns what megatron-core's method does; rotated, where `forward` has left that to it."""
+        """Returns the result of megatron-core's method, rotated if `forward` has deferred that to this method."""
         if self._angles is None:
-            query, key, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
+            query, key, *further = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
             if torch.compiler.is_compiling() and is_rotated(self) and self.rotation_factor != 1:
-                # megatron-core rotates them next, without a factor
-                query, key = (grown(heads, self.rotary_size, self.rotation_factor) for heads in (query, key))
-            return query, key, *others
+                # megatron-core rotates next, without a factor
+                query, key = (
+                    with_rotation_factor(heads, self.rotary_size, self.rotation_factor) for heads in (query, key)
+                )
+            return query, key, *further
         is_taken = self.compiles_regions or _is_exact(hidden_states)
         if is_taken and self._is_plainly_split:
             mixed, _ = self.linear_qkv(hidden_states)
@@ -203,11 +205,11 @@ class RotatingAttention(SelfAttention):
             rotations = rotations_of(self._angles, mixed.dtype, self.rotation_factor)
             split = split_and_rotated.compiled_if(self.compiles_regions)
             return split(mixed.view(*mixed.shape[:2], *shape), rotations)
-        query, key, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
-        return *self.rotated_here(query, key), *others
+        query, key, *further = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
+        return *self.rotated_here(query, key), *further
 
     def rotated_here(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates queries and keys, where `forward` has left that to this module."""
+        """Rotates queries and keys if `forward` has deferred that to this module."""
         if self._angles is None:
             return query, key
         rotations = rotations_of(self._angles, query.dtype, self.rotation_factor)
@@ -217,14 +219,14 @@ class RotatingAttention(SelfAttention):
         return rotated_as_rounded(query, rotations), rotated_as_rounded(key, rotations)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Multiplies [seq, batch, heads_local * head_dim] by the sigmoid of a gate; float64 stays so, unlike in
-        megatron-core's method."""
+        """Multiplies [seq, batch, heads_local * head_dim] by the sigmoid of a gate; unlike megatron-core's method,
+        keeps float64."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return (x * gate.reshape(x.shape).to(wide).sigmoid()).to(x.dtype)
 
     @property
     def _is_plainly_split(self) -> bool:
-        """Says whether the projection holds this rank's queries, keys and values and rotation comes next."""
+        """Says whether the projection yields just this rank's queries, keys and values, and rotation comes next."""
         norms = self.q_layernorm, self.k_layernorm
         has_own_groups = self.config.num_query_groups >= self.world_size
         is_gated = self.config.attention_output_gate
@@ -232,7 +234,7 @@ class RotatingAttention(SelfAttention):
 
 
 class TemperedAttention(RotatingAttention):
-    """Self-attention whose queries grow with their position: a factor multiplies each after its rotation."""
+    """Self-attention that multiplies each query, after its rotation, by a factor that grows with the position."""
 
     _factor: Tensor | None = None
     """Factor of the current call, [seq, batch or 1, 1, 1]."""
@@ -240,7 +242,7 @@ class TemperedAttention(RotatingAttention):
     def forward(
         self, hidden_states: Tensor, *arguments: Any, rotary_pos_emb: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends like `RotatingAttention`, which describes the arguments; angles are those of a TemperedRotary."""
+        """Attends like `RotatingAttention`, which describes the arguments; the angles come from a TemperedRotary."""
         assert rotary_pos_emb is not None
         angles, self._factor = angle_parts(rotary_pos_emb, -1)
         try:
@@ -249,7 +251,7 @@ class TemperedAttention(RotatingAttention):
             self._factor = None
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-        """Returns what `RotatingAttention` does, queries times their factor."""
+        """Returns the result of `RotatingAttention`, with queries multiplied by their factor."""
         assert self._factor is not None
-        query, *others = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
-        return query * self._factor.to(query.dtype), *others
+        query, *further = super().get_query_key_value_tensors(hidden_states, *arguments, **options)
+        return query * self._factor.to(query.dtype), *further

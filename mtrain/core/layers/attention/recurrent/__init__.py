@@ -1,1 +1,1 @@
-"""What layers with a state of fixed size share: a short convolution, states by chunk, parts of rows, generation."""
+"""Shared code of layers with a recurrent state: convolution, states by chunk, context parallelism, generation."""

@@ -1,10 +1,10 @@
-"""Convolution and states of a layer's heads, exact under context parallelism and while text is generated.
+"""Convolution and recurrent states of a layer, exact under context parallelism and in generation.
 
-Under context parallelism a rank holds the parts r and 2 cp - 1 - r of every row (zigzag). Ulysses exchanges sequence
-for heads where its ranks divide the key heads, and whole rows are computed. Everywhere else states are passed: a part
-turns the state S before it into carrying @ S + update, whatever S is. Ranks collect these maps of all parts, apply
-those before their own, and compute from the resulting states; a part with a document's start carries nothing. The
-convolution needs the last inputs of the part before, which are collected likewise.
+Under context parallelism a rank holds parts r and 2 cp - 1 - r of every row (zigzag). If cp divides the key heads,
+Ulysses exchanges sequence for heads and computes whole rows. Otherwise ranks pass states: each part maps the state S
+before it to carrying @ S + update. Ranks gather these maps of all parts, apply those before their own parts, and
+compute from the resulting states; a part in which a document starts carries nothing. The convolution needs the last
+inputs of the part before, which are gathered as well.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def causal_convolution(
     bias: Tensor | None = None,
     document_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Convolves every channel of x, [seq, batch, channels], and applies silu; what is before a token's document counts
-    as 0.
+    """Convolves every channel and applies silu; inputs before the document of a token count as 0.
 
     Args:
-        state: [kernel - 1, batch, channels] inputs before the first token; None: 0.
-        weight: [channels, kernel]; the last column is that of the token itself.
-        bias: [channels] added before silu; None: 0.
+        x: Inputs, [seq, batch, channels].
+        state: Inputs before the first token, [kernel - 1, batch, channels]; None: 0.
+        weight: Weights, [channels, kernel]; the last column belongs to the token itself.
+        bias: Bias added before silu, [channels]; None: 0.
         document_starts: Starts as in `delta_rule`.
 
     Returns:
@@ -49,23 +49,23 @@ def causal_convolution(
     seq, kernel = len(x), weight.shape[1]
     before = x.new_zeros(kernel - 1, *x.shape[1:]) if state is None else state
     inputs = torch.cat((before, x))
-    # summed in float32, as kernels for half precision do
+    # summed in float32, like kernels for half precision
     taps = widened(weight).unbind(1)
     total = x * taps[-1] if bias is None else torch.addcmul(bias.to(taps[-1].dtype), x, taps[-1])
-    places = torch.arange(seq, device=x.device)
+    positions = torch.arange(seq, device=x.device)
     for back in range(1, kernel):
-        # masked after the product: backward then needs the inputs only, of which this is a view
+        # masked after the product, so that backward needs only the inputs, and these are a view
         product = inputs[kernel - 1 - back : kernel - 1 - back + seq] * taps[kernel - 1 - back]
         if document_starts is not None:
-            is_inside = document_starts.to(x.device) <= places - back
+            is_inside = document_starts.to(x.device) <= positions - back
             product = torch.where(is_inside.T.unsqueeze(-1), product, 0)
         total = total + product
     return functional.silu(total.to(x.dtype)), inputs[seq:]
 
 
 class Convolution(DividedModule):
-    """Weights of a causal convolution, each channel by itself; a call returns them for the core, which convolves after
-    the exchange of context parallelism."""
+    """Weights of a depthwise causal convolution; a call returns them for the core, which convolves after the exchange
+    of context parallelism."""
 
     divided_axes = MappingProxyType({"weight": 0, "bias": 0})
     bias: nn.Parameter | None
@@ -73,9 +73,9 @@ class Convolution(DividedModule):
     def __init__(
         self, config: TransformerConfig, channels: int, kernel: int, tp: dist.ProcessGroup, has_bias: bool = False
     ) -> None:
-        """Builds this rank's channels, each of which sees `kernel` tokens."""
+        """Builds the weights of this rank's channels for a window of `kernel` tokens."""
         super().__init__(config, tp)
-        # with an axis of one input, as torch's Conv1d has it
+        # with an axis of length 1, as in torch's Conv1d
         self.weight = divided_parameter(config, torch.empty(channels, 1, kernel))
         if has_bias:
             self.bias = divided_parameter(config, torch.zeros(channels))
@@ -83,72 +83,71 @@ class Convolution(DividedModule):
             self.register_parameter("bias", None)
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        """Returns [channels, kernel], and [channels] or no bias.
+        """Returns the weight, [channels, kernel], and the bias, [channels] or None.
 
-        megatron-core waits for an overlapped gathering before the call of the module that owns the parameter, see
-        `KeyValueProjection`.
+        A call is necessary, see `KeyValueProjection`.
         """
-        with torch.enable_grad():  # a compiled region asks whether the weight learns, also in passes without a graph
+        with torch.enable_grad():  # even in passes without a graph, since compiled regions check whether weights train
             return self.weight.squeeze(1), self.bias
 
 
 @dataclass(frozen=True)
-class Places:
-    """Positions of the tokens of a pass if each sequence has its own row, right-aligned."""
+class RowAlignment:
+    """Arrangement of the tokens of a generation pass as rows, one per sequence, right-aligned."""
 
     sequences: Tensor
-    """[rows] sequence of each row."""
+    """Sequence of each row, [rows]."""
     row: Tensor
-    """[tokens] row of each token."""
-    place: Tensor
-    """[tokens] its index in the row."""
+    """Row of each token, [tokens]."""
+    index: Tensor
+    """Index of each token in its row, [tokens]."""
     length: int
 
     def as_rows(self, tokens: Tensor) -> Tensor:
-        """[tokens, 1, ...] -> [length, rows, ...]. Zeros fill the rows in front, as what is before a sequence."""
+        """Turns [tokens, 1, ...] into [length, rows, ...], with zeros in front of shorter sequences."""
         rows = tokens.new_zeros(self.length, len(self.sequences), *tokens.shape[2:])
-        rows[self.place, self.row] = tokens[:, 0]
+        rows[self.index, self.row] = tokens[:, 0]
         return rows
 
     def as_tokens(self, rows: Tensor) -> Tensor:
-        """[length, rows, ...] -> [tokens, 1, ...]."""
-        return rows[self.place, self.row].unsqueeze(1)
+        """Turns [length, rows, ...] into [tokens, 1, ...]."""
+        return rows[self.index, self.row].unsqueeze(1)
 
 
 class Memory:
-    """The convolution's last inputs and the state of each sequence, of one layer on this rank."""
+    """Last inputs of the convolution, and state, of each sequence during generation; for one layer on this rank."""
 
     def __init__(self, reading: CachedPass) -> None:
         self._reading = reading
         self._window: Tensor | None = None
-        """[kernel - 1, sequences, channels]"""
+        """Last inputs, [kernel - 1, sequences, channels]."""
         self._state: Tensor | None = None
-        """[sequences, value_heads, key_dim, value_dim]"""
+        """States, [sequences, value_heads, key_dim, value_dim]."""
 
-    def places(self) -> Places:
-        """Returns the places of the tokens of this pass."""
+    def alignment(self) -> RowAlignment:
+        """Returns the arrangement of the tokens of this pass."""
         reading = self._reading
         sequences, row, counts = torch.unique(reading.sequences, return_inverse=True, return_counts=True)
-        if not reading.of_prompts:  # one token each; those that only pad a row share one
-            return Places(sequences, row, torch.zeros_like(row), 1)
+        if not reading.of_prompts:  # one token per sequence; tokens that only pad a row share a position
+            return RowAlignment(sequences, row, torch.zeros_like(row), 1)
         length = int(counts.max())
-        return Places(sequences, row, length - counts[row] + reading.positions, length)
+        return RowAlignment(sequences, row, length - counts[row] + reading.positions, length)
 
-    def before(self, places: Places) -> tuple[Tensor | None, Tensor | None]:
-        """Returns what is before the tokens: inputs, [kernel - 1, rows, channels], and states, [rows, value_heads,
-        key_dim, value_dim]; None: sequences begin here."""
+    def before(self, alignment: RowAlignment) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the inputs before the tokens, [kernel - 1, rows, channels], and the states before them, [rows,
+        value_heads, key_dim, value_dim]; both None if sequences start in this pass."""
         if self._reading.of_prompts or self._window is None or self._state is None:
             return None, None
-        return self._window[:, places.sequences], self._state[places.sequences]
+        return self._window[:, alignment.sequences], self._state[alignment.sequences]
 
-    def keep(self, places: Places, window: Tensor, state: Tensor) -> None:
-        """Keeps what is after the tokens, in the shapes of `before`."""
+    def keep(self, alignment: RowAlignment, window: Tensor, state: Tensor) -> None:
+        """Stores the last inputs and the states after the tokens, in the shapes of `before`."""
         count = self._reading.capacity[0]
         if self._window is None or self._state is None:
             self._window = window.new_zeros(len(window), count, *window.shape[2:])
             self._state = state.new_zeros(count, *state.shape[1:])
-        self._window[:, places.sequences] = window
-        self._state[places.sequences] = state
+        self._window[:, alignment.sequences] = window
+        self._state[alignment.sequences] = state
 
 
 class Heads(NamedTuple):
@@ -161,15 +160,15 @@ class Heads(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Channels of a key head: its query, its key and the values that it serves."""
+        """Number of channels per key head: its query, its key and the values of its value heads."""
         return 2 * self.key_dim + self.value_heads // self.key_heads * self.value_dim
 
 
 class Inputs(NamedTuple):
-    """What tokens give to a core; channels are grouped by key head: query, key, values."""
+    """Inputs of a core; channels are grouped by key head: query, key, values."""
 
     mixed: Tensor
-    """[seq, batch, key_heads x channels] before the convolution."""
+    """Inputs of the convolution, [seq, batch, key_heads x channels]."""
     log_decay: Tensor
     """[seq, batch, value_heads], float32 or float64."""
     beta: Tensor
@@ -177,14 +176,14 @@ class Inputs(NamedTuple):
 
 
 class CoreParameters(NamedTuple):
-    """Parameters of a core, of the heads that compute."""
+    """Parameters of a core for the heads that this rank computes."""
 
     weight: Tensor
-    """[key_heads x channels, kernel] of the convolution."""
+    """Weight of the convolution, [key_heads x channels, kernel]."""
     bias: Tensor | None
-    """[key_heads x channels] of the convolution."""
+    """Bias of the convolution, [key_heads x channels]."""
     skip: Tensor | None
-    """[value_heads] factors with which values are added to the outputs."""
+    """Factors with which values are added to the outputs, [value_heads]."""
 
     @torch.enable_grad()  # as in `Convolution.forward`
     def of_part(self, part: int, count: int) -> CoreParameters:
@@ -193,30 +192,36 @@ class CoreParameters(NamedTuple):
 
 
 class RecurrentCore(nn.Module, Remembering):
-    """What replaces core attention in a layer with a state; it has no parameters. Subclasses define how tokens change
-    it."""
+    """Replacement of core attention in a layer with a recurrent state; has no parameters. Subclasses define how tokens
+    change the state."""
 
     compiles_regions = False
     memory: Memory | None = None
-    """States during generation. Every context-parallel rank then reads whole rows of different sequences."""
+    """States during generation, when every context-parallel rank reads whole rows of different sequences."""
 
     def __init__(self, heads: Heads, cp: dist.ProcessGroup, cp_comm_type: str | None, chunk: int = 64) -> None:
-        """Takes the heads of this rank of TP, megatron-core's name of how context-parallel ranks attend, and the number
-        of tokens of a chunk."""
+        """Makes a core.
+
+        Args:
+            heads: Heads of this tensor-parallel rank.
+            cp: Context-parallel group.
+            cp_comm_type: megatron-core's name of the kind of context parallelism.
+            chunk: Number of tokens of a chunk.
+        """
         super().__init__()
         self.heads, self.cp, self.chunk, self.exchange = heads, cp, chunk, Exchanged(cp)
         self.exchanges_heads = cp_comm_type == "a2a" and heads.key_heads % cp.size() == 0
 
     def chunks(self, tokens: Projected, document_starts: Tensor | None) -> Chunks:
-        """Returns the effect of the chunks of rows on states; `document_starts` as in `causal_convolution`."""
+        """Returns the effect of each chunk of the rows on states; `document_starts` as in `delta_rule`."""
         raise NotImplementedError
 
     def outputs(self, tokens: Projected, document_starts: Tensor | None, skip: Tensor | None) -> Tensor:
-        """Returns what whole rows read from states that are empty before them; see `applied`."""
+        """Returns the outputs of whole rows, starting from empty states; see `applied`."""
         return applied(self.chunks(tokens, document_starts), tokens.value, None, skip)[0]
 
     def remember(self, reading: CachedPass | None) -> None:
-        """Keeps a state and the convolution's last inputs of each sequence."""
+        """Starts to store the states and last inputs of sequences; stops if `reading` is None."""
         self.memory = None if reading is None else Memory(reading)
 
     def forward(
@@ -229,36 +234,43 @@ class RecurrentCore(nn.Module, Remembering):
         bias: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Convolves [seq_local, batch, key_heads_local x channels] `mixed` inputs, and carries states inside documents.
+        """Convolves the inputs, and carries states inside documents.
 
-        Log decays and steps (beta) are [seq_local, batch, value_heads_local]; `document_starts` are those of full rows,
-        see `key_set`; weight, bias and skip are described by `CoreParameters`.
+        Args:
+            mixed: See `Inputs`, as for log_decay and beta; all are of this rank's tokens and heads.
+            weight: See `CoreParameters`, as for bias and skip.
+            log_decay: See `Inputs`.
+            beta: See `Inputs`.
+            document_starts: Starts of documents in full rows, see `key_set`.
+            bias: See `CoreParameters`.
+            skip: See `CoreParameters`.
 
         Returns:
             [seq_local, batch, value_heads_local x value_dim].
         """
-        inputs, held = Inputs(mixed, log_decay, beta), CoreParameters(weight, bias, skip)
+        inputs, parameters = Inputs(mixed, log_decay, beta), CoreParameters(weight, bias, skip)
         if self.memory is not None:
-            return self._generated(self.memory, inputs, held).flatten(2)
-        return self._computed(inputs, held, document_starts).flatten(2)
+            return self._generated(self.memory, inputs, parameters).flatten(2)
+        return self._computed(inputs, parameters, document_starts).flatten(2)
 
-    def _computed(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
-        """Computes [seq_local, batch, value_heads_local, value_dim] as this rank's group of CP can."""
+    def _computed(self, inputs: Inputs, parameters: CoreParameters, document_starts: Tensor | None) -> Tensor:
+        """Computes [seq_local, batch, value_heads_local, value_dim] by the kind of context parallelism that applies."""
         if self.cp.size() == 1:
-            return self._whole_rows(inputs, held, document_starts)
+            return self._whole_rows(inputs, parameters, document_starts)
         if self.exchanges_heads:
-            return self._with_own_heads(inputs, held, document_starts)
-        return self._with_states_of_parts(inputs, held, document_starts)
+            return self._with_exchanged_heads(inputs, parameters, document_starts)
+        return self._with_passed_states(inputs, parameters, document_starts)
 
-    def _whole_rows(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
-        """Computes rows from their first tokens on; the heads may be fewer than a rank's."""
+    def _whole_rows(self, inputs: Inputs, parameters: CoreParameters, document_starts: Tensor | None) -> Tensor:
+        """Computes whole rows; the heads may be a part of this rank's."""
         convolve = causal_convolution.compiled_if(self.compiles_regions)
-        convolved, _ = convolve(inputs.mixed, None, held.weight, held.bias, document_starts)
+        convolved, _ = convolve(inputs.mixed, None, parameters.weight, parameters.bias, document_starts)
         tokens = self._tokens(convolved, inputs)
-        return self.outputs(tokens, document_starts, held.skip)
+        return self.outputs(tokens, document_starts, parameters.skip)
 
     def _tokens(self, convolved: Tensor, inputs: Inputs) -> Projected:
-        """Cuts the convolution's output into heads, [seq, batch, heads, dim]; the heads may be fewer than a rank's."""
+        """Splits the output of the convolution into heads, [seq, batch, heads, dim], which may be a part of this
+        rank's."""
         heads = self.heads
         groups = torch.unflatten(convolved, -1, (-1, heads.channels))
         query, key, values = torch.split(
@@ -267,83 +279,86 @@ class RecurrentCore(nn.Module, Remembering):
         values = values.reshape(*values.shape[:2], -1, heads.value_dim)
         return Projected(query, key, values, inputs.log_decay, inputs.beta)
 
-    def _with_own_heads(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
-        """Computes whole rows of a part of the heads: two all-to-alls over CP before, and one after; the same again in
+    def _with_exchanged_heads(
+        self, inputs: Inputs, parameters: CoreParameters, document_starts: Tensor | None
+    ) -> Tensor:
+        """Computes whole rows of a part of the heads. Two all-to-alls over CP before and one after, and the same in
         backward."""
         key_heads, to_heads = self.heads.key_heads, self.exchange.to_heads
         mixed = to_heads(torch.unflatten(inputs.mixed, -1, (key_heads, -1)))
-        # not together with the first, whose precision may be half
+        # not in the first exchange, which may be in half precision
         rates = torch.stack((inputs.log_decay, inputs.beta.to(inputs.log_decay.dtype)), dim=-1)
         rates = to_heads(torch.unflatten(rates.flatten(2), -1, (key_heads, -1)))
         log_decay, beta = torch.unflatten(rates.flatten(2), -1, (-1, 2)).unbind(-1)
-        own = held.of_part(self.cp.rank(), self.cp.size())
-        output = self._whole_rows(Inputs(mixed.flatten(2), log_decay, beta), own, document_starts)
+        local_parameters = parameters.of_part(self.cp.rank(), self.cp.size())
+        output = self._whole_rows(Inputs(mixed.flatten(2), log_decay, beta), local_parameters, document_starts)
         return self.exchange.to_sequence(output)
 
-    def _with_states_of_parts(self, inputs: Inputs, held: CoreParameters, document_starts: Tensor | None) -> Tensor:
-        """Computes this rank's two parts of every row from the states before them: two all-gathers over CP, of inputs
-        of the convolution and of maps of states; in backward a reduce-scatter for each."""
+    def _with_passed_states(self, inputs: Inputs, parameters: CoreParameters, document_starts: Tensor | None) -> Tensor:
+        """Computes this rank's two parts of every row from the states before them. Two all-gathers over CP, of inputs
+        of the convolution and of maps of states, each with a reduce-scatter in backward."""
         parts = Inputs._make(_parts_as_rows(values) for values in inputs)
         length = len(parts.mixed)
         starts = document_starts
         if starts is not None:
-            # counted from a part's own first token: negative where the document starts before it
-            starts = torch.cat([starts[:, part * length :][:, :length] - part * length for part in self._own_parts])
-        window = self._inputs_before(parts.mixed, held.weight.shape[1] - 1)
+            # relative to the first token of each part, so negative if the document starts before it
+            starts = torch.cat([starts[:, part * length :][:, :length] - part * length for part in self._local_parts])
+        window = self._inputs_before(parts.mixed, parameters.weight.shape[1] - 1)
         convolve = causal_convolution.compiled_if(self.compiles_regions)
-        convolved, _ = convolve(parts.mixed, window, held.weight, held.bias, starts)
+        convolved, _ = convolve(parts.mixed, window, parameters.weight, parameters.bias, starts)
         tokens = self._tokens(convolved, parts)
         chunks = self.chunks(tokens, starts)
-        output, _ = applied(chunks, tokens.value, self._states_before(transition(chunks)), held.skip)
+        output, _ = applied(chunks, tokens.value, self._states_before(transition(chunks)), parameters.skip)
         return _parts_apart(output).flatten(0, 1)
 
     def _inputs_before(self, mixed: Tensor, count: int) -> Tensor:
-        """Returns the last `count` inputs before each of this rank's parts, 0 before the row: [count, 2 x batch,
-        channels] of [length, 2 x batch, channels]. One all-gather over CP."""
-        # parts shorter than the window: it then reaches over several of them
+        """Returns the last `count` inputs before each of this rank's parts (0 before the row), [count, 2 x batch,
+        channels], from its inputs, [length, 2 x batch, channels]. One all-gather over CP."""
+        # parts may be shorter than the window, which then reaches over several of them
         size = min(count, len(mixed))
         ends = self._collected(_parts_apart(mixed[len(mixed) - size :]))
         # [count + 2 cp x size, batch, channels]
         ends = functional.pad(ends.flatten(0, 1), (0, 0, 0, 0, count, 0))
-        return torch.cat([ends[part * size :][:count] for part in self._own_parts], dim=1)
+        return torch.cat([ends[part * size :][:count] for part in self._local_parts], dim=1)
 
     def _states_before(self, maps: Tensor) -> Tensor:
-        """Returns the state before each of this rank's parts, [2 x batch, value_heads, key_dim, value_dim], from what
-        their tokens do to states, the result of `transition`. One all-gather over CP."""
+        """Returns the state before each of this rank's parts, [2 x batch, value_heads, key_dim, value_dim], from the
+        maps of its parts, the result of `transition`. One all-gather over CP."""
         collected = self._collected(torch.unflatten(maps, 0, (2, -1)))
         updates, carrying = torch.split(collected, [self.heads.value_dim, self.heads.key_dim], dim=-1)
         states = [torch.zeros_like(updates[0])]
         for update, carried in zip(updates.unbind(0), carrying.unbind(0)):
             states.append(carried @ states[-1] + update)
-        return torch.cat([states[part] for part in self._own_parts])
+        return torch.cat([states[part] for part in self._local_parts])
 
     @property
-    def _own_parts(self) -> tuple[int, int]:
-        """Returns which of the 2 cp parts of a row this rank holds."""
+    def _local_parts(self) -> tuple[int, int]:
+        """Returns the numbers of this rank's two parts among the 2 cp parts of a row."""
         return self.cp.rank(), 2 * self.cp.size() - 1 - self.cp.rank()
 
-    def _collected(self, own: Tensor) -> Tensor:
-        """Collects the parts of all ranks, [2, ...] of each -> [2 cp, ...] in the order of the row; one all-gather."""
-        # its backward is a reduce-scatter that sums, since the later parts of every rank depend on a part
-        return self.exchange.rows(own.contiguous())
+    def _collected(self, parts: Tensor) -> Tensor:
+        """Gathers the two parts of each rank, [2, ...], to [2 cp, ...] in the order of the row; one all-gather."""
+        # its backward, a reduce-scatter, sums, since parts of all ranks depend on earlier parts
+        return self.exchange.rows(parts.contiguous())
 
-    def _generated(self, memory: Memory, inputs: Inputs, held: CoreParameters) -> Tensor:
-        """Continues the sequences of a pass, whose tokens are [tokens, 1, ...]."""
-        places = memory.places()
-        rows = Inputs._make(places.as_rows(values) for values in inputs)
-        window, state = memory.before(places)
-        convolved, window = causal_convolution(rows.mixed, window, held.weight, held.bias)
+    def _generated(self, memory: Memory, inputs: Inputs, parameters: CoreParameters) -> Tensor:
+        """Reads the tokens of a generation pass, [tokens, 1, ...], and stores the states after them."""
+        alignment = memory.alignment()
+        rows = Inputs._make(alignment.as_rows(values) for values in inputs)
+        window, state = memory.before(alignment)
+        convolved, window = causal_convolution(rows.mixed, window, parameters.weight, parameters.bias)
         tokens = self._tokens(convolved, rows)
-        output, state = applied(self.chunks(tokens, None), tokens.value, state, held.skip)
-        memory.keep(places, window, state)
-        return places.as_tokens(output)
+        output, state = applied(self.chunks(tokens, None), tokens.value, state, parameters.skip)
+        memory.keep(alignment, window, state)
+        return alignment.as_tokens(output)
 
 
-def _parts_apart(held: Tensor) -> Tensor:
-    """[length, 2 x batch, ...] -> [2, length, batch, ...]."""
-    return torch.unflatten(held, 1, (2, -1)).transpose(0, 1)
+def _parts_apart(rows: Tensor) -> Tensor:
+    """Turns [length, 2 x batch, ...] into [2, length, batch, ...]."""
+    return torch.unflatten(rows, 1, (2, -1)).transpose(0, 1)
 
 
-def _parts_as_rows(held: Tensor) -> Tensor:
-    """[seq_local, batch, ...] -> [seq_local / 2, 2 x batch, ...]: rows of the first part, then of the last."""
-    return torch.unflatten(held, 0, (2, -1)).transpose(0, 1).flatten(1, 2)
+def _parts_as_rows(values: Tensor) -> Tensor:
+    """Turns [seq_local, batch, ...] into [seq_local / 2, 2 x batch, ...]: rows of the first part, then of the
+    second."""
+    return torch.unflatten(values, 0, (2, -1)).transpose(0, 1).flatten(1, 2)
