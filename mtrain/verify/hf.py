@@ -30,14 +30,14 @@ from mtrain.hf.io.training import StepInput, TrainingRows, open_trainable, trans
 from mtrain.hf.tokenizer.tokenizer import added_by
 from mtrain.training.build import opened_loader
 from mtrain.verify.core.compare import relative
-from mtrain.verify.core.layouts import Prepared, Trial, own_layout, parse_trials, prepared
+from mtrain.verify.core.layouts import Prepared, Trial, layout_of_config, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, attempted
 from mtrain.verify.core.result import Deviation, HfReport, LayoutResult, StepValues, Tolerance, diagnosed, summary
 from mtrain.verify.core.samples import SamplePlan
 from mtrain.verify.core.shrink import in_float32, refuse_incomparable, replay_notes
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import Sizes, denominator_tolerance
-from mtrain.verify.core.worker import own_objective, step_values
+from mtrain.verify.core.worker import run_objective, step_values
 from mtrain.verify.parity import Progress, Request, device_for, refuse_without_reference
 from mtrain.verify.planted.faults import planted
 from mtrain.verify.planted.inject import chosen
@@ -60,7 +60,7 @@ def verify_hf(config: Config, request: Request, progress: Progress, pool: Pool |
     exact, changes = comparable(config)
     changes = (*changes, *replay_notes(config.data, progress))
     if request.layouts is None:
-        trials = [own_layout(exact, max_ranks)]
+        trials = [layout_of_config(exact, max_ranks)]
     else:
         trials = [prepared(trial, exact) for trial in parse_trials(request.layouts, exact.layout, max_ranks)]
     if request.fault is not None:
@@ -234,7 +234,7 @@ def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | Non
     loader = opened_loader(groups, lambda: StepLoader(config, groups.dp_rank, groups.layout.dp))
     model = build_rank_model(config, groups, weights_follow=True)
     load_hf_weights(Path(config.model.hf), model)
-    training = TrainingStep(model, own_objective(config))
+    training = TrainingStep(model, run_objective(config))
     values = []
     with planted(fault):
         for number in range(num_steps):

@@ -14,10 +14,10 @@ from mtrain.base.errors import ConfigError, MachineError
 from mtrain.config import Config
 from mtrain.config.schema.loss import own_functions
 from mtrain.config.schema.train import AnyOptimizer, TrainSection
-from mtrain.verify.core.activations import first_deviating, module_order, put_together
+from mtrain.verify.core.activations import assemble_outputs, first_deviating, module_order
 from mtrain.verify.core.compare import Expected, compared, expected_fields
-from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps, text_places
-from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, fitting, parse_trials
+from mtrain.verify.core.exact import ExactJob, ExactRun, exact_run, exact_steps, text_positions
+from mtrain.verify.core.layouts import DerivedTrials, Prepared, Trial, fitting, parse_trials
 from mtrain.verify.core.ranks import Pool, all_results, attempted, environment_of
 from mtrain.verify.core.result import LayoutResult, ParityReport, diagnosed, with_advice
 from mtrain.verify.core.samples import NUM_HARD_KINDS, SamplePlan, with_loss_tokens
@@ -25,7 +25,7 @@ from mtrain.verify.core.shrink import BATCH_SIZE, Shrunk, shrink
 from mtrain.verify.core.texts import texts_of
 from mtrain.verify.core.tolerances import needs_float64, tolerances
 from mtrain.verify.core.weights import Arrays
-from mtrain.verify.core.worker import Job, own_objective, run_layout
+from mtrain.verify.core.worker import Job, run_layout, run_objective
 from mtrain.verify.planted.inject import chosen
 from mtrain.verify.reference.policy import EXTRAS
 
@@ -100,7 +100,7 @@ def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ())
             "verify the same configuration with loss.function=next_token and data of another format, and see "
             "docs/training/preference.md for the tests of the loss itself"
         )
-    own_objective(config, drawn_extras)  # refused here, since an error of a rank counts as a failed run
+    run_objective(config, drawn_extras)  # refused here, since an error of a rank counts as a failed run
 
 
 def device_for(train: TrainSection, max_ranks: int) -> tuple[str, int]:
@@ -115,7 +115,7 @@ def device_for(train: TrainSection, max_ranks: int) -> tuple[str, int]:
 def _small(config: Config, request: Request, max_ranks: int, batch_size: int) -> tuple[Shrunk, list[Prepared]]:
     """Returns the shrunk configuration and its layouts, first one process with one microbatch."""
     if request.layouts is None:
-        trials = OwnTrials(config, max_ranks).derived()
+        trials = DerivedTrials(config, max_ranks).derived()
     else:
         trials = [Trial(micro_batch_size=None), *parse_trials(request.layouts, config.layout, max_ranks)]
     shrunk = with_loss_tokens(lambda length: shrink(config, trials, length, batch_size), config)
@@ -191,8 +191,8 @@ class _Check:
         weights, texts = self._weights[trial.name][step - 1 : step], self._steps[step - 1]
         watched = ExactJob(self.config, [texts], first=step - 1, watches=True)
         exact = self._pool.run(exact_steps, self._base.layout, watched, weights)[0][0]
-        is_text = text_places(texts, self.config)[..., None]
-        outputs = put_together((piece for outcome in everyone for piece in outcome.pieces), self.config)
+        is_text = text_positions(texts, self.config)[..., None]
+        outputs = assemble_outputs((piece for outcome in everyone for piece in outcome.pieces), self.config)
         found = {name: np.where(is_text, each, 0.0) for name, each in outputs.items()}
         order = module_order(self.config.model.num_layers)
         # outputs come after as many sums as the loss, or fewer

@@ -27,7 +27,7 @@ from mtrain.config.load import config_yaml
 from mtrain.config.schema.data import AnyData, MockSection
 from mtrain.report.metrics.record import StepRecord
 from mtrain.runs.folder import RunFolder
-from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, parse_trials, prepared
+from mtrain.verify.core.layouts import DerivedTrials, Prepared, Trial, parse_trials, prepared
 from mtrain.verify.core.ranks import failure
 from mtrain.verify.core.result import Deviation, LayoutResult, PreemptReport, summary
 from mtrain.verify.core.samples import with_loss_tokens
@@ -188,7 +188,7 @@ def verify_preempt(
 
 def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk, Prepared]:
     """Returns the small configuration, with the user's precision, dropout, schedule and vocabulary, and its layout."""
-    trial = OwnTrials(config, max_ranks).full()
+    trial = DerivedTrials(config, max_ranks).full()
     if request.layouts is not None:
         named = parse_trials(request.layouts, config.layout, max_ranks)
         if len(named) != 1:

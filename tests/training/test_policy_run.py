@@ -18,7 +18,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.core.batch.datum import sample_of
 from mtrain.data.loader import StepLoader
-from mtrain.verify.core.worker import own_objective
+from mtrain.verify.core.worker import run_objective
 from mtrain.verify.parity import refuse_without_reference
 from tests.config.samples import config
 from tests.fault_table import Notice
@@ -177,7 +177,7 @@ def test_records_of_pairs_have_no_such_numbers(folder: Path) -> None:
 
 def test_verify_says_that_it_has_no_such_numbers(folder: Path) -> None:
     """Ranks refuse it, and `verify resume` and `hf` do before they start any, instead of reporting a failed run."""
-    for refuse in (own_objective, refuse_without_reference):
+    for refuse in (run_objective, refuse_without_reference):
         with refuses(ConfigError, "old_logprobs"):
             refuse(small(folder))
 

@@ -15,7 +15,7 @@ from mtrain.core.batch.zigzag import zigzag_index
 from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.output_layer import Logits
 from mtrain.core.ranks.groups import Groups
-from mtrain.verify.core.samples import Places
+from mtrain.verify.core.samples import SamplePositions
 
 IN_LAYER = ("input_layernorm", "self_attention.core_attention", "self_attention", "pre_mlp_layernorm", "mlp")
 """Modules of a layer in forward order; the layer itself follows."""
@@ -25,11 +25,11 @@ _COLUMNS_OVER_TP = ("self_attention.core_attention", OUTPUT_LAYER)
 
 @dataclass(frozen=True)
 class RecordedOutput:
-    """Part of a module's output over the global batch that one rank holds."""
+    """One rank's part of a module's output over the global batch."""
 
     module: str
     slots: NDArray[np.int64]
-    """Slot of the sample at each position, [seq_local, batch]; -1 for none."""
+    """Slot of the sample at each position, [seq_local, batch]; -1 for padding."""
     positions: NDArray[np.int64]
     """Position in that sample, [seq_local, batch]."""
     first_column: int
@@ -38,11 +38,11 @@ class RecordedOutput:
 
 @contextmanager
 def recorded_outputs(
-    chunks: Sequence[nn.Module], groups: Groups, config: Config, places: Places | None
+    chunks: Sequence[nn.Module], groups: Groups, config: Config, positions: SamplePositions | None
 ) -> Iterator[list[RecordedOutput]]:
-    """Yields a list that collects module outputs while the block runs; places None: none."""
-    recorder, handles = _Recorder(groups, config, places, []), []
-    for model in () if places is None else map(unwrap, chunks):
+    """Yields a list that collects module outputs while the block runs; it stays empty if `positions` is None."""
+    recorder, handles = _Recorder(groups, config, positions, []), []
+    for model in () if positions is None else map(unwrap, chunks):
         chunk = _ChunkHooks(recorder)
         handles.append(model.register_forward_pre_hook(chunk.begin))
         for name, module in named_modules(model):
@@ -60,21 +60,23 @@ def recorded_outputs(
 class _Recorder:
     groups: Groups
     config: Config
-    places: Places | None
+    positions: SamplePositions | None
     pieces: list[RecordedOutput]
 
     def add(self, module: str, microbatch: int, output: Tensor) -> None:
         """Records this rank's part of an output."""
-        assert self.places is not None, "nothing is watched"
+        assert self.positions is not None, "nothing is watched"
         groups, layout, length = self.groups, self.groups.layout, self.config.row_width
         positions = zigzag_index(length, layout.cp, groups.cp_rank).numpy() if layout.cp > 1 else np.arange(length)
         if layout.sp and len(output) < len(positions):
             positions = positions[groups.tp_rank * len(output) : (groups.tp_rank + 1) * len(output)]
         first = groups.tp_rank * output.shape[-1] if module.endswith(_COLUMNS_OVER_TP) else 0
         # [2, seq_local, batch]
-        slots, places = self.places.of(microbatch, groups.dp_rank, length)[..., positions].transpose(0, 2, 1)
+        slots, sample_positions = self.positions.of(microbatch, groups.dp_rank, length)[..., positions].transpose(
+            0, 2, 1
+        )
         values = output.detach().to("cpu", copy=True).numpy()
-        self.pieces.append(RecordedOutput(module, slots, places, first, values))
+        self.pieces.append(RecordedOutput(module, slots, sample_positions, first, values))
 
 
 class _ChunkHooks:
@@ -98,7 +100,7 @@ class _ChunkHooks:
     def hook(self, name: str) -> Callable[[nn.Module, object, Any], None]:
         def note(module: nn.Module, inputs: object, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) else output
-            is_first = name not in self._noted  # depths of multi-token prediction use the tables again
+            is_first = name not in self._noted  # MTP depths use the embedding again
             if self._is_forward and is_first and isinstance(value, Tensor) and value.ndim == 3:
                 self._noted.add(name)
                 self._recorder.add(name, self._microbatch, value)
@@ -126,14 +128,14 @@ def module_order(num_layers: int) -> list[str]:
     return ["embedding", *layers, "final_layernorm", OUTPUT_LAYER]
 
 
-def put_together(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, NDArray[Any]]:
+def assemble_outputs(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, NDArray[Any]]:
     """Assembles outputs by module, [seq, global batch, columns], without vocabulary padding; nan where missing."""
-    held = list(pieces)
+    recorded = list(pieces)
     whole: dict[str, NDArray[Any]] = {}
     columns: dict[str, int] = {}
-    for piece in held:
+    for piece in recorded:
         columns[piece.module] = max(columns.get(piece.module, 0), piece.first_column + piece.values.shape[-1])
-    for piece in held:
+    for piece in recorded:
         if piece.module not in whole:
             shape = (config.data.seq_length, config.train.global_batch_size, columns[piece.module])
             whole[piece.module] = np.full(shape, np.nan)
@@ -146,13 +148,13 @@ def put_together(pieces: Iterable[RecordedOutput], config: Config) -> dict[str, 
 
 
 def first_deviating(
-    found: Mapping[str, NDArray[Any]], exact: Mapping[str, NDArray[Any]], order: Sequence[str], tolerance: float
+    outputs: Mapping[str, NDArray[Any]], exact: Mapping[str, NDArray[Any]], order: Sequence[str], tolerance: float
 ) -> str | None:
-    """Returns the first module that differs by more than the tolerance x its largest exact element."""
+    """Returns the first module that differs by more than `tolerance` x its largest exact element; None if none does."""
     for module in order:
-        if module not in found or module not in exact:
+        if module not in outputs or module not in exact:
             continue
-        difference = float(np.abs(found[module] - exact[module]).max())
+        difference = float(np.abs(outputs[module] - exact[module]).max())
         if not difference <= tolerance * float(np.abs(exact[module]).max()):
             return module
     return None

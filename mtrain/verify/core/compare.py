@@ -1,6 +1,6 @@
 """Comparison of a layout's samples, learning rates, denominators, terms, gradients, norms and new weights.
 
-Samples are compared with the raw ones: packed rows are split first, and each is compared as if it were alone in a row.
+Packed rows are split into samples first; each is compared with the raw sample as if it were alone in a row.
 """
 
 import itertools
@@ -32,8 +32,6 @@ from mtrain.verify.reference.text import Rows, Text, rows_of
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 """Smallest normal float32 number; keeps 0 / 0 out of the comparison of weights."""
-
-
 _IDS, _EXTRA, _EXPERTS = "sequence ids", "extra ", "routed experts"
 
 Fields = dict[str, NDArray[Any]]
@@ -41,7 +39,7 @@ Fields = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Expected:
-    """Expectations that all layouts share; exact values depend on the weights of each."""
+    """Expectations that all layouts share; exact values depend on each layout's weights."""
 
     tolerances: Sequence[Tolerance]
     tensors: Sequence[str]
@@ -52,33 +50,33 @@ class Expected:
 
 
 def compared(
-    trial: Prepared, everyone: Sequence[Outcome], exact: Sequence[Exact], expected: Expected
+    trial: Prepared, outcomes: Sequence[Outcome], exact: Sequence[Exact], expected: Expected
 ) -> dict[str, Any]:
-    """Returns fields of the result of a layout from the outcomes of its ranks; exact values are at its own weights."""
-    first, config = everyone[0], trial.config
+    """Returns the fields of a layout's `LayoutResult`; `exact` has the exact values at the layout's own weights."""
+    first, config = outcomes[0], trial.config
     guards = [f"step {step.values.step}: {step.guard}" for step in first.steps if step.guard is not None]
     guards += expected.order_faults
     comparison = StepComparison(config, expected.tolerances, expected.tensors, lambda step: config.optimizer.lr)
-    inputs = [*_inputs(everyone, expected), *rate_deviations(first.rates, config)]
-    if split := disagreement(everyone):
-        guards.append(split)
+    inputs = [*_inputs(outcomes, expected), *rate_deviations(first.rates, config)]
+    if disagreeing := disagreement(outcomes):
+        guards.append(disagreeing)
     return {
         "steps": tuple(step.values for step in first.steps),
-        "expected": tuple(each.values for each in exact),
+        "expected": tuple(exact_step.values for exact_step in exact),
         "deviations": (*inputs, *comparison.of(first, exact)),
         "guards": tuple(guards),
     }
 
 
-def _inputs(everyone: Sequence[Outcome], expected: Expected) -> Iterator[Deviation]:
-    readers = [outcome.batches for outcome in everyone if outcome.batches]
+def _inputs(outcomes: Sequence[Outcome], expected: Expected) -> Iterator[Deviation]:
+    readers = [outcome.batches for outcome in outcomes if outcome.batches]
     for number, fields in enumerate(expected.fields[: len(readers[0])]):
         batches = [batch for steps in readers for batch in steps[number]]
         yield from sample_deviations(number + 1, batches, fields)
 
 
 class StepComparison:
-    """Comparison of steps; yields deviations in the order in which a step computes the quantities."""
+    """Compares steps with exact values, quantity by quantity in the order in which a step computes them."""
 
     def __init__(
         self,
@@ -98,8 +96,8 @@ class StepComparison:
         assert outcome.initial is not None, "rank 0 holds the gathered weights"
         before = outcome.initial.tensors
         for step, expected in zip(outcome.steps, exact):
-            assert step.gradients is not None, "rank 0 holds what was gathered"
-            assert step.weights is not None, "rank 0 holds what was gathered"
+            assert step.gradients is not None, "rank 0 holds the gathered tensors"
+            assert step.weights is not None, "rank 0 holds the gathered tensors"
             for term, value in expected.values.denominators.items():
                 tolerance = 0.0 if term in expected.adds_exactly else self._tolerance["denominator"]
                 deviation = relative(step.values.denominators[term], value)
@@ -113,49 +111,51 @@ class StepComparison:
                 yield from self._rounding(step, expected, judged)
             before = step.weights.tensors
 
-    def _judged(self, found: StepOutcome, expected: Exact) -> Iterator[Deviation]:
+    def _judged(self, outcome: StepOutcome, expected: Exact) -> Iterator[Deviation]:
         """Compares losses and gradients, the float64 ones if the layout has them."""
-        step, means, gradients = found.values.step, found.values.means, found.gradients
-        if found.in_float64 is not None:
-            means, gradients = found.in_float64.means, found.in_float64.gradients
-        assert gradients is not None, "rank 0 holds what was gathered"
+        step, means, gradients = outcome.values.step, outcome.values.means, outcome.gradients
+        if outcome.in_float64 is not None:
+            means, gradients = outcome.in_float64.means, outcome.in_float64.gradients
+        assert gradients is not None, "rank 0 holds the gathered tensors"
         yield from self._losses("loss", step, means, expected)
         yield from self._gradients("gradient", step, gradients, expected)
 
-    def _rounding(self, found: StepOutcome, expected: Exact, judged: Sequence[Deviation]) -> Iterator[Deviation]:
+    def _rounding(self, outcome: StepOutcome, expected: Exact, judged: Sequence[Deviation]) -> Iterator[Deviation]:
         """Compares the float32 losses and gradients of a layout that is judged in float64."""
-        assert found.gradients is not None, "rank 0 holds what was gathered"
-        amplified = max((each.value for each in judged if each.kind == "gradient"), default=0.0)
+        assert outcome.gradients is not None, "rank 0 holds the gathered tensors"
+        amplified = max((deviation.value for deviation in judged if deviation.kind == "gradient"), default=0.0)
         limit = rounding_limit(self._tolerance["rounding"], amplified)
-        for each in self._losses("rounding", found.values.step, found.values.means, expected):
-            yield replace(each, name=f"loss {each.name}", tolerance=limit)
-        for each in self._gradients("rounding", found.values.step, found.gradients, expected):
-            yield replace(each, tolerance=limit)
+        for deviation in self._losses("rounding", outcome.values.step, outcome.values.means, expected):
+            yield replace(deviation, name=f"loss {deviation.name}", tolerance=limit)
+        for deviation in self._gradients("rounding", outcome.values.step, outcome.gradients, expected):
+            yield replace(deviation, tolerance=limit)
 
     def _losses(self, kind: str, step: int, means: Mapping[str, float], expected: Exact) -> Iterator[Deviation]:
         for term, value in expected.values.means.items():
             yield Deviation(kind, term, step, relative(means[term], value), self._tolerance[kind])
 
-    def _gradients(self, kind: str, step: int, found: Whole, expected: Exact) -> Iterator[Deviation]:
+    def _gradients(self, kind: str, step: int, gradients: Whole, expected: Exact) -> Iterator[Deviation]:
         """Compares gradients from the loss backwards, in the order of computation."""
         exact = expected.gradients
         for name in reversed([name for name in self._tensors if name in exact]):
-            yield Deviation(kind, name, step, self._relative_error(name, found, exact[name]), self._tolerance[kind])
+            yield Deviation(kind, name, step, self._relative_error(name, gradients, exact[name]), self._tolerance[kind])
 
-    def _relative_error(self, name: str, found: Whole, exact: NDArray[Any]) -> float:
-        """Returns the largest error or difference between ranks, over the largest exact element."""
-        own, padding = self._parts(name, found.tensors[name])
+    def _relative_error(self, name: str, gradients: Whole, exact: NDArray[Any]) -> float:
+        """Returns the larger of error and difference between ranks, relative to the largest exact element."""
+        actual, padding = self._parts(name, gradients.tensors[name])
         exact = self._parts(name, exact)[0]
         if padding.any():
             return math.inf
-        difference = max(float(np.abs(own - exact).max()), found.spread[name])
+        difference = max(float(np.abs(actual - exact).max()), gradients.spread[name])
         largest = float(np.abs(exact).max())
-        return difference / largest if largest > 0 else (0.0 if difference == 0 else math.inf)
+        if largest > 0:
+            return difference / largest
+        return 0.0 if difference == 0 else math.inf
 
-    def _norm(self, found: StepValues, gradients: Whole, expected: Exact) -> Deviation:
-        own = (self._parts(name, gradients.tensors[name])[0].astype(np.float64) for name in expected.gradients)
-        value = relative(found.grad_norm, math.sqrt(math.fsum(float((each**2).sum()) for each in own)))
-        return Deviation("grad_norm", "grad_norm", found.step, value, self._tolerance["grad_norm"])
+    def _norm(self, values: StepValues, gradients: Whole, expected: Exact) -> Deviation:
+        tensors = (self._parts(name, gradients.tensors[name])[0].astype(np.float64) for name in expected.gradients)
+        deviation = relative(values.grad_norm, math.sqrt(math.fsum(float((tensor**2).sum()) for tensor in tensors)))
+        return Deviation("grad_norm", "grad_norm", values.step, deviation, self._tolerance["grad_norm"])
 
     def _updated(self, before: Arrays, gradients: Arrays, values: StepValues, biases: Arrays) -> Updated:
         """Applies the exact optimizer to the layout's gradients, and adds exact biases; no-op in an empty step."""
@@ -166,13 +166,13 @@ class StepComparison:
         moved = {name: np.abs(value) + np.abs(value - before[name]) for name, value in biases.items()}
         return Updated({**before, **updated.weights, **biases}, {**scales, **updated.scales, **moved})
 
-    def _weights(self, step: int, found: Whole, exact: Updated) -> Iterator[Deviation]:
+    def _weights(self, step: int, weights: Whole, exact: Updated) -> Iterator[Deviation]:
         for name in self._tensors:
-            own, padding = self._parts(name, found.tensors[name])
-            expected, scale = (self._parts(name, each[name])[0] for each in (exact.weights, exact.scales))
+            actual, padding = self._parts(name, weights.tensors[name])
+            expected, scale = (self._parts(name, tensors[name])[0] for tensors in (exact.weights, exact.scales))
             scale = np.maximum(scale, _SMALLEST)
-            excess = np.abs(own - expected) / scale
-            spread = found.spread[name] / float(scale.max())
+            excess = np.abs(actual - expected) / scale
+            spread = weights.spread[name] / float(scale.max())
             value = math.inf if padding.any() else max(float(excess.max()), spread)
             # frozen tensors keep their bits
             tolerance = update_tolerance(step) if is_trained(name, self._config.adapter) else 0.0
@@ -184,32 +184,32 @@ class StepComparison:
         return (values[:size], values[size:]) if name in TABLES else (values, values[:0])
 
 
-def relative(found: float, exact: float) -> float:
-    """Returns the error relative to the exact value; inf if only that is 0, or `found` is not finite."""
-    if exact == 0 or not math.isfinite(found):
-        return 0.0 if found == exact else math.inf
-    return abs(found - exact) / abs(exact)
+def relative(value: float, exact: float) -> float:
+    """Returns the error relative to `exact`; inf if only `exact` is 0 or `value` is not finite."""
+    if exact == 0 or not math.isfinite(value):
+        return 0.0 if value == exact else math.inf
+    return abs(value - exact) / abs(exact)
 
 
 def rate_deviations(rates: Mapping[int, float], config: Config) -> Iterator[Deviation]:
     """Yields deviations of learning rates, relative to the highest rate."""
-    for number, found in rates.items():
+    for number, rate in rates.items():
         exact = published_rate(number, config.optimizer, config.train.num_steps)
-        yield Deviation("lr", "lr", number + 1, abs(found - exact) / config.optimizer.lr, RATE_TOLERANCE)
+        yield Deviation("lr", "lr", number + 1, abs(rate - exact) / config.optimizer.lr, RATE_TOLERANCE)
 
 
 def expected_fields(texts: Sequence[Text], config: Config) -> Fields:
     """Returns the rows of a global batch by slot, made from the raw samples."""
     rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
-    places = torch.arange(rows.tokens.shape[1])
+    indices = torch.arange(rows.tokens.shape[1])
     fields = {
         "tokens": rows.tokens,
         "labels": rows.labels,
         "positions": torch.where(rows.is_text, rows.positions, 0),
-        "documents": torch.where(rows.is_text, places - rows.positions, 0),
+        "documents": torch.where(rows.is_text, indices - rows.positions, 0),
         "padding": ~rows.is_text,
         **{f"weights of {name}": weights for name, weights in _weights_by_term(rows, config).items()},
-        **{f"{_EXTRA}{name}": each for name, each in rows.extras.items()},
+        **{f"{_EXTRA}{name}": values for name, values in rows.extras.items()},
         **({} if rows.routed_experts is None else {_EXPERTS: rows.routed_experts}),
     }
     return {name: field.numpy() for name, field in fields.items()}
@@ -217,25 +217,26 @@ def expected_fields(texts: Sequence[Text], config: Config) -> Fields:
 
 def _weights_by_term(rows: Rows, config: Config) -> dict[str, torch.Tensor]:
     sections: dict[str, TermSection] = {"main": config.loss, **config.loss.side_terms}
-    found = {name: token_weights(rows.weights, rows.sample_weights, term) for name, term in sections.items()}
+    weights = {name: token_weights(rows.weights, rows.sample_weights, term) for name, term in sections.items()}
     for depth in range(1, config.model.num_predictions):
-        found[f"mtp_{depth}"] = token_weights(rows.ahead(depth).weights, rows.sample_weights, config.loss)
-    return found
+        weights[f"mtp_{depth}"] = token_weights(rows.ahead(depth).weights, rows.sample_weights, config.loss)
+    return weights
 
 
 def sample_deviations(step: int, batches: Sequence[Microbatch], expected: Fields) -> Iterator[Deviation]:
-    """Yields the shares of samples that differ from `expected_fields`, however rows, ranks and microbatches hold them.
+    """Yields, for each field, the share of samples that differ from `expected_fields`.
 
-    `batches` are those of all ranks; `step` counts from 1.
+    `batches` has the microbatches of all ranks; it does not matter which row or microbatch holds a sample. `step`
+    counts from 1.
     """
     length = expected["tokens"].shape[1]
-    found = [alone for batch in batches for row in _rows(batch) for alone in _samples(row, batch, length)]
-    pairs = _paired(found, expected["tokens"])
+    samples = [sample for batch in batches for row in _rows(batch) for sample in _samples(row, batch, length)]
+    pairs = _paired(samples, expected["tokens"])
     size = len(expected["tokens"])
-    yield Deviation("samples", "tokens", step, (max(size, len(found)) - len(pairs)) / size, 0.0)
+    yield Deviation("samples", "tokens", step, (max(size, len(samples)) - len(pairs)) / size, 0.0)
     for name, values in expected.items():
         if name != "tokens":
-            differing = sum(not _is_alike(name, found[own], values[slot], expected, slot) for own, slot in pairs)
+            differing = sum(not _equals(name, samples[index], values[slot], expected, slot) for index, slot in pairs)
             yield Deviation("samples", name, step, differing / size, 0.0)
 
 
@@ -251,7 +252,7 @@ def _rows(batch: Microbatch) -> Iterator[Fields]:
             "documents": starts[row].numpy(),
             **padding,
             **{f"weights of {term}": weights[row].numpy() for term, weights in batch.weights.items()},
-            **{f"{_EXTRA}{name}": each[row].numpy() for name, each in batch.extras.items()},
+            **{f"{_EXTRA}{name}": values[row].numpy() for name, values in batch.extras.items()},
             **({} if experts is None else {_EXPERTS: experts[row].numpy()}),
             **({} if batch.sequence_ids is None else {_IDS: batch.sequence_ids[row].numpy()}),
         }
@@ -267,34 +268,36 @@ def _samples(row: Fields, batch: Microbatch, length: int) -> Iterator[Fields]:
         alone = {name: values[start:end] for name, values in row.items() if name != _IDS}
         alone["documents"] = alone["documents"] - start
         if any(alone[name].any() for name in ("tokens", "labels", "weights of main")):
-            yield {name: _as_long(values, length, fill=name == "padding") for name, values in alone.items()}
+            yield {name: _resized(values, length, fill=name == "padding") for name, values in alone.items()}
 
 
-def _as_long(values: NDArray[Any], length: int, fill: bool) -> NDArray[Any]:
-    """Pads or cuts values to a length; expected samples only lose padding."""
+def _resized(values: NDArray[Any], length: int, fill: bool) -> NDArray[Any]:
+    """Pads or cuts values to `length`; a correct sample loses only padding."""
     filler = np.full((max(0, length - len(values)), *values.shape[1:]), fill, values.dtype)
     return np.concatenate([values[:length], filler])
 
 
-def _paired(found: Sequence[Fields], tokens: NDArray[Any]) -> list[tuple[int, int]]:
+def _paired(samples: Sequence[Fields], tokens: NDArray[Any]) -> list[tuple[int, int]]:
     slots: dict[bytes, list[int]] = defaultdict(list)
     for slot in reversed(range(len(tokens))):
         slots[tokens[slot].tobytes()].append(slot)
     pairs = []
-    for number, row in enumerate(found):
+    for number, row in enumerate(samples):
         if slots[row["tokens"].tobytes()]:
             pairs.append((number, slots[row["tokens"].tobytes()].pop()))
     return pairs
 
 
-def _is_alike(name: str, row: Fields, exact: NDArray[Any], expected: Fields, slot: int) -> bool:
-    """Compares a field where it matters: labels where they count, positions and documents where text is."""
+def _equals(name: str, row: Fields, exact: NDArray[Any], expected: Fields, slot: int) -> bool:
+    """Compares a field where it matters: labels and extras at loss tokens, positions and documents at text."""
     if name not in row:
         return name == "padding"  # not needed by this configuration
-    own, is_text = row[name], ~expected["padding"][slot]
+    actual, is_text = row[name], ~expected["padding"][slot]
     if name.startswith("weights of "):
-        return bool(np.all(np.abs(own - exact) <= 2 * UNIT_ROUNDOFF * np.abs(exact)))
+        return bool(np.all(np.abs(actual - exact) <= 2 * UNIT_ROUNDOFF * np.abs(exact)))
     if name == "labels" or name.startswith(_EXTRA):
         counts = expected["weights of main"][slot] > 0
-        return bool(np.array_equal(own[counts], exact[counts]))
-    return bool(np.array_equal(own, exact) if name == "padding" else np.array_equal(own[is_text], exact[is_text]))
+        return bool(np.array_equal(actual[counts], exact[counts]))
+    if name == "padding":
+        return bool(np.array_equal(actual, exact))
+    return bool(np.array_equal(actual[is_text], exact[is_text]))

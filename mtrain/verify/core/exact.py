@@ -57,8 +57,8 @@ def exact_steps(groups: Groups, job: ExactJob, weights: Sequence[Arrays]) -> lis
     evaluator = _Evaluator(groups.device, job.config)
     last = len(weights) - 1
     return [
-        evaluator.step(job.first + number, each, texts, watches=job.watches and number == last)
-        for number, (each, texts) in enumerate(zip(weights, job.steps))
+        evaluator.step(job.first + number, before, texts, watches=job.watches and number == last)
+        for number, (before, texts) in enumerate(zip(weights, job.steps))
     ]
 
 
@@ -74,8 +74,8 @@ class ExactRun(NamedTuple):
 def exact_run(groups: Groups, job: ExactJob) -> ExactRun:
     """Runs all steps of the reference with exact updates.
 
-    The user's `clip_grad` and `epsilon` do not fit the gradients of a small model: half of the first norm and the size
-    of one of its elements replace them.
+    The user's `clip_grad` and `epsilon` do not fit the gradients of a small model: clipping starts at half of the first
+    norm instead, and epsilon is at least the root mean square of the first clipped gradient.
     """
     config, weights = job.config, initial_weights(job.config)
     evaluator, optimizer = _Evaluator(groups.device, config), None
@@ -98,7 +98,7 @@ def _with_bounds_at(exact: Exact, section: AnyOptimizer) -> AnyOptimizer:
     if clip_grad > 0 and norm > 0:
         clip_grad = norm / 2
     clipped = min(norm, clip_grad) if clip_grad > 0 else norm
-    num_elements = sum(each.size for each in exact.gradients.values())
+    num_elements = sum(gradient.size for gradient in exact.gradients.values())
     epsilon = max(section.epsilon, clipped / math.sqrt(num_elements))
     return section.model_copy(update={"clip_grad": clip_grad, "epsilon": epsilon})
 
@@ -136,17 +136,17 @@ class _Evaluator:
         rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, self._device)
         # what batches are compared with first, `samples`, has one rounding to float32
         rows = replace(rows, carried=torch.float32)
-        found = evaluated(config, self._tensors(weights), rows, self._teacher, self._user_term)
+        result = evaluated(config, self._tensors(weights), rows, self._teacher, self._user_term)
         terms = {
             name: (float(term.mean.detach()), float(term.numerator.detach()), term.denominator)
-            for name, term in found.terms.items()
+            for name, term in result.terms.items()
         }
         return Exact(
-            values=StepValues.of(number + 1, found.objective, terms, found.grad_norm),
-            adds_exactly=frozenset(name for name, term in found.terms.items() if term.adds_exactly),
-            gradients=_arrays(found.gradients.items()),
-            biases=_arrays(found.biases.items()),
-            outputs=_outputs(found, rows) if watches else {},
+            values=StepValues.of(number + 1, result.objective, terms, result.grad_norm),
+            adds_exactly=frozenset(name for name, term in result.terms.items() if term.adds_exactly),
+            gradients=_arrays(result.gradients.items()),
+            biases=_arrays(result.biases.items()),
+            outputs=_outputs(result, rows) if watches else {},
         )
 
     def _tensors(self, weights: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ class _Evaluator:
             scene.tokens,
             None if scene.teacher is None else self._distribution(scene.teacher),
             aggregation=section.aggregation,
-            extras={name: each.float() for name, each in scene.extras.items()},
+            extras={name: values.float() for name, values in scene.extras.items()},
         )
         pair = load_loss_function(section.function, section.options)(inputs)
         if not isinstance(pair, LossPair):
@@ -177,17 +177,17 @@ class _Evaluator:
 
 
 def _arrays(tensors: Iterable[tuple[str, Tensor]]) -> Arrays:
-    return {name: each.detach().cpu().numpy() for name, each in tensors}
+    return {name: tensor.detach().cpu().numpy() for name, tensor in tensors}
 
 
-def _outputs(found: Evaluated, rows: Rows) -> dict[str, NDArray[Any]]:
+def _outputs(result: Evaluated, rows: Rows) -> dict[str, NDArray[Any]]:
     text = rows.is_text.unsqueeze(-1)
-    shown = ((name, torch.where(text, each.detach(), 0.0)) for name, each in found.forward.outputs.items())
-    return {name: each.transpose(0, 1).cpu().numpy() for name, each in shown}
+    masked = ((name, torch.where(text, output.detach(), 0.0)) for name, output in result.forward.outputs.items())
+    return {name: output.transpose(0, 1).cpu().numpy() for name, output in masked}
 
 
-def text_places(texts: Sequence[Text], config: Config) -> NDArray[np.bool_]:
-    """Marks positions that hold text, [seq, batch]."""
+def text_positions(texts: Sequence[Text], config: Config) -> NDArray[np.bool_]:
+    """Returns a mask of the positions that hold text, [seq, batch]."""
     rows = rows_of(texts, config.data.seq_length, config.model.vocab_size, torch.device("cpu"))
     is_text: NDArray[np.bool_] = rows.is_text.numpy().T
     return is_text

@@ -37,7 +37,7 @@ class Trial(Layout):
 
     @property
     def batch_divisor(self) -> int:
-        """Returns the divisor of every possible global batch size."""
+        """Returns the number that has to divide the global batch size."""
         size = 1 if self.micro_batch_size is None else self.micro_batch_size
         return self.dp * size * (self.pp if self.vpp > 1 else 1)
 
@@ -52,10 +52,10 @@ class Prepared:
     layout: Layout
 
 
-def _seated(trial: Trial) -> Trial:
+def _with_expert_ranks(trial: Trial) -> Trial:
     """Raises data parallelism until the expert ranks fit."""
-    places = trial.ep * trial.etp
-    return replace(trial, dp=math.lcm(trial.dp, places // math.gcd(places, trial.tp * trial.cp)))
+    expert_ranks = trial.ep * trial.etp
+    return replace(trial, dp=math.lcm(trial.dp, expert_ranks // math.gcd(expert_ranks, trial.tp * trial.cp)))
 
 
 def _pipelines(section: LayoutSection, pp: int) -> Iterator[Trial]:
@@ -69,7 +69,8 @@ def _pipelines(section: LayoutSection, pp: int) -> Iterator[Trial]:
 
 
 def _user_shares(section: LayoutSection) -> tuple[int, ...] | None:
-    """Returns the user's uneven stages as shares; None if even. A named end counts 1, other stages 2."""
+    """Returns the user's uneven stages as shares; None if even. Ends with their own number of layers count 1, other
+    stages 2."""
     num_stages = section.pp * section.vpp
     if num_stages > MAX_STAGES:
         return None
@@ -81,13 +82,13 @@ def _user_shares(section: LayoutSection) -> tuple[int, ...] | None:
     return (first, *[2] * (num_stages - 2), last) if num_stages > 2 or first != last else None
 
 
-def _together(trials: Sequence[Trial], max_ranks: int) -> Trial:
+def _combined(trials: Sequence[Trial], max_ranks: int) -> Trial:
     joint = Trial(micro_batch_size=2)
     for trial in trials:
         changed = {name: value for name, value in vars(trial).items() if value != getattr(Trial(), name)}
         changed = {name: value for name, value in changed.items() if name not in ("micro_batch_size", "dp")}
         joint = replace(joint, **changed)
-    return _limited(_seated(joint), max_ranks)
+    return _limited(_with_expert_ranks(joint), max_ranks)
 
 
 def _limited(trial: Trial, max_ranks: int) -> Trial:
@@ -103,7 +104,7 @@ def _limited(trial: Trial, max_ranks: int) -> Trial:
         changes: dict[str, Any] = {axis: smaller, "dp": 1}
         if axis == "pp":
             changes["stage_shares"] = None
-        trial = _seated(replace(trial, **changes))
+        trial = _with_expert_ranks(replace(trial, **changes))
     return trial
 
 
@@ -113,7 +114,7 @@ def _divisor_below(degree: int, limit: int) -> int:
 
 
 @dataclass(frozen=True)
-class OwnTrials:
+class DerivedTrials:
     """Layouts derived from the user's."""
 
     config: Config
@@ -132,10 +133,10 @@ class OwnTrials:
             trials += variants
         fullest = {axis: variants[-1] for axis, variants in parts.items()}
         for count in range(2, len(fullest) + 1):
-            trials += [_together(group, max_ranks) for group in combinations(fullest.values(), count)]
+            trials += [_combined(group, max_ranks) for group in combinations(fullest.values(), count)]
         richest = list(fullest.values())
         if len(richest) > 1:
-            richest.append(_together(richest, max_ranks))
+            richest.append(_combined(richest, max_ranks))
         smaller = [_limited(trial, max_ranks // 2) for trial in richest]
         trials += [replace(trial, dp=2 * trial.dp, micro_batch_size=2) for trial in smaller]
         return list(dict.fromkeys(trial for trial in trials if trial.world_size <= max_ranks))
@@ -144,13 +145,13 @@ class OwnTrials:
         """Returns the user's layout with all axes, on two data-parallel ranks if they fit."""
         max_ranks = self.max_ranks
         fullest = tuple(variants[-1] for variants in self._parts().values())
-        joint = _together(fullest, max_ranks)
+        joint = _combined(fullest, max_ranks)
         while joint.world_size > max_ranks:
             fullest = fullest[:-1]
-            joint = _together(fullest, max_ranks)
+            joint = _combined(fullest, max_ranks)
         return replace(joint, dp=2 * joint.dp) if 2 * joint.world_size <= max_ranks else joint
 
-    def others(self) -> list[Trial]:
+    def for_resume(self) -> list[Trial]:
         """Returns layouts to resume on: one process, each axis alone, tensor parallelism, data parallelism."""
         has_routers = self.config.model.experts is not None
         alone = {"tp": Trial(tp=2, sp=has_routers, micro_batch_size=2)}
@@ -159,7 +160,7 @@ class OwnTrials:
         return [trial for trial in dict.fromkeys(trials) if trial.world_size <= self.max_ranks]
 
     def _parts(self) -> dict[str, list[Trial]]:
-        """Returns trials of each axis of the user's layout alone, fullest last."""
+        """Returns, for each axis of the user's layout, trials with that axis alone, the fullest last."""
         config, section, max_ranks = self.config, self.config.layout, self.max_ranks
         tp, pp, cp = (_divisor_below(degree, max_ranks) for degree in (section.tp, section.pp, section.cp))
         parts: dict[str, list[Trial]] = {}
@@ -169,15 +170,15 @@ class OwnTrials:
         if pp > 1:
             parts["pp"] = list(_pipelines(section, _divisor_below(pp, MAX_STAGES)))
         if cp > 1:
-            # the user's own kind last
+            # the user's kind last
             kinds = sorted(context_kinds(config.model, config.data), key=lambda kind: kind == section.cp_comm)
             parts["cp"] = [Trial(cp=cp, cp_comm=kind, micro_batch_size=None) for kind in kinds]
         if section.ep > 1:
             ep = _divisor_below(section.ep, min(4, max_ranks))
-            parts["ep"] = [_seated(Trial(ep=ep, micro_batch_size=None))]
+            parts["ep"] = [_with_expert_ranks(Trial(ep=ep, micro_batch_size=None))]
         if section.etp > 1:
             etp = _divisor_below(section.etp, max_ranks)
-            parts["etp"] = [_seated(Trial(etp=etp, micro_batch_size=None))]
+            parts["etp"] = [_with_expert_ranks(Trial(etp=etp, micro_batch_size=None))]
         return parts
 
 
@@ -219,15 +220,15 @@ def _parsed(name: str, layout: LayoutSection, max_ranks: int) -> Trial:
 def _fields(name: str) -> dict[str, Any]:
     """Parses the fields of a name; raises ConfigError for an unknown part, a repeated field, or none."""
     fields: dict[str, Any] = {}
-    place = 0
-    while place < len(name):
-        match = _TOKEN.match(name, place)
+    position = 0
+    while position < len(name):
+        match = _TOKEN.match(name, position)
         if match is None:
             raise ConfigError(
-                f"--layouts {name}: {name[place:]!r} is not known; a layout is made of tp2, sp, pp2, vpp2, [1+2], cp2, "
-                "ulysses, allgather, ring, dp2, ep2, etp2 and mbs2"
+                f"--layouts {name}: {name[position:]!r} is not known; a layout is made of tp2, sp, pp2, vpp2, [1+2], "
+                "cp2, ulysses, allgather, ring, dp2, ep2, etp2 and mbs2"
             )
-        place = match.end()
+        position = match.end()
         key, value = _meaning(match)
         if key in fields and key:
             raise ConfigError(f"--layouts {name}: {key} is given twice; keep one")
@@ -245,7 +246,9 @@ def _meaning(match: re.Match[str]) -> tuple[str, Any]:
     if match["stages"]:
         return "stage_shares", tuple(int(count) for count in match["stages"].split("+") if count)
     option = match["option"] or ""
-    return ("sp", True) if option == "sp" else ("cp_comm" if option else "", option)
+    if option == "sp":
+        return "sp", True
+    return "cp_comm" if option else "", option
 
 
 def prepared(trial: Trial, shrunk: Config) -> Prepared:
@@ -257,7 +260,7 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
     batch = shrunk.train.global_batch_size
     size = batch // trial.dp if trial.micro_batch_size is None else trial.micro_batch_size
     if shrunk.train.tokens_per_micro_batch is not None:
-        size = 1  # the width of rows determines how much a forward pass holds
+        size = 1  # the width of a row sets the tokens of a forward pass
     layers = shared_layers(shrunk.model.num_layers, trial.stage_shares)
     section = _section(trial, layers, "layout")
     content = shrunk.model_dump() | {"layout": section.model_dump()}
@@ -266,24 +269,24 @@ def prepared(trial: Trial, shrunk: Config) -> Prepared:
         config = Config.model_validate(content)
         layout = Layout.from_config(config, trial.world_size)
     except (ValidationError, ConfigError) as fault:
-        why = str(fault) if isinstance(fault, ConfigError) else "\n".join(_lines(fault))
-        raise ConfigError(f"the layout {_short(trial)} does not fit the model: {why}") from None
+        reason = str(fault) if isinstance(fault, ConfigError) else "\n".join(_lines(fault))
+        raise ConfigError(f"the layout {_short(trial)} does not fit the model: {reason}") from None
     return Prepared(f"{layout}-mbs{size}", _axes(layout, batch // (layout.dp * size)), config, layout)
 
 
 def fitting(trials: Iterable[Trial], shrunk: Config, are_named: bool) -> list[Prepared]:
     """Returns the trials on the shrunk model, without those that do not fit unless the user named them."""
-    found = []
+    layouts = []
     for trial in trials:
         try:
-            found.append(prepared(trial, shrunk))
-        except ConfigError:  # a derived variant, such as another cp_comm, which the user did not ask for
+            layouts.append(prepared(trial, shrunk))
+        except ConfigError:  # derived, such as another cp_comm, and not named by the user
             if are_named:
                 raise
-    return found
+    return layouts
 
 
-def own_layout(config: Config, max_ranks: int) -> Prepared:
+def layout_of_config(config: Config, max_ranks: int) -> Prepared:
     """Returns the configuration's layout unchanged, on the fewest ranks that it can use, up to `max_ranks`."""
     fault: ConfigError | None = None
     for num_ranks in range(1, max_ranks + 1):
@@ -300,11 +303,11 @@ def own_layout(config: Config, max_ranks: int) -> Prepared:
     )
 
 
-def _section(trial: Trial, layers: tuple[int, ...] | None, place: str) -> LayoutSection:
+def _section(trial: Trial, layers: tuple[int, ...] | None, prefix: str) -> LayoutSection:
     try:
         return LayoutSection(**{name: getattr(trial, name) for name in GIVEN_DEGREES}, stage_layers=layers)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{place}: {line}" for line in _lines(error))) from None
+        raise ConfigError("\n".join(f"{prefix}: {line}" for line in _lines(error))) from None
 
 
 def _lines(error: ValidationError) -> list[str]:

@@ -34,7 +34,7 @@ from mtrain.base.signals import interrupts_blocked, was_interrupted
 from mtrain.verify.core.result import LayoutResult, summary
 
 TIMEOUT_S = 120
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _LEAST_SHARE = 0.01
 """Smallest share of one processor that all working ranks use together; waiting ranks only poll a file."""
 _GROUP_TIMEOUT_S = 1800
@@ -63,7 +63,7 @@ def failure(error: Exception) -> dict[str, Any]:
     if was_interrupted():  # a library raised this error instead
         raise KeyboardInterrupt from None
     code = code_of(error)
-    is_foreseen = code != UnfinishedError.exit_code  # one that a user can act on
+    is_foreseen = code != UnfinishedError.exit_code  # the user can act on it
     trace = None if is_foreseen else "".join(traceback.format_exception(error))
     return {"error": reason_of(error), "trace": trace, "exit_code": code}
 
@@ -73,7 +73,7 @@ def attempted(name: str, axes: dict[str, str], num_ranks: int, find: Callable[[]
     began = time.monotonic()
     try:
         fields = find()
-    except Exception as error:  # of any kind: the report says so, and what the others gave
+    except Exception as error:  # any error: the report has it, next to the other results
         fields = failure(error)
     return LayoutResult(name, axes, num_ranks, time.monotonic() - began, **fields)
 
@@ -98,7 +98,7 @@ def all_results(
 
 
 def code_of(error: BaseException) -> int:
-    """Returns the exit code of a check that this error ends; never that of a verdict."""
+    """Returns the exit code of a check that ends with this error; never 0 or 1, the codes of a verdict."""
     code = error.exit_code if isinstance(error, MtrainError) else UnfinishedError.exit_code
     return code if code > 1 else UnfinishedError.exit_code
 
@@ -125,7 +125,7 @@ class Pool:
     def run(self, function: Callable[..., Any], layout: Layout, *arguments: Any, seed: int = 1234) -> list[Any]:
         """Calls `function(groups, *arguments)` on each rank of the layout; returns the results by rank.
 
-        The function is imported by name, arguments are pickled: send tensors as numpy arrays. `seed` is that of
+        The function is imported by name, arguments are pickled: send tensors as numpy arrays. `seed` goes to
         megatron-core's RNG tracker.
 
         Raises:
@@ -145,16 +145,16 @@ class Pool:
 
     @cached_property
     def _context(self) -> Any:
-        """Way to start ranks; on GPUs a fork that uses CUDA is tried first."""
+        """Multiprocessing context of the ranks; on GPUs, a trial fork first shows whether forked ranks can use CUDA."""
         if self.device == "cpu":
             return self._forking
-        # by default torch looks for GPUs through CUDA's driver, which cannot be forked then; ranks inherit this
+        # by default torch looks for GPUs through CUDA's driver, after which no fork can use it; ranks inherit this
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        tried = self._forking.Process(target=_use_cuda, daemon=True)
+        probe = self._forking.Process(target=_use_cuda, daemon=True)
         with interrupts_blocked():
-            tried.start()
-        tried.join()
-        return self._forking if tried.exitcode == 0 else multiprocessing.get_context("spawn")
+            probe.start()
+        probe.join()
+        return self._forking if probe.exitcode == 0 else multiprocessing.get_context("spawn")
 
 
 class _Job(NamedTuple):
@@ -208,11 +208,11 @@ class _Ranks:
 
     def results(self, timeout_s: float) -> list[Any]:
         """Waits for all results; raises the first failure."""
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         patience = Patience(timeout_s)
         while waiting:
-            ready = wait(list(waiting), timeout=min(_LOOK_S, timeout_s))
+            ready = wait(list(waiting), timeout=min(_POLL_S, timeout_s))
             if not ready and patience.has_ended(time.monotonic(), self._used_s()):
                 raise RankFailedError(
                     f"ranks {sorted(waiting.values())} have used no processor for {timeout_s:g} s and have not "
@@ -220,16 +220,16 @@ class _Ranks:
                 )
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                found[rank] = self._result(rank)
-        return [found[rank] for rank in range(len(self._pipes))]
+                results[rank] = self._result(rank)
+        return [results[rank] for rank in range(len(self._pipes))]
 
     def _used_s(self) -> float:
         """Returns the processor time of all ranks and their child processes."""
         used = 0.0
         for process in self._processes:
             with suppress(psutil.Error):  # it has ended
-                own = psutil.Process(process.pid)
-                used += sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
+                parent = psutil.Process(process.pid)
+                used += sum(sum(member.cpu_times()[:2]) for member in (parent, *parent.children(recursive=True)))
         return used
 
     def _result(self, rank: int) -> Any:
@@ -253,7 +253,7 @@ def _use_cuda() -> None:
 
     try:
         torch.zeros(1, device="cuda")
-    except (RuntimeError, AssertionError) as error:  # the second where torch is built without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch without CUDA
         raise SystemExit(1) from error
 
 
@@ -270,9 +270,11 @@ def _serve(pipe: Connection, job: _Job, rank: int) -> None:
             answer = (True, _call(job, rank))
     except MtrainError as error:
         answer = (False, error)
-    except BaseException as error:  # of any kind: the caller has to show it
+    except BaseException as error:  # any error: the caller has to show it
         answer = (False, (reason_of(error), traceback.format_exc()))
-    pipe.send_bytes(pickle.dumps(answer))  # by value: multiprocessing would share a tensor's memory, which ends with us
+    pipe.send_bytes(
+        pickle.dumps(answer)
+    )  # by value: multiprocessing would share a tensor's memory, which this process frees
 
 
 def _call(job: _Job, rank: int) -> Any:

@@ -75,7 +75,7 @@ def _rotations(rope: RopeSection, size: int) -> dict[str, Any]:
         "llama3": (rope.low_freq_factor, rope.high_freq_factor),
         "yarn": (rope.beta_slow, rope.beta_fast),
     }.get(rope.scaling)
-    if bounds is not None and rope.attention_temperature == 0:  # else the length is that of the temperature's steps
+    if bounds is not None and rope.attention_temperature == 0:  # else the length sets the temperature's steps
         turn = 2 * math.pi * math.pow(base, 2.0 * (size // 4) / size)
         changed["original_max_positions"] = max(1, round(math.sqrt(bounds[0] * bounds[1]) * turn))
     return changed
@@ -107,7 +107,7 @@ def scaled(name: str, values: Tensor, model: ModelSection) -> Tensor:
     """Scales the drawn values of a parameter, which lie around 0 (norms: 1), so that bounds act."""
     experts, net = model.experts, model.delta_net
     if name.endswith("router.expert_bias") and experts is not None:
-        # about half of the biased scores are negative; logits are so without
+        # makes about half of the biased scores negative; logits need no shift
         mean = {"sigmoid": 0.5, "softmax": 1 / experts.num_experts if experts.pre_softmax else 0.0}[experts.score]
         return values - mean
     if name.endswith("linear_fc1.weight") and model.activation == "swiglu_clamped":
@@ -133,6 +133,6 @@ def small_blocks() -> Iterator[None]:
 
 def shrink_chunks(modules: Sequence[nn.Module]) -> None:
     """Shortens the chunks of recurrent layers."""
-    for module in (module for each in modules for module in each.modules()):
+    for module in (module for chunk in modules for module in chunk.modules()):
         if isinstance(module, RecurrentCore):
             module.chunk = _CHUNK

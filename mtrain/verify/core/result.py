@@ -1,4 +1,4 @@
-"""Results of a check as data, of which table, JSON file and page are made, and the diagnosis of a failed one."""
+"""Results of a check as data for its table, JSON file and page, and the diagnosis of a failure."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class LayoutResult:
         return self.error is None and not self.guards and all(deviation.passed for deviation in self.deviations)
 
     def worst(self, *kinds: str) -> Deviation | None:
-        """Returns the deviation of these kinds that is largest relative to its tolerance; None without any."""
+        """Returns the deviation of these kinds that is largest relative to its tolerance; None if it has none."""
         return max((deviation for deviation in self.deviations if deviation.kind in kinds), key=badness, default=None)
 
     def worst_tensor(self) -> Deviation | None:
@@ -133,7 +133,7 @@ class LayoutResult:
     def first_failure(self) -> Deviation | None:
         """Returns the first failure by step, kind (in the order of TITLES) and forward order."""
         failed = (deviation for deviation in self.deviations if not deviation.passed)
-        return min(failed, key=lambda each: (each.step, _ORDER[each.kind]), default=None)
+        return min(failed, key=lambda failure: (failure.step, _ORDER[failure.kind]), default=None)
 
 
 def summary(result: LayoutResult) -> str:
@@ -234,8 +234,8 @@ class ParityReport(Report):
     @property
     def judged(self) -> str:
         """Says which precision was judged."""
-        own = "" if self.precision == "float32" else ", at the weights of the run, which is in float32"
-        return f"Losses and gradients were judged in {self.precision}{own}."
+        addition = "" if self.precision == "float32" else ", at the weights of the run, which is in float32"
+        return f"Losses and gradients were judged in {self.precision}{addition}."
 
 
 class ResumeReport(Report):
@@ -312,11 +312,11 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportTex
 
     `watched` is called once, for the smallest layout that fails, and runs it again.
     """
-    judged = _telling(results)
+    judged = _informative(results)
     axis = failing_axis(judged)
     if axis is None:
         return None
-    if text.undecided and not any(each.passed for each in judged):
+    if text.undecided and not any(result.passed for result in judged):
         axis = EVERY_LAYOUT  # nothing distinguishes the axes
     smallest = _smallest_failures(judged)[0]
     first = smallest.first_failure()
@@ -325,7 +325,7 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportTex
     return Diagnosis(axis, smallest.name, **({} if first is None else asdict(first)), module=module, lines=lines)
 
 
-def _telling(results: Sequence[LayoutResult]) -> list[LayoutResult]:
+def _informative(results: Sequence[LayoutResult]) -> list[LayoutResult]:
     """Drops a one-process layout that could not run if others ran and none passes: it says nothing."""
     if any(result.passed for result in results) or all(result.error is not None for result in results):
         return list(results)
@@ -333,12 +333,12 @@ def _telling(results: Sequence[LayoutResult]) -> list[LayoutResult]:
 
 
 def with_advice(diagnosis: Diagnosis | None, functions: Sequence[str]) -> Diagnosis | None:
-    """Adds the contract of the user's own loss functions, if there are any, to the diagnosis."""
+    """Adds the contract of loss functions to the diagnosis if the user wrote some (`functions`)."""
     if diagnosis is None or not functions or diagnosis.axis == EVERY_LAYOUT:
         return diagnosis
     advice = (
-        f"loss.function={', '.join(functions)} is yours: its numerator has to be a sum over tokens, since microbatches "
-        "and ranks are added up; what is not linear in the tokens of a sequence takes their sum from "
+        f"loss.function={', '.join(functions)} is yours: its numerator must be a sum over tokens, because microbatches "
+        "and ranks are added up; a loss that is not linear in the tokens of a sequence takes their sum from "
         "TermInputs.sum_over_sequence and ends with weigh_sequences (docs/extending/loss.md)"
     )
     return replace(diagnosis, lines=(*diagnosis.lines, advice))
@@ -365,11 +365,11 @@ def failing_axis(results: Sequence[LayoutResult]) -> str | None:
 
 
 def _smallest_failures(results: Sequence[LayoutResult]) -> list[LayoutResult]:
-    """Returns failing layouts no subset of whose axes fails, smallest first."""
+    """Returns the failing layouts, smallest first, without those of which a failing layout has a subset of the axes."""
     failed = sorted(
-        (result for result in results if not result.passed), key=lambda each: (len(each.axes), each.num_ranks)
+        (result for result in results if not result.passed), key=lambda layout: (len(layout.axes), layout.num_ranks)
     )
-    return [each for each in failed if not any(set(other.axes) < set(each.axes) for other in failed)]
+    return [layout for layout in failed if not any(set(other.axes) < set(layout.axes) for other in failed)]
 
 
 def _where(axis: str, result: LayoutResult, first: Deviation | None, text: ReportText) -> str:
@@ -386,9 +386,11 @@ def _what(result: LayoutResult, first: Deviation | None, module: str | None, tex
     if first is None:
         return f"stopped: {result.error or '; '.join(result.guards)}"
     quantity = IN_WORDS[first.kind].format(name=first.name)
-    deviation = f"{first.value:.1e} (tolerance {first.tolerance:.1e})"
-    agreed = text.agreed_before(first.kind, {each.kind for each in result.deviations if each.step == first.step})
+    amount = f"{first.value:.1e} (tolerance {first.tolerance:.1e})"
+    agreed = text.agreed_before(
+        first.kind, {deviation.kind for deviation in result.deviations if deviation.step == first.step}
+    )
     if "gradient" not in text.maps or first.kind in BEFORE_FORWARD:
-        return f"first deviation: {quantity} by {deviation}{agreed}"
+        return f"first deviation: {quantity} by {amount}{agreed}"
     forward = f"first module that deviates: {module}" if module else "outputs of all modules agree"
-    return f"first deviation: {quantity} by {deviation}{agreed}; {forward}"
+    return f"first deviation: {quantity} by {amount}{agreed}; {forward}"

@@ -29,7 +29,7 @@ from mtrain.verify.reference.text import Text
 
 NUM_HARD_KINDS = 3
 _LONGEST = 512
-"""Longest rows, in tokens, in search of answers; longer ones would take minutes."""
+"""Longest rows, in tokens, to try in search of answers; longer ones would take minutes."""
 _TOKEN_WEIGHTS = np.array([1.0, 0.5, 0.3, 0.125], np.float32).astype(np.float64)
 """Drawn weights of tokens, rounded to float32 like records."""
 _SAMPLE_WEIGHTS = (1.0, 0.25, 2.5, 1 / 3, 0.0)
@@ -50,27 +50,27 @@ _SHORT_EVERY = 5
 class SamplePlan:
     """Sources of the samples of each step."""
 
-    own_steps: int
+    user_steps: int
     hard_steps: int
-    own_vocab_size: int = 0
+    user_vocab_size: int = 0
     """Vocabulary size of the user's data; larger than the model's if token ids are taken modulo the model's."""
     choices: tuple[str, ...] = ()
-    """Whether random samples name the experts of their tokens, as the records of the user's data do."""
+    """Choices in the user's records, such as the experts of each token; random samples have them as well."""
 
     @property
     def num_steps(self) -> int:
         """Returns the number of steps."""
-        return self.own_steps + self.hard_steps
+        return self.user_steps + self.hard_steps
 
     def describe(self) -> str:
         """Describes the plan for a report."""
         hard = f"{self.hard_steps} steps of random tokens under random masks (0 to 97 % masked, some samples entirely)"
         hard += ", with experts that routers replay" if self.choices else ""
-        return f"{self.own_steps} steps of the run's own data, then {hard}" if self.own_steps else hard
+        return f"{self.user_steps} steps of the run's own data, then {hard}" if self.user_steps else hard
 
 
 @dataclass(frozen=True)
-class Places:
+class SamplePositions:
     """Positions of the samples in the rows of a step."""
 
     plan: RowPlan
@@ -79,15 +79,18 @@ class Places:
     def of(self, microbatch: int, dp_rank: int, width: int) -> NDArray[np.int64]:
         """Returns slot (-1: none) and position in the sample at each position of the rows, [2, rows, width]."""
         rows = self.plan.rows(microbatch, dp_rank)
-        found = np.full((2, len(rows), width), -1)
-        for row, own in enumerate(rows):
+        slots_and_positions = np.full((2, len(rows), width), -1)
+        for row, slots in enumerate(rows):
             begin = 0
-            for slot in own:
+            for slot in slots:
                 # padding after the last sample belongs to none
                 end = begin + self.samples.width(slot)
-                found[0, row, begin:end], found[1, row, begin:end] = slot, np.arange(end - begin)
+                slots_and_positions[0, row, begin:end], slots_and_positions[1, row, begin:end] = (
+                    slot,
+                    np.arange(end - begin),
+                )
                 begin = end
-        return found
+        return slots_and_positions
 
 
 class Batches:
@@ -98,41 +101,41 @@ class Batches:
         self._config, self._plan = config, plan
         extras = (*drawn_extras(config.loss), *plan.choices)
         self._rows = RowsOfRank(config, dp_rank, dp_size, extras)
-        self._loader = own_loader(config, plan.own_vocab_size, dp_rank, dp_size) if plan.own_steps else None
+        self._loader = user_loader(config, plan.user_vocab_size, dp_rank, dp_size) if plan.user_steps else None
 
-    def places(self, step: int) -> Places:
+    def positions(self, step: int) -> SamplePositions:
         """Returns the positions of a step's samples, equal on all ranks."""
-        if self._loader is not None and step < self._plan.own_steps:
-            return Places(self._loader.plan(step), self._loader.samples(step))
+        if self._loader is not None and step < self._plan.user_steps:
+            return SamplePositions(self._loader.plan(step), self._loader.samples(step))
         samples = self._hard_samples(step)
-        return Places(self._rows.plan(samples, self._config.train.global_batch_size), samples)
+        return SamplePositions(self._rows.plan(samples, self._config.train.global_batch_size), samples)
 
     def of_step(self, step: int) -> list[Microbatch]:
         """Returns the microbatches of a step, counted from 0."""
-        if self._loader is not None and step < self._plan.own_steps:
+        if self._loader is not None and step < self._plan.user_steps:
             return [batch.with_vocabulary(self._config.model.vocab_size) for batch in self._loader.batches(step)]
         return self._rows.of_step(self._hard_samples(step), has_first=True)
 
     def _hard_samples(self, step: int) -> Given:
-        return Given(HardBatch(self._config, step - self._plan.own_steps, self._plan.choices).samples())
+        return Given(HardBatch(self._config, step - self._plan.user_steps, self._plan.choices).samples())
 
 
-def own_loader(config: Config, own_vocab_size: int, dp_rank: int, dp_size: int) -> StepLoader:
+def user_loader(config: Config, user_vocab_size: int, dp_rank: int, dp_size: int) -> StepLoader:
     """Opens the user's data with the user's vocabulary."""
-    model = config.model.model_copy(update={"vocab_size": own_vocab_size})
+    model = config.model.model_copy(update={"vocab_size": user_vocab_size})
     return StepLoader(config.model_copy(update={"model": model}), dp_rank, dp_size)
 
 
 def _record(text: Text, model: ModelSection) -> TokenizedSample:
     """Converts a text to a record, like the reader of finetuning data."""
     record = {"input_ids": text.ids.tolist(), "loss_mask": text.counts.tolist(), "weight": text.weight}
-    found = tokens_sample(record, frozenset(), model.vocab_size)
-    extras = {name: each.tolist() for name, each in text.extras.items()}
+    sample = tokens_sample(record, frozenset(), model.vocab_size)
+    extras = {name: values.tolist() for name, values in text.extras.items()}
     sizes: dict[str, tuple[int, ...]] = dict.fromkeys(extras, ())
     if text.routed_experts is not None:
         extras[ROUTED_EXPERTS] = text.routed_experts[:-1].tolist()
         sizes |= choice_shapes(model)
-    return replace(found, extras=token_extras(extras, sizes, len(text.ids))) if extras else found
+    return replace(sample, extras=token_extras(extras, sizes, len(text.ids))) if extras else sample
 
 
 def _columns(text: Text) -> tuple[str, ...]:
@@ -150,7 +153,7 @@ def _of_documents(text: Text) -> Sample:
     mask = text.counts[1:].copy()
     mask[edges - 1] = 0.0  # no token is predicted across an edge
     # float32 holds these numbers exactly
-    extras = {name: each[1:].astype(np.float32) for name, each in text.extras.items()}
+    extras = {name: values[1:].astype(np.float32) for name, values in text.extras.items()}
     choices = {} if text.routed_experts is None else {ROUTED_EXPERTS: text.routed_experts[:-1].astype(np.int32)}
     return replace(shifted(text.ids, mask, text.weight, starts, extras), choices=choices)
 
@@ -176,14 +179,14 @@ def drawn_extras(loss: LossSection) -> tuple[str, ...]:
     terms = (loss, *loss.side_terms.values())
     functions = [load_loss_function(term.function, term.options) for term in terms]
     read = {name for function in functions for name in extras_of(function)}
-    found = [name for name in EXTRAS if name in read]
-    if found and any(reads_temperature(function) for function in functions):
-        found.append(TEMPERATURE)
-    return tuple(found)
+    names = [name for name in EXTRAS if name in read]
+    if names and any(reads_temperature(function) for function in functions):
+        names.append(TEMPERATURE)
+    return tuple(names)
 
 
 def _spread(loss: LossSection) -> float:
-    """Returns the deviation of log-probabilities at which some ratios exceed the farthest bound."""
+    """Returns the standard deviation of log-probabilities at which some ratios exceed the farthest bound."""
     bounds = [
         abs(math.log(value))
         for term in (loss, *loss.side_terms.values())
@@ -214,8 +217,8 @@ class HardBatch:
     def samples(self) -> list[Sample]:
         """Returns the batch by slot, made by the trainer's own code.
 
-        A text is passed as a user's `Datum` or as a record of a file; one with several documents, which neither can
-        hold, is shifted like a corpus.
+        A text becomes a user's `Datum` or a record of a file; several documents fit neither, so they are shifted like a
+        corpus.
         """
         return [self._sample(text, slot) for slot, text in enumerate(self.texts())]
 
@@ -233,7 +236,7 @@ class HardBatch:
             return sample_of_record(_record(text, self.config.model), 0, len(text.ids), _columns(text))
         # in turn one number per token and one per predicted token
         first = slot // 2 % 2
-        extras = {name: each[first:].tolist() for name, each in text.extras.items()}
+        extras = {name: values[first:].tolist() for name, values in text.extras.items()}
         temperature = extras.pop(TEMPERATURE, [None])[0]
         datum = Datum(
             text.ids.tolist(),
@@ -279,17 +282,17 @@ class HardBatch:
         return {name: drawn(name) for name in drawn_extras(self.config.loss)}
 
     def _experts(self, slot: int, size: int) -> NDArray[np.int64] | None:
-        """Draws other experts than routers would choose, some often and some seldom; one token in four of a layer has
+        """Draws experts that routers would not choose, some often and some seldom; in each layer, one token in four has
         none."""
         model = self.config.model
         if not self.choices or model.experts is None:
             return None
         rng = np.random.default_rng([self.config.train.seed, self.kind, slot, 1])
         ranks = rng.random((size, model.num_layers, model.experts.num_experts))
-        found = (ranks + np.linspace(0.0, 1.0, model.experts.num_experts)).argsort(-1)[..., : model.experts.top_k]
-        found[rng.random(found.shape[:2]) < 0.25] = -1
-        found[:, [layer for layer in range(model.num_layers) if not model.has_experts(layer)]] = -1
-        return found
+        experts = (ranks + np.linspace(0.0, 1.0, model.experts.num_experts)).argsort(-1)[..., : model.experts.top_k]
+        experts[rng.random(experts.shape[:2]) < 0.25] = -1
+        experts[:, [layer for layer in range(model.num_layers) if not model.has_experts(layer)]] = -1
+        return experts
 
     def _size(self, slot: int) -> int:
         """Returns the number of positions of a sample; some packed samples are short enough to share a row."""
@@ -302,23 +305,23 @@ class HardBatch:
         return length - length // 4 if slot % _SHORT_EVERY == 2 else length
 
 
-def has_loss_tokens(config: Config, own_vocab_size: int) -> bool:
+def has_loss_tokens(config: Config, user_vocab_size: int) -> bool:
     """Says whether most samples of the user's first global batch have loss tokens at this row length."""
     alone = config.model_copy(update={"data": config.data.model_copy(update={"packing": None})})
     try:
-        batches = own_loader(alone, own_vocab_size, 0, 1).batches(0)
+        batches = user_loader(alone, user_vocab_size, 0, 1).batches(0)
     except NothingToLearnError:  # every answer begins after the end of rows of this length
         return False
     learned = torch.cat([(batch.weights["main"] != 0).any(dim=1) for batch in batches])
     return bool(learned.double().mean() > 0.5)
 
 
-def with_loss_tokens(made: Callable[[int], Shrunk], user: Config) -> Shrunk:
+def with_loss_tokens(shrink_to: Callable[[int], Shrunk], user: Config) -> Shrunk:
     """Returns the small configuration with rows long enough for loss tokens; `made` shrinks to a row length."""
     length = SEQ_LENGTH
-    shrunk = made(length)
+    shrunk = shrink_to(length)
     limit = min(user.data.seq_length, _LONGEST)
     while shrunk.reads_files and length < limit and not has_loss_tokens(shrunk.config, user.model.vocab_size):
         length *= 2
-        shrunk = made(length)
+        shrunk = shrink_to(length)
     return shrunk

@@ -68,12 +68,12 @@ def shrink(
     `seq_length` and `batch_size` (samples of a step) are raised to multiples that the trials need.
     """
     refuse_incomparable(config)
-    also = in_float32(config.model)
+    overrides = in_float32(config.model)
     if config.data.packing is not None:
         # the reference knows the samples of a step only if a step counts samples, not rows
-        also["data"] = {"packing": {"batch": "sequences"}}
-    also |= {"optimizer": optimizer_keys(config.optimizer), "loss": loss_keys(config.loss)}
-    return small(config, trials, seq_length, also, batch_size)
+        overrides["data"] = {"packing": {"batch": "sequences"}}
+    overrides |= {"optimizer": optimizer_keys(config.optimizer), "loss": loss_keys(config.loss)}
+    return small(config, trials, seq_length, overrides, batch_size)
 
 
 def in_float32(model: ModelSection) -> dict[str, dict[str, Any]]:
@@ -91,12 +91,12 @@ def small(
     config: Config,
     trials: Sequence[Trial],
     seq_length: int,
-    also: Mapping[str, Mapping[str, Any]],
+    overrides: Mapping[str, Mapping[str, Any]],
     batch_size: int = BATCH_SIZE,
 ) -> Shrunk:
     """Returns the small configuration with the user's precision, dropout and schedule; see `shrink`.
 
-    `also` are additional changes by section and key.
+    `overrides` are further changes, by section and key.
     """
     reads = reads_files(config.data)
     length = multiple_from(seq_length, [2 * trial.cp * (trial.tp if trial.sp else 1) for trial in trials])
@@ -111,19 +111,19 @@ def small(
         content["train"] |= {"micro_batch_size": 1, "tokens_per_micro_batch": ratio * length}
     content["data"] = _data(config.data, reads) | {"seq_length": length, "prefetch_steps": 0}
     content["loss"] |= {"chunk_tokens": _chunk_tokens(config)}
-    for around in ("valid", "eval", "checkpoint", "metrics"):  # they do not affect a step, and contain paths
-        content[around] = {}
-    for section, values in also.items():
+    for section in ("valid", "eval", "checkpoint", "metrics"):  # they do not affect a step, and contain paths
+        content[section] = {}
+    for section, values in overrides.items():
         content[section] |= values
     changed = Config.model_validate(content)
     return Shrunk(changed, tuple(_changes(config, changed)), reads)
 
 
 def _compilation(config: Sections) -> Compiled:
-    """Returns what the run compiles on this machine: a certificate is of the run's own layers."""
+    """Returns what the run compiles on this machine: a check covers the layers that the run uses."""
     if config.train.compile != "auto":
         return config.train.compile
-    import torch  # here, as most configurations are shrunk without it
+    import torch  # here: most configurations are shrunk without it
 
     from mtrain.core.layers.compiled import choose_compilation
 
@@ -134,7 +134,7 @@ def _compilation(config: Sections) -> Compiled:
 def small_schedule(optimizer: OptimizerSection, warmup_steps: int, final_steps: int) -> dict[str, int | None]:
     """Returns `optimizer.*` keys that fit the user's schedule into a few steps.
 
-    `final_steps` are those of a decay that ends the run; other decays last from the warm-up to the end.
+    `final_steps` is the length of a decay at the end of the run; other decays last from the warm-up to the end.
     """
     return {"warmup_steps": warmup_steps, "decay_steps": final_steps if optimizer.decay == "at_end" else None}
 
@@ -143,15 +143,15 @@ def has_files(data: AnyData) -> bool:
     """Says whether the training data and tokenizer exist on this machine."""
     if isinstance(data, MockSection) or (data.tokenizer is not None and not Path(data.tokenizer).exists()):
         return False
-    return _are_there(data, data.all_sources)
+    return _exist(data, data.all_sources)
 
 
 def has_valid_files(data: IndexedSection | SftSection) -> bool:
     """Says whether the files of all validation sets exist on this machine."""
-    return _are_there(data, [source for sources in data.valid_sets.values() for source in sources])
+    return _exist(data, [source for sources in data.valid_sets.values() for source in sources])
 
 
-def _are_there(data: IndexedSection | SftSection, sources: Sequence[SourceSection]) -> bool:
+def _exist(data: IndexedSection | SftSection, sources: Sequence[SourceSection]) -> bool:
     match data:
         case IndexedSection():
             return all(Path(f"{source.path}.idx").exists() for source in sources)
@@ -167,7 +167,7 @@ def reads_files(data: AnyData) -> bool:
 
 
 def replay_notes(data: AnyData, progress: Callable[[str], None]) -> tuple[str, ...]:
-    """Says, where the user's data name experts, that a check does not replay them; returns the line for its report."""
+    """Reports that a check does not replay the experts in the user's data, if any; returns the line for its report."""
     if not data.choices:
         return ()
     note = (
@@ -243,13 +243,13 @@ def _chunk_tokens(config: Config) -> str | int:
 
 
 def _of_features(model: ModelSection, small_run: SmallRun) -> dict[str, Any]:
-    found = {key: value for feature in FEATURES for key, value in feature.shrunk(model, small_run).items()}
-    size = round(SMALL_HEAD_DIM * found.get("rope", {"partial": 1.0})["partial"])
-    size = found.get("mla", {}).get("qk_rope_head_dim", size)
+    sections = {key: value for feature in FEATURES for key, value in feature.shrunk(model, small_run).items()}
+    size = round(SMALL_HEAD_DIM * sections.get("rope", {"partial": 1.0})["partial"])
+    size = sections.get("mla", {}).get("qk_rope_head_dim", size)
     for section, keys in section_keys(model, size).items():
         if keys:
-            found[section] = found.get(section, getattr(model, section).model_dump()) | keys
-    return found
+            sections[section] = sections.get(section, getattr(model, section).model_dump()) | keys
+    return sections
 
 
 def _vocab_size(model: ModelSection, reads_files: bool) -> int:
@@ -259,10 +259,10 @@ def _vocab_size(model: ModelSection, reads_files: bool) -> int:
 
 
 def _heads(model: ModelSection, trials: Sequence[Trial]) -> tuple[int, int]:
-    """Returns the smallest numbers of key/value and query heads, in the user's ratio, that every trial divides."""
+    """Returns the smallest numbers of key/value and query heads, in the user's ratio, that every trial can split."""
     ratio = model.num_attention_heads // model.query_groups
     while ratio > _MAX_HEADS_PER_GROUP:
-        ratio = next(each for each in range(ratio // 2, 0, -1) if ratio % each == 0)
+        ratio = next(smaller for smaller in range(ratio // 2, 0, -1) if ratio % smaller == 0)
     shared = [trial.tp * trial.cp for trial in trials if trial.cp_comm == "ulysses" and trial.cp > 1]
     if model.query_groups == 1:
         return 1, multiple_from(ratio, shared)
@@ -308,8 +308,8 @@ def _changes(before: Config, after: Config) -> Iterator[str]:
         for key, value in (old[section] or {}).items():
             if key in new[section] and new[section][key] != value:  # another kind of data may lack the key
                 folded = key == "vocab_size" and after.data.kind != "mock"
-                how = f" (token ids modulo {after.model.vocab_size})" if folded else ""
-                yield f"{section}.{key}: {_shown(key, value)} -> {_shown(key, new[section][key])}{how}"
+                remark = f" (token ids modulo {after.model.vocab_size})" if folded else ""
+                yield f"{section}.{key}: {_shown(key, value)} -> {_shown(key, new[section][key])}{remark}"
 
 
 def _shown(key: str, value: Any) -> str:

@@ -1,6 +1,6 @@
 """Raw samples of every step, from which the layouts and the reference make rows independently.
 
-Only the order of the samples is the trainer's; it is checked against the rules of an order.
+Only their order comes from the trainer; it is checked against the rules for an order.
 """
 
 from collections.abc import Callable
@@ -38,23 +38,23 @@ class Texts:
 
 def texts_of(config: Config, plan: SamplePlan) -> Texts:
     """Returns the samples of each step; raises DataError for a bad file."""
-    own, faults = _own_texts(config, plan) if plan.own_steps else ([], ())
+    texts, faults = _own_texts(config, plan) if plan.user_steps else ([], ())
     size = config.train.global_batch_size
-    steps = [tuple(own[step * size : (step + 1) * size]) for step in range(plan.own_steps)]
+    steps = [tuple(texts[step * size : (step + 1) * size]) for step in range(plan.user_steps)]
     steps += [tuple(HardBatch(config, number, plan.choices).texts()) for number in range(plan.hard_steps)]
     return Texts(tuple(steps), faults)
 
 
 def _own_texts(config: Config, plan: SamplePlan) -> tuple[list[Text], tuple[str, ...]]:
-    model = config.model.model_copy(update={"vocab_size": plan.own_vocab_size})
+    model = config.model.model_copy(update={"vocab_size": plan.user_vocab_size})
     user = config.model_copy(update={"model": model})
-    sources, count = Sources(user), plan.own_steps * config.train.global_batch_size
+    sources, count = Sources(user), plan.user_steps * config.train.global_batch_size
     stream = sources.training()
     if isinstance(stream, MockSamples):
         return [_random(stream, number) for number in range(count)], ()
     assert isinstance(stream, Blended), "there are two kinds of stream"
-    places = [stream.order.locate(number) for number in range(max(count, _NUM_ORDERED))]
-    turns = [Draw(place.source, place.epoch, place.index) for place in places]
+    locations = [stream.order.locate(number) for number in range(max(count, _NUM_ORDERED))]
+    turns = [Draw(location.source, location.epoch, location.index) for location in locations]
     sizes = [len(source) for source in stream.sources]
     data = config.data
     assert not isinstance(data, MockSection), "random tokens are no blend"
@@ -74,7 +74,7 @@ def _shares(data: FilesSection, size: int) -> list[Shares]:
     paths = [source.path for source in data.all_sources]
     first = Shares(0, {number: source.weight for number, source in enumerate(data.train)})
     later = [
-        Shares(blend.from_step * size, {paths.index(each.path): each.weight for each in blend.sources})
+        Shares(blend.from_step * size, {paths.index(section.path): section.weight for section in blend.sources})
         for blend in data.curriculum
     ]
     return [first, *later]
@@ -88,55 +88,55 @@ def _random(samples: MockSamples, number: int) -> Text:
 def _answers(
     data: SftSection, stream: Blended, tokenizer: Tokenizer, turns: list[Draw], tell: Callable[[str], None]
 ) -> list[Text]:
-    found: dict[Draw, Text] = {}
+    texts: dict[Draw, Text] = {}
     encoder = RecordEncoder(data, tokenizer)
     for number, source in enumerate(stream.sources):
         assert isinstance(source, SftDataset), "the kind has one sort of samples"
-        own = [turn for turn in turns if turn.source == number]
-        records = _records(source.cache, {source.cache.record(turn.index) for turn in own})
+        source_turns = [turn for turn in turns if turn.source == number]
+        records = _records(source.cache, {source.cache.record(turn.index) for turn in source_turns})
         path = _lone_lines(source.cache)
         num_records = source.cache.num_records if path is None else num_lines(path)
         count = _in_training(num_records - source.cache.num_bad, data)
         if len(source) != count and data.too_long == "end":
             file = data.all_sources[number].path
-            tell(f"source {number} has {len(source)} samples, but {file} has {count} records of training")
-        for turn in own:
-            found[turn] = _answer(records[source.cache.record(turn.index)], data, tokenizer, encoder)
-    return [found[turn] for turn in turns]
+            tell(f"source {number} has {len(source)} samples, but {file} has {count} training records")
+        for turn in source_turns:
+            texts[turn] = _answer(records[source.cache.record(turn.index)], data, tokenizer, encoder)
+    return [texts[turn] for turn in turns]
 
 
 def _records(tokens: TokenCache, numbers: set[int]) -> dict[int, Any]:
-    """Reads records by number: JSON lines by the reference's reader, others by readers tested against it."""
+    """Reads records by number: JSON lines with the reference's reader, other formats with readers tested against it."""
     if (path := _lone_lines(tokens)) is not None:
         return objects(path, numbers)
-    found: dict[int, Any] = {}
+    records: dict[int, Any] = {}
     for chunk in chunks(tokens.files):
         first = tokens.file_starts[chunk.file] + chunk.first - 1
-        found |= {first + index: chunk.record(index) for index in range(len(chunk)) if first + index in numbers}
-    return found
+        records |= {first + index: chunk.record(index) for index in range(len(chunk)) if first + index in numbers}
+    return records
 
 
 def _lone_lines(tokens: TokenCache) -> Path | None:
-    (file, *others) = tokens.files
-    return file.path if file.kind is FileKind.LINES and not others else None
+    (file, *more) = tokens.files
+    return file.path if file.kind is FileKind.LINES and not more else None
 
 
-def _answer(found: dict[str, Any], data: SftSection, tokenizer: Tokenizer, encoder: RecordEncoder) -> Text:
-    """Converts a record: plain forms as the reference does, chat templates by the trainer's encoder, which is tested
+def _answer(record: dict[str, Any], data: SftSection, tokenizer: Tokenizer, encoder: RecordEncoder) -> Text:
+    """Converts a record: plain forms with the reference, chat templates with the trainer's encoder, which is tested
     against transformers."""
-    if _is_plain(found, data):
-        return text_of(found, tokenizer, data.seq_length)
-    sample, size = encoder.encode(found), data.seq_length + 1
+    if _is_plain(record, data):
+        return text_of(record, tokenizer, data.seq_length)
+    sample, size = encoder.encode(record), data.seq_length + 1
     counts = sample.loss_weights[:size].astype(np.float64)
     return Text(sample.ids[:size].astype(np.int64), counts, sample.weight)
 
 
-def _is_plain(found: dict[str, Any], data: SftSection) -> bool:
+def _is_plain(record: dict[str, Any], data: SftSection) -> bool:
     if data.special_tokens_in_text:
         return False
-    if "messages" not in found:
-        return "prompt" in found
-    weighs = any(message.keys() & {"weight", "train"} for message in found["messages"])
+    if "messages" not in record:
+        return "prompt" in record
+    weighs = any(message.keys() & {"weight", "train"} for message in record["messages"])
     return data.chat_template == PLAIN and data.loss_on == "all_answers" and not weighs
 
 

@@ -85,10 +85,10 @@ _NORM = Tolerance(
 _LOSS = "The mean of each loss term over the global batch, relative to its exact value."
 _GRADIENT = "Every gradient after its division, relative to the largest element of the exact one."
 _VALUES = {"loss": _LOSS, "gradient": _GRADIENT}
-_IN_FLOAT64 = "Computed in float64, at the weights of the run: rounding of float64 is far below, even amplified."
+_IN_FLOAT64 = "Computed in float64, at the weights of the run: float64 rounding is far smaller, even amplified."
 _ROUNDING = (
-    "Losses and gradients of the run itself in float32, compared like those in float64. s E u / u64 where that is "
-    "more: E is the largest deviation of a gradient in float64 in the same step."
+    "Losses and gradients of the run itself in float32, compared like those in float64. s E u / u64 if that is more: "
+    "E is the largest deviation of a float64 gradient in the same step."
 )
 
 
@@ -105,7 +105,7 @@ class Sizes(NamedTuple):
         """Counts the sizes of a shrunk configuration."""
         model, length = config.model, config.data.seq_length
         wide = model.with_global_heads()
-        of_layers = (wide if model.attention(each) == "global" else model for each in range(model.num_layers))
+        of_layers = (wide if model.attention(layer) == "global" else model for layer in range(model.num_layers))
         layers = sum(_of_layer(layer_model, length) for layer_model in of_layers)
         summands = layers + 2 * model.hidden_size + model.vocab_size  # final norm, logits, softmax
         return cls(summands, config.train.global_batch_size * length)
@@ -120,7 +120,7 @@ def _of_layer(model: ModelSection, length: int) -> int:
 def tolerances(config: Config, num_steps: int, has_float64: bool = True) -> tuple[Tolerance, ...]:
     """Returns the tolerances of all kinds, in order, for some steps of a shrunk configuration.
 
-    Models that need float64 steps, but do not compute them (`has_float64`), are held to a limit of float32.
+    A model that needs float64 steps but does not make them (`has_float64` is False) gets a limit for float32.
     """
     sizes, once = Sizes.of(config), {"s": _CONFIDENCE, "u": UNIT_ROUNDOFF}
     always = (_NORM, _update(config.optimizer, num_steps))

@@ -81,10 +81,10 @@ def gathered(shards: Sequence[Shard]) -> Whole | None:
     """Gathers whole tensors on rank 0, None elsewhere, in one gather of objects over the world."""
     # numpy has no bfloat16, which float32 holds exactly
     widened = (shard.data.float() if shard.data.dtype == torch.bfloat16 else shard.data for shard in shards)
-    own = [shard._replace(data=values.numpy()) for shard, values in zip(shards, widened, strict=True)]  # type: ignore[arg-type]
-    everyone: list[Any] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather_object(own, everyone)
-    return None if everyone is None else assembled(shard for rank in everyone for shard in rank)
+    local = [shard._replace(data=values.numpy()) for shard, values in zip(shards, widened, strict=True)]  # type: ignore[arg-type]
+    by_rank: list[Any] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather_object(local, by_rank)
+    return None if by_rank is None else assembled(shard for rank in by_rank for shard in rank)
 
 
 def assembled(shards: Iterable[Any]) -> Whole:

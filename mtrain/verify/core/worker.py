@@ -1,4 +1,4 @@
-"""Work of every rank for one layout.
+"""Work of each rank for one layout.
 
 Layers that normalise small vectors amplify rounding by a factor that depends on the weights, so no bound separates a
 fault from float32 rounding. Their steps are also made in float64, which has 29 more bits, at the run's own weights:
@@ -45,7 +45,7 @@ class Job:
     plan: SamplePlan
     fault: str | None = None
     watched_step: int | None = None
-    """Index of the last step, whose module outputs are wanted; None: all steps run, no outputs."""
+    """Index of the last step to run, which records module outputs; None: all steps run and none does."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Outcome:
     steps: list[StepOutcome]
     pieces: list[RecordedOutput]
     batches: list[list[Microbatch]] = field(default_factory=list)
-    """Trained full rows by step; only on one rank for each part of the data."""
+    """Full rows that were trained on, by step; only on one rank for each part of the data."""
     rates: dict[int, float] = field(default_factory=dict)
     """The run's learning rate at the updates of `telling_steps`, counted from 0."""
 
@@ -103,23 +103,23 @@ class _NeverUpdates(Optimizer):
 @torch.no_grad()
 def _copy_weights(chunks: Sequence[nn.Module], source: Sequence[nn.Module]) -> None:
     """Copies this rank's weights and expert biases to chunks of another precision."""
-    for to, origin in zip(map(unwrap, chunks), map(unwrap, source), strict=True):
-        values = dict(origin.named_parameters()) | dict(origin.named_buffers())
-        for name, place in (*to.named_parameters(), *to.named_buffers()):
-            place.copy_(values[name])
+    for chunk, source_chunk in zip(map(unwrap, chunks), map(unwrap, source), strict=True):
+        values = dict(source_chunk.named_parameters()) | dict(source_chunk.named_buffers())
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+            tensor.copy_(values[name])
 
 
 class _LenientStep(TrainingStep):
     """Training step that records a failed check of the totals and continues, so that everything is compared."""
 
-    said: str | None = None
+    failed_check: str | None = None
 
     def check(self, terms: Mapping[str, TermTotals]) -> None:
-        self.said = None
+        self.failed_check = None
         try:
             super().check(terms)
         except NumericError as error:
-            self.said = str(error)
+            self.failed_check = str(error)
 
 
 def run_layout(groups: Groups, job: Job) -> Outcome:
@@ -128,8 +128,9 @@ def run_layout(groups: Groups, job: Job) -> Outcome:
         return _Runner(groups, job).run()
 
 
-def own_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objective:
-    """Returns the objective of the run; refuses extras other than `drawn_extras`, which only the user's data have."""
+def run_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objective:
+    """Returns the objective of the run; refuses extras other than `drawn_extras`, because only the user's data have
+    them."""
     objective = Objective.from_config(config.loss, config.model)
     if missing := [name for name in objective.extras if name not in drawn_extras]:
         names = ", ".join(as_configured(missing))
@@ -150,7 +151,7 @@ class _Runner:
         reads = groups.tp_rank == 0 or job.watched_step is not None
         self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp) if reads else None
         objective = replace(
-            own_objective(config, EXTRAS),
+            run_objective(config, EXTRAS),
             choices=job.plan.choices,
             has_temperatures=TEMPERATURE in drawn_extras(config.loss),
         )
@@ -159,12 +160,15 @@ class _Runner:
         for in_float64 in (False, True) if needs_float64(config.model) else (False,):
             # in float64 parameters are not gathered in the forward pass
             train = config.train.model_copy(update={"overlap_param_gather": False})
-            own = config.model_copy(update={"train": train}) if in_float64 else config
-            sharded = build_model(own, groups, weights_follow=True, in_float64=in_float64)
+            rank_config = config.model_copy(update={"train": train}) if in_float64 else config
+            sharded = build_model(rank_config, groups, weights_follow=True, in_float64=in_float64)
             shrink_chunks(sharded.chunks)
             set_weights(sharded.chunks, groups, lambda name, shape: drawn(name, shape, config))
-            optimizer = _NeverUpdates(sharded, groups) if in_float64 else Optimizer(own, sharded, groups)
-            model, teacher = RankModel(own, groups, sharded, optimizer), small_teacher(own, groups, in_float64)
+            optimizer = _NeverUpdates(sharded, groups) if in_float64 else Optimizer(rank_config, sharded, groups)
+            model, teacher = (
+                RankModel(rank_config, groups, sharded, optimizer),
+                small_teacher(rank_config, groups, in_float64),
+            )
             self._models.append(model)
             self._steps.append(_LenientStep(model, objective, teacher))
         self._sharded, self._training = self._models[0].sharded, self._steps[0]
@@ -176,9 +180,9 @@ class _Runner:
         steps: list[StepOutcome] = []
         pieces: list[RecordedOutput] = []
         for number in range(self._job.plan.num_steps if watched is None else watched + 1):
-            places = self._batches.places(number) if self._batches is not None and number == watched else None
-            # in float64, if there is one
-            with recorded_outputs(self._models[-1].chunks, self._groups, self._config, places) as recorded:
+            positions = self._batches.positions(number) if self._batches is not None and number == watched else None
+            # of the float64 model, if any
+            with recorded_outputs(self._models[-1].chunks, self._groups, self._config, positions) as recorded:
                 outcome = self._step(number)
             steps.append(outcome)
             pieces = recorded
@@ -195,11 +199,11 @@ class _Runner:
         wide = self._step_in_float64(number, batches) if len(self._models) > 1 else None
         totals = self._training.forward_backward(batches)
         gradients = gathered(gradient_shards(self._sharded, self._groups))
-        grad_norm, said = self._update(totals)
+        grad_norm, guard = self._update(totals)
         self._sharded.gather_parameters()
         weights = gathered(parameter_shards(self._sharded.chunks, self._groups))
-        values, said = step_values(number, totals, grad_norm), self._training.said or said
-        return StepOutcome(values, said, gradients, weights, wide)
+        guard = self._training.failed_check or guard
+        return StepOutcome(step_values(number, totals, grad_norm), guard, gradients, weights, wide)
 
     def _step_in_float64(self, number: int, batches: list[Microbatch] | None) -> InFloat64:
         sharded = self._models[1].sharded
@@ -224,20 +228,22 @@ def small_teacher(config: Config, groups: Groups, in_float64: bool = False) -> T
     """Returns a teacher of the shrunk model's size, with its own weights; None if the run has no teacher."""
     if config.loss.teacher is None:
         return None
-    config = config.model_copy(update={"adapter": None})  # adapters are the student's alone
+    config = config.model_copy(update={"adapter": None})  # only the student has adapters
     chunks = build_frozen_model(config, groups, in_float64)
     set_weights(chunks, groups, lambda name, shape: drawn(name, shape, config, "teacher"))
     return Teacher(config, chunks, groups)
 
 
 def step_values(number: int, totals: StepTotals, grad_norm: float) -> StepValues:
-    """Returns the values to report of the step with this index."""
-    terms = {name: (each.mean, each.numerator, each.denominator) for name, each in totals.terms.items()}
+    """Returns the reported values of the step with index `number`."""
+    terms = {name: (term.mean, term.numerator, term.denominator) for name, term in totals.terms.items()}
     return StepValues.of(number + 1, totals.objective, terms, grad_norm)
 
 
-def disagreement(everyone: Sequence[Outcome]) -> str | None:
+def disagreement(outcomes: Sequence[Outcome]) -> str | None:
     """Says which ranks report other numbers than rank 0; returns None if all agree to the last bit."""
-    first = [repr(step.values) for step in everyone[0].steps]
-    others = [rank for rank, outcome in enumerate(everyone) if [repr(step.values) for step in outcome.steps] != first]
-    return f"ranks {others} report another loss, denominator or gradient norm than rank 0" if others else None
+    first = [repr(step.values) for step in outcomes[0].steps]
+    differing = [
+        rank for rank, outcome in enumerate(outcomes) if [repr(step.values) for step in outcome.steps] != first
+    ]
+    return f"ranks {differing} report another loss, denominator or gradient norm than rank 0" if differing else None

@@ -21,7 +21,7 @@ from mtrain.config.schema.train import AnyOptimizer
 from mtrain.core.engine.training_state import WEIGHTS
 from mtrain.report.metrics.record import StepRecord
 from mtrain.verify.core.exact import ExactJob, exact_steps
-from mtrain.verify.core.layouts import OwnTrials, Prepared, Trial, fitting, parse_trials, prepared
+from mtrain.verify.core.layouts import DerivedTrials, Prepared, Trial, fitting, parse_trials, prepared
 from mtrain.verify.core.ranks import Pool, RankFailedError, all_results, attempted
 from mtrain.verify.core.result import Deviation, LayoutResult, ResumeReport, StepValues, Tolerance, diagnosed
 from mtrain.verify.core.samples import SamplePlan, with_loss_tokens
@@ -93,15 +93,15 @@ class ResumePlan:
     one: Prepared
     others: list[Prepared]
     tolerances: tuple[Tolerance, ...]
-    own_vocab_size: int
+    user_vocab_size: int
     notes: tuple[str, ...]
 
 
 def planned(config: Config, request: Request, max_ranks: int) -> ResumePlan:
     """Returns the layouts and the small configurations."""
-    base = OwnTrials(config, max_ranks).full()
+    base = DerivedTrials(config, max_ranks).full()
     named = None if request.layouts is None else parse_trials(request.layouts, config.layout, max_ranks)
-    trials = OwnTrials(config, max_ranks).others() if named is None else named
+    trials = DerivedTrials(config, max_ranks).for_resume() if named is None else named
     also = {"train": {"num_steps": request.num_steps}, "optimizer": _schedule(config.optimizer, request.num_steps)}
     also |= {"checkpoint": {"async_save": config.checkpoint.async_save}, "metrics": {"tensorboard": False}}
     also |= {"data": _curriculum(config.data, request)}
@@ -185,7 +185,7 @@ class ResumeCheck:
         run = trial.config.run.model_copy(update={"dir": str(self._folder / folder)})
         checkpoint = trial.config.checkpoint.model_copy(update=saving)
         config = trial.config.model_copy(update={"run": run, "checkpoint": checkpoint})
-        start = Start(config, self._plan.own_vocab_size, **how)
+        start = Start(config, self._plan.user_vocab_size, **how)
         return self._pool.run(run_start, trial.layout, start, seed=config.train.seed)
 
     def _straight(self) -> list[SegmentResult]:
@@ -231,7 +231,7 @@ class ResumeCheck:
         source = list(self._saved)[-1]
         everyone, records = self._resumed(trial, source, gathers=True, fault=fault)
         first, one = everyone[0], self._plan.one
-        texts = texts_of(one.config, SamplePlan(one.config.train.num_steps, 0, self._plan.own_vocab_size))
+        texts = texts_of(one.config, SamplePlan(one.config.train.num_steps, 0, self._plan.user_vocab_size))
         job = ExactJob(one.config, texts.steps[first.start_step :], first.start_step)
         exact = self._pool.run(exact_steps, one.layout, job, weights_before_each_step(first))[0]
         steps = exact_deviations(trial.config, self._plan.tolerances, self.tensors, first, records, exact)

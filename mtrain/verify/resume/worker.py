@@ -34,7 +34,7 @@ from mtrain.core.step.step import TrainingStep
 from mtrain.runs.folder import RunFolder
 from mtrain.training.build import Run, build_run
 from mtrain.training.trainer import train_on
-from mtrain.verify.core.samples import Places
+from mtrain.verify.core.samples import SamplePositions
 from mtrain.verify.core.weights import TABLES, Whole, gathered
 from mtrain.verify.core.worker import small_teacher
 
@@ -47,7 +47,7 @@ class Start:
     """One start of a run."""
 
     config: Config
-    own_vocab_size: int
+    user_vocab_size: int
     """Vocabulary size of the samples; if larger than the model's, token ids are taken modulo the model's."""
     watched_from: int = 0
     """Completed updates from which the state is recorded."""
@@ -224,7 +224,7 @@ class WatchedStep(TrainingStep):
     def _folded(self, batches: Sequence[Microbatch] | None) -> Sequence[Microbatch] | None:
         """Takes token ids modulo the model's vocabulary."""
         size = self._run.model.config.model.vocab_size
-        if batches is None or self._start.own_vocab_size <= size:
+        if batches is None or self._start.user_vocab_size <= size:
             return batches
         return [batch.with_vocabulary(size) for batch in batches]
 
@@ -232,7 +232,7 @@ class WatchedStep(TrainingStep):
         """Digests tokens, labels and weights of each sample by slot."""
         loader = self._run.loader
         assert loader is not None, "this rank reads"
-        places = Places(loader.plan(self._done), loader.samples(self._done))
+        places = SamplePositions(loader.plan(self._done), loader.samples(self._done))
         digests = {}
         for number, batch in enumerate(batches):
             slots, _ = torch.from_numpy(places.of(number, self._run.model.groups.dp_rank, batch.tokens.shape[1]))

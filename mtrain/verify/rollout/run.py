@@ -25,7 +25,7 @@ from mtrain.core.layers.transformer_config import DTYPES
 from mtrain.core.ranks.groups import Groups
 from mtrain.core.step.results import ForwardResult
 from mtrain.training.sampling.generate import Model, loaded_model, model_at
-from mtrain.verify.core.layouts import Prepared, own_layout
+from mtrain.verify.core.layouts import Prepared, layout_of_config
 from mtrain.verify.core.ranks import Pool, environment_of
 from mtrain.verify.core.weights import Arrays, gathered
 from mtrain.verify.parity import Progress, device_for
@@ -111,7 +111,7 @@ class _RolloutCheck:
         findings = self._exact_findings()
         if any(finding.cause == "other vocabulary" for finding in findings):
             return self._report(findings)
-        self._own = own_layout(self._config, self._request.max_ranks)
+        self._own = layout_of_config(self._config, self._request.max_ranks)
         scored = self._scored(self._own)
         assert scored.weights is not None, "rank 0 holds them"
         self._reference = Reference(self._model, scored.weights)
@@ -324,7 +324,7 @@ class _RolloutCheck:
             found.append(("expert-parallel sum", Prepared(name, {}, without, same)))
         if own.layout.world_size > 1:
             alone = self._config.model_copy(update={"layout": LayoutSection()})
-            found.append(("layout of the trainer", own_layout(alone, 1)))
+            found.append(("layout of the trainer", layout_of_config(alone, 1)))
         return found
 
     def _report(self, findings: Sequence[Finding], **compared: Any) -> RolloutReport:

@@ -17,7 +17,7 @@ from mtrain.base.errors import ConfigError
 from mtrain.config import Config
 from mtrain.config.derived import layout_dependent_keys
 from mtrain.config.schema.section import Section
-from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
+from mtrain.verify.core.layouts import DerivedTrials, Trial, prepared
 from mtrain.verify.core.shrink import reads_files, shrink
 from mtrain.verify.parity import Request
 from mtrain.verify.preempt import small_run
@@ -152,7 +152,7 @@ LEAST_COPIES = 9
 
 def small_copies(user: Config) -> int:
     """Makes the small copies that the verbs make of a configuration, checks each by all rules, and counts them."""
-    trials = OwnTrials(user, 8).derived()
+    trials = DerivedTrials(user, 8).derived()
     if user.dropout_keys or layout_dependent_keys(user.model, user.loss):
         with pytest.raises(ConfigError, match=r"draws other numbers|changes with the layout by definition"):
             shrink(user, trials)

@@ -6,7 +6,7 @@ import pytest
 
 from mtrain.base.errors import ConfigError
 from mtrain.config import Config
-from mtrain.verify.core.layouts import OwnTrials, Trial, parse_trials, prepared, shared_layers
+from mtrain.verify.core.layouts import DerivedTrials, Trial, parse_trials, prepared, shared_layers
 from mtrain.verify.core.shrink import shrink
 from tests.config.samples import config
 from tests.messages import refuses
@@ -15,7 +15,7 @@ from tests.verify.parity.checks import expert_config
 
 def names(user: Config, max_ranks: int = 8) -> dict[str, dict[str, str]]:
     """Returns name -> axes of the derived layouts."""
-    trials = OwnTrials(user, max_ranks).derived()
+    trials = DerivedTrials(user, max_ranks).derived()
     small = shrink(user, trials).config
     return {each.name: each.axes for each in (prepared(trial, small) for trial in trials)}
 
@@ -45,7 +45,7 @@ def test_every_degree_is_tried_alone_in_pairs_and_together() -> None:
 @pytest.mark.parametrize("max_ranks", [1, 2, 4, 8])
 def test_no_layout_needs_more_ranks_than_there_are(max_ranks: int) -> None:
     user = config(layout__tp=4, layout__pp=4, layout__cp=2)
-    ranks = [trial.world_size for trial in OwnTrials(user, max_ranks).derived()]
+    ranks = [trial.world_size for trial in DerivedTrials(user, max_ranks).derived()]
     assert max(ranks) == max_ranks
     assert ranks[0] == 1
 
@@ -56,7 +56,7 @@ def test_degrees_of_experts_need_no_more_ranks_than_there_are(max_ranks: int) ->
     for tp, pp, cp, ep, etp in degrees:
         layout = {"layout__tp": tp, "layout__pp": pp, "layout__cp": cp, "layout__ep": ep, "layout__etp": etp}
         user = expert_config(**layout, layout__sp=tp > 1)
-        trials = OwnTrials(user, max_ranks)
+        trials = DerivedTrials(user, max_ranks)
         assert max(trial.world_size for trial in trials.derived()) <= max_ranks
         assert trials.full().world_size <= max_ranks
 
@@ -109,7 +109,7 @@ def test_names_are_understood(text: str, trial: Trial) -> None:
 
 def test_the_names_of_reports_name_their_layouts() -> None:
     user = config(layout__tp=2, layout__sp=True, layout__pp=4, layout__stage_layers=(1, 3, 2, 2))
-    trials = OwnTrials(user, 8).derived()
+    trials = DerivedTrials(user, 8).derived()
     small = shrink(user, trials).config
     for trial in trials:
         name = prepared(trial, small).name

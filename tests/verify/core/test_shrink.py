@@ -8,7 +8,7 @@ import pytest
 from mtrain.arch.layout import broken_rules
 from mtrain.base.errors import ConfigError
 from mtrain.hf.configuration import load_config
-from mtrain.verify.core.layouts import OwnTrials, Trial, prepared
+from mtrain.verify.core.layouts import DerivedTrials, Trial, prepared
 from mtrain.verify.core.shrink import shrink
 from tests.config.samples import config
 from tests.messages import refuses
@@ -136,7 +136,7 @@ def test_derived_layouts_are_legal_on_every_shipped_model(path: Path, layout: st
     if (pattern := re.search("layer_pattern: (.*)", path.read_text())) is not None:
         sizes.append(f"model.layer_pattern={pattern[1][:16]}")
     user = load_config(files, sizes)
-    trials = OwnTrials(user, 8).derived()
+    trials = DerivedTrials(user, 8).derived()
     small = shrink(user, trials).config
     assert len({prepared(trial, small).name for trial in trials}) == len(trials) >= 8
 

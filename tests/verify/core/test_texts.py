@@ -23,7 +23,7 @@ from mtrain.verify.core.shrink import has_files
 from mtrain.verify.core.texts import texts_of
 from tests.config.samples import config
 
-PLAN = SamplePlan(3, 1, own_vocab_size=300)
+PLAN = SamplePlan(3, 1, user_vocab_size=300)
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from mtrain.arch.layout import Layout
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.config import Config
 from mtrain.data.formats.megatron_indexed import writing_corpus
-from mtrain.verify.core.activations import first_deviating, module_order, put_together
-from mtrain.verify.core.exact import ExactJob, exact_steps, text_places
+from mtrain.verify.core.activations import assemble_outputs, first_deviating, module_order
+from mtrain.verify.core.exact import ExactJob, exact_steps, text_positions
 from mtrain.verify.core.layouts import parse_trials, prepared
 from mtrain.verify.core.ranks import Pool
 from mtrain.verify.core.result import KINDS, ParityReport
@@ -230,12 +230,12 @@ def test_module_outputs_are_put_together_from_all_ranks(pool: Pool, layout: str)
     shrunk = shrink(user, [trial], batch_size=NUM_SAMPLES).config
     plan, fitted = SamplePlan(0, 3), prepared(trial, shrunk)
     everyone = pool.run(run_layout, fitted.layout, Job(fitted.config, plan, watched_step=0))
-    found = put_together((piece for each in everyone for piece in each.pieces), shrunk)
+    found = assemble_outputs((piece for each in everyone for piece in each.pieces), shrunk)
     texts = HardBatch(shrunk, 0).texts()
     job = ExactJob(shrunk, [texts], watches=True)
     (outcome,) = pool.run(exact_steps, Layout(), job, [everyone[0].initial.tensors])
     expected = outcome[0].outputs
-    is_text = text_places(texts, shrunk)[..., None]
+    is_text = text_positions(texts, shrunk)[..., None]
     found = {name: np.where(is_text, each, 0.0) for name, each in found.items()}
     order = module_order(shrunk.model.num_layers)
     assert list(expected) == order
