@@ -272,9 +272,8 @@ def _serve(pipe: Connection, job: _Job, rank: int) -> None:
         answer = (False, error)
     except BaseException as error:  # any error: the caller has to show it
         answer = (False, (reason_of(error), traceback.format_exc()))
-    pipe.send_bytes(
-        pickle.dumps(answer)
-    )  # by value: multiprocessing would share a tensor's memory, which this process frees
+    # by value: multiprocessing would share a tensor's memory, which this process frees
+    pipe.send_bytes(pickle.dumps(answer))
 
 
 def _call(job: _Job, rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""What a search reads of a large vocabulary: its likeliest tokens, and groups of nearly equal ones."""
+"""Large vocabularies condensed for a search: the likeliest tokens, and groups of nearly equal ones."""
 
 import math
 from dataclasses import replace
@@ -16,46 +16,46 @@ _GROWTH = 0.01
 
 
 class Columns(NamedTuple):
-    """Drawn tokens whose columns are tokens of the vocabulary, or several nearly equal ones."""
+    """Drawn tokens; each column of their logits is one token of the vocabulary or several nearly equal ones."""
 
-    places: DrawnTokens
+    tokens: DrawnTokens
     sizes: Tensor
     """Logarithm of the number of tokens in each column."""
     ids: Tensor
-    """Token ids of the first columns; others hold several tokens, other ones in each row."""
+    """Token ids of the first columns; later columns hold several tokens, which differ from row to row."""
 
     def condensed(self) -> Self:
         """Merges the unlikely tokens of each row, except for those in a prompt or an answer."""
-        places = self.places
-        likely = places.logits.topk(min(_EXACT_COLUMNS // 32, len(self.ids)), -1).indices
-        ids = torch.unique(torch.cat([likely.flatten(), places.ids, *places.read]))
+        tokens = self.tokens
+        likely = tokens.logits.topk(min(_EXACT_COLUMNS // 32, len(self.ids)), -1).indices
+        ids = torch.unique(torch.cat([likely.flatten(), tokens.ids, *tokens.read]))
         if len(ids) + 2 * _EXACT_COLUMNS > len(self.ids):
             return self
         is_rest = torch.ones(len(self.ids), dtype=torch.bool).index_fill(0, ids, False)
-        rest = places.logits[:, is_rest].sort(-1, descending=True).values
+        unlikely = tokens.logits[:, is_rest].sort(-1, descending=True).values
         widths = [1] * _EXACT_COLUMNS
-        while (left := rest.shape[-1] - sum(widths)) > 0:
+        while (left := unlikely.shape[-1] - sum(widths)) > 0:
             widths.append(min(left, round(_GROWTH * sum(widths))))
         sizes = torch.tensor(widths, dtype=torch.float64).log()
-        merged = torch.stack([each.logsumexp(-1) for each in torch.split(rest, widths, -1)], -1) - sizes
+        merged = torch.stack([group.logsumexp(-1) for group in torch.split(unlikely, widths, -1)], -1) - sizes
         moved = DrawnTokens(
-            torch.cat([places.logits[:, ids], merged], -1),
-            torch.searchsorted(ids, places.ids),
-            places.said,
-            places.temperatures,
-            tuple(torch.searchsorted(ids, each) for each in places.read),
-            tuple((torch.searchsorted(ids, each), counts) for each, counts in places.written),
-            places.numbers,
+            torch.cat([tokens.logits[:, ids], merged], -1),
+            torch.searchsorted(ids, tokens.ids),
+            tokens.engine_log_probs,
+            tokens.temperatures,
+            tuple(torch.searchsorted(ids, read) for read in tokens.read),
+            tuple((torch.searchsorted(ids, written), counts) for written, counts in tokens.written),
+            tokens.numbers,
         )
         return type(self)(moved, torch.cat([torch.zeros(len(ids)), sizes]), ids)
 
     def chosen(self, mask: Tensor) -> Self:
         """Returns the rows at which a mask, [tokens] bool, is true."""
-        return self._replace(places=self.places.chosen(mask))
+        return self._replace(tokens=self.tokens.chosen(mask))
 
     def evenly(self, most: int) -> Self:
         """Returns `most` rows, evenly spread."""
-        count = len(self.places.ids)
+        count = len(self.tokens.ids)
         return self.chosen(torch.zeros(count, dtype=torch.bool).index_fill(0, torch.arange(most) * count // most, True))
 
     def named(self, settings: Settings) -> Settings:
@@ -75,7 +75,7 @@ class Ordered:
         shares = (ordered.values - self._top + sizes[ordered.indices]).exp()
         self._sums = torch.nn.functional.pad(shares.cumsum(-1), (1, 0))
 
-    def kept(self, values: Tensor, extra: Tensor) -> Tensor:
+    def log_sums(self, values: Tensor, extra: Tensor) -> Tensor:
         """Returns the logarithm of the sum of exponentials that truncations leave, [rows, extras, values].
 
         Args:
@@ -87,14 +87,14 @@ class Ordered:
         one, top = extra.unsqueeze(-1), self._top.unsqueeze(-1)
         share = (one - top).exp()
 
-        def ranks(sequence: Tensor, wanted: Tensor, right: bool = False) -> Tensor:
-            found = torch.searchsorted(sequence, wanted.reshape(rows, -1).contiguous(), right=right)
-            return found.view(wanted.shape)
+        def ranks(sequence: Tensor, threshold: Tensor, right: bool = False) -> Tensor:
+            positions = torch.searchsorted(sequence, threshold.reshape(rows, -1).contiguous(), right=right)
+            return positions.view(threshold.shape)
 
         def sums(counts: Tensor) -> Tensor:
             return self._sums.gather(-1, counts.reshape(rows, -1)).view(counts.shape)
 
-        before = ranks(self._falling, -one)  # others that are likelier
+        before = ranks(self._falling, -one)  # likelier tokens
         is_left, count = one > -math.inf, torch.full_like(before, self._falling.shape[-1])
         if bool((min_p > 0).any()):
             least = torch.maximum(one, top) + min_p.log()
@@ -103,9 +103,9 @@ class Ordered:
             is_left = is_left & (before < top_k)
             count = torch.minimum(count, (top_k - is_left.double())).long()
         if bool((top_p < 1).any()):
-            wanted = top_p * (sums(count) + share * is_left)
-            without = ranks(self._sums, wanted)
+            threshold = top_p * (sums(count) + share * is_left)
+            without = ranks(self._sums, threshold)
             is_left = is_left & (without > before)  # else the likelier ones reach p
-            with_one = torch.maximum(ranks(self._sums, wanted - share), before)
+            with_one = torch.maximum(ranks(self._sums, threshold - share), before)
             count = torch.minimum(count, torch.where(is_left, with_one, without))
         return ((sums(count) + share * is_left).log() + top).expand(shape)

@@ -1,4 +1,4 @@
-"""Distances between an engine's log-probabilities and those that settings give, and the settings of least squares."""
+"""Distance of settings from an engine's log-probabilities, and its minimum by least squares."""
 
 import math
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ class Distances:
 
     def __init__(self, columns: Columns, tolerance: float) -> None:
         """Takes the drawn tokens; `tolerance` is the rounding of a log-probability."""
-        self.columns, self.places, self.tolerance = columns, columns.places, tolerance
+        self.columns, self.tokens, self.tolerance = columns, columns.tokens, tolerance
         self._known: dict[Settings, Tensor] = {}
-        """Differences under tried settings; half of all tries repeat."""
-        # small deviations are missed by less
+        """Differences by settings; half of all tries repeat."""
+        # small deviations need a smaller scale
         self._scale = max(min(_SCALE, 0.25 * math.sqrt(self.distance(Settings()))), 4 * tolerance)
 
     def distance(self, settings: Settings) -> float:
@@ -49,9 +49,9 @@ class Distances:
         return self._known[settings]
 
     def _differences(self, settings: Settings, are_left: Tensor | None) -> Tensor:
-        own = self.places.processed(settings)
-        left = own if are_left is None else own.masked_fill(~are_left, -math.inf)
-        missed = self.places.of_drawn(own) - (left + self.columns.sizes).logsumexp(-1) - self.places.said
+        logits = self.tokens.processed(settings)
+        left = logits if are_left is None else logits.masked_fill(~are_left, -math.inf)
+        missed = self.tokens.of_drawn(logits) - (left + self.columns.sizes).logsumexp(-1) - self.tokens.engine_log_probs
         return missed.nan_to_num(posinf=1e3, neginf=-1e3)
 
     def are_left(self, settings: Settings) -> Tensor | None:
@@ -61,7 +61,7 @@ class Distances:
         return self.left(settings) > -math.inf
 
     def left(self, settings: Settings) -> Tensor:
-        return truncated(self.places.processed(settings), settings, self.columns.sizes)
+        return truncated(self.tokens.processed(settings), settings, self.columns.sizes)
 
     def shares(self, settings: Settings) -> Tensor:
         """Returns the probability of each column, [tokens, columns]."""
@@ -70,8 +70,8 @@ class Distances:
     def least_squares(self, settings: Settings, names: Sequence[str | int], share: float = 1.0) -> Settings:
         """Moves the continuous settings and token biases in `names` to the optimum by Levenberg-Marquardt.
 
-        Truncation leaves the same tokens all the way. Only the nearest `share` of tokens counts: a truncation that is
-        not right yet spoils others.
+        Truncation leaves the same tokens all the way. Only the nearest `share` of tokens counts: while the truncation
+        is wrong, it spoils the rest.
         """
         if not names:
             return settings
@@ -89,9 +89,10 @@ class Distances:
             step = torch.linalg.lstsq(square + damping * square.diagonal().diag(), -(slope.T @ missed[rows])).solution
             trial = _moved(now, dict(zip(names, step.clamp(-1, 1).tolist(), strict=True)))
             after = self._differences(trial, are_left)
-            if (rest := sum_of(after)) < (before := sum_of(missed)):
+            remaining, before = sum_of(after), sum_of(missed)
+            if remaining < before:
                 now, missed, damping = trial, after, damping / 10
-                if before - rest < 1e-6 * before:
+                if before - remaining < 1e-6 * before:
                     break
             elif (damping := damping * 10) > 1e9:
                 break
@@ -99,20 +100,20 @@ class Distances:
 
     def _slopes(self, settings: Settings, names: Sequence[str | int], are_left: Tensor | None) -> Tensor:
         """Returns the derivatives of all differences by each setting or token bias, [tokens, names]."""
-        own = self.places.processed(settings)
-        left = own if are_left is None else own.masked_fill(~are_left, -math.inf)
+        logits = self.tokens.processed(settings)
+        left = logits if are_left is None else logits.masked_fill(~are_left, -math.inf)
         shares = (left + self.columns.sizes).softmax(-1)
         tokens = [name for name in names if isinstance(name, int)]
-        # a bias moves its own column alone, so that all biases move at once
-        pushed = self.places.processed(_moved(settings, dict.fromkeys(tokens, _STEP))) - own if tokens else own
-        found = []
+        # a bias moves only its own column, so all biases move at once
+        pushed = self.tokens.processed(_moved(settings, dict.fromkeys(tokens, _STEP))) - logits if tokens else logits
+        slopes = []
         for name in names:
             if isinstance(name, int):
-                found.append(pushed[:, name] * ((self.places.ids == name).double() - shares[:, name]))
+                slopes.append(pushed[:, name] * ((self.tokens.ids == name).double() - shares[:, name]))
             else:
-                moved = (self.places.processed(_moved(settings, {name: _STEP})) - own).nan_to_num()
-                found.append(self.places.of_drawn(moved) - (shares * moved).sum(-1))
-        return torch.stack(found, -1) / _STEP
+                moved = (self.tokens.processed(_moved(settings, {name: _STEP})) - logits).nan_to_num()
+                slopes.append(self.tokens.of_drawn(moved) - (shares * moved).sum(-1))
+        return torch.stack(slopes, -1) / _STEP
 
 
 def pushed(settings: Settings) -> list[int]:

@@ -1,4 +1,4 @@
-"""Float64 passes over an answer: log-probabilities, hidden states and choices of experts, compared with an engine's."""
+"""Float64 passes over an answer; compares log-probabilities, hidden states and choices of experts with an engine's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Spread:
 
     @classmethod
     def of(cls, differences: Sequence[Tensor]) -> Spread:
-        """Measures differences; skips nan, which was not computed."""
+        """Measures differences; nan was not computed and is skipped."""
         every = torch.cat([difference.flatten() for difference in differences])
         every = every[~every.isnan()]
         if not len(every):
@@ -80,7 +80,7 @@ class Reference:
     """Model with given weights in float64."""
 
     def __init__(self, model: Model, weights: Arrays) -> None:
-        """Keeps the weights, adapters merged."""
+        """Converts the weights to float64 and merges adapters into them."""
         config = model.config
         self._model = config.model
         self._tensors = {torch.float64: merged(config, tensors_of(weights, all_shapes(config), _CPU))}
@@ -95,24 +95,25 @@ class Reference:
         has_outputs: bool = False,
     ) -> Pass:
         """Computes the pass over a prompt (at least one id) and an answer, with weights and operations in `dtype`."""
-        # a further token, which nothing before it sees, gives the last token of the answer a position
+        # one more token, which none before it sees, makes the last token of the answer an input too
         text = np.array([*prompt_ids, *ids, 0], np.int64)
         rows = rows_of([Text(text, np.ones(len(text)))], len(text) - 1, self._model.vocab_size, _CPU)
         if dtype not in self._tensors:
-            self._tensors[dtype] = {name: each.to(dtype) for name, each in self._tensors[torch.float64].items()}
-        found = Transformer(self._model, self._tensors[dtype], changes).forward(rows, looks_ahead=False)
-        logits = found.logits[0].double()
+            self._tensors[dtype] = {name: tensor.to(dtype) for name, tensor in self._tensors[torch.float64].items()}
+        result = Transformer(self._model, self._tensors[dtype], changes).forward(rows, looks_ahead=False)
+        logits = result.logits[0].double()
         nothing = torch.full_like(logits[:1], torch.nan)
         before = logits[len(prompt_ids) - 2 :] if len(prompt_ids) > 1 else torch.cat([nothing, logits])
-        outputs = {name: each[0].double() for name, each in found.outputs.items()} if has_outputs else {}
-        return Pass(before, {each.name: each.chosen[0] for each in found.seen}, outputs)
+        outputs = {name: output[0].double() for name, output in result.outputs.items()} if has_outputs else {}
+        return Pass(before, {router.name: router.chosen[0] for router in result.seen}, outputs)
 
     def passes(
         self, rollout: Rollout, dtype: torch.dtype, changes: ExpertChanges = AS_DEFINED, has_outputs: bool = False
     ) -> Passes:
         """Computes the passes over a rollout in float64 and in another precision."""
         exact, rounded = (
-            self.run(rollout.prompt_ids, rollout.ids, each, changes, has_outputs) for each in (torch.float64, dtype)
+            self.run(rollout.prompt_ids, rollout.ids, precision, changes, has_outputs)
+            for precision in (torch.float64, dtype)
         )
         return Passes(rollout, exact, rounded)
 
@@ -122,38 +123,38 @@ def log_probs(logits: Tensor, ids: Sequence[int], temperature: float, shift: int
 
     `shift` is the number of positions by which logits are taken too late; 0 is right.
     """
-    own = logits[1 + shift : 1 + shift + len(ids)] / temperature
-    return own.log_softmax(-1).gather(-1, torch.tensor(ids).unsqueeze(-1)).squeeze(-1)
+    predicting = logits[1 + shift : 1 + shift + len(ids)] / temperature
+    return predicting.log_softmax(-1).gather(-1, torch.tensor(ids).unsqueeze(-1)).squeeze(-1)
 
 
 def replayed(rollout: Rollout, passed: Pass) -> dict[str, Tensor]:
     """Returns the engine's choices of experts by router of the reference, [1, tokens, experts] bool.
 
-    Unknown choices, such as those of the last token, which the engine did not read, are the reference's. Raises
+    The reference fills in unknown choices, such as those of the last token, which the engine did not read. Raises
     DataError if the routes belong to another model.
     """
     routes = torch.tensor(rollout.routes)
-    found = {}
-    for name, own in passed.chosen.items():
+    choices = {}
+    for name, exact in passed.chosen.items():
         layer = int(name.split(".")[2])  # decoder.layers.N.mlp.router
-        count, num_experts = int(own[0].sum()), own.shape[-1]
+        count, num_experts = int(exact[0].sum()), exact.shape[-1]
         if routes.shape[1] <= layer or routes.shape[2] != count:
             raise DataError(
-                f"{rollout.place}: routed_experts has {routes.shape[1]} layers with {routes.shape[2]} experts, but "
+                f"{rollout.source}: routed_experts has {routes.shape[1]} layers with {routes.shape[2]} experts, but "
                 f"the model has layer {layer} with top_k={count}; give a row for every layer of the model"
             )
-        chosen, mixed = routes[:, layer], own.clone()
+        chosen, mixed = routes[:, layer], exact.clone()
         if int(chosen.max()) >= num_experts or int(chosen.min()) < -1:
             raise DataError(
-                f"{rollout.place}: routed_experts names expert {int(chosen.max())}, but the model has {num_experts}, "
+                f"{rollout.source}: routed_experts names expert {int(chosen.max())}, but the model has {num_experts}, "
                 "counted from 0; -1 is not known"
             )
         known = (chosen >= 0).all(-1)
-        mixed[: len(routes)][known] = torch.zeros_like(own[: len(routes)][known]).scatter(-1, chosen[known], True)
-        found[name] = mixed.unsqueeze(0)
-    if not found:
-        raise DataError(f"{rollout.place}: has routed_experts, but the model has no experts; remove them")
-    return found
+        mixed[: len(routes)][known] = torch.zeros_like(exact[: len(routes)][known]).scatter(-1, chosen[known], True)
+        choices[name] = mixed.unsqueeze(0)
+    if not choices:
+        raise DataError(f"{rollout.source}: has routed_experts, but the model has no experts; remove them")
+    return choices
 
 
 LIMIT = amplified(1.0)
@@ -162,41 +163,45 @@ LIMIT = amplified(1.0)
 
 def layer_differences(passes: Sequence[Passes]) -> Mapping[str, float]:
     """Returns the largest difference of each module's output in units of its rounding; above LIMIT it is a fault."""
-    found: dict[str, tuple[float, float]] = {}
-    for each in passes:
-        for name in each.exact.outputs:
-            if name not in each.rollout.hidden_states:
+    largest: dict[str, tuple[float, float]] = {}
+    for answer in passes:
+        for name in answer.exact.outputs:
+            if name not in answer.rollout.hidden_states:
                 continue
-            given = torch.tensor(each.rollout.hidden_states[name], dtype=torch.float64)
-            exact = each.exact.outputs[name][: len(given)]
-            if given.shape != exact.shape:
+            states = torch.tensor(answer.rollout.hidden_states[name], dtype=torch.float64)
+            exact = answer.exact.outputs[name][: len(states)]
+            if states.shape != exact.shape:
                 raise DataError(
-                    f"{each.rollout.place}: hidden_states[{name!r}] has {given.shape[-1]} columns, but the model has "
-                    f"{exact.shape[-1]} there; give the output of this module"
+                    f"{answer.rollout.source}: hidden_states[{name!r}] has {states.shape[-1]} columns, but the model "
+                    f"has {exact.shape[-1]} there; give the output of this module"
                 )
-            own = float((given - exact).abs().max())
-            rounding = float((each.rounded.outputs[name][: len(given)] - exact).abs().max())
-            worst = found.get(name, (0.0, 0.0))
-            found[name] = max(worst[0], own), max(worst[1], rounding)
-        known = each.exact.outputs
-        if unknown := [name for name in each.rollout.hidden_states if name not in known]:
+            difference = float((states - exact).abs().max())
+            rounding = float((answer.rounded.outputs[name][: len(states)] - exact).abs().max())
+            worst = largest.get(name, (0.0, 0.0))
+            largest[name] = max(worst[0], difference), max(worst[1], rounding)
+        known = answer.exact.outputs
+        if unknown := [name for name in answer.rollout.hidden_states if name not in known]:
             shown = ", ".join(name for name in known if " " not in name or re.fullmatch(r"layer \d+", name))
             raise DataError(
-                f"{each.rollout.place}: hidden_states has {unknown[0]!r}, which is no module; name one of {shown}"
+                f"{answer.rollout.source}: hidden_states has {unknown[0]!r}, which is not a module of the model; name "
+                f"one of {shown}"
             )
-    return {name: own / rounding if rounding else (math.inf if own else 0.0) for name, (own, rounding) in found.items()}
+    return {
+        name: difference / rounding if rounding else (math.inf if difference else 0.0)
+        for name, (difference, rounding) in largest.items()
+    }
 
 
 def agreeing_routes(passes: Sequence[Passes]) -> str | None:
     """Counts the engine's choices of experts that equal the reference's, in words; None if it gave none."""
-    own = [each for each in passes if each.rollout.routes is not None]
-    if not own:
+    routed = [answer for answer in passes if answer.rollout.routes is not None]
+    if not routed:
         return None
     same = total = 0
-    for each in own:
-        assert each.rollout.routes is not None
-        length = len(each.rollout.routes)
-        for name, chosen in replayed(each.rollout, each.exact).items():
-            found, exact = chosen[0, :length], each.exact.chosen[name][:length]
-            same, total = same + int((found == exact).all(-1).sum()), total + length
+    for answer in routed:
+        assert answer.rollout.routes is not None
+        length = len(answer.rollout.routes)
+        for name, chosen in replayed(answer.rollout, answer.exact).items():
+            engine, exact = chosen[0, :length], answer.exact.chosen[name][:length]
+            same, total = same + int((engine == exact).all(-1).sum()), total + length
     return f"{same} of {total} choices of experts are those of float64"

@@ -22,7 +22,10 @@ class Prompts:
     """Prompt token ids by the tokenizer and chat template of a run."""
 
     def __init__(self, model: Model, has_texts: bool, progress: Progress) -> None:
-        """Loads the tokenizer; without one in the configuration texts are not compared, and ids alone need none."""
+        """Loads the configuration's tokenizer; without one, texts are not compared.
+
+        Raises DataError only if the rollouts have texts: token ids need no tokenizer.
+        """
         self._config = config = model.config
         self._tokenizer: Tokenizer | None = None
         try:
@@ -40,11 +43,11 @@ class Prompts:
         return () if self._tokenizer is None else tuple(self._tokenizer.begin_ids)
 
     def broken(self, rollout: Rollout) -> Cause | None:
-        """Returns the first exact property that the rollout violates; None without any."""
+        """Returns the first exact property that the rollout violates; None if it violates none."""
         try:
             return self._broken(rollout)
         except DataError as fault:
-            raise DataError(f"{rollout.place}: {fault}") from None
+            raise DataError(f"{rollout.source}: {fault}") from None
 
     def _broken(self, rollout: Rollout) -> Cause | None:
         size = self._config.model.vocab_size
@@ -66,7 +69,9 @@ class Prompts:
         assert self._tokenizer is not None
         if isinstance(prompt, str):
             return asked(prompt, self._tokenizer, special_tokens=True)
-        if not isinstance(prompt["messages"], list) or not all(isinstance(each, dict) for each in prompt["messages"]):
+        if not isinstance(prompt["messages"], list) or not all(
+            isinstance(message, dict) for message in prompt["messages"]
+        ):
             raise DataError("messages must be a list of objects with role and content; fix it")
         return questions_of(self._config, self._tokenizer, [prompt], None)[0].ids
 
@@ -80,7 +85,7 @@ class Prompts:
         """Says whether the run's template writes the tokens that begin a text; not all do."""
         try:
             asked_ids = self._ids({"messages": [{"role": "user", "content": "?"}]})
-        except (ConfigError, DataError):  # no template, or one that asks for more
+        except (ConfigError, DataError):  # no template, or one that needs other messages
             return True
         return asked_ids[: len(begin)] == list(begin)
 
@@ -94,78 +99,78 @@ class Prompts:
         expected = sample.ids.tolist()
         # an answer that was cut has no end, and a template may write a line feed after it
         common = min(len(every), len(expected))
-        if found := self._compared(every[:common], expected[:common]):
-            return found
+        if cause := self._compared(every[:common], expected[:common]):
+            return cause
         mask = [False] * len(rollout.prompt_ids) + rollout.mask
-        for place, (drawn, weight) in enumerate(zip(mask, sample.loss_weights.tolist())):
+        for position, (drawn, weight) in enumerate(zip(mask, sample.loss_weights.tolist())):
             if drawn != (weight > 0):
-                what = "drawn by the model" if drawn else "not drawn"
+                source = "drawn by the model" if drawn else "not drawn"
                 return Cause(
                     "other mask",
-                    f"token {place} of the conversation counts as {what}, but the run's template gives it the weight "
-                    f"{weight:g}",
+                    f"token {position} of the conversation counts as {source}, but the run's template gives it the "
+                    f"weight {weight:g}",
                     "put exactly the tokens of answers into the loss: mask 1 for these, 0 for headers and tools",
                 )
         return None
 
-    def _compared(self, found: Sequence[int], expected: Sequence[int]) -> Cause | None:
-        if list(found) == list(expected):
+    def _compared(self, ids: Sequence[int], expected: Sequence[int]) -> Cause | None:
+        if list(ids) == list(expected):
             return None
         begin = list(self.begin_ids)
-        if begin and [*begin, *found] == list(expected):
+        if begin and [*begin, *ids] == list(expected):
             return _missing(begin)
-        if begin and list(found) == [*begin, *expected]:
+        if begin and list(ids) == [*begin, *expected]:
             return Cause(
                 "doubled bos",
                 f"the prompt begins with {begin}, the tokens that begin a text, twice",
                 "encode the rendered template with add_special_tokens=False",
             )
-        pairs = enumerate(zip(found, expected))
-        place = next((at for at, (one, other) in pairs if one != other), min(len(found), len(expected)))
+        pairs = enumerate(zip(ids, expected))
+        position = next((at for at, (one, other) in pairs if one != other), min(len(ids), len(expected)))
         return Cause(
             "other template",
-            f"the prompt differs from the run's template at token {place}: {self._shown(found, place)} instead of "
-            f"{self._shown(expected, place)}",
+            f"the prompt differs from the run's template at token {position}: {self._shown(ids, position)} instead of "
+            f"{self._shown(expected, position)}",
             "use one chat template on both sides, with the same date, tools and switches (data.chat_template)",
         )
 
-    def _shown(self, ids: Sequence[int], place: int) -> str:
-        if place >= len(ids):
+    def _shown(self, ids: Sequence[int], position: int) -> str:
+        if position >= len(ids):
             return "its end"
         assert self._tokenizer is not None
-        return repr(self._tokenizer.decode(list(ids[place : place + _SHOWN])))
+        return repr(self._tokenizer.decode(list(ids[position : position + _SHOWN])))
 
-    def others(self, rollouts: Sequence[Rollout]) -> Mapping[str, list[list[int] | None]]:
-        """Returns what an engine may have read instead of each prompt's ids, by description."""
+    def alternatives(self, rollouts: Sequence[Rollout]) -> Mapping[str, list[list[int] | None]]:
+        """Returns ids that an engine may have read instead of each prompt, by description; None: no such ids."""
         if self._tokenizer is None:
             return {}
-        found: dict[str, list[list[int] | None]] = {}
+        alternatives: dict[str, list[list[int] | None]] = {}
         for number, rollout in enumerate(rollouts):
-            for name, ids in self._other(rollout).items():
+            for name, ids in self._alternatives(rollout).items():
                 if ids and ids != rollout.prompt_ids:
-                    found.setdefault(name, [None] * len(rollouts))[number] = ids
-        return found
+                    alternatives.setdefault(name, [None] * len(rollouts))[number] = ids
+        return alternatives
 
-    def _other(self, rollout: Rollout) -> dict[str, list[int]]:
+    def _alternatives(self, rollout: Rollout) -> dict[str, list[int]]:
         assert self._tokenizer is not None
         prompt = rollout.prompt
         if prompt is None or (isinstance(prompt, dict) and _is_answered(prompt)):
             return {}
         if isinstance(prompt, str):
             return {"the text of the prompt": self._ids(prompt)}
-        found, messages = {"the messages in the run's template": self._ids(prompt)}, prompt["messages"]
+        alternatives, messages = {"the messages in the run's template": self._ids(prompt)}, prompt["messages"]
         last = str(messages[-1].get("content", ""))
-        found["the last message without a template"] = asked(last, self._tokenizer)
-        others = {
+        alternatives["the last message without a template"] = asked(last, self._tokenizer)
+        subsets = {
             "the messages without those of the system": [
                 message for message in messages if message.get("role") != "system"
             ],
             "the last message alone": list(messages[-1:]),
         }
-        for name, kept in others.items():
-            if kept and kept != messages:
-                found[name] = self._ids({**prompt, "messages": kept})
-        return found
+        for name, subset in subsets.items():
+            if subset and subset != messages:
+                alternatives[name] = self._ids({**prompt, "messages": subset})
+        return alternatives
 
 
 def _is_answered(record: dict[str, Any]) -> bool:

@@ -35,7 +35,8 @@ _NEEDED = (
 class Rollout:
     """One answer of the inference engine."""
 
-    place: str
+    source: str
+    """File and line, for messages."""
     prompt_ids: list[int]
     """Ids before the answer, at least one."""
     ids: list[int]
@@ -59,60 +60,61 @@ class Rollout:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Reads a file of rollouts; raises DataError, with the line, if it is none."""
+    """Reads a file of rollouts; the DataError for a bad one names its line."""
     if not path.is_file():
         raise DataError(f"{path} with rollouts cannot be read: there is no such file; name a file of JSON lines")
-    found = []
+    rollouts = []
     for number, record in objects(path):
-        place = f"{path} line {number}"
+        source = f"{path} line {number}"
         try:
             is_of_sglang = "meta_info" in record
-            ours = _of_vllm(record) if "outputs" in record else [_of_sglang(record) if is_of_sglang else record]
-            found += [_checked(rollout, place) for rollout in ours]
+            answers = _of_vllm(record) if "outputs" in record else [_of_sglang(record) if is_of_sglang else record]
+            rollouts += [_checked(rollout, source) for rollout in answers]
         except DataError as fault:
-            raise DataError(f"{place}: {fault}") from None
-    if not found:
+            raise DataError(f"{source}: {fault}") from None
+    if not rollouts:
         raise DataError(f"{path} holds no rollout; {_NEEDED}")
-    return found
+    return rollouts
 
 
-def repeated_places(rollouts: Sequence[Rollout]) -> list[str]:
-    """Returns the places of each rollout that occurs more than once."""
+def repeated_sources(rollouts: Sequence[Rollout]) -> list[str]:
+    """Returns the sources of each rollout that occurs more than once, joined by commas."""
     rows: dict[tuple[tuple[float, ...], ...], list[str]] = {}
     for rollout in rollouts:
         rows.setdefault((tuple(rollout.prompt_ids), tuple(rollout.ids), tuple(rollout.log_probs)), []).append(
-            rollout.place
+            rollout.source
         )
-    return [", ".join(places) for places in rows.values() if len(places) > 1]
+    return [", ".join(sources) for sources in rows.values() if len(sources) > 1]
 
 
 def _of_vllm(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the answers of a vLLM RequestOutput; JSON makes texts of the token ids in `logprobs`.
+    """Yields the answers of a vLLM RequestOutput; in JSON, the token ids in `logprobs` are strings.
 
     Source: vLLM 0.32, outputs.py
     """
     outputs = record["outputs"]
-    if not isinstance(outputs, list) or not all(isinstance(each, dict) for each in outputs):
+    if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
         raise DataError("outputs must be a list of objects with token_ids and logprobs, as vLLM gives them; fix it")
     shared = {key: record[key] for key in _OF_PROMPTS if record.get(key) is not None}
     for key in _OF_ANSWERS:
         if record.get(key) is not None:
             raise DataError(f"{key} must be in each of outputs, as answers differ in it; move it there")
     for output in outputs:
-        ids, places = output.get("token_ids"), output.get("logprobs")
-        if not isinstance(places, list) or not isinstance(ids, list) or len(places) != len(ids):
+        ids, candidates = output.get("token_ids"), output.get("logprobs")
+        if not isinstance(candidates, list) or not isinstance(ids, list) or len(candidates) != len(ids):
             raise DataError(
-                "an output has no logprobs, one a token; draw with SamplingParams(logprobs=0), which costs nothing"
+                "an output does not have logprobs for each token; draw with SamplingParams(logprobs=0), which costs "
+                "nothing"
             )
         try:
-            log_probs = [place[str(token)]["logprob"] for token, place in zip(ids, places, strict=True)]
+            log_probs = [by_token[str(token)]["logprob"] for token, by_token in zip(ids, candidates, strict=True)]
         except (KeyError, TypeError) as fault:
             raise DataError(
                 f'logprobs must hold {{"TOKEN ID": {{"logprob": NUMBER}}}} for each token, but lacks {fault}; write '
                 "them as docs/training/verify-rollout.md shows"
             ) from None
-        own = {key: output[key] for key in _OF_ANSWERS if output.get(key) is not None}
-        yield {**shared, **own, "token_ids": ids, "log_probs": log_probs}
+        fields = {key: output[key] for key in _OF_ANSWERS if output.get(key) is not None}
+        yield {**shared, **fields, "token_ids": ids, "log_probs": log_probs}
 
 
 def _of_sglang(record: dict[str, Any]) -> dict[str, Any]:
@@ -121,22 +123,22 @@ def _of_sglang(record: dict[str, Any]) -> dict[str, Any]:
     Source: SGLang 0.5, managers/tokenizer_manager.py: lists of [log-probability, token id, text].
     """
     info = record["meta_info"]
-    said = info.get("output_token_logprobs") if isinstance(info, dict) else None
+    entries = info.get("output_token_logprobs") if isinstance(info, dict) else None
     try:
-        log_probs, ids = [each[0] for each in said], [each[1] for each in said]  # type: ignore[union-attr]
-        read = [each[1] for each in info.get("input_token_logprobs") or ()]
+        log_probs, ids = [entry[0] for entry in entries], [entry[1] for entry in entries]  # type: ignore[union-attr]
+        prompt_ids = [entry[1] for entry in info.get("input_token_logprobs") or ()]
     except (KeyError, TypeError, IndexError):
         raise DataError(
             "meta_info has no output_token_logprobs of [log-probability, token id, text]; ask SGLang with "
             "return_logprob=true"
         ) from None
-    kept = {key: record[key] for key in _OF_PROMPTS + _OF_ANSWERS if record.get(key) is not None}
+    fields = {key: record[key] for key in _OF_PROMPTS + _OF_ANSWERS if record.get(key) is not None}
     if info.get("routed_experts") is not None:
-        kept["routed_experts"] = info["routed_experts"]
-    return {"prompt_token_ids": read, **kept, "token_ids": ids, "log_probs": log_probs}
+        fields["routed_experts"] = info["routed_experts"]
+    return {"prompt_token_ids": prompt_ids, **fields, "token_ids": ids, "log_probs": log_probs}
 
 
-def _checked(record: dict[str, Any], place: str) -> Rollout:
+def _checked(record: dict[str, Any], source: str) -> Rollout:
     for key in ("prompt_token_ids", "token_ids", "log_probs"):
         if key not in record:
             raise DataError(f"has no {key!r}, but its keys are {', '.join(record) or 'none'}; {_NEEDED}")
@@ -146,64 +148,64 @@ def _checked(record: dict[str, Any], place: str) -> Rollout:
     log_probs = _numbers(record["log_probs"], "log_probs")
     if len(log_probs) != len(ids):
         raise DataError(
-            f"has {len(ids)} token_ids, but {len(log_probs)} log_probs; give that of each token of the answer, and "
-            "none for the prompt"
+            f"has {len(ids)} token_ids, but {len(log_probs)} log_probs; give one for each token of the answer "
+            "and none for the prompt"
         )
     if (most := max(log_probs)) > _MOST_LOG_PROB:
         raise DataError(f"has the log-probability {most:g}, but none is above 0; give natural logarithms")
     temperature = record.get("temperature", 1.0)
-    # no logit divided by it may be infinite: a difference of infinite numbers would not be seen
+    # dividing logits by it must not overflow: a difference of infinite numbers would not be seen
     if not _is_number(temperature) or temperature < _COLDEST:
         raise DataError(
             f"has the temperature {str(temperature)[:20]}, but needs a number above 0, at least {_COLDEST:g}; "
-            "log-probabilities of the likeliest tokens (temperature 0) are those at 1"
+            "for greedy sampling (temperature 0) write 1"
         )
     states = record.get("hidden_states") or {}
     if not isinstance(states, dict):
         raise DataError("hidden_states must be an object of modules with [tokens, hidden] each; fix it")
     mask, routes = _mask(record.get("mask"), len(ids)), record.get("routed_experts")
-    rollout = Rollout(place, prompt_ids, ids, log_probs, mask, float(temperature), _prompt(record), routes, states)
+    rollout = Rollout(source, prompt_ids, ids, log_probs, mask, float(temperature), _prompt(record), routes, states)
     _check_shapes(rollout)
     return rollout
 
 
 def _prompt(record: dict[str, Any]) -> str | dict[str, Any] | None:
-    given = [key for key in _PROMPTS if record.get(key) is not None]
-    if len(given) == 2:
+    keys = [key for key in _PROMPTS if record.get(key) is not None]
+    if len(keys) == 2:
         raise DataError("has prompt and messages, but one of them is the prompt; remove the other")
-    if given == ["messages"] or (given and not isinstance(record["prompt"], str)):
-        return {"messages": record[given[0]], **({"tools": record["tools"]} if record.get("tools") else {})}
-    return record["prompt"] if given else None
+    if keys == ["messages"] or (keys and not isinstance(record["prompt"], str)):
+        return {"messages": record[keys[0]], **({"tools": record["tools"]} if record.get("tools") else {})}
+    return record["prompt"] if keys else None
 
 
-def _ids(given: object, name: str) -> list[int]:
-    if not isinstance(given, list) or not given or not all(type(each) is int and each >= 0 for each in given):
+def _ids(value: object, name: str) -> list[int]:
+    if not isinstance(value, list) or not value or not all(type(token) is int and token >= 0 for token in value):
         raise DataError(f"{name} must be a list of at least one token id, whole numbers from 0; fix it")
-    return given
+    return value
 
 
-def _numbers(given: object, name: str) -> list[float]:
-    if not isinstance(given, list) or not all(map(_is_number, given)):
+def _numbers(value: object, name: str) -> list[float]:
+    if not isinstance(value, list) or not all(map(_is_number, value)):
         raise DataError(f"{name} must be a list of finite numbers; fix it")
-    return [float(each) for each in given]
+    return [float(number) for number in value]
 
 
-def _is_number(given: object) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool) and abs(given) <= sys.float_info.max
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _mask(given: object, length: int) -> list[bool]:
-    if given is None:
+def _mask(value: object, length: int) -> list[bool]:
+    if value is None:
         return [True] * length
-    if not isinstance(given, list) or len(given) != length or not all(each in (0, 1) for each in given):
+    if not isinstance(value, list) or len(value) != length or not all(bit in (0, 1) for bit in value):
         raise DataError(f"mask must be a list of {length} numbers 0 or 1, one for each of token_ids; fix it")
-    if not any(given):
+    if not any(value):
         raise DataError("mask is 0 for all tokens, so nothing was drawn; remove the line")
-    return [bool(each) for each in given]
+    return [bool(bit) for bit in value]
 
 
 def _check_shapes(rollout: Rollout) -> None:
-    """Refuses routes and hidden states without one row per read token; the last, drawn one may be included."""
+    """Refuses routes and hidden states without one row per token read; one more for the last drawn token is fine."""
     lengths = (rollout.num_read, rollout.num_read + 1)
     if rollout.routes is not None:
         if isinstance(rollout.routes, str):
@@ -218,8 +220,8 @@ def _check_shapes(rollout: Rollout) -> None:
                 f"routed_experts has the shape {list(routes.shape)}, but needs [tokens, layers, k] with a row for each "
                 f"of the {lengths[0]} tokens read (prompt and answer without the last token); fix it"
             )
-    for name, given in rollout.hidden_states.items():
-        states = _array(given)
+    for name, rows in rollout.hidden_states.items():
+        states = _array(rows)
         shape = states.shape if states.dtype.kind in "if" and np.isfinite(states).all() else ()
         if len(shape) != 2 or shape[0] not in lengths:
             raise DataError(
@@ -228,9 +230,9 @@ def _check_shapes(rollout: Rollout) -> None:
             )
 
 
-def _array(given: Any) -> NDArray[Any]:
-    """Returns nested lists as an array, of objects if numbers are too large, and without axes if they are ragged."""
+def _array(nested: Any) -> NDArray[Any]:
+    """Converts nested lists to an array: of objects if numbers are too large, without axes if the lists are ragged."""
     try:
-        return np.array(given)
+        return np.array(nested)
     except ValueError:
         return np.zeros((), np.int64)

@@ -70,9 +70,9 @@ class RolloutReport:
     layers: Mapping[str, float] = field(default_factory=dict)
     """Largest relative difference of hidden states by module in forward order; may be empty."""
     routes: str | None = None
-    """How many choices of experts equal the reference's; None if none are given."""
+    """How many choices of experts equal the reference's; None if no rollout has routes."""
     replay: str | None = None
-    """Distance of rollout and trainer without and with the rollout's routes; None if none are given."""
+    """Distance of rollout and trainer without and with the rollout's routes; None if they were not replayed."""
     format: int = FORMAT
 
     @property
@@ -108,7 +108,7 @@ def lines_of(report: RolloutReport, folder: Path) -> Iterator[str]:
 
 def write_rollout_report(report: RolloutReport, folder: Path) -> None:
     """Writes the JSON file and the page; raises MachineError if the folder cannot be written."""
-    content = report.to_json()  # a fault of ours is no fault of the disk
+    content = report.to_json()  # not below, where our own error would be blamed on the disk
     with disk_faults(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / JSON_NAME, content)
@@ -146,9 +146,11 @@ def _figures(report: RolloutReport) -> Iterator[tuple[str, list[tuple[str, str]]
         report, lambda column: [(at, abs(row[1 + column])) for at, row in enumerate(report.tokens, start=1)]
     )
     yield from _figure("Every token", "difference in nats, by token of all answers", by_token, limit)
-    by_place = _curves(report, lambda column: [(at, row[column]) for at, row in enumerate(report.positions, start=1)])
+    by_position = _curves(
+        report, lambda column: [(at, row[column]) for at, row in enumerate(report.positions, start=1)]
+    )
     yield from _figure(
-        "Place in the answer", "root mean square in nats, by place", by_place, report.sides[0].allowed.rms
+        "Position in the answer", "root mean square in nats, by position", by_position, report.sides[0].allowed.rms
     )
 
 
@@ -163,8 +165,8 @@ def _figure(
 
 
 def _curves(report: RolloutReport, points: Callable[[int], list[tuple[int, float]]]) -> list[Curve]:
-    found = []
+    curves = []
     for number, side in enumerate(report.sides[:2]):
         shown = tuple((at, value) for at, value in points(number) if not math.isnan(value))
-        found.append(Curve(str(number), side.name, number, shown, stands_out=not side.passed))
-    return found
+        curves.append(Curve(str(number), side.name, number, shown, stands_out=not side.passed))
+    return curves

@@ -41,7 +41,7 @@ from mtrain.verify.rollout.exact import (
     replayed,
 )
 from mtrain.verify.rollout.prompts import Prompts
-from mtrain.verify.rollout.records import Rollout, read_rollouts, repeated_places
+from mtrain.verify.rollout.records import Rollout, read_rollouts, repeated_sources
 from mtrain.verify.rollout.report import Finding, RolloutReport, Side
 from mtrain.verify.rollout.settings import Cause
 
@@ -61,7 +61,7 @@ class RolloutRequest:
     rollouts: Path
     overrides: Sequence[str] = ()
     dtype: str | None = None
-    """The engine's precision by torch's name; None: the run's."""
+    """Name of the engine's precision in torch; None: the run's."""
     weights: Sequence[Path] = ()
     """Other models whose weights the engine may have had."""
     first: int = 64
@@ -74,19 +74,19 @@ class Scored(NamedTuple):
 
     log_probs: list[list[float]]
     routes: list[list[list[list[int]]]] | None
-    """The trainer's experts for each answer, as `Rollout.routes`; None if it has none to give."""
+    """The trainer's experts for each answer, as in `Rollout.routes`; None if the model is dense or drops tokens."""
     weights: Arrays | None
-    """Whole weights on rank 0; None elsewhere, or if not wanted."""
+    """Whole weights on rank 0; None elsewhere, or if not requested."""
 
 
 def verify_rollout(request: RolloutRequest, progress: Progress, pool: Pool | None = None) -> RolloutReport:
-    """Runs the check; `pool` None starts ranks, and `progress` gets a line for every finished part."""
+    """Runs the check, on its own ranks if `pool` is None; `progress` gets a line for each finished part."""
     rollouts = read_rollouts(request.rollouts)
     if len(rollouts) > request.first:
         progress(f"the first {request.first} of {len(rollouts)} rollouts are compared; --first N takes more")
     rollouts = rollouts[: request.first]
-    if repeated := repeated_places(rollouts):
-        progress(f"the same prompt, answer and log-probabilities stand in several rows: {'; '.join(repeated)}")
+    if repeated := repeated_sources(rollouts):
+        progress(f"the same prompt, answer and log-probabilities are in several rows: {'; '.join(repeated)}")
     model = model_at(request.model, request.overrides)
     if (head := model.config.model.head) is not None:
         raise ConfigError(f"{head} is a head, which draws no tokens; verify the rollouts of a policy")
@@ -111,39 +111,39 @@ class _RolloutCheck:
         findings = self._exact_findings()
         if any(finding.cause == "other vocabulary" for finding in findings):
             return self._report(findings)
-        self._own = layout_of_config(self._config, self._request.max_ranks)
-        scored = self._scored(self._own)
+        self._prepared = layout_of_config(self._config, self._request.max_ranks)
+        scored = self._scored(self._prepared)
         assert scored.weights is not None, "rank 0 holds them"
         self._reference = Reference(self._model, scored.weights)
         passes = self._passes(self._dtype)
-        exact = [each.log_probs(each.exact) for each in passes]
+        exact = [answer.log_probs(answer.exact) for answer in passes]
         self._progress("reference: float64")
         rounding = _rounding(passes, self._dtype)
-        found = differences(self._rollouts, exact)
-        side = _side("rollout", found, rounding)
-        deviating = _deviating(side, found)
+        deviations = differences(self._rollouts, exact)
+        side = _side("rollout", deviations, rounding)
+        deviating = _deviating(side, deviations)
         tried: list[Tried] = []
         if deviating:
             answers = [passes[number] for number in deviating]
-            missed = [found[number] for number in deviating]
+            missed = [deviations[number] for number in deviating]
             tried = self._disagreement(answers, rounding, missed).tried()
             findings += self._explained(tried, len(deviating))
         trainer, more = self._trainer(passes, scored)
-        again, broken_replay, apart = self._replay(passes, scored)
-        both = [found, differences(_as_rollouts(self._rollouts, scored), exact)]
+        replayed_sides, broken_replay, replay_distance = self._replay(passes, scored)
+        both_sides = [deviations, differences(_as_rollouts(self._rollouts, scored), exact)]
         layers = layer_differences(passes)
-        # where the trainer deviates without a replay, too, that is what has to be found first
+        # if the trainer deviates even without a replay, that fault comes first
         findings += [*more, *(broken_replay if trainer[0].passed else []), *_inner_finding(layers)]
         return self._report(
             findings,
             num_deviating=len(deviating),
-            sides=(side, *trainer, *again),
-            tried=tuple((f"{each.cause.name}: {each.cause.fact}", each.left, each.explains) for each in tried),
-            tokens=_tokens(exact, both),
-            positions=_positions(both),
+            sides=(side, *trainer, *replayed_sides),
+            tried=tuple((f"{trial.cause.name}: {trial.cause.fact}", trial.left, trial.explains) for trial in tried),
+            tokens=_tokens(exact, both_sides),
+            positions=_positions(both_sides),
             layers=layers,
             routes=agreeing_routes(passes),
-            replay=apart,
+            replay=replay_distance,
         )
 
     def _exact_findings(self) -> list[Finding]:
@@ -151,11 +151,11 @@ class _RolloutCheck:
         broken: dict[str, list[tuple[str, Cause]]] = {}
         for rollout in self._rollouts:
             if (cause := self._prompts.broken(rollout)) is not None:
-                broken.setdefault(cause.name, []).append((rollout.place, cause))
+                broken.setdefault(cause.name, []).append((rollout.source, cause))
         findings = []
-        for name, found in broken.items():
-            place, cause = found[0]
-            where = f"in {len(found)} of {len(self._rollouts)} rollouts, first in {place}"
+        for name, violations in broken.items():
+            source, cause = violations[0]
+            where = f"in {len(violations)} of {len(self._rollouts)} rollouts, first in {source}"
             findings.append(Finding(name, (f"{name}: {where}: {cause.fact}", cause.remedy)))
         return findings
 
@@ -166,7 +166,8 @@ class _RolloutCheck:
         return scored
 
     def _replay(self, passes: Sequence[Passes], scored: Scored) -> tuple[list[Side], list[Finding], str | None]:
-        """Compares trainer and float64 with the rollouts' routes replayed, and trainer and engine with and without."""
+        """Compares trainer and float64 with the rollouts' routes replayed, and trainer and engine with and without
+        replay."""
         count = sum(rollout.routes is not None for rollout in self._rollouts)
         if count < len(self._rollouts) or scored.routes is None:
             if count:
@@ -175,35 +176,33 @@ class _RolloutCheck:
                     f"routes are not replayed: {count} of {len(self._rollouts)} rollouts have them; {lacking}"
                 )
             return [], [], None
-        again = self._scored(self._own, replay=True)
-        sides = [self._replayed_side(f"trainer {self._own.name}, routes replayed", passes, again)]
-        apart = [
-            Spread.of(
-                differences(self._rollouts, [torch.tensor(log_prob, dtype=torch.float64) for log_prob in one.log_probs])
-            )
-            for one in (scored, again)
-        ]
+        replayed_scores = self._scored(self._prepared, replay=True)
+        sides = [self._replayed_side(f"trainer {self._prepared.name}, routes replayed", passes, replayed_scores)]
+        distances = []
+        for side in (scored, replayed_scores):
+            log_probs = [torch.tensor(values, dtype=torch.float64) for values in side.log_probs]
+            distances.append(Spread.of(differences(self._rollouts, log_probs)))
         shown = " nats; with the rollouts' routes replayed ".join(
-            f"worst {each.worst:.1e}, rms {each.rms:.1e}" for each in apart
+            f"worst {distance.worst:.1e}, rms {distance.rms:.1e}" for distance in distances
         )
         lines = (
-            f"routing replay: with the routes of the rollouts replayed the trainer under {self._own.name} deviates "
-            "from float64 with the same replay",
+            f"routing replay: with the routes of the rollouts replayed the trainer under {self._prepared.name} "
+            "deviates from float64 with the same replay",
             "run mtrain verify parity to see whether the layout agrees with one process without a replay",
         )
         findings = [] if sides[0].passed else [Finding("routing replay", lines)]
         return sides, findings, f"{shown} nats"
 
     def _replayed_side(self, name: str, passes: Sequence[Passes], scored: Scored) -> Side:
-        """Compares the trainer with float64 that takes the experts of `Passes.rollout`."""
-        dtype, found = self._trainer_dtype, []
-        for each in passes:
-            rollout, changes = each.rollout, ExpertChanges(chosen=replayed(each.rollout, each.exact))
-            found.append(self._reference.passes(rollout, dtype, changes))
-        return self._trainer_side(name, found, scored)
+        """Compares the trainer with float64 passes through the experts of `Passes.rollout`."""
+        dtype, replayed_passes = self._trainer_dtype, []
+        for answer in passes:
+            rollout, changes = answer.rollout, ExpertChanges(chosen=replayed(answer.rollout, answer.exact))
+            replayed_passes.append(self._reference.passes(rollout, dtype, changes))
+        return self._trainer_side(name, replayed_passes, scored)
 
     def _trainer_side(self, name: str, passes: Sequence[Passes], scored: Scored) -> Side:
-        exact = [each.log_probs(each.exact) for each in passes]
+        exact = [answer.log_probs(answer.exact) for answer in passes]
         missed = differences(_as_rollouts(self._rollouts, scored), exact)
         return _side(name, missed, _rounding(passes, self._trainer_dtype))
 
@@ -224,46 +223,47 @@ class _RolloutCheck:
             rounding=rounding,
             before=Spread.of(missed),
             begin_ids=self._prompts.begin_ids if of_engine else (),
-            prompts=self._prompts.others(rollouts) if of_engine else {},
-            others=self._others() if of_engine else {},
+            prompts=self._prompts.alternatives(rollouts) if of_engine else {},
+            other_weights=self._other_weights() if of_engine else {},
             num_experts=0 if experts is None else experts.num_experts,
             is_of_engine=of_engine,
         )
 
-    def _others(self) -> Mapping[str, Callable[[], Reference]]:
+    def _other_weights(self) -> Mapping[str, Callable[[], Reference]]:
         """Returns loaders of other weights that the engine may have had, by description."""
-        found: dict[str, Callable[[], Reference]] = {}
+        loaders: dict[str, Callable[[], Reference]] = {}
         entry = self._model.entry
         if entry is not None and entry.path.parent.name == "checkpoints":
             steps = [step for step in reversed(published_steps(entry.path.parent)) if step != entry.manifest.step]
             for step in steps[:_MOST_STEPS]:
                 where = entry.path.parent / step_name(step)
                 model = self._model._replace(entry=load_entry(where))
-                found[f"step {step}, but the model is that of step {entry.manifest.step}"] = partial(self._load, model)
-            found["the start of the run"] = partial(self._load, self._model._replace(entry=None))
+                name = f"step {step}, but the model is that of step {entry.manifest.step}"
+                loaders[name] = partial(self._load, model)
+            loaders["the start of the run"] = partial(self._load, self._model._replace(entry=None))
         for path in self._request.weights:
-            found[str(path)] = partial(self._load, model_at(path, self._request.overrides))
-        return found
+            loaders[str(path)] = partial(self._load, model_at(path, self._request.overrides))
+        return loaders
 
     def _load(self, model: Model) -> Reference:
         config = for_scoring(model, self._rollouts).config.model_copy(update={"layout": LayoutSection()})
         alone = model._replace(config=config)
         scored: Scored = self._pool.run(scores, Layout(), alone, (), True)[0]
-        assert scored.weights is not None, "they were wanted"
+        assert scored.weights is not None, "they were requested"
         return Reference(alone, scored.weights)
 
     def _explained(self, tried: Sequence[Tried], count: int) -> list[Finding]:
         where = f"{count} of {len(self._rollouts)} rollouts"
         causes = named(tried)
         if causes:
-            first, others = causes[0].cause, [each.cause.name for each in causes[1:]]
+            first, other_names = causes[0].cause, [other.cause.name for other in causes[1:]]
             if causes[0].share < 1:
                 first = replace(
                     first, fact=f"{first.fact} ({causes[0].share:.0%} of the tokens, others follow from it)"
                 )
-            also = f" (on these tokens {', '.join(others)} would explain it as well)" if others else ""
-            return [Finding(first.name, (f"{first.name}: in {where} {first.fact}{also}", first.remedy))]
-        best = min(tried, key=lambda each: each.left.rms, default=None)
+            addition = f" (on these tokens {', '.join(other_names)} would explain it as well)" if other_names else ""
+            return [Finding(first.name, (f"{first.name}: in {where} {first.fact}{addition}", first.remedy))]
+        best = min(tried, key=lambda trial: trial.left.rms, default=None)
         nearest = "" if best is None else f"; nearest is {best.cause.name}, which leaves {best.left.worst:.1e} nats"
         return [
             Finding(
@@ -279,53 +279,54 @@ class _RolloutCheck:
 
     def _trainer(self, passes: Sequence[Passes], scored: Scored) -> tuple[list[Side], list[Finding]]:
         """Compares the trainer; if it deviates, runs it on fewer ranks to see whether the layout is at fault."""
-        dtype, own = self._trainer_dtype, self._own
+        dtype, prepared = self._trainer_dtype, self._prepared
         if dtype != self._dtype:
             passes = self._passes(dtype)
-        sides = [self._trainer_side(f"trainer {own.name}", passes, scored)]
+        sides = [self._trainer_side(f"trainer {prepared.name}", passes, scored)]
         if sides[0].passed:
             return sides, []
-        own_answers = _as_rollouts(self._rollouts, scored)
-        answers = [replace(each, rollout=one) for each, one in zip(passes, own_answers, strict=True)]
+        trainer_rollouts = _as_rollouts(self._rollouts, scored)
+        answers = [replace(answer, rollout=own) for answer, own in zip(passes, trainer_rollouts, strict=True)]
         if scored.routes is not None:
-            name = f"trainer {own.name}, its choice of experts in float64"
+            name = f"trainer {prepared.name}, its choice of experts in float64"
             chosen = self._replayed_side(name, answers, scored)
             if chosen.passed:
                 lines = (
-                    f"other routes: the trainer under {own.name} chose other experts than float64 "
+                    f"other routes: the trainer under {prepared.name} chose other experts than float64 "
                     f"({agreeing_routes(answers)}); where float64 takes them, it agrees",
                     "compute its routers in float32, or replay the rollouts' routes (Datum.routed_experts)",
                 )
                 return [*sides, chosen], [Finding("other routes", lines)]
-        for name, trial in self._fewer(own):
+        for name, trial in self._fewer(prepared):
             sides.append(self._trainer_side(f"trainer {trial.name}", passes, self._scored(trial)))
             if sides[-1].passed:
                 lines = (
-                    f"{name}: the trainer under {own.name} deviates from float64, under {trial.name} it does not",
-                    f"run mtrain verify parity --layouts with {own.name} to see the first module that deviates",
+                    f"{name}: the trainer under {prepared.name} deviates from float64, under {trial.name} it does not",
+                    f"run mtrain verify parity --layouts with {prepared.name} to see the first module that deviates",
                 )
                 return sides, [Finding(name, lines)]
-        found = differences(own_answers, [each.log_probs(each.exact) for each in passes])
+        deviations = differences(trainer_rollouts, [answer.log_probs(answer.exact) for answer in passes])
         rounding = _rounding(passes, dtype)
-        causes = named(self._disagreement(answers, rounding, found, of_engine=False).tried())
+        causes = named(self._disagreement(answers, rounding, deviations, of_engine=False).tried())
         fact = causes[0].cause.fact.replace("engine", "trainer") if causes else "deviates from float64 in every layout"
         name = causes[0].cause.name if causes else NOT_EXPLAINED
         lines = (f"{name}: the trainer: {fact}", "run mtrain verify parity to see the first module that deviates")
         return sides, [Finding(name, lines)]
 
-    def _fewer(self, own: Prepared) -> list[tuple[str, Prepared]]:
+    def _fewer(self, prepared: Prepared) -> list[tuple[str, Prepared]]:
         """Returns layouts with less parallelism, each with the cause to name if it agrees."""
-        layout, found = self._config.layout, []
+        layout, layouts = self._config.layout, []
         if layout.ep > 1:
             section = layout.model_copy(update={"ep": 1, "etp": LayoutSection().etp})
             without = self._config.model_copy(update={"layout": section})
-            same = Layout.from_config(without, own.layout.world_size)  # on as many ranks, so that nothing else changes
+            # on as many ranks, so that nothing else changes
+            same = Layout.from_config(without, prepared.layout.world_size)
             name = f"{same}-mbs{self._config.train.micro_batch_size}"
-            found.append(("expert-parallel sum", Prepared(name, {}, without, same)))
-        if own.layout.world_size > 1:
+            layouts.append(("expert-parallel sum", Prepared(name, {}, without, same)))
+        if prepared.layout.world_size > 1:
             alone = self._config.model_copy(update={"layout": LayoutSection()})
-            found.append(("layout of the trainer", layout_of_config(alone, 1)))
-        return found
+            layouts.append(("layout of the trainer", layout_of_config(alone, 1)))
+        return layouts
 
     def _report(self, findings: Sequence[Finding], **compared: Any) -> RolloutReport:
         entry = self._model.entry
@@ -354,55 +355,55 @@ def _inner_finding(layers: Mapping[str, float]) -> list[Finding]:
 def _as_rollouts(rollouts: Sequence[Rollout], scored: Scored) -> list[Rollout]:
     routes = [None] * len(rollouts) if scored.routes is None else scored.routes
     return [
-        replace(each, log_probs=own, routes=chosen)
-        for each, own, chosen in zip(rollouts, scored.log_probs, routes, strict=True)
+        replace(rollout, log_probs=values, routes=chosen)
+        for rollout, values, chosen in zip(rollouts, scored.log_probs, routes, strict=True)
     ]
 
 
-def _deviating(side: Side, found: Sequence[Tensor]) -> list[int]:
+def _deviating(side: Side, deviations: Sequence[Tensor]) -> list[int]:
     """Returns the numbers of deviating rollouts; all if only many small differences add up."""
     if side.passed:
         return []
-    own = [number for number, each in enumerate(found) if not Spread.of([each]).within(side.allowed)]
-    return own or list(range(len(found)))
+    deviating = [number for number, row in enumerate(deviations) if not Spread.of([row]).within(side.allowed)]
+    return deviating or list(range(len(deviations)))
 
 
 def _rounding(passes: Sequence[Passes], dtype: torch.dtype) -> Rounding:
-    # the largest logit is rounded by every engine at the end
-    largest = max(float((each.exact.logits / each.rollout.temperature).nan_to_num().abs().max()) for each in passes)
-    places = [(each, slice(1, 1 + len(each.rollout.ids))) for each in passes]
-    # of all tokens of the vocabulary: those of a short answer may be exact by chance
+    # every engine rounds its logits, the largest one most
+    largest = max(float((one.exact.logits / one.rollout.temperature).nan_to_num().abs().max()) for one in passes)
+    drawn_rows = [(answer, slice(1, 1 + len(answer.rollout.ids))) for answer in passes]
+    # over the whole vocabulary: the few tokens of a short answer may be exact by chance
     typical = Spread.of([
-        (each.rounded.logits[drawn] / each.rollout.temperature).log_softmax(-1)
-        - (each.exact.logits[drawn] / each.rollout.temperature).log_softmax(-1)
-        for each, drawn in places
+        (answer.rounded.logits[drawn] / answer.rollout.temperature).log_softmax(-1)
+        - (answer.exact.logits[drawn] / answer.rollout.temperature).log_softmax(-1)
+        for answer, drawn in drawn_rows
     ]).rms  # fmt: skip
     floor = max(torch.finfo(dtype).eps / 2 * largest, typical)
-    measured = [each.log_probs(each.rounded) - each.log_probs(each.exact) for each in passes]
+    measured = [answer.log_probs(answer.rounded) - answer.log_probs(answer.exact) for answer in passes]
     return Rounding(dtype, floor, Spread.of(measured).allowed(floor))
 
 
-def _side(name: str, found: Sequence[Tensor], rounding: Rounding) -> Side:
-    every = torch.cat(list(found))
+def _side(name: str, deviations: Sequence[Tensor], rounding: Rounding) -> Side:
+    every = torch.cat(list(deviations))
     mean = float(every[~every.isnan()].mean())
-    return Side(name, str(rounding.dtype).removeprefix("torch."), Spread.of(found), rounding.allowed, mean)
+    return Side(name, str(rounding.dtype).removeprefix("torch."), Spread.of(deviations), rounding.allowed, mean)
 
 
 def _tokens(exact: Sequence[Tensor], both: Sequence[Sequence[Tensor]]) -> tuple[tuple[float, ...], ...]:
-    columns = [torch.cat(list(each)) for each in (exact, *both)]
+    columns = [torch.cat(list(tensors)) for tensors in (exact, *both)]
     drawn = ~columns[1].isnan()
     return tuple(tuple(row) for row in torch.stack(columns, 1)[drawn].tolist())
 
 
 def _positions(both: Sequence[Sequence[Tensor]]) -> tuple[tuple[float, float], ...]:
     """Returns the rms of the differences by position in the answer; 0 if none was drawn."""
-    longest = max(len(each) for each in both[0])
+    longest = max(map(len, both[0]))
     sums = torch.zeros(2, longest, dtype=torch.float64)
     counts = torch.zeros(longest, dtype=torch.float64)
     for number, side in enumerate(both):
-        for each in side:
-            sums[number, : len(each)] += each.nan_to_num().square()
-            counts[: len(each)] += ~each.isnan() if number == 0 else 0
+        for difference in side:
+            sums[number, : len(difference)] += difference.nan_to_num().square()
+            counts[: len(difference)] += ~difference.isnan() if number == 0 else 0
     return tuple((first, second) for first, second in (sums / counts.clamp(min=1)).sqrt().T.tolist())
 
 
@@ -424,21 +425,21 @@ def scores(
     ]
     experts = model.config.model.experts
     asked = AskedScores(routed_experts=experts is not None and experts.capacity_factor is None)
-    found = token_scores(batch, asked, loaded, GlobalBatches(model.config, groups)) if batch else ForwardResult([], [])
+    result = token_scores(batch, asked, loaded, GlobalBatches(model.config, groups)) if batch else ForwardResult([], [])
     weights = gathered(parameter_shards(loaded.chunks, groups)) if with_weights else None
     return Scored(
-        [tokens[-len(each.ids) :].tolist() for tokens, each in zip(found.log_probs, rollouts, strict=True)],
-        [routes.tolist() for routes in found.routed_experts] or None,
+        [tokens[-len(answer.ids) :].tolist() for tokens, answer in zip(result.log_probs, rollouts, strict=True)],
+        [routes.tolist() for routes in result.routed_experts] or None,
         None if weights is None else weights.tensors,
     )
 
 
 def for_scoring(model: Model, rollouts: Sequence[Rollout], max_ranks: int = 1) -> Model:
-    """Returns the model with unpacked rows for the longest rollout, and a loss that needs nothing."""
+    """Returns the model with unpacked rows for the longest rollout, and a loss that needs no extras."""
     config = model.config
     length = multiple_from(max(rollout.num_read for rollout in rollouts), [2 * config.layout.cp * config.layout.tp])
     data = config.data.model_copy(update={"seq_length": length, "packing": None})
-    # the number of rows of a step decides nothing here, but would refuse layouts that it does not divide over
+    # the batch size does not matter here, but layouts that do not divide it would be refused
     batch = config.train.micro_batch_size * math.lcm(*range(1, max_ranks + 1))
     train = config.train.model_copy(update={"tokens_per_micro_batch": None, "global_batch_size": batch})
     return model._replace(config=config.model_copy(update={"data": data, "train": train, "loss": LossSection()}))

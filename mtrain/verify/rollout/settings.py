@@ -39,10 +39,10 @@ class Settings:
     """Sampler settings; the defaults change nothing."""
 
     bias: tuple[tuple[int, float], ...] = ()
-    """Tokens and what is added to their logits; -inf forbids one."""
+    """Tokens and the amounts added to their logits; -inf forbids a token."""
     allowed: tuple[int, ...] | None = None
     min_tokens: int = 0
-    """Number of first answer tokens that are none of `stops`."""
+    """Number of first answer tokens that must not be in `stops`."""
     stops: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -64,12 +64,12 @@ class Settings:
         return bool(self.bias or self.min_tokens) or self.allowed is not None
 
     def __str__(self) -> str:
-        said = [f"temperature={self.temperature:g}"] if self.temperature is not None else []
-        said += [f"{name}={value:g}" for name, value in self._penalties().items()]
-        said += [f"min_p={self.min_p:g}"] if self.min_p > 0 else []
-        said += [f"top_k={self.top_k}"] if self.top_k is not None else []
-        said += [f"top_p={self.top_p:g}"] if self.top_p < 1 else []
-        return ", ".join([*said, *self._bias_said()])
+        words = [f"temperature={self.temperature:g}"] if self.temperature is not None else []
+        words += [f"{name}={value:g}" for name, value in self._penalties().items()]
+        words += [f"min_p={self.min_p:g}"] if self.min_p > 0 else []
+        words += [f"top_k={self.top_k}"] if self.top_k is not None else []
+        words += [f"top_p={self.top_p:g}"] if self.top_p < 1 else []
+        return ", ".join([*words, *self._bias_words()])
 
     def _penalties(self) -> dict[str, float]:
         every = {
@@ -79,30 +79,30 @@ class Settings:
         }
         return {name: value for name, (value, neutral) in every.items() if value != neutral}
 
-    def _bias_said(self) -> list[str]:
+    def _bias_words(self) -> list[str]:
         forbidden = sorted(token for token, value in self.bias if value == -math.inf)
         pushed = {token: value for token, value in sorted(self.bias) if value != -math.inf}
-        said = [] if self.allowed is None else [f"allowed_token_ids=[{', '.join(map(str, self.allowed))}]"]
+        words = [] if self.allowed is None else [f"allowed_token_ids=[{', '.join(map(str, self.allowed))}]"]
         if self.min_tokens:
-            said.append(f"min_tokens={self.min_tokens} without {_tokens(sorted(self.stops))}")
+            words.append(f"min_tokens={self.min_tokens} without {_tokens(sorted(self.stops))}")
         if forbidden:
-            said.append(f"{_tokens(forbidden)} forbidden (bad_words)")
+            words.append(f"{_tokens(forbidden)} forbidden (bad_words)")
         if pushed:
-            said.append("logit_bias={" + ", ".join(f"{token}: {value:g}" for token, value in pushed.items()) + "}")
-        return said
+            words.append("logit_bias={" + ", ".join(f"{token}: {value:g}" for token, value in pushed.items()) + "}")
+        return words
 
-    def cause(self, said: Sequence[float]) -> Cause:
-        """Returns these settings as a cause; `said` are the temperatures in the file."""
-        found = ["temperature"] if self.temperature is not None else []
-        found += ["penalties"] if self._penalties() else []
-        found += ["truncated vocabulary"] if self.has_truncation else []
-        found += ["biased tokens"] if self.has_bias else []
-        name = " and ".join(found)
+    def cause(self, temperatures: Sequence[float]) -> Cause:
+        """Returns these settings as a cause; `temperatures` are those in the file."""
+        kinds = ["temperature"] if self.temperature is not None else []
+        kinds += ["penalties"] if self._penalties() else []
+        kinds += ["truncated vocabulary"] if self.has_truncation else []
+        kinds += ["biased tokens"] if self.has_bias else []
+        name = " and ".join(kinds)
         if name == "temperature":
-            given = ", ".join(f"{each:g}" for each in said)
+            values = ", ".join(f"{value:g}" for value in temperatures)
             return Cause(
                 name,
-                f"the log-probabilities are those at temperature {self.temperature:g}, but the file says {given}",
+                f"the log-probabilities are those at temperature {self.temperature:g}, but the file says {values}",
                 "let the engine return those after the temperature (vLLM: logprobs_mode=processed_logprobs), or say "
                 f"temperature {self.temperature:g} in the file and in Datum.temperature",
             )
@@ -124,13 +124,13 @@ def _tokens(ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """Drawn tokens, with what they were drawn from."""
+    """Drawn tokens, with their logits and the tokens before them."""
 
     logits: Tensor
     """Predicting logits before temperature, [tokens, vocab] float64."""
     ids: Tensor
-    said: Tensor
-    """The engine's log-probabilities, [tokens] float64."""
+    engine_log_probs: Tensor
+    """[tokens] float64."""
     temperatures: Tensor
     read: tuple[Tensor, ...]
     """Distinct ids before each token, in prompt or answer."""
@@ -156,20 +156,21 @@ class DrawnTokens:
     def drawn(cls, answers: Sequence[tuple[Tensor, Rollout]], most: int) -> DrawnTokens:
         """Returns at most `most` drawn tokens of all answers, evenly spread."""
         is_drawn = torch.tensor([is_drawn for _, rollout in answers for is_drawn in rollout.mask])
-        places = is_drawn.nonzero().flatten()
-        if len(places) > most:
-            places = places[torch.arange(most) * len(places) // most]
-        kept = torch.zeros(len(is_drawn), dtype=torch.bool).index_fill(0, places, True)
-        masks = torch.split(kept, [len(rollout.mask) for _, rollout in answers])
-        # chosen before they are joined: the logits of all answers may be most of the memory
-        every = [cls.of(*each).chosen(mask) for each, mask in zip(answers, masks, strict=True)]
-        return cls(*map(_joined, zip(*(each._columns() for each in every), strict=True)))
+        positions = is_drawn.nonzero().flatten()
+        if len(positions) > most:
+            positions = positions[torch.arange(most) * len(positions) // most]
+        is_chosen = torch.zeros(len(is_drawn), dtype=torch.bool).index_fill(0, positions, True)
+        masks = torch.split(is_chosen, [len(rollout.mask) for _, rollout in answers])
+        # choose before joining: the logits of all answers may fill most of the memory
+        every = [cls.of(*answer).chosen(row_mask) for answer, row_mask in zip(answers, masks, strict=True)]
+        return cls(*map(_joined, zip(*(answer._columns() for answer in every), strict=True)))
 
     def chosen(self, mask: Tensor) -> DrawnTokens:
         """Returns the tokens at which a mask, [tokens] bool, is true."""
         rows = mask.nonzero().flatten().tolist()
         columns: list[Any] = [
-            each[mask] if isinstance(each, Tensor) else tuple(each[row] for row in rows) for each in self._columns()
+            column[mask] if isinstance(column, Tensor) else tuple(column[row] for row in rows)
+            for column in self._columns()
         ]
         return DrawnTokens(*columns)
 
@@ -181,21 +182,21 @@ class DrawnTokens:
             logits=self.logits[:, token : token + 1] + biases,
             read=tuple(every[: len(biases) * int((ids == token).any())] for ids in self.read),
             written=tuple(
-                (every[: len(biases) * len(own)], own.expand(len(biases) * len(own)))
-                for own in (counts[ids == token] for ids, counts in self.written)
+                (every[: len(biases) * len(token_counts)], token_counts.expand(len(biases) * len(token_counts)))
+                for token_counts in (counts[ids == token] for ids, counts in self.written)
             ),
         )
 
     def _columns(self) -> list[Any]:
-        return [getattr(self, each.name) for each in fields(self)]
+        return [getattr(self, field.name) for field in fields(self)]
 
     @cached_property
-    def _places_read(self) -> tuple[Tensor, Tensor]:
+    def _read_index(self) -> tuple[Tensor, Tensor]:
         return _rows(self.read), torch.cat(self.read)
 
     @cached_property
-    def _places_written(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of `written`, with the counts."""
+    def _written_index(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, columns and counts of `written`."""
         ids, counts = zip(*self.written, strict=True)
         return _rows(ids), torch.cat(ids), torch.cat(counts)
 
@@ -209,35 +210,37 @@ class DrawnTokens:
 
     def processed(self, settings: Settings) -> Tensor:
         """Returns the logits after bias, penalties and temperature, [tokens, vocab]."""
-        found = self.logits.clone()
+        logits = self.logits.clone()
         for token, value in settings.bias:
-            found[:, token] += value
+            logits[:, token] += value
         if settings.allowed is not None:
             allowed = torch.tensor(settings.allowed)
-            found = torch.full_like(found, -math.inf).index_copy(1, allowed, found[:, allowed])
+            logits = torch.full_like(logits, -math.inf).index_copy(1, allowed, logits[:, allowed])
         if settings.min_tokens:
             early = (self.numbers < settings.min_tokens).nonzero()
-            found[early, torch.tensor(settings.stops)] = -math.inf
+            logits[early, torch.tensor(settings.stops)] = -math.inf
         repetition, frequency, presence = (
             settings.repetition_penalty,
             settings.frequency_penalty,
             settings.presence_penalty,
         )
         if repetition != 1:
-            values = found[self._places_read]
-            found[self._places_read] = torch.where(values > 0, values / repetition, values * repetition)
+            values = logits[self._read_index]
+            logits[self._read_index] = torch.where(values > 0, values / repetition, values * repetition)
         if frequency or presence:
-            *places, counts = self._places_written
-            found[tuple(places)] -= frequency * counts + presence
-        return found / (self.temperatures.unsqueeze(-1) if settings.temperature is None else settings.temperature)
+            *positions, counts = self._written_index
+            logits[tuple(positions)] -= frequency * counts + presence
+        if settings.temperature is None:
+            return logits / self.temperatures.unsqueeze(-1)
+        return logits / settings.temperature
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:
-    return torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(each for part in parts for each in part)
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(value for part in parts for value in part)
 
 
 def _rows(ids: Sequence[Tensor]) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(each) for each in ids]))
+    return torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(row_ids) for row_ids in ids]))
 
 
 def _counted(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -260,7 +263,7 @@ def truncated(logits: Tensor, settings: Settings, sizes: Tensor | None = None) -
         ordered = logits.sort(-1, descending=True)
         masses = ordered.values if sizes is None else ordered.values + sizes[ordered.indices]
         reached = masses.softmax(-1).cumsum(-1)
-        # a token is left if those before it do not reach p
+        # a token stays if those before it do not reach p
         gone = torch.cat([torch.zeros_like(reached[:, :1]), reached[:, :-1]], -1) >= settings.top_p
         logits = logits.masked_fill(torch.zeros_like(gone).scatter(-1, ordered.indices, gone), -math.inf)
     return logits

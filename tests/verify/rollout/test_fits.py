@@ -81,7 +81,7 @@ def distance(found: Settings | None, given: list[tuple[Tensor, Rollout]]) -> flo
     if found is None:
         return math.inf
     every = [DrawnTokens.of(*each) for each in given]
-    return max(float((places.log_probs(found) - places.said).abs().max()) for places in every)
+    return max(float((places.log_probs(found) - places.engine_log_probs).abs().max()) for places in every)
 
 
 HARD = (*((name, BIASED) for name in TRUNCATIONS), ("temperature", "top_k", "top_p"))
