@@ -1,4 +1,4 @@
-"""Check `mtrain verify hf`: compares the first steps of a run from a Hugging Face folder with transformers.
+"""Check `mtrain verify hf`: compares the first steps of a run from a Hugging Face checkpoint with transformers.
 
 The model is not shrunk. One side is transformers, torch's AdamW, the loss sums of mtrain/hf/io/training.py and the
 reference's rows, weights and learning rates; the other is the trainer's step under the layouts. Both use the same
@@ -101,16 +101,16 @@ def comparable(config: Config) -> tuple[Config, tuple[str, ...]]:
             f"{changed[0]} is set, but only the next-token loss is compared with transformers; remove it to compare "
             "the rest"
         )
-    wanted: dict[str, dict[str, Any]] = {**in_float32(config.model), "optimizer": {"kind": "adamw"}}
-    wanted["model"] = {"mtp_depths": 0} | wanted.get("model", {})
+    overrides: dict[str, dict[str, Any]] = {**in_float32(config.model), "optimizer": {"kind": "adamw"}}
+    overrides["model"] = {"mtp_depths": 0} | overrides.get("model", {})
     lines = tuple(
         f"{name}.{key}: {getattr(getattr(config, name), key)} -> {value}"
-        for name, values in wanted.items()
+        for name, values in overrides.items()
         for key, value in values.items()
         if getattr(getattr(config, name), key) != value
     )
     content = config.model_dump()
-    for name, values in wanted.items():
+    for name, values in overrides.items():
         content[name] |= values
     content["optimizer"] = {name: content["optimizer"][name] for name in AdamWSection.model_fields}
     return Config.model_validate(content), lines
@@ -150,23 +150,23 @@ def _documents(rows: Rows, weights: Tensor) -> Iterator[TrainingRows]:
     """Yields each document as its own row, without padding."""
     for row, documents in enumerate(rows.documents):
         for number in range(int(documents.max()) + 1):
-            own = documents == number
-            yield TrainingRows(*(field[row, own].unsqueeze(0) for field in (rows.tokens, rows.labels, weights)))
+            is_document = documents == number
+            yield TrainingRows(*(field[row, is_document].unsqueeze(0) for field in (rows.tokens, rows.labels, weights)))
 
 
 def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) -> tuple[LayoutResult, tuple[str, ...]]:
     """Runs the steps in transformers; returns the result, and a note if the model was changed for it."""
     assert config.model.hf is not None, "the command line names it"
-    assert isinstance(config.optimizer, AdamWSection), "made so to be comparable"
+    assert isinstance(config.optimizer, AdamWSection), "`comparable` sets AdamW"
     began = time.monotonic()
     values = []
-    steps = [each.step for each in inputs]
+    steps = [step_inputs.step for step_inputs in inputs]
     model, padding_row = open_trainable(Path(config.model.hf), added_by(config.model), _dtypes(config.model))
-    for number, found in enumerate(transformers_steps(model, config.optimizer, steps)):
+    for number, outcome in enumerate(transformers_steps(model, config.optimizer, steps)):
         denominator = steps[number].denominator
-        mean = found.numerator / denominator if denominator else 0.0
-        terms = {MAIN_TERM: found.numerator}, {MAIN_TERM: denominator}
-        values.append(StepValues(number + 1, mean, {MAIN_TERM: mean}, *terms, found.grad_norm))
+        mean = outcome.numerator / denominator if denominator else 0.0
+        terms = {MAIN_TERM: outcome.numerator}, {MAIN_TERM: denominator}
+        values.append(StepValues(number + 1, mean, {MAIN_TERM: mean}, *terms, outcome.grad_norm))
         progress(f"transformers: step {number + 1} of {len(steps)} ({time.monotonic() - began:.1f} s)")
     seconds = time.monotonic() - began
     result = LayoutResult("transformers", {}, 1, seconds, steps=tuple(values), expected=tuple(values))
@@ -183,13 +183,13 @@ def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) ->
 def _dtypes(model: ModelSection) -> list[torch.dtype]:
     """Returns the dtypes of the folder's token tables, to which a new row is rounded."""
     assert model.hf is not None, "the command line names it"
-    held = FolderTensors(source_for(Path(model.hf), model)).tensors
-    return [held[key].dtype for key in ("embedding.word_embeddings.weight", "output_layer.weight") if key in held]
+    tensors = FolderTensors(source_for(Path(model.hf), model)).tensors
+    return [tensors[key].dtype for key in ("embedding.word_embeddings.weight", "output_layer.weight") if key in tensors]
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs the layouts, each from the folder's weights."""
+    """Runs the layouts, each from the weights of the Hugging Face checkpoint."""
 
     inputs: Sequence[_Inputs]
     expected: Sequence[StepValues]
@@ -209,8 +209,8 @@ class _Runs:
     def _layout(self, trial: Prepared, progress: Progress) -> LayoutResult:
         def find() -> dict[str, Any]:
             request = self.request
-            found = self.pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)[0]
-            return {"steps": tuple(found), "deviations": tuple(self._deviations(found))}
+            values = self.pool.run(run_from_hf, trial.layout, trial.config, request.num_steps, request.fault)[0]
+            return {"steps": tuple(values), "deviations": tuple(self._deviations(values))}
 
         result = attempted(trial.name, trial.axes, trial.layout.world_size, find)
         result = replace(result, expected=tuple(self.expected))
@@ -218,14 +218,14 @@ class _Runs:
         return result
 
     def _deviations(self, steps: Sequence[StepValues]) -> Iterator[Deviation]:
-        for inputs, found, wanted in zip(self.inputs, steps, self.expected):
-            denominators = found.denominators[MAIN_TERM], wanted.denominators[MAIN_TERM]
+        for inputs, values, expected in zip(self.inputs, steps, self.expected):
+            denominators = values.denominators[MAIN_TERM], expected.denominators[MAIN_TERM]
             allowed = 0.0 if inputs.adds_exactly else self.tolerances["denominator"]
-            yield Deviation("denominator", MAIN_TERM, found.step, relative(*denominators), allowed)
-            means = found.means[MAIN_TERM], wanted.means[MAIN_TERM]
-            yield Deviation("loss", MAIN_TERM, found.step, relative(*means), self.tolerances["loss"])
-            norms = found.grad_norm, wanted.grad_norm
-            yield Deviation("grad_norm", "grad_norm", found.step, relative(*norms), self.tolerances["grad_norm"])
+            yield Deviation("denominator", MAIN_TERM, values.step, relative(*denominators), allowed)
+            means = values.means[MAIN_TERM], expected.means[MAIN_TERM]
+            yield Deviation("loss", MAIN_TERM, values.step, relative(*means), self.tolerances["loss"])
+            norms = values.grad_norm, expected.grad_norm
+            yield Deviation("grad_norm", "grad_norm", values.step, relative(*norms), self.tolerances["grad_norm"])
 
 
 def run_from_hf(groups: Groups, config: Config, num_steps: int, fault: str | None) -> list[StepValues]:

@@ -60,7 +60,7 @@ class Request:
 def verify_parity(
     config: Config, request: Request, progress: Progress, pool: Pool | None = None, batch_size: int = BATCH_SIZE
 ) -> ParityReport:
-    """Runs the check; `pool` None starts ranks, and `progress` gets a line for every finished layout."""
+    """Runs the check, on its own ranks if `pool` is None; `progress` gets a line for each finished layout."""
     refuse_without_reference(config, EXTRAS)
     device, max_ranks = device_for(config.train, request.max_ranks)
     shrunk, trials = _small(config, request, max_ranks, batch_size)
@@ -100,11 +100,11 @@ def refuse_without_reference(config: Config, drawn_extras: Collection[str] = ())
             "verify the same configuration with loss.function=next_token and data of another format, and see "
             "docs/training/preference.md for the tests of the loss itself"
         )
-    run_objective(config, drawn_extras)  # refused here, since an error of a rank counts as a failed run
+    run_objective(config, drawn_extras)  # refuses here: an error on a rank would count as a failed run
 
 
 def device_for(train: TrainSection, max_ranks: int) -> tuple[str, int]:
-    """Returns the device of the ranks, and their largest number."""
+    """Returns the device of the ranks and their largest number; raises MachineError if CUDA is missing."""
     if train.device == "cpu" or not torch.cuda.is_available():
         if train.device == "cuda":
             raise MachineError("train.device=cuda needs a GPU that torch can use, but it sees none; use auto")
@@ -119,9 +119,9 @@ def _small(config: Config, request: Request, max_ranks: int, batch_size: int) ->
     else:
         trials = [Trial(micro_batch_size=None), *parse_trials(request.layouts, config.layout, max_ranks)]
     shrunk = with_loss_tokens(lambda length: shrink(config, trials, length, batch_size), config)
-    found = fitting(trials, shrunk.config, are_named=request.layouts is not None)
+    layouts = fitting(trials, shrunk.config, are_named=request.layouts is not None)
     # packed rows may set the micro-batch size, so that trials coincide
-    return shrunk, list({trial.name: trial for trial in found}.values())
+    return shrunk, list({trial.name: trial for trial in layouts}.values())
 
 
 class _Check:
@@ -147,19 +147,22 @@ class _Check:
 
     def _reference(self) -> tuple[LayoutResult, tuple[str, ...]]:
         began = time.monotonic()
-        found: ExactRun = self._pool.run(exact_run, self._base.layout, ExactJob(self.config, self._steps))[0]
-        self._take(found.optimizer)
+        run: ExactRun = self._pool.run(exact_run, self._base.layout, ExactJob(self.config, self._steps))[0]
+        self._take(run.optimizer)
         seconds = time.monotonic() - began
-        result = LayoutResult("reference", {}, 1, seconds, steps=tuple(found.values), expected=tuple(found.values))
-        return result, tuple(found.names)
+        result = LayoutResult("reference", {}, 1, seconds, steps=tuple(run.values), expected=tuple(run.values))
+        return result, tuple(run.names)
 
     def _take(self, optimizer: AnyOptimizer) -> None:
         """Sets the reference's `clip_grad` and `epsilon` in every layout."""
         before = self.config.optimizer
-        said = {"clip_grad": "half of the first gradient's norm", "epsilon": "size of one of its elements"}
+        origins = {
+            "clip_grad": "half of the first gradient's norm",
+            "epsilon": "root mean square of its clipped elements",
+        }
         self.changes = tuple(
-            f"optimizer.{key}: {getattr(before, key)} -> {getattr(optimizer, key)} ({what})"
-            for key, what in said.items()
+            f"optimizer.{key}: {getattr(before, key)} -> {getattr(optimizer, key)} ({origin})"
+            for key, origin in origins.items()
             if getattr(before, key) != getattr(optimizer, key)
         )
         self.config = self.config.model_copy(update={"optimizer": optimizer})
@@ -169,14 +172,14 @@ class _Check:
 
     def _layout(self, trial: Prepared) -> LayoutResult:
         def find() -> dict[str, Any]:
-            everyone = self._pool.run(run_layout, trial.layout, Job(trial.config, self.plan, self._fault))
-            assert everyone[0].initial is not None, "rank 0 holds what was gathered"
-            after = [step.weights.tensors for step in everyone[0].steps if step.weights is not None]
+            outcomes = self._pool.run(run_layout, trial.layout, Job(trial.config, self.plan, self._fault))
+            assert outcomes[0].initial is not None, "rank 0 holds the gathered tensors"
+            after = [step.weights.tensors for step in outcomes[0].steps if step.weights is not None]
             # the weights before each step, at which its exact values are computed
-            weights = [everyone[0].initial.tensors, *after[:-1]]
+            weights = [outcomes[0].initial.tensors, *after[:-1]]
             exact = self._pool.run(exact_steps, self._base.layout, ExactJob(self.config, self._steps), weights)[0]
             self._weights[trial.name] = weights
-            return compared(trial, everyone, exact, self._expected)
+            return compared(trial, outcomes, exact, self._expected)
 
         result = attempted(trial.name, trial.axes, trial.layout.world_size, find)
         if result.passed:
@@ -185,16 +188,16 @@ class _Check:
 
     def first_module(self, result: LayoutResult, step: int) -> str | None:
         """Runs a layout again up to a step and finds the first module whose output deviates there."""
-        trial = next(each for each in self._trials if each.name == result.name)
+        trial = next(trial for trial in self._trials if trial.name == result.name)
         job = Job(trial.config, self.plan, self._fault, watched_step=step - 1)
-        everyone = self._pool.run(run_layout, trial.layout, job)
+        outcomes = self._pool.run(run_layout, trial.layout, job)
         weights, texts = self._weights[trial.name][step - 1 : step], self._steps[step - 1]
         watched = ExactJob(self.config, [texts], first=step - 1, watches=True)
         exact = self._pool.run(exact_steps, self._base.layout, watched, weights)[0][0]
         is_text = text_positions(texts, self.config)[..., None]
-        outputs = assemble_outputs((piece for outcome in everyone for piece in outcome.pieces), self.config)
-        found = {name: np.where(is_text, each, 0.0) for name, each in outputs.items()}
+        outputs = assemble_outputs((piece for outcome in outcomes for piece in outcome.pieces), self.config)
+        text_outputs = {name: np.where(is_text, output, 0.0) for name, output in outputs.items()}
         order = module_order(self.config.model.num_layers)
-        # outputs come after as many sums as the loss, or fewer
-        tolerance = next(each.value for each in self.tolerances if each.kind == "loss")
-        return first_deviating(found, exact.outputs, order, tolerance)
+        # no output needs more sums than the loss
+        tolerance = next(tolerance.value for tolerance in self.tolerances if tolerance.kind == "loss")
+        return first_deviating(text_outputs, exact.outputs, order, tolerance)

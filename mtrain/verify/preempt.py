@@ -1,4 +1,4 @@
-"""Check `mtrain verify preempt`: stops a small copy of the run by a signal in one phase after the other.
+"""Check `mtrain verify preempt`: stops a small copy of the run with a signal, in one phase after another.
 
 The real launcher starts one run repeatedly; each start is stopped in another phase, and the last one runs to the end.
 Then records and files of the last checkpoint must equal those of an uninterrupted run bit for bit.
@@ -78,7 +78,7 @@ class Process(Protocol):
 
 
 Program = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
-"""Starts a command, appends its output to a file, and adds variables to the environment."""
+"""Function that starts a command, appends its output to a file, and adds variables to the environment."""
 
 
 def new_process(command: Sequence[str], log: Path, more: Mapping[str, str]) -> Process:
@@ -94,7 +94,7 @@ class StopFailedError(UnfinishedError):
 
 
 def run_to_end(program: Program, command: Sequence[str], log: Path) -> None:
-    """Starts the run and waits for its end; `log` gets all output. Raises StopFailedError if it did not end with 0."""
+    """Starts the run and waits for its end; `log` gets all output. Raises StopFailedError unless it ends with 0."""
     with _started(program(command, log, {})) as process:
         code = process.wait()
     _require(code == 0, f"the run ended with exit code {code}", log)
@@ -117,14 +117,14 @@ def run_until_stopped(
     with _started(program(command, log, environment)) as process:
         # a launcher that has started ranks has installed its signal handlers
         while not (reached.exists() if stop.phase is not None else psutil.Process(process.pid).children()):
-            _require(process.poll() is None, f"the run ended with {process.poll()} before it got there", log)
+            _require(process.poll() is None, f"the run ended with {process.poll()} before it got that far", log)
             time.sleep(_POLL_S)
         process.send_signal(SIGNAL)
         sent = time.monotonic()
         code = process.wait()
         seconds = time.monotonic() - sent
     _require(code == 0, f"a run that was asked to stop ended with exit code {code} instead of 0", log)
-    _require(RunFolder(run_dir).requeue_marker.exists(), "a run that was asked to stop left no marker REQUEUE", log)
+    _require(RunFolder(run_dir).requeue_marker.exists(), "a run that was asked to stop left no REQUEUE marker", log)
     return seconds
 
 
@@ -144,11 +144,11 @@ def launcher(config: Path, num_ranks: int) -> list[str]:
     return [sys.executable, "-m", "mtrain", "launch", "local", "--num-ranks", str(num_ranks), str(config)]
 
 
-def _require(is_so: bool, text: str, log: Path) -> None:
-    if not is_so:
+def _require(is_met: bool, text: str, log: Path) -> None:
+    if not is_met:
         tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        said = next((line for line in reversed(tail) if line.strip()), None)
-        failed = StopFailedError(text if said is None else f"{text}; its log ends with: {said}")
+        last_line = next((line for line in reversed(tail) if line.strip()), None)
+        failed = StopFailedError(text if last_line is None else f"{text}; its log ends with: {last_line}")
         failed.add_note("\n".join(tail))
         raise failed
 
@@ -195,25 +195,25 @@ def small_run(config: Config, request: Request, max_ranks: int) -> tuple[Shrunk,
             raise ConfigError(f"--layouts names {len(named)} layouts, but a drill uses one; name one")
         (trial,) = named
     steps = request.num_steps
-    also: dict[str, dict[str, Any]] = {
+    overrides: dict[str, dict[str, Any]] = {
         "train": {"num_steps": steps},
         "optimizer": small_schedule(config.optimizer, min(config.optimizer.warmup_steps, 1), 1),
         "checkpoint": {"interval_steps": steps - 2, "async_save": config.checkpoint.async_save},
         "metrics": {"tensorboard": False},
     }
     if _can_validate(config.data):
-        also["valid"] = {"interval_steps": steps - 4, "max_samples": _VALID_SAMPLES}
-    shrunk = with_loss_tokens(lambda length: _with_own_data(config, trial, length, also), config)
+        overrides["valid"] = {"interval_steps": steps - 4, "max_samples": _VALID_SAMPLES}
+    shrunk = with_loss_tokens(lambda length: _with_own_data(config, trial, length, overrides), config)
     return shrunk, prepared(trial, shrunk.config)
 
 
-def _with_own_data(config: Config, trial: Trial, length: int, also: dict[str, dict[str, Any]]) -> Shrunk:
+def _with_own_data(config: Config, trial: Trial, length: int, overrides: dict[str, dict[str, Any]]) -> Shrunk:
     """Shrinks everything but the vocabulary, because real ranks do not take token ids modulo a smaller one."""
-    own: dict[str, dict[str, Any]] = {}
+    data_overrides: dict[str, dict[str, Any]] = {}
     if reads_files(config.data) and not isinstance(config.data, MockSection):
-        own["model"] = {"vocab_size": config.model.vocab_size}
-        own["data"] = {"valid": config.data.model_dump()["valid"] if has_valid_files(config.data) else ()}
-    return small(config, [trial], length, also | own, FEW_SAMPLES)
+        data_overrides["model"] = {"vocab_size": config.model.vocab_size}
+        data_overrides["data"] = {"valid": config.data.model_dump()["valid"] if has_valid_files(config.data) else ()}
+    return small(config, [trial], length, overrides | data_overrides, FEW_SAMPLES)
 
 
 def _can_validate(data: AnyData) -> bool:
@@ -271,8 +271,8 @@ class Drill:
         failed, lost = None, dict[str, Any]()
         for stop in stops(self._base.config):
             if failed is not None:
-                why = f"not tried: the run was already lost {failed.name}"
-                yield _Done(stop, 0.0, 0, {**lost, "trace": None, "error": why})
+                error = f"not tried: the run was already lost {failed.name}"
+                yield _Done(stop, 0.0, 0, {**lost, "trace": None, "error": error})
                 continue
             command = launcher(config, self._num_ranks)
             try:
@@ -284,7 +284,7 @@ class Drill:
             if self._fault is not None and stop.phase is Phase.FORWARD_BACKWARD:
                 lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
                 (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))
-            # it may have stopped before its first step
+            # the run may have stopped before its first step
             records = records_of(run_dir) if (run_dir / "metrics.jsonl").exists() else []
             yield _Done(stop, seconds, max((record.step for record in records), default=0))
         if failed is None:
@@ -296,24 +296,24 @@ class Drill:
     def _results(self, done: Sequence[_Done], expected: Sequence[StepRecord]) -> list[LayoutResult]:
         """Returns the results of the stops; each owns the steps up to the next stop."""
         records = records_of(self._folder / "stopped")
-        found = list(recorded(records, expected))
+        deviations = list(recorded(records, expected))
         if not self._last_failure and not done[-1].failed:
-            found += self._files()
+            deviations += self._files()
         results = []
-        for each, following in zip(done, [*done[1:], None], strict=True):
-            is_last, first = following is None, each is done[0]
+        for start, following in zip(done, [*done[1:], None], strict=True):
+            is_last, is_first = following is None, start is done[0]
             last_step = self._base.config.train.num_steps if following is None else following.last_step
-            steps = range(0 if first else each.last_step + 1, last_step + 1)
+            steps = range(0 if is_first else start.last_step + 1, last_step + 1)
             results.append(
                 LayoutResult(
-                    each.stop.name,
-                    {"phase": "start" if each.stop.phase is None else str(each.stop.phase)},
+                    start.stop.name,
+                    {"phase": "start" if start.stop.phase is None else str(start.stop.phase)},
                     self._num_ranks,
-                    each.seconds,
+                    start.seconds,
                     steps=tuple(step_values(record) for record in records if record.step in steps),
                     expected=tuple(step_values(record) for record in expected if record.step in steps),
-                    deviations=tuple(one for one in found if one.step in steps) if not each.failed else (),
-                    **(each.failed or (self._last_failure if is_last else {})),
+                    deviations=() if start.failed else tuple(one for one in deviations if one.step in steps),
+                    **(start.failed or (self._last_failure if is_last else {})),
                 )
             )
         return results
@@ -321,9 +321,9 @@ class Drill:
     def _files(self) -> Iterator[Deviation]:
         """Compares the files of the last checkpoint (weights, optimizer, random states) by digest."""
         last = self._base.config.train.num_steps
-        own, other = (_digests(self._folder / run, last) for run in ("stopped", "straight"))
-        for name in sorted(own.keys() | other.keys()):
-            yield Deviation("files", name, last, float(own.get(name) != other.get(name)), 0.0)
+        stopped, straight = (_digests(self._folder / run, last) for run in ("stopped", "straight"))
+        for name in sorted(stopped.keys() | straight.keys()):
+            yield Deviation("files", name, last, float(stopped.get(name) != straight.get(name)), 0.0)
 
     def _config(self, run: str) -> Path:
         config = self._base.config
@@ -336,4 +336,4 @@ class Drill:
 def _digests(run_dir: Path, step: int) -> dict[str, str]:
     folder = RunFolder(run_dir).checkpoints / f"step_{step:08d}"
     files = json.loads((folder / "mtrain.json").read_text())["files"]
-    return {name: each["blake3"] for name, each in files.items() if name.endswith(".distcp")}
+    return {name: entry["blake3"] for name, entry in files.items() if name.endswith(".distcp")}

@@ -4,5 +4,5 @@ import torch
 
 from mtrain.base.imports import settle_gpu_packages
 
-# before megatron-core is imported, here and in the ranks: a version that runs refuse is what a certificate is about
+# before megatron-core is imported, here and in the ranks: a certificate covers versions that runs would refuse
 settle_gpu_packages(torch.cuda.is_available(), takes_any_version=True)

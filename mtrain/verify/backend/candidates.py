@@ -47,7 +47,7 @@ def _with_flash_attention(config: Config, groups: Groups) -> nn.Module:
 def _attended(
     core: CoreAttention, attend: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, **options: Any
 ) -> Tensor:
-    """Attends as `CoreAttention.forward`, on concatenated rows."""
+    """Computes attention as `CoreAttention.forward` does, on concatenated rows."""
     seq, batch = query.shape[:2]
     of_rows = torch.zeros(batch, seq, dtype=torch.int32) if starts is None else starts
     segments = key_set(of_rows, core.window).segments([(0, seq)], seq, query.device)
@@ -59,22 +59,22 @@ def _attended(
         segments.longest_key,
         softmax_scale=core.scale,
         causal=True,
-        # it counts the keys before the query's own
+        # flash-attn counts the keys before the query's own
         window_size=(-1, -1) if core.window is None else (core.window - 1, 0),
     )
     return output.reshape(batch, seq, -1).transpose(0, 1)
 
 
 def without_flash_attention(config: Sections, device: torch.device) -> str | None:
-    """Says why flash-attn cannot attend in these layers; None if it can."""
+    """Returns why flash-attn cannot compute the attention of these layers; None if it can."""
     model = config.model
     reasons = {
         "there is no GPU": device.type != "cuda",
         "flash-attn is not installed": find_spec("flash_attn") is None,
         "its kernels have no float32": config.train.precision == "fp32",
         "train.fp8 needs TransformerEngine's layers": config.train.fp8 is not None,
-        "it has no sinks": model.attention_sinks,
-        f"its heads have at most {_MAX_HEAD} numbers": model.head_size > _MAX_HEAD,
+        "it does not support sinks": model.attention_sinks,
+        f"its heads have at most {_MAX_HEAD} dimensions": model.head_size > _MAX_HEAD,
         "context parallelism exchanges keys and values around our attention": config.layout.cp > 1,
         "no layer has our attention of whole heads": all(
             model.attention(layer) != "grouped" for layer in range(model.num_layers)
@@ -92,21 +92,21 @@ def _with_apex_norms(config: Config, groups: Groups) -> nn.Module:
 
 
 def _normalised(norm: Norm, kernels: Any, hidden: Tensor) -> Tensor:
-    given: Tensor = hidden
+    inputs: Tensor = hidden
     weight: Tensor = norm.weight
     bias: Tensor | None = norm.bias
     if norm.is_zero_centered:
-        given, weight = widened(hidden), 1.0 + widened(norm.weight)
+        inputs, weight = widened(hidden), 1.0 + widened(norm.weight)
         bias = None if bias is None else widened(bias)
     if bias is None:
-        output: Tensor = kernels.fused_rms_norm_affine(given, weight, weight.shape, norm.epsilon)
+        output: Tensor = kernels.fused_rms_norm_affine(inputs, weight, weight.shape, norm.epsilon)
     else:
-        output = kernels.fused_layer_norm_affine(given, weight, bias, weight.shape, norm.epsilon)
+        output = kernels.fused_layer_norm_affine(inputs, weight, bias, weight.shape, norm.epsilon)
     return output.to(hidden.dtype)
 
 
 def without_apex(config: Sections, device: torch.device) -> str | None:
-    """Says why apex cannot normalize in these layers; None if it can."""
+    """Returns why apex cannot compute the norms of these layers; None if it can."""
     reasons = {
         "there is no GPU": device.type != "cuda",
         "apex is not installed": find_spec("apex") is None,
@@ -175,7 +175,7 @@ class Candidate:
     build: Callable[[Config, Groups], nn.Module]
     """Builds a rank's chunk in the run's precision, without weights."""
     absent: Callable[[Config, torch.device], str | None] = _never
-    """Says why the layers cannot be built here; None if they can."""
+    """Returns why the layers cannot be built here; None if they can."""
 
 
 CANDIDATES = (
@@ -188,5 +188,5 @@ CANDIDATES = (
     Candidate("apex", _with_apex_norms, without_apex),
 )
 MISSING_GRADIENT = Candidate("missing-gradient", _without_gradient)
-NO_CANDIDATES = {"mamba-ssm": "the scan of model.mamba is ours alone, in torch"}
+NO_CANDIDATES = {"mamba-ssm": "the scan of model.mamba is always ours, in torch"}
 """Packages that no layer uses, with the reason."""

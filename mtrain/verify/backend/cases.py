@@ -18,7 +18,7 @@ MAX_LENGTH = 1024
 """Longest rows for measuring errors: the reference keeps the scores of all pairs in float64."""
 NUM_ROWS = 2
 _EDGES = (0.13, 0.37, 0.38, 0.81)
-"""Ends of documents as shares of a row; each row has them a little later than the one before."""
+"""Ends of documents as shares of a row; they come a little later in each row than in the one before."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Case:
 def cases_of(config: Sections) -> tuple[Case, ...]:
     """Returns the kinds of layers of the model, with documents if the data have them."""
     model = config.model
-    found: dict[tuple[Any, ...], list[int]] = {}
+    layers_by_kind: dict[tuple[Any, ...], list[int]] = {}
     for layer, kind in enumerate(kinds(model)):
-        found.setdefault((kind, window_of(model, layer), rotates(model, layer)), []).append(layer)
-    return tuple(Case(layers[0], len(layers), _features(config, layers[0])) for layers in found.values())
+        layers_by_kind.setdefault((kind, window_of(model, layer), rotates(model, layer)), []).append(layer)
+    return tuple(Case(layers[0], len(layers), _features(config, layers[0])) for layers in layers_by_kind.values())
 
 
 def _features(config: Sections, layer: int) -> tuple[str, ...]:
     model, train, layout = config.model, config.train, config.layout
     window = window_of(model, layer)
-    told = {
+    features = {
         "delta net": model.attention(layer) == "delta_net",
         "latent attention": model.attention(layer) == "latent",
         f"window {window}": window is not None,
@@ -61,15 +61,15 @@ def _features(config: Sections, layer: int) -> tuple[str, ...]:
         f"cp{layout.cp} {layout.cp_comm}": layout.cp > 1,
         f"fp8 {train.fp8} {train.fp8_recipe or 'tensorwise'}": train.fp8 is not None,
     }
-    return tuple(name for name, holds in told.items() if holds)
+    return tuple(name for name, holds in features.items() if holds)
 
 
 def few_layers(config: Sections, length: int) -> Config:
     """Returns the configuration with the fewest layers that show all kinds, on rows of this length.
 
     Sizes, precision and kind of context parallelism are the user's. Dropped: dropout, which every library draws
-    differently; recomputation and offloading, which change no result; other parallelism, which cuts the same layers. A
-    window as long as the rows is shortened, so that it hides something.
+    differently; recomputation and offloading, which change no result; other parallelism, which splits the same layers.
+    A window as long as the rows is shortened, so that it hides something.
     """
     model = config.model
     num_layers = max(case.layer for case in cases_of(config)) + 1
@@ -115,13 +115,13 @@ def few_layers(config: Sections, length: int) -> Config:
 
 
 def length_of(cp: int, row_width: int) -> int:
-    """Returns the length of rows for measuring errors, which context parallelism can divide."""
+    """Returns a length of rows for measuring errors that context parallelism can divide."""
     step = 2 * cp * 8
     return max(step, min(MAX_LENGTH, row_width) // step * step)
 
 
 def rows_like(has_documents: bool, num_rows: int, length: int, device: torch.device) -> Rows:
-    """Makes rows full of text: one document each, or several, one of a single token if the row is long."""
+    """Makes rows full of text: one document each, or several, among them one of a single token if rows are long."""
     texts = []
     for row in range(num_rows):
         edges = {min(length - 1, max(1, int(length * part)) + row) for part in _EDGES if has_documents}
@@ -131,5 +131,5 @@ def rows_like(has_documents: bool, num_rows: int, length: int, device: torch.dev
 
 def starts_of(rows: Rows) -> Tensor:
     """Returns the start of each token's document, [batch, seq] int32 on the CPU."""
-    places = torch.arange(rows.positions.shape[1])
-    return (places - rows.positions.cpu()).to(torch.int32)
+    indices = torch.arange(rows.positions.shape[1])
+    return (indices - rows.positions.cpu()).to(torch.int32)

@@ -1,14 +1,15 @@
-"""Errors of a layer's tensors, and how large those of a candidate may be.
+"""Errors of a layer's tensors, and their limits for a candidate.
 
-A candidate and our torch layers compute the same function in the same precision, with another order and other
-roundings. No formula bounds that for every layer, but our own layers' error from float64 on the same weights and inputs
-is known. Errors are modelled as independent roundings with mean 0 (mtrain/verify/core/tolerances.py). Then
+A candidate and our torch layers compute the same function in the same precision, but in another order and with other
+roundings. No formula bounds the difference for every layer, but we can measure the error of our own layers against
+float64 on the same weights and inputs. Errors are modelled as independent roundings with mean 0
+(mtrain/verify/core/tolerances.py). Then
 
-- the root mean square of a tensor's error is that of one element's distribution, whatever the number of elements: a
-  candidate may round four times as often as our layers, which doubles it;
-- the largest error is that of the tail: another draw of as many elements, with four times as many roundings, stays
+- the root mean square of a tensor's error does not depend on the number of elements: a candidate may round four times
+  as often as our layers, which doubles it;
+- the largest error comes from the tail: another draw of as many elements, with four times as many roundings, stays
   within four times ours;
-- and each of them may round its result once more than ours: u / sqrt(3) for roundings spread evenly over +-u, and 2 u
+- a candidate may round its result once more than our layers: u / sqrt(3) for roundings spread evenly over +-u, and 2 u
   in the largest, because later operations may halve the largest element.
 
 An 8-bit product rounds both operands to b bits after the leading one, to 2^-(b + 1) of an element: forward to e4m3's 3
@@ -36,7 +37,7 @@ _NUM_PRODUCTS = 4
 
 
 class TensorError(NamedTuple):
-    """Error of a tensor in one measure, relative to the same measure of the exact tensor."""
+    """Error of a tensor by one measure, relative to the same measure of the exact tensor."""
 
     kind: str
     """layer_output, input_gradient or gradient."""
@@ -49,23 +50,26 @@ class TensorError(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Says whether rounding explains the candidate's error; never if that is not finite."""
+        """Says whether rounding explains the candidate's error; False if the error is not finite."""
         return math.isfinite(self.candidate) and self.candidate <= self.tolerance
 
 
-def errors_of(found: Tensor | None, exact: Tensor) -> dict[str, float]:
+def errors_of(tensor: Tensor | None, exact: Tensor) -> dict[str, float]:
     """Returns the error in each measure; inf for a missing tensor, another shape, or a nonzero value for an exact 0."""
-    if found is None or found.shape != exact.shape:
+    if tensor is None or tensor.shape != exact.shape:
         return dict.fromkeys(MEASURES, math.inf)
-    difference = found.detach().to(torch.float64) - exact
+    difference = tensor.detach().to(torch.float64) - exact
     measured = {
         "root mean square": (difference.square().mean().sqrt(), exact.square().mean().sqrt()),
         "largest": (difference.abs().max(), exact.abs().max()),
     }
-    return {
-        name: 0.0 if error == 0 else float(error / size) if size > 0 else math.inf
-        for name, (error, size) in measured.items()
-    }
+    return {name: _relative(float(error), float(size)) for name, (error, size) in measured.items()}
+
+
+def _relative(error: float, size: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / size if size > 0 else math.inf
 
 
 def floor(train: TrainSection, kind: str, measure: str) -> float:
@@ -82,10 +86,10 @@ def _in_8_bits(train: TrainSection, kind: str) -> float:
 
 
 def compared(
-    train: TrainSection, kind: str, name: str, own: Tensor | None, candidate: Tensor | None, exact: Tensor
+    train: TrainSection, kind: str, name: str, torch_tensor: Tensor | None, candidate: Tensor | None, exact: Tensor
 ) -> list[TensorError]:
-    """Compares one tensor of a candidate and ours with the exact one, float64; None: there is no such tensor."""
-    ours, theirs = errors_of(own, exact), errors_of(candidate, exact)
+    """Compares one tensor of our torch layers and of a candidate with the exact one, float64; None: missing."""
+    ours, theirs = errors_of(torch_tensor, exact), errors_of(candidate, exact)
     return [
         TensorError(
             kind,

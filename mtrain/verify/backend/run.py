@@ -31,7 +31,7 @@ _CPU_TOKENS = 512
 
 @dataclass(frozen=True)
 class Certified:
-    """Report for readers and certificate for runs."""
+    """Report for people and certificate for runs."""
 
     report: BackendReport
     certificate: Certificate
@@ -48,7 +48,7 @@ def verify_backend(
     device, num_devices = device_for(config.train, max_ranks=config.layout.cp)
     if num_devices < config.layout.cp:
         raise ConfigError(
-            f"layout.cp={config.layout.cp} needs as many GPUs to compare attention under it, but there are "
+            f"layout.cp={config.layout.cp} needs as many GPUs to compare attention, but this machine has "
             f"{num_devices}; add layout.cp=1 to certify the layers of runs without it"
         )
     if request.fault is not None:
@@ -60,12 +60,12 @@ def verify_backend(
         step = 2 * config.layout.cp
         shape = 1, max(step, min(config.row_width, _CPU_TOKENS) // step * step)
     check = _Comparisons(few, cases_of(config), shape, pool or Pool(device, PRELOADED, TIMEOUT_S), progress)
-    found = {candidate: check.of(candidate) for candidate in candidates}
-    compared = {candidate: each for candidate, each in found.items() if isinstance(each, Comparison)}
-    absent = {candidate.name: each for candidate, each in found.items() if isinstance(each, str)}
+    outcomes = {candidate.name: check.of(candidate) for candidate in candidates}
+    compared = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Comparison)}
+    absent = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
     if not compared:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
-        raise MachineError(f"there is nothing to compare with our layers on this machine ({reasons})")
+        raise MachineError(f"this machine has no other layers to compare with ours ({reasons})")
     machine, origin = machine_of(torch.device(device)), request.origin(device)
     origin["environment"] |= machine
     report = BackendReport(
@@ -81,15 +81,17 @@ def verify_backend(
         times=tuple(check.times),
         left_out={**absent, **NO_CANDIDATES},
     )
-    candidates_found = {candidate.name: each for candidate, each in compared.items()}
-    return Certified(report, Certificate(report.created, machine, layers_of(config), candidates_found))
+    return Certified(report, Certificate(report.created, machine, layers_of(config), compared))
 
 
 def known_certificate(config: Sections, folder: Path) -> str:
-    """Returns the file name of the certificate of these layers on this machine; empty without one."""
+    """Returns the file name of the certificate of these layers on this machine; empty if none exists."""
     device, _ = device_for(config.train, max_ranks=1)
-    asked, here = layers_of(config), machine_of(torch.device(device))
-    return next((each.name for each in certificates(folder) if (each.layers, each.machine) == (asked, here)), "")
+    layers, machine = layers_of(config), machine_of(torch.device(device))
+    for certificate in certificates(folder):
+        if (certificate.layers, certificate.machine) == (layers, machine):
+            return certificate.name
+    return ""
 
 
 @dataclass
@@ -133,14 +135,14 @@ class _Comparisons:
             passed=all(error.passed for result in results for error in result.errors),
             ms=sum(case.num_layers * result.ms for case, result in weighed),
             own_ms=sum(case.num_layers * result.own_ms for case, result in weighed),
-            cases=tuple(self._told(case, result) for case, result in weighed),
+            cases=tuple(self._case_record(case, result) for case, result in weighed),
         )
 
     def _add(self, result: LayoutResult) -> None:
         self.results.append(result)
         self.progress(summary(result))
 
-    def _told(self, case: Case, result: CaseResult) -> dict[str, Any]:
+    def _case_record(self, case: Case, result: CaseResult) -> dict[str, Any]:
         return {
             "case": case.name,
             "num_layers": case.num_layers,
@@ -154,7 +156,9 @@ class _Comparisons:
 
 def _of_all_ranks(ranks: Sequence[CaseResult]) -> CaseResult:
     """Keeps the worst rank of each tensor and the slowest time."""
-    worst = [max(each, key=lambda error: badness(_deviation(error))) for each in zip(*(rank.errors for rank in ranks))]
+    worst = [
+        max(errors, key=lambda error: badness(_deviation(error))) for errors in zip(*(rank.errors for rank in ranks))
+    ]
     return CaseResult(worst, max(rank.ms for rank in ranks), max(rank.own_ms for rank in ranks))
 
 
@@ -162,10 +166,10 @@ def _deviations(errors: Sequence[TensorError]) -> list[Deviation]:
     """Keeps the worse measure of each tensor, in units of its tolerance."""
     count = len(MEASURES)
     pairs = (errors[start : start + count] for start in range(0, len(errors), count))
-    return [max((_deviation(each) for each in pair), key=badness) for pair in pairs]
+    return [max((_deviation(error) for error in pair), key=badness) for pair in pairs]
 
 
 def _deviation(error: TensorError) -> Deviation:
-    # where our own layers fail, every candidate would pass
+    # an infinite error of our own layers would let every candidate pass
     tolerance = error.tolerance if error.passed or error.candidate > error.tolerance else 0.0
     return Deviation(error.kind, error.name, 1, error.candidate, tolerance)

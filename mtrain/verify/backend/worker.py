@@ -54,7 +54,7 @@ class CaseResult(NamedTuple):
     own_ms: float
 
 
-class _Given(NamedTuple):
+class _Inputs(NamedTuple):
     """Inputs of a layer; [batch, seq, hidden]."""
 
     rows: Rows
@@ -78,8 +78,8 @@ def compare(groups: Groups, job: BackendJob) -> list[CaseResult] | str:
         return absent
     chunks = [build(config, groups) for build in (torch_layers, job.candidate.build)]
     set_weights(chunks[:1], groups, lambda name, shape: drawn(name, shape, config))
-    weights = {name: each.detach() for name, each in _named(chunks[0], groups).items()}
-    # what is widened or rounded in ours is the same in the candidate
+    weights = {name: tensor.detach() for name, tensor in _named(chunks[0], groups).items()}
+    # the candidate gets our weights after their rounding
     set_weights(chunks[1:], groups, lambda name, shape: weights[name].cpu().to(torch.float32).view(*shape))
     ours, candidate = (_Layers(chunk, config, groups) for chunk in chunks)
     return [_compare_one(case, job, weights, ours, candidate) for case in job.cases]
@@ -89,27 +89,34 @@ def _compare_one(
     case: Case, job: BackendJob, weights: Mapping[str, Tensor], ours: _Layers, candidate: _Layers
 ) -> CaseResult:
     config, groups, layer = ours.config, ours.groups, case.layer
-    given, exact = _judged(case, config, groups.device, weights)
-    own, other = ours.run(layer, given), candidate.run(layer, given)
-    held = _positions(groups, given.hidden.shape[1])
+    inputs, exact = _judged(case, config, groups.device, weights)
+    torch_result, candidate_result = ours.run(layer, inputs), candidate.run(layer, inputs)
+    positions = _positions(groups, inputs.hidden.shape[1])
     assert exact.input_gradient is not None
-    output, input_gradient = (each.transpose(0, 1)[held] for each in (exact.output, exact.input_gradient))
-    is_counted = given.gradient.transpose(0, 1)[held] != 0
+    output, input_gradient = (whole.transpose(0, 1)[positions] for whole in (exact.output, exact.input_gradient))
+    is_counted = inputs.gradient.transpose(0, 1)[positions] != 0
     errors = compared(
         config.train,
         "layer_output",
         "output",
-        torch.where(is_counted, own.output, 0),
-        torch.where(is_counted, other.output, 0) if other.output.shape == own.output.shape else None,
+        torch.where(is_counted, torch_result.output, 0),
+        torch.where(is_counted, candidate_result.output, 0)
+        if candidate_result.output.shape == torch_result.output.shape
+        else None,
         torch.where(is_counted, output, 0),
     )
     errors += compared(
-        config.train, "input_gradient", "input", own.input_gradient, other.input_gradient, input_gradient
+        config.train,
+        "input_gradient",
+        "input",
+        torch_result.input_gradient,
+        candidate_result.input_gradient,
+        input_gradient,
     )
-    for name, each in exact.gradients.items():
-        found = own.gradients.get(name), other.gradients.get(name)
-        errors += compared(config.train, "gradient", name, *found, each)
-    del given, exact, own, other
+    for name, gradient in exact.gradients.items():
+        pair = torch_result.gradients.get(name), candidate_result.gradients.get(name)
+        errors += compared(config.train, "gradient", name, *pair, gradient)
+    del inputs, exact, torch_result, candidate_result
     timed = _drawn_inputs(config, groups.device, *job.timed_shape)
     return CaseResult(
         errors, *_times(job.repeats, groups, lambda: candidate.run(layer, timed), lambda: ours.run(layer, timed))
@@ -123,17 +130,17 @@ def _positions(groups: Groups, length: int) -> Tensor:
 
 def _named(chunk: nn.Module, groups: Groups, of_gradients: bool = False) -> dict[str, Tensor]:
     """Returns whole weights or gradients by global name; omits missing gradients."""
-    found: dict[str, Tensor] = {}
-    for place in sharded_parameters([unwrap(chunk)], groups):
-        values = place.data.grad if of_gradients else place.data
-        for each in () if values is None else shards(place, place.key, values):
-            axes = each.prepend_axis_num
-            name, shape = global_name(each.key, tuple(each.global_offset[:axes])), each.global_shape[axes:]
-            whole = found.setdefault(name, values.new_zeros(shape))
-            whole[tuple(slice(at, at + size) for at, size in zip(each.global_offset[axes:], each.data.shape))] = (
-                each.data
+    tensors: dict[str, Tensor] = {}
+    for parameter in sharded_parameters([unwrap(chunk)], groups):
+        values = parameter.data.grad if of_gradients else parameter.data
+        for shard in () if values is None else shards(parameter, parameter.key, values):
+            axes = shard.prepend_axis_num
+            name, shape = global_name(shard.key, tuple(shard.global_offset[:axes])), shard.global_shape[axes:]
+            whole = tensors.setdefault(name, values.new_zeros(shape))
+            whole[tuple(slice(at, at + size) for at, size in zip(shard.global_offset[axes:], shard.data.shape))] = (
+                shard.data
             )
-    return found
+    return tensors
 
 
 class _Layers:
@@ -143,60 +150,64 @@ class _Layers:
         self._layers = self._model.decoder.layers
         self._model.decoder.final_layernorm = None  # not a part of a layer
 
-    def run(self, layer: int, given: _Given) -> _Tensors:
+    def run(self, layer: int, inputs: _Inputs) -> _Tensors:
         """Runs one layer forward and backward through the block of a run; sums weight gradients over CP."""
         groups, model = self.groups, self._model
-        held = _positions(groups, given.hidden.shape[1]).to(groups.device)
-        hidden = given.hidden.transpose(0, 1)[held].requires_grad_()
+        local = _positions(groups, inputs.hidden.shape[1]).to(groups.device)
+        hidden = inputs.hidden.transpose(0, 1)[local].requires_grad_()
         has_documents = self.config.data.isolate_documents
-        positions = given.rows.positions[:, held] if has_documents else given.rows.positions[:1, held]
+        positions = inputs.rows.positions[:, local] if has_documents else inputs.rows.positions[:1, local]
         model.decoder.layers = nn.ModuleList([self._layers[layer]])
         self._chunk.zero_grad(set_to_none=True)
         output = model.decoder(
             hidden_states=hidden,
-            attention_mask=starts_of(given.rows) if has_documents else None,
+            attention_mask=starts_of(inputs.rows) if has_documents else None,
             rotary_pos_emb=model.rotary(positions),
         )
-        torch.autograd.backward(output, given.gradient.transpose(0, 1)[held])
+        torch.autograd.backward(output, inputs.gradient.transpose(0, 1)[local])
         model.decoder.layers = self._layers
         gradients = _named(self._chunk, groups, of_gradients=True)
         if groups.layout.cp > 1:
-            gradients = {name: each.float() for name, each in gradients.items()}
-            for _, each in sorted(gradients.items()):
-                dist.all_reduce(each, group=groups.cp)
+            gradients = {name: gradient.float() for name, gradient in gradients.items()}
+            for _, gradient in sorted(gradients.items()):
+                dist.all_reduce(gradient, group=groups.cp)
         return _Tensors(output.detach(), hidden.grad, gradients)
 
 
-def _drawn_inputs(config: Config, device: torch.device, num_rows: int, length: int) -> _Given:
+def _drawn_inputs(config: Config, device: torch.device, num_rows: int, length: int) -> _Inputs:
     generator = torch.Generator().manual_seed(config.train.seed)
     shape = num_rows, length, config.model.hidden_size
     hidden, gradient = (
         torch.randn(shape, generator=generator).to(device, DTYPES[config.train.precision]) for _ in range(2)
     )
-    return _Given(rows_like(config.data.isolate_documents, num_rows, length, device), hidden, gradient)
+    return _Inputs(rows_like(config.data.isolate_documents, num_rows, length, device), hidden, gradient)
 
 
-def _judged(case: Case, config: Config, device: torch.device, weights: Mapping[str, Tensor]) -> tuple[_Given, _Tensors]:
+def _judged(
+    case: Case, config: Config, device: torch.device, weights: Mapping[str, Tensor]
+) -> tuple[_Inputs, _Tensors]:
     """Returns inputs and exact results of a layer.
 
-    Tokens whose choice of experts depends on rounding are not compared: float64 may choose others, which is no error.
+    Tokens whose choice of experts depends on rounding are not compared: another choice in float64 is not an error.
     """
-    given = _drawn_inputs(config, device, NUM_ROWS, config.data.seq_length)
+    inputs = _drawn_inputs(config, device, NUM_ROWS, config.data.seq_length)
     prefix = f"decoder.layers.{case.layer}."
     leaves = {
-        name: each.to(torch.float64).requires_grad_(name.startswith(prefix) and is_trained(name, config.adapter))
-        for name, each in weights.items()
+        name: weight.to(torch.float64).requires_grad_(name.startswith(prefix) and is_trained(name, config.adapter))
+        for name, weight in weights.items()
     }
-    hidden = given.hidden.to(torch.float64).requires_grad_()
+    hidden = inputs.hidden.to(torch.float64).requires_grad_()
     seen: list[Routed] = []
-    output = Transformer(config.model, merged(config, leaves)).layer(case.layer, hidden, given.rows, seen)
-    for each in seen:
-        is_settled = _is_settled(each.logits, leaves.get(f"{each.name}.expert_bias"), config)
-        given = given._replace(gradient=torch.where(is_settled.unsqueeze(-1), given.gradient, 0))
-    wanted = {name: each for name, each in leaves.items() if each.requires_grad and "expert_bias" not in name}
-    found = torch.autograd.grad(output, [hidden, *wanted.values()], given.gradient.to(torch.float64), allow_unused=True)
-    gradients = {name: each for name, each in zip(wanted, found[1:], strict=True) if each is not None}
-    return given, _Tensors(output.detach(), found[0], gradients)
+    output = Transformer(config.model, merged(config, leaves)).layer(case.layer, hidden, inputs.rows, seen)
+    for router in seen:
+        is_settled = _is_settled(router.logits, leaves.get(f"{router.name}.expert_bias"), config)
+        inputs = inputs._replace(gradient=torch.where(is_settled.unsqueeze(-1), inputs.gradient, 0))
+    trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad and "expert_bias" not in name}
+    results = torch.autograd.grad(
+        output, [hidden, *trained.values()], inputs.gradient.to(torch.float64), allow_unused=True
+    )
+    gradients = {name: gradient for name, gradient in zip(trained, results[1:], strict=True) if gradient is not None}
+    return inputs, _Tensors(output.detach(), results[0], gradients)
 
 
 def _is_settled(logits: Tensor, bias: Tensor | None, config: Sections) -> Tensor:
@@ -213,8 +224,8 @@ def _is_settled(logits: Tensor, bias: Tensor | None, config: Sections) -> Tensor
 
 
 def _times(repeats: int, groups: Groups, *passes: Callable[[], object]) -> list[float]:
-    """Returns the median milliseconds of each pass, alternating, so that both see the same clock rate."""
-    found: list[list[float]] = [[] for _ in passes]
+    """Returns the median milliseconds of each pass; passes alternate, so that all see the same clock rate."""
+    milliseconds: list[list[float]] = [[] for _ in passes]
     for number in range(_WARM_UP + repeats):
         for index, run in enumerate(passes):
             dist.barrier(groups.cp)
@@ -223,8 +234,8 @@ def _times(repeats: int, groups: Groups, *passes: Callable[[], object]) -> list[
             run()
             _settle(groups.device)
             if number >= _WARM_UP:
-                found[index].append(1000 * (time.perf_counter() - start))
-    return [statistics.median(each) for each in found]
+                milliseconds[index].append(1000 * (time.perf_counter() - start))
+    return [statistics.median(times) for times in milliseconds]
 
 
 def _settle(device: torch.device) -> None:

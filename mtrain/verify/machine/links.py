@@ -1,4 +1,4 @@
-"""Bandwidth of a node's links: times of collectives, and the two numbers of the model of costs that fit them."""
+"""Bandwidth of a node's links: times of collectives, and the bandwidth and latency of the cost model that fit them."""
 
 import statistics
 import time
@@ -66,10 +66,10 @@ def time_links(groups: Groups, job: LinksJob) -> Times:
     for collective in get_args(Collective):
         for size in job.sizes:
             part = size // _FLOAT_BYTES // count
-            given = torch.zeros(part if collective == "all_gather" else part * count, device=device)
+            tensor = torch.zeros(part if collective == "all_gather" else part * count, device=device)
 
             def call() -> object:
-                return run(collective, given, dist.group.WORLD)  # noqa: B023 - called before the next one
+                return run(collective, tensor, dist.group.WORLD)  # noqa: B023 - called before the next one
 
             collectives[collective, size] = _seconds(call, device, job.repeats, job.calls)
     message, pairs = torch.zeros(max(job.sizes) // _FLOAT_BYTES // count, device=device), {}
@@ -90,8 +90,8 @@ def time_links(groups: Groups, job: LinksJob) -> Times:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int, calls: int) -> list[float]:
-    """Returns the seconds of one call, as often as wanted."""
-    found = []
+    """Returns the seconds of one call, `repeats` times."""
+    seconds = []
     for number in range(_WARM_UP + repeats):
         _wait_for(device)
         dist.barrier()
@@ -101,8 +101,8 @@ def _seconds(call: Callable[[], object], device: torch.device, repeats: int, cal
             call()
         _wait_for(device)
         if number >= _WARM_UP:
-            found.append((time.perf_counter() - start) / calls)
-    return found
+            seconds.append((time.perf_counter() - start) / calls)
+    return seconds
 
 
 def _wait_for(device: torch.device) -> None:
@@ -127,7 +127,7 @@ def predicted(collective: Collective, cluster: Cluster, num_ranks: int, num_byte
 
 
 def measured_links(ranks: Sequence[Times], job: LinksJob, created: str, device: str) -> MeasuredLinks:
-    """Puts the times of all ranks together; a collective takes as long as on the slowest rank."""
+    """Combines the times of all ranks; a collective takes as long as on the slowest rank."""
     count, known = len(ranks), known_gpu(device)
     transfers, pairs = [], []
     for (collective, size), repeats in ranks[0].collectives.items():
@@ -143,43 +143,46 @@ def measured_links(ranks: Sequence[Times], job: LinksJob, created: str, device: 
 
 
 def fitted(transfers: Sequence[MeasuredTransfer], num_ranks: int) -> tuple[float, float]:
-    """Returns the bandwidth in bytes a second and the latency in seconds with which the model of costs is nearest to
-    the times, by squares of relative errors."""
-    # the model is linear in latency and 1 / bandwidth, so it gives its own coefficients
+    """Returns the bandwidth in bytes per second and the latency in seconds that fit the cost model to the times, by
+    least squares of relative errors."""
+    # the model is linear in latency and 1 / bandwidth, so two unit clusters give its coefficients
     unit = Cluster(replace(GPUS["h100"], nvlink_bandwidth=1.0), num_ranks, 1.0, nvlink_latency_s=0.0)
     endless = Cluster(replace(GPUS["h100"], nvlink_bandwidth=float("inf")), num_ranks, 1.0, nvlink_latency_s=1.0)
     rows = [
-        [predicted(each.collective, cluster, num_ranks, each.num_bytes).seconds / each.seconds for each in transfers]
+        [
+            predicted(transfer.collective, cluster, num_ranks, transfer.num_bytes).seconds / transfer.seconds
+            for transfer in transfers
+        ]
         for cluster in (unit, endless)
     ]
     ones = np.ones(len(transfers))
     (per_byte, latency_s), *_ = np.linalg.lstsq(np.array(rows).T, ones)
-    if latency_s < 0 or per_byte <= 0:  # times that hardly depend on the size, or less than in proportion
+    if latency_s < 0 or per_byte <= 0:  # times hardly depend on the size, or grow more than in proportion
         latency_s, per_byte = 0.0, np.linalg.lstsq(np.array(rows[:1]).T, ones)[0][0]
     return float(1 / per_byte), float(latency_s)
 
 
 def slow_pairs(links: MeasuredLinks) -> list[Pair]:
     """Returns the links that take SLOW times as long as the fastest."""
-    fastest = min(each.seconds for each in links.pairs)
-    return [each for each in links.pairs if each.seconds > SLOW * fastest]
+    fastest = min(pair.seconds for pair in links.pairs)
+    return [pair for pair in links.pairs if pair.seconds > SLOW * fastest]
 
 
 def link_lines(links: MeasuredLinks) -> Iterator[str]:
-    """Yields the measurements, each beside the assumption of `mtrain plan`, and the slow links."""
+    """Yields lines with the measurements, each next to the assumption of `mtrain plan`, and with the slow links."""
     known = known_gpu(links.device)
     yield str(links)
     if known is not None:
         cluster = Cluster(known)
         bandwidth, latency_s = known.nvlink_bandwidth * cluster.link_efficiency, cluster.nvlink_latency_s
         yield f"mtrain plan assumes for a {known.name}: {bandwidth / 1e9:.3g} GB/s, after {latency_s * 1e6:.3g} us"
-    for each in links.transfers:
-        assumed = "no assumption" if each.assumed_s is None else f"assumed {each.assumed_s * 1e3:.3g} ms"
+    for transfer in links.transfers:
+        assumed = "no assumption" if transfer.assumed_s is None else f"assumed {transfer.assumed_s * 1e3:.3g} ms"
         yield (
-            f"{each.collective} of {each.num_bytes / 1e6:.3g} MB: {each.seconds * 1e3:.3g} ms, "
-            f"{each.num_bytes / each.seconds / 1e9:.3g} GB/s of the tensor, {assumed}"
+            f"{transfer.collective} of {transfer.num_bytes / 1e6:.3g} MB: {transfer.seconds * 1e3:.3g} ms, "
+            f"{transfer.num_bytes / transfer.seconds / 1e9:.3g} GB/s of the tensor, {assumed}"
         )
-    fastest = min(each.seconds for each in links.pairs)
+    fastest = min(transfer.seconds for transfer in links.pairs)
     for pair in slow_pairs(links):
         yield (
             f"slow link: a message from rank {pair.source} to rank {pair.target} takes {pair.seconds / fastest:.1f} "

@@ -51,7 +51,7 @@ FAMILIES = (
     *("qwen3_30b_a3b", "llama3.2_1b", "gpt_oss_20b", "deepseek_v3", "gemma3_4b", "qwen3.5_9b"),
     "nemotron3_nano_30b_a3b",
 )
-"""Models that have every kind of layer between them; the first is checked by --quick, and resumed."""
+"""Models that cover every kind of layer; --quick checks only the first, which is also resumed."""
 _MODELS = SHARED / "configs" / "model"
 _ON_CPUS, _ON_GPUS = 4, 8
 """Largest number of ranks by default."""
@@ -80,13 +80,13 @@ class MachineRequest:
     @property
     def command(self) -> str:
         """Returns the command without the folder of its report."""
-        given = {name: value for name, value in vars(self).items() if value != getattr(MachineRequest, name)}
-        options = (f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items())
+        changed = {name: value for name, value in vars(self).items() if value != getattr(MachineRequest, name)}
+        options = (f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items())
         return " ".join(["mtrain verify machine", *options])
 
 
 def verify_machine(request: MachineRequest, progress: Progress, pool: Pool | None = None) -> MachineReport:
-    """Runs the check; `pool` None starts ranks, and `progress` gets a line for every check."""
+    """Runs the check, on its own ranks if `pool` is None; `progress` gets a line for each part."""
     names: tuple[str, ...] = FAMILIES[:1] if request.quick else FAMILIES
     if request.families is not None:
         names = tuple(dict.fromkeys(request.families.split(",")))
@@ -131,21 +131,21 @@ def family(name: str, device: str) -> Config:
 
 
 def _ranks(request: MachineRequest, train: TrainSection) -> tuple[str, int]:
-    """Returns the device and the number of ranks; refuses a single one, which has nobody to talk to."""
+    """Returns the device and the number of ranks; refuses a single GPU, which has no links."""
     device, _ = device_for(train, MAX_RANKS)
     if device == "cpu":
         return device, _ON_CPUS if request.ranks is None else request.ranks
     count, needed = torch.cuda.device_count(), 2 if request.ranks is None else request.ranks
     if count < needed:
         raise MachineError(
-            f"{needed} ranks need as many GPUs, but torch sees {count}; give --ranks with a smaller number from 2 on, "
-            "or --device cpu"
+            f"{needed} ranks need as many GPUs, but torch sees {count}; give --ranks a smaller number, at least 2, or "
+            "use --device cpu"
         )
     return device, min(count, _ON_GPUS) if request.ranks is None else request.ranks
 
 
 def collective_layouts(num_ranks: int) -> Iterator[Layout]:
-    """Yields layouts in which each kind of group has all ranks, and some with several groups of a kind."""
+    """Yields layouts in which each kind of group spans all ranks, and some with several groups of a kind."""
     yield from (Layout(tp=num_ranks, sp=True), Layout(cp=num_ranks), Layout(pp=num_ranks))
     yield Layout(dp=num_ranks, ep=num_ranks)
     if num_ranks > 2 and num_ranks % 2 == 0:
@@ -154,7 +154,7 @@ def collective_layouts(num_ranks: int) -> Iterator[Layout]:
 
 
 def layout_names(model: ModelSection, data: AnyData, num_ranks: int, is_quick: bool) -> Iterator[str]:
-    """Yields names of layouts: each axis alone, on two ranks and on most, then axes together."""
+    """Yields names of layouts: each axis alone, on two ranks and on as many as possible, then axes together."""
     most = 1 << (num_ranks.bit_length() - 1)  # a power of two divides the heads and experts of every model
     has_experts = model.experts is not None
     for degree in (most,) if is_quick else sorted({2, most}):
@@ -177,7 +177,7 @@ class MachineCheck:
     pool: Pool
     results: list[LayoutResult] = field(default_factory=list)
     tolerances: dict[str, Tolerance] = field(default_factory=lambda: {"collective": _EXACT})
-    """Largest tolerance of each kind, that of the model with most numbers to add."""
+    """Largest tolerance of each kind over all models."""
     left_out: dict[str, str] = field(default_factory=dict)
     links: MeasuredLinks | None = None
     diagnosis: Diagnosis | None = None
@@ -196,17 +196,17 @@ class MachineCheck:
             return {"deviations": tuple(collective_deviations(ranks))}
 
         axes = {axis: str(degree) for axis in ("tp", "pp", "cp", "dp", "ep") if (degree := getattr(layout, axis)) > 1}
-        found = attempted(f"collectives of {layout}", axes, layout.world_size, find)
-        self.progress(summary(found))
-        self._add([found], diagnosed([found], lambda result, step: None, MachineReport.text))
+        result = attempted(f"collectives of {layout}", axes, layout.world_size, find)
+        self.progress(summary(result))
+        self._add([result], diagnosed([result], lambda result, step: None, MachineReport.text))
 
     def measure_links(self) -> None:
-        """Measures the links; a slow one fails nothing."""
+        """Measures the links; a slow link is not a failure."""
         device = self.pool.device
-        sizes, calls = (
-            ((1 << 16, 1 << 20, 1 << 23), 2) if device == "cpu" else ((1 << 18, 1 << 22, 1 << 25, 1 << 28), 10)
-        )
-        job = LinksJob(sizes, 3, calls, self.request.inject)
+        if device == "cpu":
+            job = LinksJob((1 << 16, 1 << 20, 1 << 23), 3, 2, self.request.inject)
+        else:
+            job = LinksJob((1 << 18, 1 << 22, 1 << 25, 1 << 28), 3, 10, self.request.inject)
 
         def find() -> dict[str, Any]:
             name = device if device == "cpu" else torch.cuda.get_device_name(0)
@@ -214,12 +214,12 @@ class MachineCheck:
             self.links = measured_links(ranks, job, self.created, name)
             return {}
 
-        found = attempted("measured links", {}, self.num_ranks, find)
-        self.progress(summary(found))
-        self._add([found], None)
+        result = attempted("measured links", {}, self.num_ranks, find)
+        self.progress(summary(result))
+        self._add([result], None)
 
     def parity(self, name: str, config: Config) -> None:
-        """Compares the layouts that a small copy of a model has with one process."""
+        """Compares a small copy of a model on each layout that fits it with one process."""
 
         def run(show: Progress) -> Report:
             layouts = ",".join(self._fitting(name, config))
@@ -229,17 +229,17 @@ class MachineCheck:
         self._part(name, run)
 
     def _fitting(self, name: str, config: Config) -> Iterator[str]:
-        """Yields the names of the layouts that a model has, and says which it has not."""
+        """Yields the names of the layouts that fit a model; records the others in `left_out`."""
         names = list(layout_names(config.model, config.data, self.num_ranks, self.request.quick))
         trials = parse_trials(",".join(names), config.layout, self.num_ranks)
         small = shrink(config, [Trial(micro_batch_size=None), *trials], batch_size=_BATCH_SIZE).config
-        for each, trial in zip(names, trials, strict=True):
+        for layout, trial in zip(names, trials, strict=True):
             try:
                 prepared(trial, small)
             except ConfigError as refused:
-                self.left_out[f"{name} on {each}"] = without_places(str(refused))
+                self.left_out[f"{name} on {layout}"] = redacted(str(refused))
             else:
-                yield each
+                yield layout
 
     def resume(self, name: str, config: Config) -> None:
         """Stops a small copy of a run on tp2, and resumes it on other layouts."""
@@ -261,30 +261,32 @@ class MachineCheck:
             self.progress(summary(whole))
             self._add([whole], None)
         for report in reports:
-            for each in report.tolerances:
-                self.tolerances[each.kind] = max(
-                    self.tolerances.get(each.kind, each), each, key=lambda tolerance: tolerance.value
-                )
-            self._add([replace(each, name=f"{name} {each.name}") for each in report.layouts], report.diagnosis, name)
+            for tolerance in report.tolerances:
+                known = self.tolerances.get(tolerance.kind, tolerance)
+                self.tolerances[tolerance.kind] = max(known, tolerance, key=lambda item: item.value)
+            results = [replace(result, name=f"{name} {result.name}") for result in report.layouts]
+            self._add(results, report.diagnosis, name)
 
     def _add(self, results: Sequence[LayoutResult], diagnosis: Diagnosis | None, name: str = "") -> None:
         self.results += map(_to_send, results)
         if self.diagnosis is None and diagnosis is not None:
-            lines = tuple(f"{name} {without_places(line)}".strip() for line in diagnosis.lines)
+            lines = tuple(f"{name} {redacted(line)}".strip() for line in diagnosis.lines)
             self.diagnosis = replace(diagnosis, layout=f"{name} {diagnosis.layout}".strip(), lines=lines)
 
 
 def _to_send(result: LayoutResult) -> LayoutResult:
-    """Keeps the worst deviation of each kind and some failures, and no message that names a place."""
-    first, failed = result.first_failure(), [each for each in result.deviations if not each.passed]
-    worst = (result.worst(kind) for kind in dict.fromkeys(each.kind for each in result.deviations))
-    error, trace = (None if text is None else without_places(text) for text in (result.error, result.trace))
+    """Keeps the worst deviation of each kind and some failures; redacts messages."""
+    first, failed = result.first_failure(), [deviation for deviation in result.deviations if not deviation.passed]
+    worst = (result.worst(kind) for kind in dict.fromkeys(deviation.kind for deviation in result.deviations))
+    error, trace = (None if text is None else redacted(text) for text in (result.error, result.trace))
     return replace(
         result,
         steps=(),
         expected=(),
-        deviations=tuple(each for each in dict.fromkeys([first, *worst, *failed[:_MOST_FAILURES]]) if each is not None),
-        guards=tuple(map(without_places, result.guards)),
+        deviations=tuple(
+            deviation for deviation in dict.fromkeys([first, *worst, *failed[:_MOST_FAILURES]]) if deviation is not None
+        ),
+        guards=tuple(map(redacted, result.guards)),
         error=error,
         trace=trace,
     )
@@ -292,20 +294,20 @@ def _to_send(result: LayoutResult) -> LayoutResult:
 
 def _devices(device: str, num_ranks: int) -> dict[str, str]:
     """Returns processors, GPUs and the links between them."""
-    found = {"processors": str(len(os.sched_getaffinity(0)))}
+    devices = {"processors": str(len(os.sched_getaffinity(0)))}
     if device == "cpu":
-        return found
+        return devices
     for number in range(num_ranks):
         gpu = torch.cuda.get_device_properties(number)
-        found[f"GPU{number}"] = f"{gpu.name}, {gpu.total_memory >> 30} GiB"
+        devices[f"GPU{number}"] = f"{gpu.name}, {gpu.total_memory >> 30} GiB"
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
-        found |= topology(done.stdout, num_ranks)
-    return found
+        devices |= topology(done.stdout, num_ranks)
+    return devices
 
 
 def topology(text: str, num_gpus: int) -> dict[str, str]:
-    """Reads the kinds of links from each GPU to all others in what `nvidia-smi topo -m` prints."""
+    """Parses the output of `nvidia-smi topo -m`; returns the kinds of links from each GPU to all GPUs."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = re.findall(r"^GPU(\d+)((?:[ \t]+[\w-]+)+)", plain, re.MULTILINE)
     return {f"links of GPU{number}": " ".join(kinds.split()[:num_gpus]) for number, kinds in rows}
@@ -313,7 +315,7 @@ def topology(text: str, num_gpus: int) -> dict[str, str]:
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _SOURCE = r"(/\w+\.(?:py|cpp|cc|cu|h|hpp))?"
-_PLACES = (
+_PRIVATE = (
     (r"\b[a-z]\w*://[^\s\"'<>]+", "<address>"),
     (rf"([\"'])~?/[^\"'\n]*?{_SOURCE}\1", r"\1<path>\2\1"),
     (rf"(?<![\w<>.~])~?/(?=[\w.~@])[^\s\"'<>,;:()\[\]]*?{_SOURCE}(?=[\s\"'<>,;:()\[\]]|$)", r"<path>\1"),
@@ -321,10 +323,10 @@ _PLACES = (
     (r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{1,4}(?!\w)", "<address>"),
     (r"(?<![A-Za-z0-9])(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{20,}", "<key>"),
 )
-"""Addresses, paths but for the names of source files, and long keys, each with what takes its place."""
+"""Addresses, paths except the names of source files, and long keys, with their replacements."""
 
 
-def without_places(text: str) -> str:
+def redacted(text: str) -> str:
     """Removes paths, addresses, keys, and the names of host and user from a message."""
     for name, value in os.environ.items():
         if _SECRET.search(name) and len(value) >= 6:
@@ -332,7 +334,7 @@ def without_places(text: str) -> str:
     home = os.path.expanduser("~")
     for folder in sorted({home, os.getcwd()} - {"/"}, key=len, reverse=True):
         text = text.replace(folder, "/folder")  # their names may hold spaces
-    for pattern, word in _PLACES:
+    for pattern, word in _PRIVATE:
         text = re.sub(pattern, word, text)
     names = {socket.gethostname(): "<host>", os.environ.get("HOSTNAME", ""): "<host>"}
     names |= dict.fromkeys((os.path.basename(home), os.environ.get("USER", "")), "<user>")

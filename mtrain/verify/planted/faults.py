@@ -29,7 +29,7 @@ def _share(batch: Microbatch) -> float:
     return float(batch.denominator_weights[MAIN_TERM].sum())
 
 
-def _microbatch_means(chunks: Any, batches: Sequence[Microbatch], loss: LossOfLogits, *others: Any) -> None:
+def _microbatch_means(chunks: Any, batches: Sequence[Microbatch], loss: LossOfLogits, *arguments: Any) -> None:
     """Multiplies the objective of each microbatch; reported sums stay right."""
     mean = sum(map(_share, batches)) / len(batches)
 
@@ -38,7 +38,7 @@ def _microbatch_means(chunks: Any, batches: Sequence[Microbatch], loss: LossOfLo
         share = _share(batch)
         return objective * (mean / share if share > 0 else 0.0), pairs
 
-    run_schedule(chunks, batches, scaled if len(batches) > 1 else loss, *others)
+    run_schedule(chunks, batches, scaled if len(batches) > 1 else loss, *arguments)
 
 
 class _EveryTpRank(Groups):
@@ -47,26 +47,27 @@ class _EveryTpRank(Groups):
         return self.pp_rank == self.layout.pp - 1
 
 
-def _tp_counts_again(sharded: ShardedModel, sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
-    return finalize_gradients(sharded, sums, _EveryTpRank(**vars(groups)), *others)
+def _tp_counts_again(sharded: ShardedModel, sums: StepSums, groups: Groups, *arguments: Any) -> GlobalTotals:
+    return finalize_gradients(sharded, sums, _EveryTpRank(**vars(groups)), *arguments)
 
 
-def _norms_not_reduced(sharded: ShardedModel, sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+def _norms_not_reduced(sharded: ShardedModel, sums: StepSums, groups: Groups, *arguments: Any) -> GlobalTotals:
     modules = (module for chunk in sharded.chunks for module in chunk.modules())
-    for parameter in (each for module in modules if isinstance(module, Norm) for each in module.parameters()):
-        marked: Any = parameter
-        marked.sequence_parallel = False
-    return finalize_gradients(sharded, sums, groups, *others)
+    for norm in (module for module in modules if isinstance(module, Norm)):
+        for parameter in norm.parameters():
+            marked: Any = parameter
+            marked.sequence_parallel = False
+    return finalize_gradients(sharded, sums, groups, *arguments)
 
 
 ALONE = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]
 """Process group of this rank alone; never communicates."""
 
 
-def _without_tied_group(sharded: ShardedModel, sums: StepSums, groups: Groups, *others: Any) -> GlobalTotals:
+def _without_tied_group(sharded: ShardedModel, sums: StepSums, groups: Groups, *arguments: Any) -> GlobalTotals:
     collection = copy.copy(groups.collection)
     collection.embd = ALONE
-    return finalize_gradients(sharded, sums, replace(groups, collection=collection), *others)
+    return finalize_gradients(sharded, sums, replace(groups, collection=collection), *arguments)
 
 
 def _consecutive_positions(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
@@ -82,10 +83,12 @@ def _consecutive_positions(batches: Sequence[Microbatch], groups: Groups) -> lis
 
 
 def _one_row_one_document(batches: Sequence[Microbatch], groups: Groups) -> list[Microbatch]:
-    """Drops the document boundaries that attention reads; positions stay those of documents."""
+    """Drops the document boundaries that attention reads; positions still restart at each document."""
     cuts = slice_for_rank(batches, groups)
-    starts = [None if each.document_starts is None else torch.zeros_like(each.document_starts) for each in cuts]
-    return [replace(cut, document_starts=start) for cut, start in zip(cuts, starts, strict=True)]
+    return [
+        cut if cut.document_starts is None else replace(cut, document_starts=torch.zeros_like(cut.document_starts))
+        for cut in cuts
+    ]
 
 
 PLANTS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -96,7 +99,7 @@ PLANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "positions-not-zigzag": ("slice_for_rank", _consecutive_positions),
     "document-boundary-crossed": ("slice_for_rank", _one_row_one_document),
 }
-"""Function of the step, and what replaces it."""
+"""Name of the replaced function of the step, and its replacement, by fault."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Known faults, each planted in one place on the ranks of a layout to show that the check finds it.
 
-Each occurred in a real trainer. The reference never has one. Only `--inject NAME` plants one. Faults that are not here
-are tests.
+Each occurred in a real trainer. The reference never has one, and only `--inject NAME` plants one. `TESTS` lists the
+faults that only tests plant.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,7 +44,7 @@ FAULTS = (
         "data.isolate_documents=true or data.packing",
     ),
 )
-"""Faults of `verify parity` and `verify hf`, one an axis."""
+"""Faults of `verify parity` and `verify hf`, one for each axis."""
 RESUME_FAULTS = (Fault("moments-not-restored", "begins with moments of 0"),)
 PREEMPT_FAULTS = (Fault("record-lost", "loses the last record that was written before the stop"),)
 DROPPED_ELEMENT = Fault("dropped-element", "loses the last element of each all-gather")
@@ -95,9 +95,10 @@ def chosen(name: str, config: Config, axes: Iterable[str], faults: Sequence[Faul
         ConfigError: The fault is unknown or a test, or cannot show with these axes of layouts and this shrunk
             configuration.
     """
-    fault = next((each for each in faults if each.name == name), None)
+    known = {fault.name: fault for fault in faults}
+    fault = known.get(name)
     if fault is None:
-        raise _not_here(name, [each.name for each in faults])
+        raise _unknown_fault(name, list(known))
     if fault.axis is not None and fault.axis not in axes:
         raise ConfigError(
             f"--inject {name} cannot show: it needs a layout that uses {fault.axis}; set it in the configuration or "
@@ -108,11 +109,12 @@ def chosen(name: str, config: Config, axes: Iterable[str], faults: Sequence[Faul
     return fault
 
 
-def _not_here(name: str, names: Sequence[str]) -> ConfigError:
+def _unknown_fault(name: str, names: Sequence[str]) -> ConfigError:
     for test, planted in TESTS.items():
         if name in planted.split():
             return ConfigError(
-                f"--inject {name}: this fault is a test now, tests/verify/{test}; choose one of {', '.join(names)}"
+                f"--inject {name}: this fault is now planted only by a test, tests/verify/{test}; choose one of "
+                f"{', '.join(names)}"
             )
     near = meant(name, names)
     hint = f"did you mean {near}?" if near else "see --list-injections"

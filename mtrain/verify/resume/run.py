@@ -52,8 +52,8 @@ def verify_resume(config: Config, request: Request, progress: Progress, pool: Po
     """Runs the check; see `verify_parity`."""
     if not 1 <= request.at < request.num_steps:
         raise ConfigError(
-            f"--at {request.at} must lie between 1 and --steps {request.num_steps} - 1, so that there is something to "
-            "save and a state to resume from"
+            f"--at {request.at} must lie between 1 and --steps {request.num_steps} - 1, so that steps run before and "
+            "after the stop"
         )
     refuse_without_reference(config)
     device, max_ranks = device_for(config.train, request.max_ranks)
@@ -87,11 +87,11 @@ class ResumePlan:
 
     shrunk: Shrunk
     base: Prepared
-    """Layout that saves in the user's precision, dropout and schedule."""
+    """Saving layout with the user's precision, dropout and schedule."""
     comparable: Prepared
     """The same layout in float32 without dropout, for other layouts to resume from; may equal `base`."""
     one: Prepared
-    others: list[Prepared]
+    other_layouts: list[Prepared]
     tolerances: tuple[Tolerance, ...]
     user_vocab_size: int
     notes: tuple[str, ...]
@@ -102,15 +102,17 @@ def planned(config: Config, request: Request, max_ranks: int) -> ResumePlan:
     base = DerivedTrials(config, max_ranks).full()
     named = None if request.layouts is None else parse_trials(request.layouts, config.layout, max_ranks)
     trials = DerivedTrials(config, max_ranks).for_resume() if named is None else named
-    also = {"train": {"num_steps": request.num_steps}, "optimizer": _schedule(config.optimizer, request.num_steps)}
-    also |= {"checkpoint": {"async_save": config.checkpoint.async_save}, "metrics": {"tensorboard": False}}
-    also |= {"data": _curriculum(config.data, request)}
-    shrunk = with_loss_tokens(lambda length: small(config, [base, *trials], length, also, FEW_SAMPLES), config)
+    overrides = {"train": {"num_steps": request.num_steps}, "optimizer": _schedule(config.optimizer, request.num_steps)}
+    overrides |= {"checkpoint": {"async_save": config.checkpoint.async_save}, "metrics": {"tensorboard": False}}
+    overrides |= {"data": _curriculum(config.data, request)}
+    shrunk = with_loss_tokens(lambda length: small(config, [base, *trials], length, overrides, FEW_SAMPLES), config)
     model, train = shrunk.config.model, shrunk.config.train
     changed = in_float32(config.model)
-    quiet = model.model_copy(update={"attention_dropout": 0.0, "hidden_dropout": 0.0} | changed.get("model", {}))
-    full = train.model_copy(update=changed["train"])
-    comparable = shrunk.config.model_copy(update={"model": quiet, "train": full})
+    without_dropout = model.model_copy(
+        update={"attention_dropout": 0.0, "hidden_dropout": 0.0} | changed.get("model", {})
+    )
+    in_full_precision = train.model_copy(update=changed["train"])
+    comparable = shrunk.config.model_copy(update={"model": without_dropout, "train": in_full_precision})
     notes = []
     if comparable != shrunk.config:
         notes.append("for other layouts: train.precision: fp32, no dropout, whose draws follow the layout")
@@ -118,29 +120,29 @@ def planned(config: Config, request: Request, max_ranks: int) -> ResumePlan:
         notes.append(f"other layouts are left out: {', '.join(keys)} changes with the layout by definition")
         trials = []
     saving = prepared(base, shrunk.config)
-    others = fitting(trials, comparable, are_named=named is not None)
+    fitting_trials = fitting(trials, comparable, are_named=named is not None)
     return ResumePlan(
         shrunk,
         saving,
         prepared(base, comparable),
         prepared(_ONE_PROCESS, comparable),
-        [each for each in others if each.name != saving.name],
-        tolerances(comparable, request.num_steps, has_float64=False) if others else (),
+        [trial for trial in fitting_trials if trial.name != saving.name],
+        tolerances(comparable, request.num_steps, has_float64=False) if fitting_trials else (),
         config.model.vocab_size if shrunk.reads_files else shrunk.config.model.vocab_size,
         tuple(notes),
     )
 
 
 def _schedule(optimizer: AnyOptimizer, num_steps: int) -> dict[str, Any]:
-    """Fits the user's schedule to a few steps, each phase with some."""
+    """Fits the user's schedule into a few steps, so that each phase has some."""
     warmup = min(optimizer.warmup_steps, max(1, num_steps // 3))
-    # more than the one step that begins a decay
+    # the decay lasts more than its first step
     return small_schedule(optimizer, warmup, min(max(2, num_steps // 3), num_steps - warmup))
 
 
 def _curriculum(data: AnyData, request: Request) -> dict[str, Any]:
-    """Starts the last blend one step after the stop, so that the resumed run changes blends, and the others one step
-    apart before it."""
+    """Starts the last blend one step after the stop, so that the resumed run changes blends, and earlier blends one
+    step apart before it."""
     if isinstance(data, MockSection) or not data.curriculum or not has_files(data):
         return {}
     last = min(request.at + 1, request.num_steps - 1)
@@ -161,22 +163,22 @@ class ResumeCheck:
         self._saved: dict[str, list[SegmentResult]] = {}
 
     def prepare(self) -> None:
-        """Makes the straight run and those that stop."""
+        """Makes the straight run and the runs that stop."""
         plan = self._plan
         stops = {"stopped": plan.base}
-        if plan.others and plan.comparable.config != plan.base.config:
+        if plan.other_layouts and plan.comparable.config != plan.base.config:
             stops["comparable"] = plan.comparable
         with ThreadPoolExecutor(2 if self._pool.device == "cpu" else 1) as threads:
             straight = threads.submit(self._straight)
             until_stopped = partial(self._start, watched_from=self._at, stop_after=self._at)
             saved = {folder: threads.submit(until_stopped, trial, folder) for folder, trial in stops.items()}
-            self._everyone = straight.result()
+            self._straight_results = straight.result()
             self._saved = {folder: stop.result() for folder, stop in saved.items()}
 
     def run(self, progress: Progress, fault: str | None) -> list[LayoutResult]:
         """Runs all cases."""
-        others = [partial(self.elsewhere, trial, fault) for trial in self._plan.others]
-        cases = [partial(self.alike, fault), partial(self.crashed, fault), *others]
+        other_layouts = [partial(self.elsewhere, trial, fault) for trial in self._plan.other_layouts]
+        cases = [partial(self.alike, fault), partial(self.crashed, fault), *other_layouts]
         return all_results(cases, self._pool.device, progress)
 
     def _start(
@@ -190,14 +192,14 @@ class ResumeCheck:
 
     def _straight(self) -> list[SegmentResult]:
         began, base = time.monotonic(), self._plan.base
-        everyone = self._start(base, "straight", watched_from=self._at)
+        results = self._start(base, "straight", watched_from=self._at)
         seconds = time.monotonic() - began
         self._expected = records_of(self._folder / "straight")
-        names = {name for seen in everyone for kind, name in seen.states[self._at].tensors if kind == WEIGHTS}
+        names = {name for rank in results for kind, name in rank.states[self._at].tensors if kind == WEIGHTS}
         self.tensors = tuple(name for name in all_shapes(base.config) if name in names)
         steps = tuple(map(step_values, self._expected))
         self.reference = LayoutResult("straight", {}, base.layout.world_size, seconds, steps, steps)
-        return everyone
+        return results
 
     def alike(self, fault: str | None) -> LayoutResult:
         """Resumes on the layout that saved."""
@@ -214,7 +216,7 @@ class ResumeCheck:
                 self._start(base, source, {"interval_steps": at, "async_save": False}, crash_in=crash)
             except RankFailedError:
                 return self._resumed_alike(source, fault)
-            raise NumericError("the rank that was to be killed continued")
+            raise NumericError("the killed rank continued")
 
         return self._judged(f"after a crash of rank {rank} in step {crash}", base, {CRASH: f"rank {rank}"}, find)
 
@@ -224,25 +226,25 @@ class ResumeCheck:
         return self._judged(f"on {trial.name}", trial, axes, lambda: self._resumed_elsewhere(trial, fault))
 
     def _resumed_alike(self, source: str, fault: str | None) -> _Finding:
-        everyone, records = self._resumed(self._plan.base, source, fault=fault)
-        return records, same_layout(everyone, self._everyone, records, self._expected)
+        results, records = self._resumed(self._plan.base, source, fault=fault)
+        return records, same_layout(results, self._straight_results, records, self._expected)
 
     def _resumed_elsewhere(self, trial: Prepared, fault: str | None) -> _Finding:
         source = list(self._saved)[-1]
-        everyone, records = self._resumed(trial, source, gathers=True, fault=fault)
-        first, one = everyone[0], self._plan.one
+        results, records = self._resumed(trial, source, gathers=True, fault=fault)
+        first, one = results[0], self._plan.one
         texts = texts_of(one.config, SamplePlan(one.config.train.num_steps, 0, self._plan.user_vocab_size))
         job = ExactJob(one.config, texts.steps[first.start_step :], first.start_step)
         exact = self._pool.run(exact_steps, one.layout, job, weights_before_each_step(first))[0]
         steps = exact_deviations(trial.config, self._plan.tolerances, self.tensors, first, records, exact)
-        found = other_layout(everyone, self._saved[source], self._everyone, records, self._expected, steps)
-        return records, found
+        deviations = other_layout(results, self._saved[source], self._straight_results, records, self._expected, steps)
+        return records, deviations
 
     def _resumed(self, trial: Prepared, source: str, **how: Any) -> tuple[list[SegmentResult], list[StepRecord]]:
         folder = self._new_folder()
         shutil.copytree(self._folder / source, self._folder / folder, dirs_exist_ok=True)
-        everyone = self._start(trial, folder, **how)
-        return everyone, records_of(self._folder / folder)
+        results = self._start(trial, folder, **how)
+        return results, records_of(self._folder / folder)
 
     def _new_folder(self) -> str:
         return Path(tempfile.mkdtemp(dir=self._folder)).name
@@ -260,7 +262,7 @@ class ResumeCheck:
 
 
 def _changed_axes(base: Prepared, trial: Prepared) -> dict[str, str]:
-    """Returns the axes that differ from the layout that saved, such as `2 -> 1`."""
+    """Returns the axes that differ from the saving layout, with values such as `2 -> 1`."""
     axes = dict.fromkeys((*base.axes, *trial.axes))
     return {
         axis: f"{base.axes.get(axis, 1)} -> {trial.axes.get(axis, 1)}"

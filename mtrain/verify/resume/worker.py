@@ -1,4 +1,4 @@
-"""Work of every rank for one start: the real trainer on its run folder, observed from outside."""
+"""Work of each rank for one start: the real trainer on its run folder, observed from outside."""
 
 import contextlib
 import hashlib
@@ -39,7 +39,7 @@ from mtrain.verify.core.weights import TABLES, Whole, gathered
 from mtrain.verify.core.worker import small_teacher
 
 SAMPLE = 4096
-"""Elements of a tensor that are kept to measure a deviation; of the others only the digest is kept."""
+"""Elements of a tensor that are kept to measure a deviation; only the digest covers all elements."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Start:
     watched_from: int = 0
     """Completed updates from which the state is recorded."""
     stop_after: int | None = None
-    """Update after which the last rank asks to stop; None: no stop."""
+    """Update after which the last rank requests a stop; None: no stop."""
     crash_in: int | None = None
     """Update during which the last rank kills itself; None: no crash."""
     gathers: bool = False
@@ -60,7 +60,7 @@ class Start:
     fault: str | None = None
 
 
-class Print(NamedTuple):
+class Fingerprint(NamedTuple):
     """Summary of a tensor for comparison."""
 
     digest: str
@@ -72,7 +72,7 @@ class Print(NamedTuple):
 class State:
     """State of a rank after some updates."""
 
-    tensors: dict[tuple[str, str], Print]
+    tensors: dict[tuple[str, str], Fingerprint]
     counters: dict[str, float]
 
 
@@ -122,7 +122,7 @@ PLANTS: dict[str, Callable[[Run], None]] = {"moments-not-restored": _forget_mome
 
 
 class WatchedStep(TrainingStep):
-    """Training step that records its inputs and outputs, and stops or crashes as the start asks."""
+    """Training step that records its inputs and outputs, and stops or crashes as `Start` says."""
 
     def __init__(self, run: Run, start: Start, seen: SegmentResult) -> None:
         super().__init__(run.model, run.objective, run.teacher)
@@ -168,17 +168,17 @@ class WatchedStep(TrainingStep):
         return update
 
     def _note_state(self) -> None:
-        """Records the state from `watched_from` on. Collective then: gathers parameters; one all-reduce."""
+        """Records the state from `watched_from` on, which is collective: gathers parameters; one all-reduce."""
         if self._done < self._start.watched_from:
             return
         run = self._run
         run.model.sharded.gather_parameters()
-        held_tensors: dict[tuple[str, str], list[torch.Tensor]] = {}
-        for held in local_state(run.model):
-            held_tensors.setdefault((held.kind, held.name), []).append(held.shard.data)
+        parts_by_tensor: dict[tuple[str, str], list[torch.Tensor]] = {}
+        for tensor in local_state(run.model):
+            parts_by_tensor.setdefault((tensor.kind, tensor.name), []).append(tensor.shard.data)
         for name, values in rng.random_states(run.model.groups).items():
-            held_tensors["random", name] = [values]
-        tensors = {key: _print(parts) for key, parts in held_tensors.items()}
+            parts_by_tensor["random", name] = [values]
+        tensors = {key: _fingerprint(parts) for key, parts in parts_by_tensor.items()}
         counters = {"adam_step": float(run.model.optimizer.state.adam_step())}
         scaler = run.model.optimizer.state.loss_scaler()
         if scaler is not None:
@@ -188,25 +188,25 @@ class WatchedStep(TrainingStep):
     def _unlike_files(self, path: Path) -> Iterator[tuple[str, str, float]]:
         """Yields this rank's tensors whose bits differ from the checkpoint, except vocabulary padding."""
         files, run = CheckpointTensors(path), self._run
-        for held in local_state(run.model):
-            wanted = self._rows_of_tokens(held)
+        for tensor in local_state(run.model):
+            region = self._rows_of_tokens(tensor)
             adapter = run.model.config.adapter
             is_frozen = adapter is not None and not (
-                is_adapter_key(held.name) or is_learned_whole(run.model.config.model, adapter, held.name)
+                is_adapter_key(tensor.name) or is_learned_whole(run.model.config.model, adapter, tensor.name)
             )
-            if wanted.num_elements == 0 or is_frozen:  # files hold trained tensors only
+            if region.num_elements == 0 or is_frozen:  # files hold trained tensors only
                 continue
-            own = wanted.within(held.shard.at).of(held.shard.data.view(held.shard.at.shape)).cpu()
-            saved = files.read(held.shard.key, wanted)
-            share = 1.0 if own.dtype != saved.dtype else float((_bytes(own) != _bytes(saved)).mean())
+            loaded = region.within(tensor.shard.at).of(tensor.shard.data.view(tensor.shard.at.shape)).cpu()
+            saved = files.read(tensor.shard.key, region)
+            share = 1.0 if loaded.dtype != saved.dtype else float((_bytes(loaded) != _bytes(saved)).mean())
             if share > 0:
-                yield held.kind, held.name, share
+                yield tensor.kind, tensor.name, share
 
-    def _rows_of_tokens(self, held: Held) -> TensorSlice:
+    def _rows_of_tokens(self, tensor: Held) -> TensorSlice:
         """Returns the slice of a tensor without padding rows."""
-        offset, shape = held.shard.at
-        if held.name not in TABLES:
-            return held.shard.at
+        offset, shape = tensor.shard.at
+        if tensor.name not in TABLES:
+            return tensor.shard.at
         rows = max(0, min(shape[0], self._run.model.config.model.vocab_size - offset[0]))
         return TensorSlice(offset, (rows, *shape[1:]))
 
@@ -214,11 +214,11 @@ class WatchedStep(TrainingStep):
         """Gathers one kind of state on rank 0, None elsewhere, in one gather of objects."""
         run = self._run
         shards = []
-        for held in local_state(run.model):
-            if held.kind == kind:
-                (_, global_shape, (offset, shape), data, _), axes = held.shard, held.num_stacked
+        for tensor in local_state(run.model):
+            if tensor.kind == kind:
+                (_, global_shape, (offset, shape), data, _), axes = tensor.shard, tensor.num_stacked
                 values = data.detach().float().cpu().clone().view(shape[axes:])
-                shards.append(Shard(held.name, global_shape[axes:], TensorSlice(offset[axes:], shape[axes:]), values))
+                shards.append(Shard(tensor.name, global_shape[axes:], TensorSlice(offset[axes:], shape[axes:]), values))
         return gathered(shards)
 
     def _folded(self, batches: Sequence[Microbatch] | None) -> Sequence[Microbatch] | None:
@@ -232,17 +232,17 @@ class WatchedStep(TrainingStep):
         """Digests tokens, labels and weights of each sample by slot."""
         loader = self._run.loader
         assert loader is not None, "this rank reads"
-        places = SamplePositions(loader.plan(self._done), loader.samples(self._done))
+        positions = SamplePositions(loader.plan(self._done), loader.samples(self._done))
         digests = {}
         for number, batch in enumerate(batches):
-            slots, _ = torch.from_numpy(places.of(number, self._run.model.groups.dp_rank, batch.tokens.shape[1]))
-            for slot in (int(each) for each in slots.unique() if each >= 0):
+            slots, _ = torch.from_numpy(positions.of(number, self._run.model.groups.dp_rank, batch.tokens.shape[1]))
+            for slot in slots[slots >= 0].unique().tolist():
                 parts = [rows[slots == slot] for rows in (batch.tokens, batch.labels, *batch.weights.values())]
                 digests[slot] = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
         return digests
 
 
-def _print(parts: Sequence[torch.Tensor]) -> Print:
+def _fingerprint(parts: Sequence[torch.Tensor]) -> Fingerprint:
     digest, samples = hashlib.sha256(), []
     count = sum(part.numel() for part in parts)
     stride = max(1, -(-count // SAMPLE))
@@ -250,9 +250,9 @@ def _print(parts: Sequence[torch.Tensor]) -> Print:
         flat = part.detach().flatten().cpu()
         digest.update(_bytes(flat).data)
         samples.append(flat[::stride].float().numpy())
-    return Print(digest.hexdigest(), np.concatenate(samples))
+    return Fingerprint(digest.hexdigest(), np.concatenate(samples))
 
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Returns the bytes of a tensor, 1-D; unlike nan, they equal themselves."""
+    """Returns the bytes of a tensor, 1-D; bytes of nan are equal, unlike nan itself."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy()

@@ -24,9 +24,9 @@ from mtrain.verify.machine.run import (
     collective_layouts,
     family,
     layout_names,
+    redacted,
     topology,
     verify_machine,
-    without_places,
 )
 from mtrain.verify.report.page import report_page
 from tests.elements import assert_is_accessible, assert_is_self_contained, read_html
@@ -181,7 +181,7 @@ def test_no_message_to_send_names_a_place(drawn: list[tuple[str, str]]) -> None:
             (SECRETS[name].replace(" ", "_") if "File" not in around and "'" not in around else SECRETS[name], around)
             for name, around in drawn
         ]
-        text = without_places("; ".join(around.format(secret) for secret, around in shown))
+        text = redacted("; ".join(around.format(secret) for secret, around in shown))
     for word in ("secret-project", "user", "example", socket.gethostname(), "10.12", "fe23", KEY, "abc-def", "29500"):
         assert word not in text.replace("<user>", ""), text
 
@@ -202,7 +202,7 @@ def test_no_message_to_send_names_a_place(drawn: list[tuple[str, str]]) -> None:
     ],
 )
 def test_what_helps_stays_in_a_message(text: str, left: str) -> None:
-    assert without_places(text) == left
+    assert redacted(text) == left
 
 
 def test_a_report_of_a_failed_rank_names_no_place(

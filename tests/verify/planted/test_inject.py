@@ -174,7 +174,9 @@ VERBS = {"parity": FAULTS, "resume": RESUME_FAULTS, "preempt": PREEMPT_FAULTS, "
 def test_a_fault_that_is_a_test_is_named_in_one_sentence(faults: tuple[Fault, ...]) -> None:
     for test, names in TESTS.items():
         for name in names.split():
-            with pytest.raises(ConfigError, match=f"^--inject {name}: this fault is a test now, tests/verify/{test};"):
+            with pytest.raises(
+                ConfigError, match=f"^--inject {name}: this fault is now planted only by a test, tests/verify/{test};"
+            ):
                 chosen(name, rich_config(), [], faults)
     with refuses(ConfigError, "dp-means", "tests/verify/planted/test_inject.py", faults[0].name):
         chosen("dp-means", rich_config(), [], faults)
