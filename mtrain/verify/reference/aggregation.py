@@ -1,4 +1,4 @@
-"""Aggregations: what each sequence adds to numerator and denominator of a term.
+"""Aggregations: how each sequence contributes to the numerator and the denominator of a term.
 
 w_t is the weight of a token, n the sum of w_t over the sequence, v the weight of the sample, l_t the loss of a token; L
 and p are constants; sums run over all sequences of the global batch:
@@ -12,7 +12,7 @@ and p are constants; sums run over all sequences of the global batch:
     seq-mean-token-power     sum v (sum w l / n^p) / sum v n^(1 - p)
     sum                      sum v w l
 
-Source: names as verl's agg_loss; square averaging, and powers between token and sample averaging, as InternVL's.
+Sources: verl's agg_loss for the names; InternVL for square averaging and for powers between token and sample averaging.
 """
 
 import math
@@ -41,8 +41,8 @@ class Divisor:
     def is_exact(self) -> bool:
         """Says whether float64 adds the shares without rounding in any order and grouping.
 
-        True if all are whole multiples of a power of two and their sum is below 2^53 of them: then every partial sum is
-        such a multiple, which float64 holds.
+        True if all are whole multiples of a power of two and their sum is below 2^53 of them: then float64 represents
+        every partial sum.
         """
         finest = max((share.as_integer_ratio()[1] for share in self.shares), default=1)
         return finest < 2**52 and sum(int(share * finest) for share in self.shares) < 2**53
@@ -84,8 +84,8 @@ def divisor(weights: Tensor, sample_weights: Tensor, term: TermSection) -> Divis
             return Divisor(tuple(v * math.sqrt(total) for v, total in zip(samples, rows, strict=True)))
         case "seq-mean-token-power":
             assert term.length_power is not None, "a rule of the section"
-            rest = 1 - term.length_power
-            return Divisor(tuple(v * math.pow(total, rest) for v, total in zip(samples, rows, strict=True)))
+            power = 1 - term.length_power
+            return Divisor(tuple(v * math.pow(total, power) for v, total in zip(samples, rows, strict=True)))
         case "token-sum-norm" | "sum":
             return Divisor((1.0,))
         case _:

@@ -27,8 +27,8 @@ TokenLosses = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Computes -log p(label), smoothed evenly over the vocabulary. Source: Szegedy et al. 2016, section 7."""
     negative = -torch.log_softmax(logits, -1)
-    own = negative.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return (1 - label_smoothing) * own + label_smoothing * negative.mean(-1)
+    losses = negative.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return (1 - label_smoothing) * losses + label_smoothing * negative.mean(-1)
 
 
 def squared_logsumexp(logits: Tensor) -> Tensor:
@@ -44,9 +44,9 @@ def entropy(logits: Tensor) -> Tensor:
 
 def divergence(logits: Tensor, teacher: Tensor, direction: str = "forward", temperature: float = 1.0) -> Tensor:
     """Computes KL(teacher || model), or KL(model || teacher) if reverse. Source: Hinton et al. 2015; Gu et al. 2023."""
-    own = torch.log_softmax(logits / temperature, -1)
-    other = torch.log_softmax(teacher / temperature, -1)
-    first, second = {"forward": (other, own), "reverse": (own, other)}[direction]
+    student = torch.log_softmax(logits / temperature, -1)
+    fixed = torch.log_softmax(teacher / temperature, -1)
+    first, second = {"forward": (fixed, student), "reverse": (student, fixed)}[direction]
     return (first.exp() * (first - second)).sum(-1)
 
 
@@ -126,7 +126,7 @@ class Evaluated:
     @property
     def grad_norm(self) -> float:
         """Returns the global norm of the gradients."""
-        return math.sqrt(math.fsum(float((each**2).sum()) for each in self.gradients.values()))
+        return math.sqrt(math.fsum(float((gradient**2).sum()) for gradient in self.gradients.values()))
 
 
 def evaluated(
@@ -134,11 +134,11 @@ def evaluated(
 ) -> Evaluated:
     """Computes loss and gradients of a global batch.
 
-    `tensors` are the float64 weights; `teacher` may be None if no term needs one; `user_term` evaluates losses that are
-    not the package's.
+    `tensors` are the float64 weights; `teacher` may be None if no term needs one; `user_term` evaluates the user's own
+    losses.
     """
     learns = {name: is_trained(name, config.adapter) and not name.endswith(UNTRAINED) for name in tensors}
-    leaves = {name: each.detach().clone().requires_grad_(learns[name]) for name, each in tensors.items()}
+    leaves = {name: tensor.detach().clone().requires_grad_(learns[name]) for name, tensor in tensors.items()}
     replay = ExpertChanges(chosen=replayed(rows, config.model))
     forward = Transformer(config.model, merged(config, leaves), replay).forward(rows)
     with torch.no_grad():
@@ -148,29 +148,29 @@ def evaluated(
     objective = torch.stack([factors[name] * term.mean for name, term in terms.items()]).sum()
     trained = {name: leaf for name, leaf in leaves.items() if learns[name]}
     is_empty = terms["main"].denominator == 0
-    found = torch.autograd.grad(objective * float(not is_empty), list(trained.values()), materialize_grads=True)
+    gradients = torch.autograd.grad(objective * float(not is_empty), list(trained.values()), materialize_grads=True)
     return Evaluated(
         terms=terms,
         objective=float(objective.detach()),
-        gradients=dict(zip(trained, found, strict=True)),
+        gradients=dict(zip(trained, gradients, strict=True)),
         biases=_moved_biases(config.model, leaves, forward),
         forward=forward,
     )
 
 
 def replayed(rows: Rows, model: ModelSection) -> dict[str, Tensor]:
-    """Returns the choices that the rows name, [batch, seq, experts] bool, by router; none for further depths."""
-    found: dict[str, Tensor] = {}
+    """Returns the rows' own choices, [batch, seq, experts] bool, by router; MTP routers have none."""
+    choices: dict[str, Tensor] = {}
     if rows.routed_experts is None or model.experts is None:
-        return found
-    for layer, named in enumerate(rows.routed_experts.unbind(2)):
-        is_expert = named.unsqueeze(-1) == torch.arange(model.experts.num_experts, device=named.device)
-        found[f"decoder.layers.{layer}.mlp.router"] = is_expert.any(-2)
-    return found
+        return choices
+    for layer, chosen in enumerate(rows.routed_experts.unbind(2)):
+        is_expert = chosen.unsqueeze(-1) == torch.arange(model.experts.num_experts, device=chosen.device)
+        choices[f"decoder.layers.{layer}.mlp.router"] = is_expert.any(-2)
+    return choices
 
 
 def term_coefficients(loss: LossSection, mtp_depths: int) -> dict[str, float]:
-    """Returns the coefficient of each term; depths share `mtp_coefficient` equally."""
+    """Returns the coefficient of each term; MTP depths share `mtp_coefficient` equally."""
     depths = {f"mtp_{depth}": loss.mtp_coefficient / mtp_depths for depth in range(1, mtp_depths + 1)}
     sides = {name: side.coefficient for name, side in loss.side_terms.items()}
     return {"main": 1.0, **sides, **depths, **coefficients(loss.router)}
@@ -211,17 +211,17 @@ def _term(
     scene = Scene(forward.logits, rows.labels, rows.tokens, rows.documents, weights, shares, taught, rows.extras)
     numerator, measured = user_term(section, scene)
     if loss.denominator == "measured":
-        return Term(numerator, measured, adds_exactly=False)  # only the function knows which numbers are summed
+        return Term(numerator, measured, adds_exactly=False)  # only the function knows its summands
     return _planned(numerator, planned)
 
 
 def temperatures(section: TermSection, rows: Rows) -> Tensor:
     """Returns the divisor of each token's logits, [batch, seq, 1]."""
     fixed = section.options.get("temperature")
-    found = rows.extras.get("temperature", torch.ones_like(rows.weights))
+    values = rows.extras.get("temperature", torch.ones_like(rows.weights))
     if fixed is not None:
-        found = torch.full_like(rows.weights, fixed)
-    return torch.where(found > 0, found, 1.0).unsqueeze(-1)
+        values = torch.full_like(rows.weights, fixed)
+    return torch.where(values > 0, values, 1.0).unsqueeze(-1)
 
 
 def _planned(numerator: Tensor, denominator: Divisor) -> Term:
@@ -236,7 +236,7 @@ def weighted(losses: Tensor, weights: Tensor) -> Tensor:
 def token_shares(rows: Rows, section: TermSection) -> Tensor:
     """Returns each token's share of the denominator, [batch, seq].
 
-    A sequence's share belongs to its first token, a whole step's to the very first.
+    A sequence's share belongs to its first token, that of the whole step to the first token of the batch.
     """
     if section.aggregation == "token-mean":
         return rows.weights * rows.sample_weights.unsqueeze(1)

@@ -33,7 +33,7 @@ from mtrain.verify.reference.model.experts import GATE
 Arrays = dict[str, NDArray[Any]]
 
 _CLIPPING_OFFSET = 1e-6
-"""Added to the norm before clip_grad is divided by it, as in torch and Megatron-LM."""
+"""Added to the norm that divides clip_grad, as in torch and Megatron-LM."""
 
 
 class Updated(NamedTuple):
@@ -53,7 +53,7 @@ class Moments(NamedTuple):
 
 
 class AdamW:
-    """AdamW with clipping by a given global norm.
+    """AdamW with clipping by a global norm that the caller gives.
 
     Source: Loshchilov and Hutter 2019, algorithm 2, with the decay times the learning rate.
     """
@@ -66,7 +66,7 @@ class AdamW:
         self._magnitude = {name: np.abs(value) for name, value in self._first.items()}
 
     def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
-        """Updates all tensors that have a gradient (normalised, not clipped); clips them by the norm `grad_norm`."""
+        """Clips the normalised gradients by their global norm `grad_norm`, and updates all tensors that have one."""
         self._num_updates += 1
         factor = clipping_factor(self._section.clip_grad, grad_norm)
         new: Arrays = {}
@@ -104,7 +104,7 @@ class ExactMuon:
     """Muon for matrices, AdamW for all other tensors."""
 
     def __init__(self, section: MuonSection, model: ModelSection, start: Moments = Moments(0, {}, {})) -> None:  # noqa: B008
-        """Begins with a state, whose `first` includes the moving means of matrices; `model` splits fused tensors."""
+        """Begins in state `start`; its `first` includes the moving means of matrices. `model` splits fused tensors."""
         self._section, self._model = section, model
         self._adamw = AdamW(section, start)
         matrices = {name: torch.from_numpy(value) for name, value in start.first.items() if _is_matrix(name, value)}
@@ -113,10 +113,10 @@ class ExactMuon:
 
     def updated(self, weights: Mapping[str, Any], gradients: Mapping[str, Any], grad_norm: float, lr: float) -> Updated:
         """Updates all tensors that have a gradient; see `AdamW.updated`."""
-        others = {name: value for name, value in gradients.items() if not _is_matrix(name, value)}
-        new, scales = self._adamw.updated(weights, others, grad_norm, lr)
+        by_adamw = {name: value for name, value in gradients.items() if not _is_matrix(name, value)}
+        new, scales = self._adamw.updated(weights, by_adamw, grad_norm, lr)
         factor = clipping_factor(self._section.clip_grad, grad_norm)
-        for name in gradients.keys() - others.keys():
+        for name in gradients.keys() - by_adamw.keys():
             gradient = torch.from_numpy(np.asarray(gradients[name], np.float64)) * factor
             new[name], scales[name] = self._one(name, np.asarray(weights[name], np.float64), gradient, lr)
         return Updated(new, scales)
@@ -157,7 +157,7 @@ class ExactMuon:
 
 
 def _is_matrix(name: str, value: NDArray[Any]) -> bool:
-    """Says whether Muon updates a tensor; tables and routers, with a row per token or expert, are AdamW's."""
+    """Says whether Muon updates a tensor; AdamW updates tables and routers, which have a row per token or expert."""
     return value.ndim == 2 and name not in _TABLES and not name.endswith(("router.weight", GATE))
 
 

@@ -33,14 +33,14 @@ def broken_order(turns: Sequence[Draw], sizes: Sequence[int], shares: Sequence[S
         yield from _broken_shares(turns[blend.first : None if last else shares[number + 1].first], len(sizes), blend)
     for source, size in enumerate(sizes):
         # over all blends: an epoch continues when the share of the source changes
-        own = [turn for turn in turns if turn.source == source]
-        if any(not 0 <= turn.index < size for turn in own):
-            yield f"source {source} has {size} samples, but others are asked for"
-        if len(set(own)) < len(own):
-            yield f"source {source}: a sample comes twice in an epoch"
-        if [turn.epoch for turn in own] != [number // size for number in range(len(own))]:
-            yield f"source {source}: an epoch ends before each of its {size} samples has come"
-        first, second = ([turn.index for turn in own if turn.epoch == epoch] for epoch in (0, 1))
+        drawn = [turn for turn in turns if turn.source == source]
+        if any(not 0 <= turn.index < size for turn in drawn):
+            yield f"source {source} has {size} samples, but the order asks for others"
+        if len(set(drawn)) < len(drawn):
+            yield f"source {source}: a sample appears twice in an epoch"
+        if [turn.epoch for turn in drawn] != [number // size for number in range(len(drawn))]:
+            yield f"source {source}: an epoch ends before each of its {size} samples has appeared"
+        first, second = ([turn.index for turn in drawn if turn.epoch == epoch] for epoch in (0, 1))
         yield from (f"source {source}: {fault}" for fault in unshuffled(first, second))
 
 
@@ -55,19 +55,19 @@ def _broken_shares(turns: Sequence[Draw], num_sources: int, blend: Shares) -> It
             )
 
 
-_TELLING = 12
-"""Number of samples that chance orders alike less than once in a billion runs."""
+_ENOUGH = 12
+"""Number of samples that chance puts in the same order less than once in a billion runs."""
 
 
 def unshuffled(first: Sequence[int], second: Sequence[int]) -> Iterator[str]:
-    """Reports epochs in file order, or in the same order; both arguments are beginnings, `second` may be empty."""
-    if len(first) >= _TELLING and list(first) == list(range(len(first))):
-        yield "the first epoch has the order of the file"
+    """Reports epochs in file order or in equal order; arguments are beginnings of epochs, `second` may be empty."""
+    if len(first) >= _ENOUGH and list(first) == list(range(len(first))):
+        yield "the first epoch is in file order"
     both = min(len(first), len(second))
-    if both >= _TELLING and list(first[:both]) == list(second[:both]):
-        yield "the second epoch has the order of the first one"
+    if both >= _ENOUGH and list(first[:both]) == list(second[:both]):
+        yield "the second epoch has the same order as the first"
 
 
 def is_permutation(order: NDArray[np.int64], count: int) -> bool:
-    """Says whether an order contains each of `count` documents once."""
+    """Says whether an order contains each of `count` documents exactly once."""
     return len(order) == count and bool((np.bincount(order, minlength=count) == 1).all())

@@ -8,9 +8,9 @@ With p the log-probability of a token, o that of the old policy, A its advantage
     cispo  -sg(clip(r)) A p                                                               MiniMax 2025, 4
     kl     k1 d, k2 d^2 / 2, k3 exp(-d) - 1 + d with d = p - log pi_ref                   Schulman 2020
 
-Tokens sampled with other numbers than o count w = exp(o - rollout) times (Yao 2025). w is clamped to [floor, cap], or
-set to 0 outside it: token by token, or for a sequence by the product W of its tokens' w; or w stays as it is if the
-geometric mean of a sequence's w is inside, else 0 (TRL, verl, NeMo-RL).
+If the sampler's log-probabilities differ from o, a token's loss is multiplied by w = exp(o - rollout) (Yao 2025). w is
+clamped to [floor, cap] or set to 0 outside it, token by token, or for a sequence by the product W of its tokens' w; or
+a token keeps its w if the geometric mean of the sequence's w is inside, else gets 0 (TRL, verl, NeMo-RL).
 """
 
 import functools
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 PolicyLosses = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
-"""Returns losses, [batch, seq], from the labels' log-probabilities, which tokens count, and extras; arbitrary if a
-token does not count."""
+"""Function of the labels' log-probabilities, the mask of counted tokens and the extras; returns losses, [batch, seq],
+arbitrary for tokens that do not count."""
 
 EXTRAS = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
-"""Names of the extras in use."""
+"""Names of the extras that policy losses read."""
 
 
 def policy_losses(function: str, options: Mapping[str, Any]) -> PolicyLosses | None:
@@ -34,14 +34,14 @@ def policy_losses(function: str, options: Mapping[str, Any]) -> PolicyLosses | N
         return functools.partial(_divergence, **options)
     if function not in POLICY_LOSSES:
         return None
-    of_weights = {name: value for name, value in options.items() if name.startswith("rollout_")}
-    is_given = options.get("old_logprobs", True)
-    rest = {name: value for name, value in options.items() if name not in (*of_weights, "old_logprobs")}
+    correction = {name: value for name, value in options.items() if name.startswith("rollout_")}
+    reads_old = options.get("old_logprobs", True)
+    loss_options = {name: value for name, value in options.items() if name not in (*correction, "old_logprobs")}
 
     def losses(p: Tensor, counts: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
-        old = extras["old_logprobs"] if is_given else p.detach()
-        plain = POLICY_LOSSES[function](_Tokens(p, old, counts, extras["advantages"]), **rest)
-        return plain * _correction(old, counts, extras, **of_weights)
+        old = extras["old_logprobs"] if reads_old else p.detach()
+        plain = POLICY_LOSSES[function](_Tokens(p, old, counts, extras["advantages"]), **loss_options)
+        return plain * _correction(old, counts, extras, **correction)
 
     return losses
 
@@ -55,23 +55,23 @@ class _Tokens(NamedTuple):
     advantages: Tensor
 
 
-def _clipped(of: _Tokens, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
-    return _surrogate(torch.exp(of.p - of.old), of.advantages, clip_low, clip_high, dual_clip)
+def _ppo(tokens: _Tokens, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
+    return _surrogate(torch.exp(tokens.p - tokens.old), tokens.advantages, clip_low, clip_high, dual_clip)
 
 
-def _of_sequences(of: _Tokens, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
+def _gspo(tokens: _Tokens, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
     rows = [
-        (row[of_row].mean() if of_row.any() else row.sum() * 0.0).expand_as(row)
-        for row, of_row in zip((of.p - of.old).detach(), of.counts, strict=True)
+        (differences[counts].mean() if counts.any() else differences.sum() * 0.0).expand_as(differences)
+        for differences, counts in zip((tokens.p - tokens.old).detach(), tokens.counts, strict=True)
     ]
-    ratio = torch.exp(torch.stack(rows)) * torch.exp(of.p) / torch.exp(of.p).detach()
-    return _surrogate(ratio, of.advantages, clip_low, clip_high, None)
+    ratio = torch.exp(torch.stack(rows)) * torch.exp(tokens.p) / torch.exp(tokens.p).detach()
+    return _surrogate(ratio, tokens.advantages, clip_low, clip_high, None)
 
 
-def _of_constants(of: _Tokens, clip_low: float | None = None, clip_high: float = 0.2) -> Tensor:
-    ratio = torch.exp(of.p.detach() - of.old)
+def _cispo(tokens: _Tokens, clip_low: float | None = None, clip_high: float = 0.2) -> Tensor:
+    ratio = torch.exp(tokens.p.detach() - tokens.old)
     bounded = ratio.clamp(min=0.0 if clip_low is None else 1 - clip_low, max=1 + clip_high)
-    return -bounded * of.advantages * of.p
+    return -bounded * tokens.advantages * tokens.p
 
 
 def _divergence(p: Tensor, counts: Tensor, extras: Mapping[str, Tensor], estimator: str = "k3") -> Tensor:
@@ -107,23 +107,23 @@ def _correction(
         return torch.ones_like(old)
     low = 0.0 if rollout_floor is None else rollout_floor
     high = float("inf") if rollout_cap is None else rollout_cap
-    how = rollout_correction
-    own = torch.exp(old - extras["rollout_logprobs"])
-    judged = own
-    if how.startswith("sequence"):
+    mode = rollout_correction
+    ratios = torch.exp(old - extras["rollout_logprobs"])
+    judged = ratios
+    if mode.startswith("sequence"):
         gaps = torch.where(counts, old - extras["rollout_logprobs"], 0.0).sum(1, keepdim=True)
-        if how == "sequence-mean-mask":
+        if mode == "sequence-mean-mask":
             gaps = gaps / counts.sum(1, keepdim=True).clamp(min=1)
         judged = torch.exp(gaps).expand_as(old)
-    applied = own if how == "sequence-mean-mask" else judged
-    if how.endswith("truncate"):
+    applied = ratios if mode == "sequence-mean-mask" else judged
+    if mode.endswith("truncate"):
         return applied.clamp(low, high)
     return torch.where((judged >= low) & (judged <= high), applied, 0.0)
 
 
 POLICY_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "ppo": _clipped,
-    "gspo": _of_sequences,
-    "cispo": _of_constants,
+    "ppo": _ppo,
+    "gspo": _gspo,
+    "cispo": _cispo,
 }
 """Losses with an advantage by their names in the configuration."""

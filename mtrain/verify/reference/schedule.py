@@ -1,4 +1,4 @@
-"""Learning rate of every update of a run, as Megatron-LM and Hugging Face publish it.
+"""Learning rate of every update of a run, as Megatron-LM and Hugging Face define it.
 
 After k completed updates (one more in runs whose `optimizer.schedule_convention` is one_ahead), the rate of the next
 update is
@@ -47,7 +47,7 @@ def published_rate(completed: int, optimizer: OptimizerSection, num_steps: int) 
 
 
 def _decay(optimizer: OptimizerSection, num_steps: int) -> tuple[int, int]:
-    """Returns the updates at which the decay begins and ends; for a constant rate those of the run."""
+    """Returns the updates at which the decay begins and ends; for a constant rate, begin and end of the run."""
     match optimizer.schedule:
         case "constant":
             return 0, num_steps
@@ -61,7 +61,7 @@ def _decay(optimizer: OptimizerSection, num_steps: int) -> tuple[int, int]:
 
 
 def telling_steps(optimizer: OptimizerSection, num_steps: int) -> list[int]:
-    """Returns updates, from 0, where a wrong schedule shows: around phase changes, and some between."""
+    """Returns updates, from 0, at which a wrong schedule shows: around phase changes, and some between."""
     ends = [0, optimizer.warmup_steps, num_steps - 1, *_decay(optimizer, num_steps)]
     around = [end + offset for end in ends for offset in range(-3, 4)]
     between = [num_steps * part // 64 for part in range(64)]

@@ -1,6 +1,6 @@
-"""Samples of files as token ids, and the rows of a global batch from them and from document edges.
+"""Samples of files as token ids, and rows of a global batch from them and from document edges.
 
-Samples from JSONL, and what is learned:
+Samples from JSONL, and the tokens that are learned:
 
     prompt/response:  bos? + prompt + response + eos             learned: response, eos
     messages:         bos? + for each message header + content   learned: content and eos of the assistant's messages
@@ -10,8 +10,8 @@ The header is "### role\\n", with "\\n\\n" before it from the second message on;
 
 Windows of a tokenised corpus are read from its two files. `.idx`: 9 bytes of magic, version (u64), element type (u8),
 number of sequences n (u64) and of document edges d (u64), n lengths (i32), n byte offsets (i64), d edges (i64). A
-document is the sequences between two edges. An epoch concatenates the documents in some order, and window w holds
-tokens w s ... w s + s of that stream.
+document is the sequences between two edges. An epoch concatenates the documents in some order, and with windows of s
+tokens, window w holds tokens w s ... w s + s of that stream.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Rows:
 
     tokens: Tensor
     labels: Tensor
-    """0 where there is no next token or it does not count."""
+    """0 where no next token exists or counts."""
     weights: Tensor
     """Weight w_it of each prediction, float64."""
     documents: Tensor
@@ -76,7 +76,7 @@ class Rows:
         return self.documents >= 0
 
     def ahead(self, depth: int) -> Rows:
-        """Returns tokens, labels and weights shifted by `depth` tokens within documents; elsewhere there is no text."""
+        """Shifts tokens, labels and weights by `depth` tokens within documents; other positions hold no text."""
         missing = torch.full((len(self.tokens), depth), -1, device=self.documents.device)
         there = torch.cat([self.documents[:, depth:], missing], dim=1)
         known = (there == self.documents) & self.is_text
@@ -120,12 +120,12 @@ def _extra(texts: Sequence[Text], name: str, seq_length: int) -> Tensor:
 
 
 def _routes(texts: Sequence[Text], seq_length: int, device: torch.device) -> Tensor | None:
-    given = texts[0].routed_experts
-    if given is None:
+    first = texts[0].routed_experts
+    if first is None:
         return None
-    rows = torch.full((len(texts), seq_length, *given.shape[1:]), -1)
+    rows = torch.full((len(texts), seq_length, *first.shape[1:]), -1)
     for row, text in zip(rows, texts, strict=True):
-        assert text.routed_experts is not None, "all samples of a batch name experts, or none does"
+        assert text.routed_experts is not None, "either all samples of a batch name experts or none"
         row[: len(text.ids) - 1] = torch.from_numpy(text.routed_experts[:-1])
     return rows.to(device)
 
@@ -139,15 +139,15 @@ def _row(text: Text, seq_length: int, vocab_size: int) -> dict[str, NDArray[Any]
         "documents": np.full(seq_length, -1, np.int64),
         "positions": np.zeros(seq_length, np.int64),
     }
-    begun, start = 0, 0
-    for place in range(size):
-        if place in text.edges:
-            begun, start = begun + 1, place
-        row["tokens"][place] = text.ids[place] % vocab_size
-        row["documents"][place], row["positions"][place] = begun, place - start
-        if place + 1 not in text.edges and text.counts[place + 1] > 0:
-            row["labels"][place] = text.ids[place + 1] % vocab_size
-            row["weights"][place] = text.counts[place + 1]
+    document, start = 0, 0
+    for position in range(size):
+        if position in text.edges:
+            document, start = document + 1, position
+        row["tokens"][position] = text.ids[position] % vocab_size
+        row["documents"][position], row["positions"][position] = document, position - start
+        if position + 1 not in text.edges and text.counts[position + 1] > 0:
+            row["labels"][position] = text.ids[position + 1] % vocab_size
+            row["weights"][position] = text.counts[position + 1]
     return row
 
 
@@ -163,7 +163,7 @@ def num_lines(path: Path) -> int:
         return sum(1 for _ in file)
 
 
-def text_of(found: dict[str, Any], tokenizer: Tokenizer, seq_length: int) -> Text:
+def text_of(record: dict[str, Any], tokenizer: Tokenizer, seq_length: int) -> Text:
     """Converts a line to a sample; cuts a long one at the end."""
     ids: list[int] = list(tokenizer.begin_ids)
     counts = [0.0] * len(ids)
@@ -173,16 +173,16 @@ def text_of(found: dict[str, Any], tokenizer: Tokenizer, seq_length: int) -> Tex
         ids.extend(new)
         counts.extend([float(is_learned)] * len(new))
 
-    if "messages" in found:
-        for number, message in enumerate(found["messages"]):
+    if "messages" in record:
+        for number, message in enumerate(record["messages"]):
             answers = message["role"] == "assistant"
             add("\n\n" * (number > 0) + f"### {message['role']}\n", False, False)
             add(message["content"], answers, answers)
     else:
-        add(found["prompt"], False, False)
-        add(found["response"], True, True)
+        add(record["prompt"], False, False)
+        add(record["response"], True, True)
     size = seq_length + 1
-    weight = float(found.get("weight", 1.0))
+    weight = float(record.get("weight", 1.0))
     return Text(np.array(ids[:size], np.int64), np.array(counts[:size]), weight)
 
 
@@ -197,11 +197,11 @@ class RawCorpus:
     tokens: NDArray[np.integer]
     """All tokens in file order, memory-mapped."""
     begins: NDArray[np.int64]
-    """Begin of each document in `tokens`, and the end of the last, [documents + 1]."""
+    """Start of each document in `tokens`, and the end of the last, [documents + 1]."""
 
     @classmethod
     def open(cls, prefix: str) -> RawCorpus:
-        """Opens both files and reads the index, which were checked before."""
+        """Opens both files and reads the index; the caller has checked them."""
         content = np.memmap(f"{prefix}.idx", np.uint8, "r")
         num_sequences, num_edges = content[18:_HEADER_BYTES].view("<u8").tolist()
         lengths_end = _HEADER_BYTES + 4 * num_sequences

@@ -19,7 +19,7 @@ class Bin(NamedTuple):
     """Colour of a heat map."""
 
     edge: float
-    """Largest deviation with this colour, in tolerances; those above 1 also have a cross, readable without colour."""
+    """Largest deviation with this colour, in tolerances; squares above 1 also have a cross, readable without colour."""
     kind: str
     label: str
 
@@ -46,7 +46,7 @@ class Square(NamedTuple):
     @property
     def kind(self) -> str:
         """CSS class."""
-        return next((each.kind for each in BINS if self.worst.excess <= each.edge), BINS[-1].kind)
+        return next((colour.kind for colour in BINS if self.worst.excess <= colour.edge), BINS[-1].kind)
 
 
 class TensorMap(NamedTuple):
@@ -103,17 +103,17 @@ def _notes(report: Report) -> list[str]:
     return notes
 
 
-def _facts(found: Diagnosis) -> dict[str, str | None]:
+def _facts(diagnosis: Diagnosis) -> dict[str, str | None]:
     deviation = None
-    if found.value is not None and found.tolerance is not None:
-        deviation = f"{found.value:.2e}, where {found.tolerance:.2e} is tolerated"
+    if diagnosis.value is not None and diagnosis.tolerance is not None:
+        deviation = f"{diagnosis.value:.2e} (tolerance {diagnosis.tolerance:.2e})"
     return {
-        "axis that fails": found.axis,
-        "smallest layout": found.layout,
-        "first step": None if found.step is None else str(found.step),
-        "first quantity": None if found.kind is None else f"{TITLES[found.kind]}: {found.name}",
+        "axis that fails": diagnosis.axis,
+        "smallest layout": diagnosis.layout,
+        "first step": None if diagnosis.step is None else str(diagnosis.step),
+        "first quantity": None if diagnosis.kind is None else f"{TITLES[diagnosis.kind]}: {diagnosis.name}",
         "deviation": deviation,
-        "first module": found.module,
+        "first module": diagnosis.module,
     }
 
 
@@ -137,14 +137,14 @@ def _plotted(report: Report) -> list[tuple[str, str]]:
 
 
 def _figure(report: Report, kind: str, name: str) -> tuple[str, list[tuple[str, str]]]:
-    """Returns the caption, and (axis label, chart or nothing) of each picture."""
+    """Returns the caption, and (axis label, chart) of each picture; a chart may be empty."""
     title = TITLES[kind] if kind == "grad_norm" else f"{TITLES[kind]} of {name}"
     values, differences = [], []
     for slot, layout in enumerate(report.layouts):
-        found = [deviation for deviation in layout.deviations if (deviation.kind, deviation.name) == (kind, name)]
+        deviations = [deviation for deviation in layout.deviations if (deviation.kind, deviation.name) == (kind, name)]
         values.append(_curve(report, slot, _values(layout.steps, kind, name), not layout.passed))
-        points = sorted((each.step, each.value) for each in found)
-        differences.append(_curve(report, slot, points, any(not each.passed for each in found)))
+        points = sorted((deviation.step, deviation.value) for deviation in deviations)
+        differences.append(_curve(report, slot, points, any(not deviation.passed for deviation in deviations)))
     backdrop = _values(report.reference.steps, kind, name)
     pictures: list[tuple[str, str]] = []
     if backdrop or any(curve.points for curve in values):
@@ -174,9 +174,9 @@ def _curve(report: Report, slot: int, points: Sequence[tuple[int, float]], stand
 
 def _values(steps: Sequence[StepValues], kind: str, name: str) -> list[tuple[int, float]]:
     if kind == "grad_norm":
-        return [(each.step, each.grad_norm) for each in steps]
-    by_term = [(each.step, each.means if kind == "loss" else each.denominators) for each in steps]
-    return [(step, values[name]) for step, values in by_term if name in values]
+        return [(step.step, step.grad_norm) for step in steps]
+    by_term = [(step.step, step.means if kind == "loss" else step.denominators) for step in steps]
+    return [(number, values[name]) for number, values in by_term if name in values]
 
 
 def _tensor_map(report: Report, kind: str) -> TensorMap:

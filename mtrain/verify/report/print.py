@@ -26,9 +26,9 @@ def print_report(report: Report, folder: Path, output: Console) -> None:
     if isinstance(report, ParityReport):
         output.print(escape(report.judged), soft_wrap=True)
     for layout in report.layouts:
-        if said := [*layout.guards, *([layout.error] if layout.error else [])]:
-            more = f" (and {len(said) - 1} more in {text.json_name})" if len(said) > 1 else ""
-            output.print(escape(f"{layout.name}: {said[0]}{more}"), soft_wrap=True)
+        if messages := [*layout.guards, *([layout.error] if layout.error else [])]:
+            more = f" (and {len(messages) - 1} more in {text.json_name})" if len(messages) > 1 else ""
+            output.print(escape(f"{layout.name}: {messages[0]}{more}"), soft_wrap=True)
     if isinstance(report, TimedReport):
         for line in (*report.times, *(f"{name}: not compared: {why}" for name, why in report.left_out.items())):
             output.print(escape(line), soft_wrap=True)
@@ -46,7 +46,7 @@ def write_report(report: Report, folder: Path) -> None:
     from mtrain.report.pages.html import write_page  # here, to load matplotlib only if a page is written
     from mtrain.verify.report.page import report_page
 
-    content = report.to_json()  # a fault of ours is no fault of the disk
+    content = report.to_json()  # not below, where our own error would be blamed on the disk
     with disk_faults(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / report.text.json_name, content)
@@ -102,7 +102,10 @@ def _table(report: Report, *, is_boxed: bool, has_tensors: bool) -> Table:
 def _cell(deviation: Deviation | None) -> str:
     if deviation is None:
         return "-"
-    text = "0" if deviation.value == 0 else f"{deviation.value:.1e}" if math.isfinite(deviation.value) else "not finite"
+    if deviation.value == 0:
+        text = "0"
+    else:
+        text = f"{deviation.value:.1e}" if math.isfinite(deviation.value) else "not finite"
     return text if deviation.passed else f"[red]{text} ![/red]"
 
 

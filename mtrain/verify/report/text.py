@@ -1,4 +1,4 @@
-"""What differs between the reports of the checks: compared quantities and texts."""
+"""Compared quantities, and the texts in which the reports of the checks differ."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class ReportText:
     verb: str
     """Command `mtrain verify VERB`, which writes VERB.json and VERB.html."""
     noun: str
-    """What is compared: a layout, a case."""
+    """Word for one compared thing: layout, case."""
     columns: Mapping[str, tuple[str, ...]]
     """Kinds in each column of the table, by heading."""
     maps: tuple[str, ...]
@@ -52,7 +52,7 @@ class ReportText:
     """Whether one tolerance applies to a whole column."""
     agreement: str
     disagreement: str
-    """Text after the numbers that fail, such as `2 of 7 `."""
+    """Text after the number of failures, such as `2 of 7 `."""
     headline: str
     """Headline if all pass, with `{count}`."""
     failed_headline: str
@@ -66,7 +66,7 @@ class ReportText:
     everything: str
     """Diagnosis if one process also fails."""
     times: str = ""
-    """What the lines of measured times say; empty without any."""
+    """Sentence about the lines of measured times; empty if the report has none."""
     undecided: str = "every layout that ran fails, and none of them was one process: the cause is open"
     """Diagnosis if nothing passes and no layout was one process; empty if the axes are not a layout's."""
 
@@ -83,11 +83,12 @@ class ReportText:
     def agreed_before(self, kind: str, compared: Collection[str]) -> str:
         """Says which compared kinds agree before this one, the first that deviates in a step."""
         order = list(TITLES)
-        earlier = [each for each in order[: order.index(kind)] if each in compared]
+        earlier = [earlier_kind for earlier_kind in order[: order.index(kind)] if earlier_kind in compared]
         names = [_PLURALS.get(name, name) for name, kinds in self.columns.items() if {*kinds} & {*earlier}]
         if not names:
             return ""
-        return f"; {names[0] if len(names) == 1 else ', '.join(names[:-1]) + ' and ' + names[-1]} agree"
+        listed = names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+        return f"; {listed} agree"
 
 
 _PLURALS = {
@@ -132,10 +133,10 @@ PARITY = ReportText(
         "layouts side by side."
     ),
     tensors=(
-        "Each square is the worst step of one tensor in one layout, in units of its tolerance; tensors stand in the "
-        "order of the forward pass. A cross marks what rounding cannot explain."
+        "Each square is the worst step of one tensor in one layout, in units of its tolerance; tensors are in forward "
+        "order. A cross marks a deviation that rounding cannot explain."
     ),
-    everything="every layout fails, one process with one microbatch too: not a fault of a layout",
+    everything="every layout fails, even one process with one microbatch: the layout is not at fault",
 )
 
 _OF_A_RUN = {
@@ -174,8 +175,8 @@ RESUME = ReportText(
     ),
     curves=_curves("the straight run", "resumed runs") + " Below: the relative deviation.",
     tensors=(
-        "Each square is the worst moment of one tensor in one case: 0, or deviating. Tensors stand in the order of "
-        "the forward pass. A cross marks a deviation that must not occur."
+        "Each square is the worst step of one tensor in one case: 0, or deviating. Tensors are in forward order. A "
+        "cross marks a deviation that must not occur."
     ),
     everything="resuming changes the run, even on the layout that saved",
     undecided="",
@@ -196,18 +197,18 @@ PREEMPT = ReportText(
     shows_tolerances=False,
     agreement="stops cost the run nothing",
     disagreement="stops changed or lost the run",
-    headline="The run was stopped {count} times by a signal and is the run that nothing stopped.",
+    headline="The run was stopped {count} times by a signal and equals the uninterrupted run.",
     failed_headline="{failed} of {count} stops changed or lost the run.",
-    caption="After each stop, the deviation from the run that nothing stopped; seconds from the signal to the end",
+    caption="After each stop, the deviation from the uninterrupted run; seconds from the signal to the end",
     length="The run has {steps} steps.",
     compared=(
         "One run was started repeatedly by the real launcher and stopped by a real signal, each time in another "
-        "phase. It must leave the marker REQUEUE, exit with 0, and resume bit for bit: the record of each step, and "
-        "at the end every file of the last checkpoint. Seconds are from the signal to the end of the ranks."
+        "phase. It must leave the REQUEUE marker, exit with 0, and resume bit for bit: the record of each step and "
+        "every file of the last checkpoint are compared. Seconds are from the signal to the end of the ranks."
     ),
     curves=(
-        "Above: the values. The broad grey band is the run that nothing stopped; on it are the steps after each "
-        "stop. Below: the relative deviation."
+        "Above: the values. The broad grey band is the uninterrupted run; on it are the steps after each stop. Below: "
+        "the relative deviation."
     ),
     tensors="",
     everything="stopping changes the run wherever it happens",
@@ -232,7 +233,7 @@ HF = ReportText(
     ),
     curves=_curves("transformers", "layouts") + " Below: the relative deviation.",
     tensors="",
-    everything="every layout fails, one process too: not a fault of a layout",
+    everything="every layout fails, even one process: the layout is not at fault",
 )
 
 BACKEND = ReportText(
@@ -254,11 +255,11 @@ BACKEND = ReportText(
     ),
     curves="",
     tensors=(
-        "Each square is one gradient of one candidate's layer, in units of its tolerance. A cross marks what rounding "
-        "cannot explain."
+        "Each square is one gradient of one candidate's layer, in units of its tolerance. A cross marks a deviation "
+        "that rounding cannot explain."
     ),
     everything="every layer fails",
-    times="Forward and backward pass of one layer, median of passes that take turns with those of our torch layers.",
+    times="Forward and backward pass of one layer; the median of passes that alternate with our torch layers.",
     undecided="",
 )
 
@@ -280,14 +281,14 @@ MACHINE = ReportText(
     caption="Worst deviation from sums on the host, one process, and a run that never stopped",
     length="Every layout ran {steps} steps.",
     compared=(
-        "Collectives of whole numbers must be exact: the share of elements is shown that differ from what the host "
-        "computes. Small copies of models were trained in float32 on every layout and compared with one process in "
-        "float64, as `mtrain verify parity` does, and stopped and resumed on other layouts, as `mtrain verify resume` "
-        "does."
+        "Collectives of whole numbers must be exact: the table shows the share of elements that differ from the "
+        "host's result. Small copies of models were trained in float32 on every layout and compared with one process "
+        "in float64, as `mtrain verify parity` does, and stopped and resumed on other layouts, as `mtrain verify "
+        "resume` does."
     ),
     curves="",
     tensors="",
-    everything="every layout fails, one process too: not a fault of a layout",
+    everything="every layout fails, even one process: the layout is not at fault",
     undecided="",
     times="Collectives over all ranks, then links that are slower than others. A slow link fails no check.",
 )

@@ -67,7 +67,7 @@ def test_a_layout_that_stopped_says_why() -> None:
 @pytest.mark.parametrize(
     ("alone", "reported"),
     [
-        (layout(fails=True), "one process with one microbatch too: not a fault of a layout"),
+        (layout(fails=True), "even one process with one microbatch: the layout is not at fault"),
         (layout(error="out of memory"), "none of them was one process: the cause is open"),
         (None, "none of them was one process: the cause is open"),
     ],

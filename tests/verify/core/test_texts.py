@@ -110,14 +110,17 @@ def test_random_tokens_are_taken_as_they_are_drawn() -> None:
 def test_an_order_that_repeats_samples_is_reported(corpora: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     original = order.SampleOrder.locate
     monkeypatch.setattr(order.SampleOrder, "locate", lambda self, number: original(self, number - number % 2))
-    assert any("comes twice in an epoch" in fault for fault in texts_of(user(corpora), PLAN).order_faults)
+    assert any("appears twice in an epoch" in fault for fault in texts_of(user(corpora), PLAN).order_faults)
 
 
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (lambda count, key: np.arange(count), "documents of source 0: the first epoch has the order of the file"),
-        (lambda count, key: np.arange(count)[::-1].copy(), "source 0: the second epoch has the order of the first one"),
+        (lambda count, key: np.arange(count), "documents of source 0: the first epoch is in file order"),
+        (
+            lambda count, key: np.arange(count)[::-1].copy(),
+            "source 0: the second epoch has the same order as the first",
+        ),
     ],
 )
 def test_documents_that_are_not_shuffled_are_reported(
@@ -130,8 +133,8 @@ def test_documents_that_are_not_shuffled_are_reported(
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (lambda index, size, key: index, "source 0: the first epoch has the order of the file"),
-        (lambda index, size, key: size - 1 - index, "source 0: the second epoch has the order of the first one"),
+        (lambda index, size, key: index, "source 0: the first epoch is in file order"),
+        (lambda index, size, key: size - 1 - index, "source 0: the second epoch has the same order as the first"),
     ],
 )
 def test_samples_that_are_not_shuffled_are_reported(

@@ -111,7 +111,7 @@ class _OtherScale:
     ("fault", "axis", "reported"),
     [
         pytest.param(  # by day tests/verify/planted/test_shared_faults.py
-            None, "every layout", "one process too: not a fault of a layout", marks=pytest.mark.nightly
+            None, "every layout", "even one process: the layout is not at fault", marks=pytest.mark.nightly
         ),
         ("positions-not-zigzag", "cp", "cp alone breaks the run"),
     ],

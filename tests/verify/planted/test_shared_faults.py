@@ -134,7 +134,7 @@ def test_what_every_layout_shares_is_found(pool: Pool, name: str, corpus: dict[s
     worst = report.layouts[0].worst(*KINDS)
     assert worst is not None
     assert worst.excess > 5, "rounding is far from it"
-    assert "one process with one microbatch too: not a fault of a layout" in found.lines[0]
+    assert "even one process with one microbatch: the layout is not at fault" in found.lines[0]
 
 
 @pytest.mark.parametrize("name", ["document-boundary-crossed", "positions-not-restarted"])

@@ -136,8 +136,8 @@ def turns(*indices: int, size: int) -> list[Draw]:
     ("found", "part_of_message"),
     [
         (turns(2, 0, 1, 1, 2, size=3), None),
-        (turns(2, 0, 2, size=3), "comes twice in an epoch"),
-        (turns(2, 0, 3, size=3), "others are asked for"),
+        (turns(2, 0, 2, size=3), "appears twice in an epoch"),
+        (turns(2, 0, 3, size=3), "the order asks for others"),
         ([Draw(0, 0, 0), Draw(0, 1, 0)], "an epoch ends before"),
         ([Draw(1, 0, 0), Draw(1, 0, 1), Draw(1, 0, 2)], "but its share is 0.5"),
     ],

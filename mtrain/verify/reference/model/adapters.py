@@ -28,33 +28,33 @@ class Adapted(NamedTuple):
 
 
 def all_shapes(config: Config) -> dict[str, Shape]:
-    """Returns the shapes of all tensors by name in forward order, each with its adapters after it."""
+    """Returns the shapes of all tensors by name in forward order; a tensor's adapters follow it."""
     frozen, section = shapes_of(config.model), config.adapter
-    adapted = {} if section is None else {each.weight: each for each in _adapted(config.model, section)}
-    found: dict[str, Shape] = {}
+    adapted = {} if section is None else {matrix.weight: matrix for matrix in _adapted(config.model, section)}
+    shapes: dict[str, Shape] = {}
     for name, shape in frozen.items():
-        found[name] = shape
+        shapes[name] = shape
         if section is not None and name in adapted:
-            found |= _adapter_shapes(adapted[name], shape[1], section)
-    return found
+            shapes |= _adapter_shapes(adapted[name], shape[1], section)
+    return shapes
 
 
 def _adapter_shapes(adapted: Adapted, columns: int, section: AnyAdapter) -> dict[str, Shape]:
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for part, rows in adapted.pairs.items():
         name = _prefix(adapted.weight, part)
         rank = int(_set_for(part, section.rank_pattern, section.rank))
         if part == "embedding":  # a row of A for each token, which B projects to the hidden size
-            found |= {f"{name}lora_a": (len(rows), rank), f"{name}lora_b": (columns, rank)}
+            shapes |= {f"{name}lora_a": (len(rows), rank), f"{name}lora_b": (columns, rank)}
             continue
-        found |= {f"{name}lora_a": (rank, columns), f"{name}lora_b": (len(rows), rank)}
+        shapes |= {f"{name}lora_a": (rank, columns), f"{name}lora_b": (len(rows), rank)}
         if section.kind == "dora":
-            found[f"{name}magnitude"] = (len(rows),)
-    return found
+            shapes[f"{name}magnitude"] = (len(rows),)
+    return shapes
 
 
 def is_trained(name: str, adapter: AnyAdapter | None) -> bool:
-    """Says whether a tensor is trained: in a model with adapters, only these and modules to save."""
+    """Says whether a tensor is trained: with adapters, only they and `modules_to_save` are."""
     if adapter is None or "_adapter." in name:
         return True
     if "norm" in name:
@@ -63,7 +63,7 @@ def is_trained(name: str, adapter: AnyAdapter | None) -> bool:
 
 
 def as_held(name: str, values: Tensor, adapter: AnyAdapter | None) -> Tensor:
-    """Rounds frozen projections and tables, but not routers, norms and biases, as `adapter.base_dtype` says."""
+    """Rounds frozen projections and tables to `adapter.base_dtype`; routers, norms and biases keep their precision."""
     if adapter is None or adapter.base_dtype != "bf16" or is_trained(name, adapter):
         return values
     is_matrix = values.dim() == 2 and ".router." not in name
@@ -71,11 +71,11 @@ def as_held(name: str, values: Tensor, adapter: AnyAdapter | None) -> Tensor:
 
 
 def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of the equivalent model without adapters; autograd reaches the given tensors."""
-    found = dict(tensors)
+    """Returns the tensors of the equivalent model without adapters; gradients flow to `tensors`."""
+    weights = dict(tensors)
     section = config.adapter
     if section is None:
-        return found
+        return weights
     for adapted in _adapted(config.model, section):
         whole = tensors[adapted.weight].clone()
         for part, rows in adapted.pairs.items():
@@ -90,14 +90,16 @@ def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 length = torch.sqrt((new.detach() ** 2).sum(1, keepdim=True))
                 new = tensors[f"{name}magnitude"][:, None] * new / length
             whole = whole.index_put((rows,), new)
-        found[adapted.weight] = whole
+        weights[adapted.weight] = whole
         if adapted.weight == EMBEDDING and config.model.tied_embeddings:
-            found[OUTPUT] = tensors[EMBEDDING]  # the output uses the frozen table; the adapter affects the lookup only
-    return found
+            weights[OUTPUT] = tensors[
+                EMBEDDING
+            ]  # the output uses the frozen table; the adapter affects the lookup only
+    return weights
 
 
 def _prefix(weight: str, part: str) -> str:
-    """Returns the name prefix of a pair; an expert's projection has one pair, and so no part."""
+    """Returns the name prefix of a pair; an expert's projection has only one pair, so its name has no part."""
     module = weight.removesuffix(".weight")
     return f"{module}_adapter." if part == "experts" else f"{module}_adapter.{part}_"
 
@@ -106,12 +108,12 @@ def _adapted(model: ModelSection, section: AdapterSection) -> Iterator[Adapted]:
     shapes, targets = shapes_of(model), {part for target in section.targets for part in _parts(target)}
     for layer, number in layers(model).items():
         if layer.startswith("mtp."):
-            continue  # depths of multi-token prediction stay frozen
+            continue  # MTP depths stay frozen
         for weight in (name for name in shapes if name.startswith(f"{layer}.") and name.endswith(".weight")):
-            rows = _together(_rows(weight, shapes[weight][0], number, model), targets)
-            wanted = {part: where for part, where in rows.items() if part in targets}
-            if wanted:
-                yield Adapted(weight, wanted)
+            rows = _joined(_rows(weight, shapes[weight][0], number, model), targets)
+            pairs = {part: row_numbers for part, row_numbers in rows.items() if part in targets}
+            if pairs:
+                yield Adapted(weight, pairs)
     for table, part in (("embedding.word_embeddings.weight", "embedding"), ("output_layer.weight", "output")):
         if part in targets:
             yield Adapted(table, {part: torch.arange(shapes[table][0])})
@@ -126,13 +128,13 @@ _ONE_PAIR = {
 """Target that adapts several parts as one matrix -> the parts."""
 
 
-def _together(rows: Mapping[str, Tensor], targets: set[str]) -> dict[str, Tensor]:
+def _joined(rows: Mapping[str, Tensor], targets: set[str]) -> dict[str, Tensor]:
     """Joins the rows of parts that share a pair."""
-    found = dict(rows)
+    joined = dict(rows)
     for target in targets & _ONE_PAIR.keys():
-        if parts := [found.pop(each) for each in _ONE_PAIR[target] if each in found]:
-            found[target] = torch.cat(parts).sort().values
-    return found
+        if parts := [joined.pop(part) for part in _ONE_PAIR[target] if part in joined]:
+            joined[target] = torch.cat(parts).sort().values
+    return joined
 
 
 def _parts(target: str) -> tuple[str, ...]:
@@ -145,15 +147,17 @@ def _parts(target: str) -> tuple[str, ...]:
 def _set_for(part: str, pattern: Mapping[Any, float], default: float) -> float:
     """Returns the number of a part in a pattern: under its own name, otherwise its group's."""
     of_groups = [value for target, value in pattern.items() if target != part and part in _parts(target)]
-    return pattern[part] if part in pattern else of_groups[0] if of_groups else default
+    if part in pattern:
+        return pattern[part]
+    return of_groups[0] if of_groups else default
 
 
 def _rows(weight: str, count: int, layer: int, model: ModelSection) -> Mapping[str, Tensor]:
-    """Returns the rows of each part of a layer's matrix; none if it cannot have an adapter."""
+    """Returns the rows of each part of a layer's matrix; empty if the matrix cannot have an adapter."""
     every, linear = torch.arange(count), weight.split(".")[-2]
     kind = kind_of(model, layer)
-    if kind is not None and (found := kind.adapted(linear, every, model)) is not None:
-        return found
+    if kind is not None and (parts := kind.adapted(linear, every, model)) is not None:
+        return parts
     if not linear.startswith("linear_fc"):
         return {}
     if ".mlp.experts." in weight:

@@ -21,7 +21,7 @@ KINDS: tuple[AttentionKind, ...] = (_GROUPED, _GLOBAL, _LATENT, _DELTA_NET, _MAM
 
 
 def kind_of(model: ModelSection, layer: int) -> AttentionKind | None:
-    """Returns the kind of attention of layer `layer`, counted from 0; None where it is a feed-forward part alone."""
+    """Returns the kind of attention of layer `layer`, counted from 0; None if the layer is only feed-forward."""
     match model.attention(layer):
         case "grouped":
             return _GROUPED
@@ -56,7 +56,7 @@ class Attended(NamedTuple):
 
 
 def attention(part: Module, layer: int, x: Tensor, rows: Rows) -> Attended:
-    """Computes the self-attention of layer `layer`, counted from 0, which has one."""
+    """Computes the self-attention of layer `layer`, counted from 0; the layer must have one."""
     kind = kind_of(part.model, layer)
     assert kind is not None
     heads = kind.context(part, layer, x, rows)

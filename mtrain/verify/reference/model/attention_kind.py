@@ -20,9 +20,9 @@ class AttentionKind(ABC):
     """Kind of self-attention: its tensors, forward pass, adapters, and matrices for Muon."""
 
     inputs: tuple[str, ...]
-    """Parts of the projection that reads the hidden states."""
+    """Parts of the projections that read the hidden states."""
     group: str = "qkv"
-    """Name in adapter.targets that refers to them."""
+    """Name of all `inputs` together in adapter.targets."""
 
     @abstractmethod
     def shapes(self, name: str, model: ModelSection) -> Iterator[tuple[str, Shape]]:
@@ -30,39 +30,39 @@ class AttentionKind(ABC):
 
     @abstractmethod
     def context(self, part: Module, layer: int, x: Tensor, rows: Rows) -> Tensor:
-        """Returns the weighted values of all heads, concatenated, [batch, seq, heads x size], of a layer, from 0.
+        """Returns the weighted values of all heads of layer `layer` (from 0), concatenated, [batch, seq, heads x size].
 
-        `x` are the normed hidden states, [batch, seq, hidden].
+        `x` has the normed hidden states, [batch, seq, hidden].
         """
 
     def projected(self, part: Module, x: Tensor, context: Tensor) -> Tensor:
-        """Returns the output without a bias, [batch, seq, hidden], from hidden states and what `context` returned."""
+        """Returns the output without a bias, [batch, seq, hidden], from hidden states and the result of `context`."""
         return context @ part.tensor("linear_proj.weight").T
 
     @abstractmethod
     def adapted(self, linear: str, every: Tensor, model: ModelSection) -> Mapping[str, Tensor] | None:
-        """Returns the rows, of all (`every`), of each part of a projection; None if this kind has none of this name."""
+        """Splits all rows (`every`) of the projection `linear` by part; None if this kind has no such projection."""
 
     def matrices(self, linear: str, every: Tensor, model: ModelSection) -> list[Tensor]:
-        """Returns the rows of each matrix that Muon orthogonalizes; by default those of the parts."""
+        """Returns the rows of each matrix that Muon orthogonalizes; by default each part is one matrix."""
         parts = self.adapted(linear, every, model)
         return [every] if parts is None else list(parts.values())
 
 
 @dataclass(frozen=True)
 class KeySet:
-    """The keys that a query sees: of its document, not after it, less than `window` before it."""
+    """Keys that a query sees: in its document, not after it, and less than `window` before it."""
 
     documents: Tensor
     """[batch, seq] number of each token's document."""
     window: int | None = None
-    """None: all before it."""
+    """None: all earlier keys."""
 
     def seen(self) -> Tensor:
         """Returns [batch, query, key] bool."""
-        places = torch.arange(self.documents.shape[1], device=self.documents.device)
-        distance = places[:, None] - places[None]
-        near = (distance >= 0) & (distance < (len(places) if self.window is None else self.window))
+        positions = torch.arange(self.documents.shape[1], device=self.documents.device)
+        distance = positions[:, None] - positions[None]
+        near = (distance >= 0) & (distance < (len(positions) if self.window is None else self.window))
         return near & (self.documents[:, :, None] == self.documents[:, None, :])
 
 

@@ -42,11 +42,11 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
     assert section is not None
     router, changes = f"{part.name}.router", part.changes
     branches = section.branch_norms
-    own = x
+    router_input = x
     if branches:  # at unit mean square, times the router's vector, over the square root of its size
         spread = torch.sqrt((x * x).mean(-1, keepdim=True) + part.model.norm_epsilon)
-        own = x / spread * part.tensor(INPUT_SCALE) / math.sqrt(x.shape[-1])
-    logits = _router_logits(part, own)
+        router_input = x / spread * part.tensor(INPUT_SCALE) / math.sqrt(x.shape[-1])
+    logits = _router_logits(part, router_input)
     chosen, weights = routed(logits, part.get("router.expert_bias"), section, changes.chosen.get(router))
     seen.append(Routed(router, logits, chosen, is_text))
     if branches:
@@ -55,12 +55,13 @@ def experts(part: Module, x: Tensor, is_text: Tensor, seen: list[Routed]) -> Ten
     output = torch.zeros_like(x)
     of_rank = section.num_experts // changes.num_partial_sums
     for first in range(0, section.num_experts, of_rank):
-        own = torch.zeros_like(x)
+        total = torch.zeros_like(x)
         for expert in range(first, first + of_rank):
-            rows, places = chosen[..., expert].nonzero(as_tuple=True)
-            said = network(part.inner(f"experts.{expert}"), inner[rows, places])[1]
-            own = own.index_put((rows, places), said * weights[rows, places, expert, None], accumulate=True)
-        output = output + (own if changes.num_partial_sums == 1 else own.to(torch.bfloat16).to(own.dtype))
+            rows, positions = chosen[..., expert].nonzero(as_tuple=True)
+            result = network(part.inner(f"experts.{expert}"), inner[rows, positions])[1]
+            weighted = result * weights[rows, positions, expert, None]
+            total = total.index_put((rows, positions), weighted, accumulate=True)
+        output = output + (total if changes.num_partial_sums == 1 else total.to(torch.bfloat16).to(total.dtype))
     if branches:
         output = norm(part.inner("routed_output_norm"), output)
     if section.shared_ffn_hidden_size:
@@ -76,8 +77,8 @@ def _router_logits(part: Module, x: Tensor) -> Tensor:
     dtype = part.changes.router_dtype
     if dtype is None:
         return linear(part, "router", x)
-    own = f"{part.name}.router."
-    rounded = {name: each.to(dtype).to(x.dtype) for name, each in part.tensors.items() if name.startswith(own)}
+    prefix = f"{part.name}.router."
+    rounded = {name: tensor.to(dtype).to(x.dtype) for name, tensor in part.tensors.items() if name.startswith(prefix)}
     return linear(replace(part, tensors=rounded), "router", x.to(dtype).to(x.dtype)).to(dtype).to(x.dtype)
 
 
@@ -86,7 +87,7 @@ def routed(
 ) -> tuple[Tensor, Tensor]:
     """Returns chosen experts and their weights, [batch, seq, experts]; the bias affects only the choice.
 
-    `replayed`, [batch, seq, experts] bool, replaces the choice of tokens that have one there.
+    `replayed`, [batch, seq, experts] bool, replaces the choice of tokens for which it has any.
     """
     match section.score:
         case "sigmoid":
@@ -100,8 +101,8 @@ def routed(
     if replayed is not None:
         chosen = torch.where(replayed.any(-1, keepdim=True), replayed, chosen)
     if section.score == "sigmoid":
-        kept = scores * chosen
-        weights = kept / kept.sum(-1, keepdim=True) if section.top_k > 1 else kept
+        chosen_scores = scores * chosen
+        weights = chosen_scores / chosen_scores.sum(-1, keepdim=True) if section.top_k > 1 else chosen_scores
     elif section.pre_softmax:
         weights = scores * chosen
     else:
@@ -112,8 +113,8 @@ def routed(
 def _inside_groups(ranking: Tensor, section: ExpertsSection) -> Tensor:
     """Sets the ranking outside the best groups to -inf.
 
-    A group's rank is the sum of its best scores: `group_score_top_k` of them, or by default as many as a token takes
-    from each chosen group.
+    A group ranks by the sum of its best scores: `group_score_top_k` of them, by default as many as a token takes from
+    each chosen group.
     """
     if section.num_groups is None or section.group_top_k is None:
         return ranking
@@ -137,9 +138,9 @@ def coefficients(section: RouterLossSection) -> dict[str, float]:
 
 
 def router_numerator(term: str, seen: Sequence[Routed], section: ExpertsSection) -> Tensor:
-    """Returns the numerator of a term over all routers, and tokens (z) or sequences (balance)."""
+    """Returns the numerator of a term, summed over all routers and over tokens (z) or sequences (balance)."""
     of_one = _z if term == Z else _balance
-    return torch.stack([of_one(each, section) for each in seen]).sum()
+    return torch.stack([of_one(router, section) for router in seen]).sum()
 
 
 def router_shares(term: str, is_text: Tensor) -> tuple[float, ...]:
@@ -157,8 +158,8 @@ def _balance(seen: Routed, section: ExpertsSection) -> Tensor:
     total = seen.logits.new_zeros(())
     for logits, is_text in zip(seen.logits, seen.is_text, strict=True):
         if is_text.any():
-            own = logits[is_text]
-            scores = {"sigmoid": torch.sigmoid, "softmax": torch.exp}[section.score](own)
+            text_logits = logits[is_text]
+            scores = {"sigmoid": torch.sigmoid, "softmax": torch.exp}[section.score](text_logits)
             scores = scores / scores.sum(-1, keepdim=True)
             shares = _best(scores.detach(), section.top_k).double().mean(0) / section.top_k
             total = total + section.num_experts * (shares * scores.mean(0)).sum()

@@ -127,13 +127,12 @@ def _global_sizes(model: ModelSection) -> tuple[int, int]:
 
 
 def _by_group(part: Module, x: Tensor) -> Tensor:
-    """Returns what the projection gives each group, [batch, seq, groups, heads, size]: queries, their gates where there
-    are any, a key and a value."""
+    """Projects by group, [batch, seq, groups, heads, size]: queries, their gates if any, a key and a value."""
     return linear(part, "linear_qkv", x).view(*x.shape[:2], part.model.query_groups, -1, part.model.head_size)
 
 
 def window_of(model: ModelSection, layer: int) -> int | None:
-    """Returns the number of tokens that a layer sees, the current one included; None if it sees all."""
+    """Returns the number of tokens that a layer sees, including the current one; None if it sees all."""
     every = model.global_attention_every
     return None if every is not None and (layer + 1) % every == 0 else model.sliding_window
 

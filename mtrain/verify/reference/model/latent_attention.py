@@ -24,7 +24,7 @@ _PARTS = {
     "linear_kv_up_proj": "kv_b_proj",
     "linear_proj": "proj",
 }
-"""DeepSeek's names of the projections; that of the output has the name that all kinds of attention share."""
+"""DeepSeek's names of the projections, except the output's, whose name all kinds of attention share."""
 
 
 @final

@@ -25,7 +25,7 @@ class ExpertChanges:
     num_partial_sums: int = 1
     """Ranks that each round the sum of their experts to bfloat16; 1: no rounding."""
     chosen: Mapping[str, Tensor] = field(default_factory=dict)
-    """Replayed choices by router, [batch, seq, experts] bool; routers make the others."""
+    """Replayed choices by router, [batch, seq, experts] bool; routers choose for tokens without any."""
 
 
 AS_DEFINED = ExpertChanges()

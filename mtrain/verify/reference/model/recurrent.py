@@ -130,7 +130,7 @@ class _Projected(NamedTuple):
 
 @final
 class Mamba(AttentionKind):
-    """Layer with a state of fixed size, from which tokens remove nothing, instead of keys and values."""
+    """Layer with a state of fixed size, to which tokens only add, instead of keys and values."""
 
     inputs = ("in_proj_zxbcdt",)
     group = "in_proj"

@@ -29,30 +29,30 @@ def frequency(rope: RopeSection, size: int, pair: int) -> float:
     turns = rope.original_max_positions * plain / (2 * math.pi)
     match rope.scaling:
         case "none":
-            kept = 1.0
+            share = 1.0
         case "linear":
-            kept = 0.0
+            share = 0.0
         case "proportional":
             if 2 * (pair + 1) > rope.partial * size:
                 return 0.0
-            kept = 0.0
+            share = 0.0
         case "llama3":
-            kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+            share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         case "yarn":
-            kept = _share_kept_by_yarn(rope, size, pair)
+            share = _yarn_share(rope, size, pair)
         case _:
             assert_never(rope.scaling)
-    kept = min(1.0, max(0.0, kept))
-    return plain * (kept + (1 - kept) / rope.factor)
+    share = min(1.0, max(0.0, share))
+    return plain * (share + (1 - share) / rope.factor)
 
 
-def _share_kept_by_yarn(rope: RopeSection, size: int, pair: int) -> float:
-    """Returns a share that falls from 1 to 0 between pairs with beta_fast and beta_slow turns in the context."""
+def _yarn_share(rope: RopeSection, size: int, pair: int) -> float:
+    """Returns the unscaled share, from 1 at the pair with beta_fast turns in the context to 0 at beta_slow."""
 
-    def place(turns: float) -> float:
+    def pair_with(turns: float) -> float:
         return size * math.log(rope.original_max_positions / (2 * math.pi * turns)) / (2 * math.log(rope.base))
 
-    fast, slow = place(rope.beta_fast), place(rope.beta_slow)
+    fast, slow = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.truncate:
         fast, slow = math.floor(fast), math.ceil(slow)
     fast, slow = max(fast, 0), min(slow, size - 1)

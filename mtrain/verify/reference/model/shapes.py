@@ -11,12 +11,12 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERT_BIAS = "router.expert_bias"
 """Suffix of tensors that are in the model's state but have no gradient."""
 LAYER_SCALAR = ".scalar"
-"""Suffix of more of them."""
+"""Suffix of factors of a layer's output, which have no gradient either."""
 UNTRAINED = (EXPERT_BIAS, LAYER_SCALAR)
 
 
 def has_experts(model: ModelSection, layer: int) -> bool:
-    """Says whether this layer has experts: by its letter, or every n-th layer after the first dense ones."""
+    """Says whether this layer has experts: by its letter in the pattern, or every n-th layer after the dense ones."""
     if model.layer_pattern is not None:
         return model.layer_pattern[layer] == "E"
     section = model.experts
@@ -36,10 +36,10 @@ def has_network(model: ModelSection, layer: int) -> bool:
 
 
 def layers(model: ModelSection) -> dict[str, int]:
-    """Returns the number of each transformer layer by name; layers that predict ahead get that of a layer like them."""
-    own = {f"decoder.layers.{number}": number for number in range(model.num_layers)}
-    ahead = {f"mtp.layers.{depth}.transformer_layer": like for depth, like in enumerate(model.layers_ahead)}
-    return own | ahead
+    """Returns the number of each transformer layer by name; an MTP layer has that of the layer of its kind."""
+    decoder = {f"decoder.layers.{number}": number for number in range(model.num_layers)}
+    ahead = {f"mtp.layers.{depth}.transformer_layer": layer for depth, layer in enumerate(model.layers_ahead)}
+    return decoder | ahead
 
 
 def shapes_of(model: ModelSection) -> dict[str, Shape]:

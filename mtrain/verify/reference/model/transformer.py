@@ -29,57 +29,57 @@ class Forward:
     seen: list[Routed] = field(default_factory=list)
     """Router choices in forward order."""
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """Module outputs, except of layers that predict further ahead."""
+    """Module outputs, except those of MTP layers."""
 
 
 class Transformer:
-    """Transformer with given weights."""
+    """Transformer as a function of its weights."""
 
     def __init__(self, model: ModelSection, tensors: Mapping[str, Tensor], changes: ExpertChanges = AS_DEFINED) -> None:
-        """Keeps architecture (dropout is ignored), float64 weights (tables without vocabulary padding) and changes."""
+        """Ignores dropout; `tensors` are float64 weights, tables without vocabulary padding."""
         self._model, self._tensors, self._changes = model, tensors, changes
 
     def forward(self, rows: Rows, looks_ahead: bool = True) -> Forward:
         """Computes the logits of all rows, and of tokens further ahead if the model predicts them."""
-        found = Forward(logits=torch.empty(0))
+        result = Forward(logits=torch.empty(0))
         hidden = self._embedded(rows.tokens)
-        found.outputs["embedding"] = hidden
+        result.outputs["embedding"] = hidden
         for number in range(self._model.num_layers):
             name = f"decoder.layers.{number}"
-            hidden = self._layer(name, number, hidden, rows, rows.is_text, found, f"layer {number}")
+            hidden = self._layer(name, number, hidden, rows, rows.is_text, result, f"layer {number}")
         hidden = norm(self._module("decoder.final_layernorm"), hidden)
-        found.outputs["final_layernorm"] = hidden
-        found.logits = found.outputs["output_layer"] = self._head(hidden)
+        result.outputs["final_layernorm"] = hidden
+        result.logits = result.outputs["output_layer"] = self._head(hidden)
         for depth in range(self._model.mtp_depths if looks_ahead else 0):
-            hidden = self._depth(depth, hidden, rows, found)
-            found.ahead.append(self._head(hidden))
-        return found
+            hidden = self._depth(depth, hidden, rows, result)
+            result.ahead.append(self._head(hidden))
+        return result
 
     def layer(self, number: int, hidden: Tensor, rows: Rows, seen: list[Routed]) -> Tensor:
         """Computes one layer of hidden states, [batch, seq, hidden]; appends its router's choices to `seen`."""
-        found = Forward(logits=torch.empty(0), seen=seen)
-        return self._layer(f"decoder.layers.{number}", number, hidden, rows, rows.is_text, found, None)
+        result = Forward(logits=torch.empty(0), seen=seen)
+        return self._layer(f"decoder.layers.{number}", number, hidden, rows, rows.is_text, result, None)
 
-    def _depth(self, depth: int, hidden: Tensor, rows: Rows, found: Forward) -> Tensor:
+    def _depth(self, depth: int, hidden: Tensor, rows: Rows, result: Forward) -> Tensor:
         """Returns the hidden states of a depth after its final norm."""
         name, ahead = f"mtp.layers.{depth}", rows.ahead(depth + 1)
         embedded = norm(self._module(f"{name}.enorm"), self._embedded(ahead.tokens))
         before = norm(self._module(f"{name}.hnorm"), hidden)
         joined = torch.cat([embedded, before], dim=-1) @ self._tensors[f"{name}.eh_proj.weight"].T
         last = self._model.num_layers - 1
-        output = self._layer(f"{name}.transformer_layer", last, joined, rows, ahead.is_text, found, None)
+        output = self._layer(f"{name}.transformer_layer", last, joined, rows, ahead.is_text, result, None)
         return norm(self._module(f"{name}.final_layernorm"), output)
 
     def _layer(
-        self, name: str, number: int, hidden: Tensor, rows: Rows, is_text: Tensor, found: Forward, place: str | None
+        self, name: str, number: int, hidden: Tensor, rows: Rows, is_text: Tensor, result: Forward, label: str | None
     ) -> Tensor:
-        """Computes a layer like layer `number`; `place` names its outputs, None records none."""
-        part, between, shown = self._module(name), hidden, {}
+        """Computes a layer of the kind of layer `number`; `label` prefixes its recorded outputs, None records none."""
+        part, between, outputs = self._module(name), hidden, {}
         if kind_of(self._model, number) is not None:
             normed = self._before(part, "input_layernorm", hidden)
             attended = attention(part.inner("self_attention"), number, normed, rows)
             between = hidden + self._norm_after(part, "post_self_attn_layernorm", attended.output)
-            shown = {
+            outputs = {
                 "input_layernorm": normed,
                 "self_attention.core_attention": attended.context,
                 "self_attention": attended.projected,
@@ -88,15 +88,15 @@ class Transformer:
         if has_network(self._model, number):
             inner = between if has_branches(self._model, number) else self._before(part, "pre_mlp_layernorm", between)
             if has_experts(self._model, number):
-                product = output = experts(part.inner("mlp"), inner, is_text, found.seen)
+                product = output = experts(part.inner("mlp"), inner, is_text, result.seen)
             else:
                 product, output = network(part.inner("mlp"), inner)
             after = between + self._norm_after(part, "post_mlp_layernorm", output)
-            shown |= {"pre_mlp_layernorm": inner, "mlp": product}
+            outputs |= {"pre_mlp_layernorm": inner, "mlp": product}
         if (scalar := part.get("scalar")) is not None:
             after = after * scalar
-        if place is not None:
-            found.outputs |= {f"{place} {module}": each for module, each in shown.items()} | {place: after}
+        if label is not None:
+            result.outputs |= {f"{label} {module}": values for module, values in outputs.items()} | {label: after}
         return after
 
     def _before(self, part: Module, name: str, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Transformer:
         return hidden * math.sqrt(self._model.hidden_size) if self._model.scale_embeddings else hidden
 
     def _head(self, hidden: Tensor) -> Tensor:
-        # `merged` has separated a tied table whose adapter affects the lookup only
+        # `merged` has separated a tied table whose adapter affects only the lookup
         logits = hidden @ self._tensors[OUTPUT if OUTPUT in self._tensors else EMBEDDING].T
         bound = self._model.logit_softcap
         return logits if bound is None else bound * torch.tanh(logits / bound)
