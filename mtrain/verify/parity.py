@@ -48,7 +48,7 @@ class Request:
     """Updates before the stop of `verify resume`."""
 
     def origin(self, device: str) -> dict[str, Any]:
-        """Returns the fields of a report that say where it comes from."""
+        """Returns the fields of a report about its origin: time, command, environment, planted fault."""
         return {
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": self.command,

@@ -1,4 +1,4 @@
-"""Output of `mtrain compare`: of two runs lines, a table, a picture and a page; of several a table and pages."""
+"""Output of `mtrain compare`: lines, a table, a picture and a page for two runs; a table and pages for several."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -35,7 +35,7 @@ def comparison_page(comparison: Comparison) -> str:
         notes.append(f"A difference is expected: {comparison.expected}.")
     notes.append(f"Tolerance: {comparison.allowed}, {comparison.allowed.reason}.")
     notes.append(f"{name_a} has recorded {comparison.num_steps[0]} steps, {name_b} {comparison.num_steps[1]}.")
-    notes += [f"Changed on the way, with consent: {change}." for change in comparison.on_the_way]
+    notes += [f"Changed during the run, with consent: {change}." for change in comparison.key_changes]
     notes += [f"Tokens of {name}: {tokens}." for name, tokens in zip(comparison.names, comparison.tokens, strict=True)]
     return render(
         "comparison.html",
@@ -48,17 +48,17 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def _pictures(quantity: Quantity, legend: Sequence[Curve]) -> list[tuple[str, str]]:
-    """Draws the values and their difference: (caption of the axis, chart or "")."""
+    """Returns (caption of the axis, chart) of the values and of their difference; the chart is empty if all are 0."""
     curves = [
-        Curve(each.key, each.label, each.slot, tuple(zip(quantity.steps, values, strict=True)))
-        for each, values in zip(legend, (quantity.a, quantity.b))
+        Curve(entry.key, entry.label, entry.slot, tuple(zip(quantity.steps, values, strict=True)))
+        for entry, values in zip(legend, (quantity.a, quantity.b))
     ]
     values = value_chart(f"{quantity.name} of both runs by step", curves, ())
     if quantity.worst == 0:
         return [("by step", values), ("difference: exactly 0 in every step", "")]
     words = f"relative difference of the {quantity.name} by step, logarithmic, at most {quantity.worst:.1e}"
-    found = tuple(zip(quantity.steps, quantity.differences, strict=True))
-    differences = difference_chart(words, [Curve("difference", "difference", 2, found)], quantity.rtol)
+    points = tuple(zip(quantity.steps, quantity.differences, strict=True))
+    differences = difference_chart(words, [Curve("difference", "difference", 2, points)], quantity.rtol)
     return [("by step", values), ("relative difference, by step", differences)]
 
 
@@ -91,9 +91,9 @@ def _facts(comparison: Comparison) -> dict[str, str]:
     facts["compared"] = f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
     facts |= {f"tokens of {label}": tokens for label, tokens in zip("AB", comparison.tokens, strict=True)}
     facts["configuration"] = _in_one_line([change for change in comparison.changes if not change.is_neutral])
-    facts["run as such"] = _in_one_line([change for change in comparison.changes if change.is_neutral])
-    if comparison.on_the_way:
-        facts["changed"] = "; ".join(comparison.on_the_way)
+    facts["neutral keys"] = _in_one_line([change for change in comparison.changes if change.is_neutral])
+    if comparison.key_changes:
+        facts["changed"] = "; ".join(comparison.key_changes)
     facts["environment"] = _in_one_line(comparison.environment)
     if comparison.unrecorded:
         facts["environment"] = f"not recorded by {' and '.join(comparison.unrecorded)}"
@@ -114,7 +114,7 @@ def _in_one_line(changes: Sequence[Change]) -> str:
 def _print_table(
     console: Console, headings: Sequence[str], rows: Iterable[Sequence[str]], texts: Collection[str]
 ) -> None:
-    """Prints rows, without lines if there is no terminal; columns of `texts` are aligned to the left."""
+    """Prints rows, without borders if the output is not a terminal; columns in `texts` are aligned to the left."""
     table = Table(pad_edge=False)
     if not console.is_terminal:
         table.box = None
@@ -128,7 +128,7 @@ def _print_table(
 def comparison_picture(comparison: Comparison) -> Figure:
     """Draws loss, gradient norm and denominator of both runs above their relative differences."""
     kinds = ("loss", "grad_norm", "denominator")
-    panels = [next(each for each in comparison.quantities if each.kind == kind) for kind in kinds]
+    panels = [next(quantity for quantity in comparison.quantities if quantity.kind == kind) for kind in kinds]
     figure = Figure(figsize=(9, 11), dpi=120, layout="constrained")
     *values, differences = figure.subplots(4, 1, sharex=True)
     name_a, name_b = comparison.names
@@ -160,13 +160,13 @@ class ComparedRun:
     """One of several runs, and its comparison with the first."""
 
     label: str
-    """Name of its folder, distinct, and `run.name` if it has one."""
+    """Distinct name of the folder, and `run.name` if it has one."""
     notes: str
     records: tuple[StepRecord, ...]
     comparison: Comparison | None
     """Comparison with the first run; None for the first one itself."""
     page: str
-    """File name of that comparison's page."""
+    """File name of the comparison's page."""
 
     @property
     def verdict(self) -> str:
@@ -186,56 +186,56 @@ class ComparedRun:
 
 def report_several(runs: Sequence[Path], rtol: float | None, output: Path) -> bool:
     """Compares each run with the first, prints a table and writes the pages; returns whether all are equal."""
-    found = compare_several(runs, rtol)
+    compared = compare_several(runs, rtol)
     with disk_faults(f"write the comparison to {output}"):
         output.mkdir(parents=True, exist_ok=True)
-        for each in found:
-            if each.comparison is not None:
-                write_atomically(output / each.page, comparison_page(each.comparison))
-        write_atomically(output / PAGE, page_of_several(found))
+        for run in compared:
+            if run.comparison is not None:
+                write_atomically(output / run.page, comparison_page(run.comparison))
+        write_atomically(output / PAGE, page_of_several(compared))
     rows = []
-    for each in found:
-        last = each.last
+    for run in compared:
+        last = run.last
         numbers = (f"{last.step:,}", f"{last.loss:.6g}", f"{last.tokens_per_second:,.0f}")
-        rows.append((escape(each.label), *numbers, escape(each.verdict), escape(each.notes)))
+        rows.append((escape(run.label), *numbers, escape(run.verdict), escape(run.notes)))
     headings = ("run", "steps", "last loss", "tokens/s", "against the first", "notes")
     console = output_console()
     _print_table(console, headings, rows, texts=("run", "against the first", "notes"))
     console.print(output / PAGE, markup=False, soft_wrap=True)
-    return all(each.is_equal for each in found)
+    return all(run.is_equal for run in compared)
 
 
 def compare_several(runs: Sequence[Path], rtol: float | None) -> list[ComparedRun]:
-    found = []
+    compared = []
     for number, (run, name) in enumerate(zip(runs, distinct_names(runs), strict=True)):
         text = RunFolder(run).saved_config()
         keys = {} if text is None else flat_keys(text)
         label = f"{name} ({keys['run.name']})" if keys.get("run.name") else name
         comparison = None if number == 0 else compare_runs(runs[0], run, rtol)
         records = tuple(load_curves(run).steps)
-        found.append(ComparedRun(label, keys.get("run.notes") or "", records, comparison, f"compare-{number}.html"))
-    return found
+        compared.append(ComparedRun(label, keys.get("run.notes") or "", records, comparison, f"compare-{number}.html"))
+    return compared
 
 
-def page_of_several(found: Sequence[ComparedRun]) -> str:
+def page_of_several(runs: Sequence[ComparedRun]) -> str:
     """Makes the page: verdicts, then the curves of all runs."""
-    count, num_equal = len(found) - 1, sum(each.is_equal for each in found) - 1
+    count, num_equal = len(runs) - 1, sum(run.is_equal for run in runs) - 1
     figures = []
     for name, key in (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr")):
-        figures.append((name, [("by step", value_chart(f"{name} by step", _curves(found, key), ()))]))
+        figures.append((name, [("by step", value_chart(f"{name} by step", _curves(runs, key), ()))]))
     return render(
         "several.html",
-        runs=found,
+        runs=runs,
         is_equal=num_equal == count,
-        headline=f"{num_equal} of {count} runs are the run of {found[0].label}.",
-        curves=_curves(found, "loss"),
+        headline=f"{num_equal} of {count} runs are the run of {runs[0].label}.",
+        curves=_curves(runs, "loss"),
         figures=figures,
     )
 
 
-def _curves(found: Sequence[ComparedRun], key: str) -> list[Curve]:
+def _curves(runs: Sequence[ComparedRun], key: str) -> list[Curve]:
     curves = []
-    for slot, run in enumerate(found):
+    for slot, run in enumerate(runs):
         values = [(record.step, getattr(record, key)) for record in run.records if not record.empty]
         points = tuple((step, value) for step, value in values if math.isfinite(value))
         curves.append(Curve(f"run{slot}", run.label, slot, points))

@@ -43,7 +43,7 @@ class Allowed:
 
 
 def allowed(rtol: float | None, precisions: Sequence[str | None]) -> Allowed:
-    """Returns the tolerances of `--rtol`, else those that rounding in the coarser of the recorded precisions needs."""
+    """Returns the tolerances of `--rtol`; if None, those for rounding in the coarsest of the recorded precisions."""
     if rtol is not None:
         return Allowed(rtol, rtol, rtol, "--rtol")
     coarse = [precision for precision in UNIT_ROUNDOFF if precision in precisions]
@@ -57,21 +57,21 @@ def allowed(rtol: float | None, precisions: Sequence[str | None]) -> Allowed:
 def expected_difference(
     configs: Sequence[Mapping[str, Any]], changes: Sequence[Change], environments: Sequence[Mapping[str, str] | None]
 ) -> str | None:
-    """Explains why runs of these dotted keys and environments differ by definition; None if they should not."""
+    """Returns why runs with these dotted keys and environments differ by definition; None if they should not."""
     keys = [key for key in (*DROPOUT_KEYS, *LAYOUT_DEPENDENT_KEYS) if any(config.get(key) for config in configs)]
     if not keys:
         return None
-    places = [change.key for change in changes if change.key.startswith("layout.")]
-    places += [change.key for change in changes if change.key == "train.micro_batch_size"]
+    causes = [change.key for change in changes if change.key.startswith("layout.")]
+    causes += [change.key for change in changes if change.key == "train.micro_batch_size"]
     a, b = environments
     if a is None or b is None:
-        places.append("the world size (not recorded)")
+        causes.append("the world size (not recorded)")
     else:
-        places += [name for name in ("world_size", "device") if a.get(name) != b.get(name)]
-    if not places:
+        causes += [name for name in ("world_size", "device") if a.get(name) != b.get(name)]
+    if not causes:
         return None
     return (
-        f"{' and '.join(keys)} above 0 {'makes' if len(keys) == 1 else 'make'} the numbers follow {', '.join(places)}"
+        f"{' and '.join(keys)} above 0 {'makes' if len(keys) == 1 else 'make'} the numbers follow {', '.join(causes)}"
     )
 
 
@@ -79,7 +79,8 @@ Kind = Literal["denominator", "loss", "grad_norm", "lr"]
 """Kinds in the order in which a step computes them: the first that differs is nearest to the cause."""
 
 DENOMINATOR_RTOL = 1e-12
-"""Tolerance of denominators, sums of float64: counts below 1e12 must be equal, fractional weights but for the order."""
+"""Tolerance of denominators, which are float64 sums: counts below 1e12 must be equal; fractional weights may be added
+in another order."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Quantity:
 
     kind: Kind
     name: str
-    """Name of the kind, with the term if there are several, such as `loss of z`."""
+    """Name of the kind, with the term unless it is the main one, such as `loss of z`."""
     steps: tuple[int, ...]
     a: tuple[float, ...]
     """Values of run A; nan if it has none."""
@@ -104,7 +105,7 @@ class Quantity:
         return max(self.differences)
 
     def first_step_beyond(self, rtol: float) -> int | None:
-        """Returns the first step whose relative difference is larger than `rtol`; None if there is none."""
+        """Returns the first step whose relative difference exceeds `rtol`; None if none does."""
         pairs = zip(self.steps, self.differences, strict=True)
         return next((step for step, difference in pairs if difference > rtol), None)
 
@@ -120,7 +121,7 @@ class FirstDivergence(NamedTuple):
     def __str__(self) -> str:
         quantity, index = self.quantity, self.quantity.steps.index(self.step)
         pairs = ((f"{quantity.a[index]:.{digits}g}", f"{quantity.b[index]:.{digits}g}") for digits in range(6, 18))
-        a, b = next(pair for pair in pairs if pair[0] != pair[1])  # as many digits as tell them apart: 17 always do
+        a, b = next(pair for pair in pairs if pair[0] != pair[1])  # as many digits as distinguish them: 17 always do
         return (
             f"step {self.step}, {self.name}: {a} and {b}, relative difference {quantity.differences[index]:.1e} "
             f"(tolerance {quantity.rtol:.0e})"
@@ -143,8 +144,8 @@ class Comparison:
     """Changes of the environment, which may explain differences in the last digits only."""
     tokens: tuple[str, str]
     """Description of the tokens in each run's shared steps."""
-    on_the_way: tuple[str, ...]
-    """Keys that a run changed at a later start."""
+    key_changes: tuple[str, ...]
+    """Changes of keys at a later start of a run, as lines."""
     unrecorded: tuple[str, ...]
     """Runs that have not recorded their environment."""
     quantities: tuple[Quantity, ...]
@@ -179,7 +180,7 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
         MachineError: A file cannot be read.
     """
     if rtol is not None and not 0 <= rtol < math.inf:
-        raise ConfigError(f"--rtol must be a number from 0 on, but is {rtol}; give one such as 1e-5")
+        raise ConfigError(f"--rtol must be a finite number of at least 0, but is {rtol}; give one such as 1e-5")
     curves = [load_curves(run) for run in (run_a, run_b)]
     of_a, of_b = ({record.step: record for record in curve.steps} for curve in curves)
     shared = sorted(of_a.keys() & of_b.keys())
@@ -193,7 +194,7 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
     texts = []
     for run in (run_a, run_b):
         if (text := RunFolder(run).saved_config()) is None:
-            raise DataError(f"{run}/config.yaml is not there; give the run.dir of a run")
+            raise DataError(f"{run}/config.yaml does not exist; give the run.dir of a run")
         texts.append(text)
     configs, config_changes = [flat_keys(text) for text in texts], changes(*texts)
     tolerances = allowed(rtol, [config.get("train.precision") for config in configs])
@@ -204,12 +205,12 @@ def compare_runs(run_a: Path, run_b: Path, rtol: float | None) -> Comparison:
         expected=expected_difference(configs, config_changes, environments),
         changes=tuple(config_changes),
         environment=tuple(_environment_changes(*environments)),
-        on_the_way=tuple(
+        key_changes=tuple(
             f"{name} after step {change.step}: {change}"
-            for name, each in zip(names, curves, strict=True)
-            for change in each.changes
+            for name, curve in zip(names, curves, strict=True)
+            for change in curve.changes
         ),
-        unrecorded=tuple(name for name, shown in zip(names, environments, strict=True) if shown is None),
+        unrecorded=tuple(name for name, environment in zip(names, environments, strict=True) if environment is None),
         tokens=(_tokens([of_a[step] for step in shared]), _tokens([of_b[step] for step in shared])),
         quantities=tuple(_quantities([(of_a[step], of_b[step]) for step in shared], tolerances)),
     )
@@ -230,7 +231,7 @@ def _tokens(records: Sequence[StepRecord]) -> str:
     pace = f"{text / seconds:,.0f} a second" if seconds > 0 else "in no time"
     known = [record for record in records if record.padding_tokens is not None and record.loss_tokens is not None]
     if len(known) < len(records):
-        return f"{text:,} (padding not counted apart), {pace}"
+        return f"{text:,} (padding not counted separately), {pace}"
     padding, loss = (sum(getattr(record, name) for record in known) for name in ("padding_tokens", "loss_tokens"))
     return f"{text:,} of text, {loss:,} of them in the loss, and {padding:,} of padding; {pace}"
 
@@ -270,7 +271,9 @@ def _value(record: StepRecord, kind: Kind, term: str) -> float:
     match kind:
         case "denominator" | "loss" if term:
             shown = record.terms.get(term)
-            return math.nan if shown is None else shown.denominator if kind == "denominator" else shown.loss
+            if shown is None:
+                return math.nan
+            return shown.denominator if kind == "denominator" else shown.loss
         case "denominator":
             return record.denominator
         case "loss":

@@ -1,7 +1,7 @@
-"""metrics.jsonl: the authoritative record of a run; every other view can be made from it.
+"""metrics.jsonl: the authoritative record of a run, from which every other view can be made.
 
-A full disk must not end a run: entries that cannot be written stay in memory until there is room again. A file holds
-only whole entries, in order, each once.
+A full disk must not end a run: entries that cannot be written stay in memory until the disk has room. A file holds only
+whole entries, in order, each once.
 """
 
 import contextlib
@@ -21,8 +21,6 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_LINE = 1 << 20
 """Longest line in characters; a record of a hundred terms has 20,000."""
-
-
 MOST_WAITING_BYTES = 64_000_000
 """Limit of waiting data, about 100,000 steps; beyond it the oldest entries are dropped and counted."""
 
@@ -34,7 +32,7 @@ class _Entry(NamedTuple):
 
 class AppendedFile:
     def __init__(self, path: Path, first: bytes = b"", most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
-        """Opens a file in an existing folder, or raises MachineError; `first` is written with the first entry."""
+        """Opens a file in an existing folder; raises MachineError if it cannot. `first` precedes the first entry."""
         self._path, self._most_waiting_bytes = path, most_waiting_bytes
         with disk_faults(f"open {path}"):
             self._file = path.open("ab", buffering=0)
@@ -47,11 +45,11 @@ class AppendedFile:
         self._is_torn = False
 
     def append(self, step: int, data: bytes) -> None:
-        """Writes the entry, whole or not at all, after those that wait; if the disk refuses, it waits as well."""
+        """Writes the waiting entries and then this one, whole or not at all; if the disk refuses, the entry waits."""
         self._waiting.append(_Entry(step, data))
         self._waiting_bytes += len(data)
         while self._waiting_bytes > self._most_waiting_bytes:
-            self._dropped.append(self._taken().step)
+            self._dropped.append(self._popped().step)
         fault = self._flush()
         if fault is not None and self._cause is None:
             _log.warning(
@@ -80,20 +78,20 @@ class AppendedFile:
             except OSError as fault:
                 return fault
             self._first = b""
-            self._taken()
+            self._popped()
         return None
 
     def _write(self, data: bytes) -> None:
         """Writes all of the data or, if the disk refuses, nothing."""
         if self._is_torn:
             self._take_back()
-        rest = data
+        remaining = data
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError:
             self._is_torn = True
-            with contextlib.suppress(OSError):  # then the next attempt begins with it
+            with contextlib.suppress(OSError):  # if this fails, the next attempt begins with it
                 self._take_back()
             raise
         self._size_bytes += len(data)
@@ -103,7 +101,7 @@ class AppendedFile:
         self._file.truncate(self._size_bytes)
         self._is_torn = False
 
-    def _taken(self) -> _Entry:
+    def _popped(self) -> _Entry:
         entry = self._waiting.popleft()
         self._waiting_bytes -= len(entry.data)
         return entry
@@ -126,9 +124,9 @@ class JsonlSink:
 
 
 def rewind(path: Path, resume_step: int) -> None:
-    """Removes records beyond `resume_step`, in one move, and a partial line at the end; warns if steps are missing.
+    """Atomically removes records after `resume_step` and a partial last line; warns if steps are missing.
 
-    A run that starts at step 0 keeps nothing: its validation before the first step is repeated as well.
+    A run that starts at step 0 keeps nothing, because it also repeats the validation before the first step.
     """
     if not path.exists():
         return
@@ -139,7 +137,7 @@ def rewind(path: Path, resume_step: int) -> None:
         new.open("w", encoding="utf-8") as file,
     ):
         for line, record in _whole_lines(path):
-            # a change at this very step belongs to a start that saved nothing with it; this start writes its own
+            # a change at this step belongs to a start that saved nothing afterwards; this start writes its own
             is_kept = resume_step > 0 and record.step <= resume_step - isinstance(record, ChangeRecord)
             if is_kept:
                 file.write(line)
@@ -150,12 +148,12 @@ def rewind(path: Path, resume_step: int) -> None:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yields records in file order; an unfinished last line is ignored. Raises DataError for a damaged line."""
+    """Yields records in file order and ignores an unfinished last line. Raises DataError for a damaged line."""
     return (record for _, record in _whole_lines(path))
 
 
 def read_tail(path: Path, num_bytes: int = 2 * _LONGEST_LINE) -> Iterator[Record]:
-    """Yields the records at the end of a file, the latest first; lines that cannot be read are left out."""
+    """Yields the records in the last `num_bytes` of a file, the latest first; skips lines that it cannot read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
@@ -168,7 +166,7 @@ def read_tail(path: Path, num_bytes: int = 2 * _LONGEST_LINE) -> Iterator[Record
 
 
 def last_step(path: Path) -> int:
-    """Returns the last step in the file; 0 without one."""
+    """Returns the last step in the file; 0 if it has none."""
     return next((record.step for record in read_tail(path) if isinstance(record, StepRecord)), 0)
 
 
@@ -182,7 +180,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, Record]]:
                 return
             try:
                 if not line.endswith("\n"):
-                    raise DataError(f"longer than {_LONGEST_LINE} characters, which no record of this program is")
+                    raise DataError(f"longer than {_LONGEST_LINE} characters, unlike any record of this program")
                 yield line, from_json_line(line)
             except DataError as fault:
                 raise DataError(f"{path}, line {number}: {fault}; repair or remove that line") from fault

@@ -24,27 +24,27 @@ class Curves:
     """Records of a run for its picture."""
 
     steps: list[StepRecord]
-    """Records in order of the step; of a step that was written twice, the last."""
+    """Records in order of the step; if a step was written twice, the last record."""
     passes: list[ValidRecord]
     changes: list[ChangeRecord]
     """Keys that a later start changed, in order of their steps."""
 
     @property
     def comparable_passes(self) -> list[ValidRecord]:
-        """Returns the passes that measured what the last one did: those since other validation sets or another loss."""
+        """Returns the passes since the last change of validation sets or loss, which measured the same as the last."""
         if not self.passes:
             return []
         last = self.passes[-1].step
         changed = [change.step for change in self.changes if change.key.startswith(("data.valid.", "loss."))]
         since = max((step for step in changed if step < last), default=-1)
-        return [each for each in self.passes if each.step > since]
+        return [record for record in self.passes if record.step > since]
 
 
 def load_curves(run_folder: Path) -> Curves:
-    """Reads a run folder, even while the run is in progress."""
+    """Reads a run folder, even while the run is in progress; raises DataError if it has no record."""
     path = run_folder / "metrics.jsonl"
     if not path.is_file():
-        raise DataError(f"{path} is not there; give the run.dir of a run that has made at least one step")
+        raise DataError(f"{path} does not exist; give the run.dir of a run that has made at least one step")
     with disk_faults(f"read {path}"):
         records = list(read_records(path))
     if not records:
@@ -94,7 +94,7 @@ def running_mean(values: Sequence[float], half_window: int) -> list[float]:
 def draw_curve(
     axes: Any, label: str, points: Sequence[tuple[int, float]], colour: str, *, dashed: bool = False
 ) -> None:
-    """Draws one run's quantity over steps; a long curve in a light tone under its running mean."""
+    """Draws one run's quantity over steps; draws a long curve in a light tone under its running mean."""
     line = "--" if dashed else "-"
     steps, values = [step for step, _ in points], [value for _, value in points]
     if len(points) <= SMOOTH_ABOVE_STEPS:
@@ -113,7 +113,7 @@ def finish_axes(axes: Any, label: str, *, is_log: bool) -> None:
 
 
 def distinct_names(run_folders: Iterable[Path]) -> list[str]:
-    """Returns the folders' last names, or their whole paths if two last names are the same."""
+    """Returns the names of the folders, or their resolved paths if two names are equal."""
     paths = [folder.resolve() for folder in run_folders]
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]

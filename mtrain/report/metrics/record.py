@@ -44,11 +44,11 @@ class StepRecord:
     """Record of one optimizer step."""
 
     step: int
-    """Optimizer updates completed, this one included: the first record has step 1."""
+    """Completed optimizer updates, including this one: the first record has step 1."""
     loss: float
-    """Main term over the global batch, in nats: numerator / denominator. Meaningless where `empty`."""
+    """Main term over the global batch, in nats: numerator / denominator. Meaningless if `empty`."""
     objective: float | None = None
-    """Quantity that was differentiated: sum over terms of coefficient x numerator / denominator."""
+    """Differentiated quantity: sum over terms of coefficient x numerator / denominator; None if not recorded."""
     denominator: float
     """Denominator of the main term."""
     grad_norm: float
@@ -62,50 +62,50 @@ class StepRecord:
     tokens_per_second: float
     """tokens / seconds, over all ranks."""
     padding_tokens: int | None = None
-    """Number of padding positions that the model also processed; None where it was not recorded."""
+    """Number of padding positions, which the model also processed; None if not recorded."""
     loss_tokens: int | None = None
-    """Number of positions that the main term counts; None where it was not recorded."""
+    """Number of positions that the main term counts; None if not recorded."""
     flops: float | None = None
     """Floating-point operations that training on this batch needs, counting only text, attention inside documents, and
-    logits that a term uses; None where they were not recorded."""
+    logits that a term uses; None if not recorded."""
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name."""
     sources: Mapping[str, TermRecord] = field(default_factory=dict)
     """Main term over the samples of each source of a blend, by the end of its path, for sources with loss tokens in the
-    step. Empty where there is one source only."""
+    step. Empty for a single source."""
     empty: bool = False
     """Whether no token of the global batch was in the loss; weights and optimizer state stayed unchanged."""
     skipped: str | None = None
-    """Reason why the update was not applied, e.g. "fp16 overflow"; None where it was."""
+    """Why the update was not applied, such as "fp16 overflow"; None if it was."""
     loss_scale: float | None = None
     """Loss scale of an fp16 run; else None."""
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1; None where the device's peak is unknown."""
+    """Model FLOPs utilisation, 0 to 1; None if the device's peak is unknown."""
     layout_dependent: bool = False
-    """Whether the run uses something that changes with the layout by definition, so that its numbers hold for it
-    only."""
+    """Whether the run uses something that changes with the layout by definition, so its numbers hold only for this
+    layout."""
     waited_seconds: float | None = None
-    """Part of `seconds` in which the first rank's host waited for other ranks, on GPUs also for its device; None where
-    it was not recorded."""
+    """Part of `seconds` in which the first rank's host waited for other ranks, on GPUs also for its device; None if not
+    recorded."""
     slow_rank: int | None = None
-    """The rank that the others wait for, by `watch.slow_rank_percent`; None where none is slow."""
+    """Rank that the other ranks wait for, by `watch.slow_rank_percent`; None if none is slow."""
     slow_rank_ratio: float | None = None
-    """Working time of the slow rank, divided by the median of its pipeline stage."""
+    """Working time of the slow rank, divided by the median of its pipeline stage; None if no rank is slow."""
     memory_bytes: int | None = None
-    """Memory of the first rank: the peak on its GPU, or resident memory on a CPU; None where it was not recorded."""
+    """Memory of the first rank: the peak on its GPU, or resident memory on a CPU; None if not recorded."""
     time_s: float | None = None
-    """Unix time at which the step ended; None where it was not recorded."""
+    """Unix time at which the step ended; None if not recorded."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """Values that the loss functions report besides their loss, over all tokens or groups of the step
+    """Values that the loss functions report in addition to their loss, over all tokens or groups of the step
     (docs/training/policy-losses.md, docs/training/preference.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidRecord:
-    """Record of one pass over the validation sets; all numbers but `seconds` and `valid_sets` concern the first set."""
+    """Record of one pass over the validation sets; except `seconds` and `valid_sets`, all numbers are of the first."""
 
     step: int
-    """Optimizer updates completed before the pass."""
+    """Completed optimizer updates before the pass."""
     valid_loss: float
     """Main term over exactly the samples of the set, numerator / denominator, in nats."""
     denominator: float
@@ -114,11 +114,11 @@ class ValidRecord:
     terms: Mapping[str, TermRecord] = field(default_factory=dict)
     """Every term of the objective by name, over the same samples."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """Values that the loss functions report besides their loss, over the same samples."""
+    """Values that the loss functions report in addition to their loss, over the same samples."""
     valid_sets: Mapping[str, TermRecord] = field(default_factory=dict)
-    """Main term over each set, by its name, including the first; empty where there is only one set."""
+    """Main term over each set, by its name, including the first; empty for a single set."""
     layout_dependent: bool = False
-    """Whether the numbers hold for the run's layout only."""
+    """Whether the numbers hold only for the run's layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +126,11 @@ class ChangeRecord:
     """Configuration key that a start changed from its checkpoint's value, as checkpoint.allow_changed permits."""
 
     step: int
-    """Optimizer updates completed before the change: later updates use the new value."""
+    """Completed optimizer updates before the change: later updates use the new value."""
     key: str
     """Dotted key."""
     old: str | None = None
-    """Old value as JSON; None where the key was missing."""
+    """Old value as JSON; None if the key was missing."""
     new: str | None = None
 
     def __str__(self) -> str:
@@ -144,8 +144,8 @@ _KINDS: dict[str, type[Record]] = {"step": StepRecord, "valid": ValidRecord, "ch
 
 
 def to_json_line(record: Record) -> str:
-    """Writes a record as one line, with newline, that `from_json_line` reads back as an equal record."""
-    kind = next(name for name, each in _KINDS.items() if isinstance(record, each))
+    """Returns a record as one line, with newline; `from_json_line` reads it back as an equal record."""
+    kind = next(name for name, record_type in _KINDS.items() if isinstance(record, record_type))
     return json.dumps({"kind": kind} | _plain_fields(record), allow_nan=False) + "\n"
 
 
@@ -161,7 +161,7 @@ def from_json_line(line: str) -> Record:
 
 
 def _plain_fields(record: Record | TermRecord) -> dict[str, Json]:
-    return {each.name: _plain(getattr(record, each.name)) for each in fields(record)}
+    return {member.name: _plain(getattr(record, member.name)) for member in fields(record)}
 
 
 def _plain(value: object) -> Json:
@@ -177,17 +177,17 @@ def _plain(value: object) -> Json:
 
 
 def _fields_read(record: type[Record | TermRecord], values: dict[str, Json]) -> dict[str, Json]:
-    """Reads the fields that a record has; those that an earlier version did not write keep their defaults."""
-    kinds = {each.name: each.type for each in fields(record)}
+    """Converts the fields in `values`; fields that an earlier version did not write keep their defaults."""
+    kinds = {member.name: member.type for member in fields(record)}
     return {name: _value_read(name, kinds[name], value) for name, value in values.items()}
 
 
 def _value_read(name: str, kind: Any, value: Json) -> Json:
     """Converts a value to the type of its field; floats also from integers and from strings, if not finite."""
     if kind == Mapping[str, TermRecord]:
-        return {term: TermRecord(**_fields_read(TermRecord, each)) for term, each in value.items()}
+        return {term: TermRecord(**_fields_read(TermRecord, content)) for term, content in value.items()}
     if kind == Mapping[str, float]:
-        return {each: _value_read(each, float, number) for each, number in value.items()}
+        return {key: _value_read(key, float, number) for key, number in value.items()}
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(0.0, kind) and (is_whole or isinstance(value, str)):
         return float(value)
@@ -199,12 +199,12 @@ def _value_read(name: str, kind: Any, value: Json) -> Json:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Returns tag -> number."""
+    """Returns the numbers of a record by tag; none for a change."""
     match record:
         case ChangeRecord():
             return {}
         case ValidRecord():
-            sets = {f"valid/loss/{name}": each.loss for name, each in record.valid_sets.items()}
+            sets = {f"valid/loss/{name}": term.loss for name, term in record.valid_sets.items()}
             return {"valid/loss": record.valid_loss} | sets | _term_means(record, "valid_terms")
         case StepRecord():
             loss = {} if record.empty else {"train/loss": record.loss}
@@ -227,7 +227,7 @@ def scalars(record: Record) -> dict[str, float]:
                 "tokens/text": record.tokens,
                 **_term_means(record, "terms"),
                 **{f"diagnostics/{name}": value for name, value in record.diagnostics.items()},
-                **{f"train/loss/{name}": each.loss for name, each in record.sources.items()},
+                **{f"train/loss/{name}": term.loss for name, term in record.sources.items()},
                 **{tag: value for tag, value in known.items() if value is not None},
             }
 
@@ -241,11 +241,12 @@ def _term_means(record: StepRecord | ValidRecord, prefix: str) -> dict[str, floa
 
 
 PACE_STEPS = 50
-"""Steps whose pace predicts the remaining time, including what happens between them."""
+"""Number of steps whose pace predicts the remaining time, including saves and validation between them."""
 
 
 def remaining_s(marks: Sequence[tuple[int, float]], num_steps: int) -> float | None:
-    """Predicts the seconds until `num_steps` steps are done from (steps done, time); None if all are of one step."""
+    """Predicts the seconds until `num_steps` steps are done, from (steps done, time); None if all marks are of one
+    step."""
     (first_step, first_s), (last_step, last_s) = marks[0], marks[-1]
     if last_step == first_step:
         return None

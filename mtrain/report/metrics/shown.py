@@ -1,4 +1,4 @@
-"""Numbers and curves as people see them: every view takes names, digits and colours from here."""
+"""Display of numbers and curves: names, digits and colours for every view."""
 
 import colorsys
 
@@ -11,7 +11,7 @@ _UNIT_NAMES = frozenset({"tokens/s"})
 
 
 def step_numbers(record: StepRecord) -> dict[str, str]:
-    """Returns name -> number of a step, in the order in which they are shown."""
+    """Returns the numbers of a step by name, as text, in display order."""
     numbers = {
         "loss": "-" if record.empty else f"{record.loss:.4f}",
         **side_terms(record),
@@ -35,7 +35,7 @@ def as_line(numbers: dict[str, str]) -> str:
 
 
 def side_terms(record: StepRecord | ValidRecord) -> dict[str, str]:
-    """Returns the means of all terms but the main one, without coefficients."""
+    """Returns the means of all terms except the main one, without coefficients, as text."""
     return {
         name: f"{term.loss:.4g}" if term.denominator else "-"
         for name, term in record.terms.items()

@@ -1,4 +1,4 @@
-"""Sinks for records: console, TensorBoard, and several as one. One rank writes; the others have an empty `Sinks`."""
+"""Sinks for records: console, TensorBoard, and several as one. One rank writes; other ranks have an empty `Sinks`."""
 
 import io
 import itertools
@@ -38,14 +38,14 @@ class Sink(Protocol):
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None:
-        """Finishes; no record follows."""
+        """Finishes; no record may follow."""
 
 
 class Sinks:
     """Several sinks as one; the end of the `with` block closes all of them."""
 
     def __init__(self, *sinks: Sink, check: Callable[[], None] = lambda: None) -> None:
-        """Sets the order of writes, metrics.jsonl first; `check` raises if another start has the run folder."""
+        """Writes to `sinks` in this order, metrics.jsonl first; `check` raises if another start has the run folder."""
         self._sinks, self._check = sinks, check
 
     def __enter__(self) -> "Sinks":
@@ -92,7 +92,7 @@ class Sinks:
 
 
 _BAR_WIDTH, _SHORTEST_BAR = 40, 8
-"""Width of the bar in characters, and on a narrow terminal."""
+"""Usual width of the bar in characters, and its width on a narrow terminal."""
 
 
 class ConsoleSink:
@@ -111,7 +111,7 @@ class ConsoleSink:
 
         Args:
             interval_steps: Interval of plain lines, which also appear at the last step; the bar moves at every step.
-            console: Standard output by default; the bar is drawn on a terminal only.
+            console: Standard output by default; only a terminal shows the bar.
         """
         self._num_steps = num_steps
         self._interval_steps = interval_steps
@@ -134,7 +134,7 @@ class ConsoleSink:
                 self._show_step(record, as_duration(remaining_s(self._marks, self._num_steps)))
             case ValidRecord():
                 parts = [f"step {record.step}/{self._num_steps}", f"valid_loss {record.valid_loss:.4f}"]
-                parts += [f"{name} {each.loss:.4f}" for name, each in record.valid_sets.items()]
+                parts += [f"{name} {term.loss:.4f}" for name, term in record.valid_sets.items()]
                 shown = as_line(side_terms(record) | {"samples": str(record.samples)})
                 parts += [shown, f"{record.seconds:.1f} s", *[LAYOUT_DEPENDENT] * record.layout_dependent]
                 self._print("  ".join(parts))
@@ -159,13 +159,13 @@ class ConsoleSink:
     def _fitted(self, numbers: dict[str, str], ends: list[str]) -> str:
         """Returns the text after the bar: as many numbers as fit, at least the loss; the bar gets shorter first."""
         room = self._console.width - len("train  ") - len(f" {self._num_steps}/{self._num_steps} ")
-        kept = dict(numbers)
+        fitting = dict(numbers)
         while True:
-            text = "  ".join([as_line(kept), *ends])
+            text = "  ".join([as_line(fitting), *ends])
             self._line.bar_width = min(_BAR_WIDTH, max(_SHORTEST_BAR, room - len(text)))
-            if len(text) + self._line.bar_width <= room or len(kept) == 1:
+            if len(text) + self._line.bar_width <= room or len(fitting) == 1:
                 return text
-            kept.popitem()
+            fitting.popitem()
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -177,12 +177,12 @@ _numbers = itertools.count()
 class TensorBoardSink:
     """Writes every number of a record as a scalar at its step.
 
-    TensorBoard's own writer uses a thread that a full disk ends, and leaves a partial event, after which its reader
-    sees nothing; so whole events are appended here.
+    TensorBoard's own writer uses a thread that dies on a full disk and leaves a partial event, after which its reader
+    sees nothing; so this sink appends whole events.
     """
 
     def __init__(self, folder: Path, resume_step: int, texts: Mapping[str, str] | None = None) -> None:
-        """Opens an event file; `texts` by tag, such as the configuration of this start, are shown verbatim."""
+        """Opens an event file; `texts` by tag, such as the configuration of this start, appear verbatim."""
         with disk_faults(f"write TensorBoard events in {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
         # names sort by time; TensorBoard reads the folder's files in that order
@@ -196,7 +196,7 @@ class TensorBoardSink:
         self._file = AppendedFile(folder / name, b"".join(map(_framed, begin)))
 
     def write(self, record: Record) -> None:
-        """Appends the record's scalars as one event; it waits if the disk refuses."""
+        """Appends the record's scalars as one event; the event waits if the disk refuses."""
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record).items()]
         event = Event(wall_time=time.time(), step=record.step, summary=Summary(value=values))
         self._file.append(record.step, _framed(event))

@@ -28,7 +28,7 @@ from mtrain.runs.folder import RunFolder
 _MOST_PATHS = 3
 _TRAINING, _VALIDATION = "training", "validation"
 _WIDE = 30.0
-"""Ratio of a norm's largest to its smallest value above which its axis is logarithmic."""
+"""Ratio of the largest to the smallest gradient norm above which the axis is logarithmic."""
 _MAX_ROWS = 300
 _MAX_ANSWERS = 60
 _GIB = 2**30
@@ -38,13 +38,13 @@ _GIB = 2**30
 class StartOfHistory:
     began_s: float
     resumed_step: int | None
-    """Updates before its first one; None if it ended before that was known."""
+    """Completed updates when it began; None if it ended before that was known."""
     num_repeated: int
     """Updates of earlier starts that this start repeated."""
     last_step: int
-    """Updates completed at its end, as far as known."""
+    """Completed updates at its end, as far as known."""
     seconds: float
-    """Wall time until its end, or its last sign of life."""
+    """Wall time until its end or its last sign of life."""
     end: str
     layout: str
     num_ranks: int
@@ -70,7 +70,7 @@ class RunHistory:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Dotted key -> value of the configuration."""
+        """Values of the configuration by dotted key."""
         return flat_keys(self.config) if self.config else {}
 
 
@@ -78,7 +78,7 @@ def read_history(path: Path, now_s: float) -> RunHistory:
     """Reads a run folder, even while the run is in progress; `now_s` is Unix time.
 
     Raises:
-        DataError: The folder holds no run or no step yet, or a file of it is damaged.
+        DataError: The folder holds no run or no step yet, or a file in it is damaged.
         MachineError: The folder cannot be read.
     """
     folder, status = RunFolder(path), read_status(path, now_s)
@@ -104,39 +104,40 @@ def _answers(path: Path) -> Iterator[Answer]:
         try:
             record = json.loads(line)
             prompt = record["prompt"]
-            # of a conversation the last message is shown
+            # the page shows only the last message of a conversation
             messages = prompt.get("messages", prompt.get("prompt")) if isinstance(prompt, dict) else prompt
             if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
                 messages = messages[-1].get("content")
             yield Answer(int(record["step"]), str(messages), str(record["answer"]))
         except (ValueError, TypeError, KeyError, RecursionError) as fault:
-            raise DataError(f"{path}:{number} is no answer to a prompt ({fault}); move the file away") from None
+            raise DataError(f"{path}:{number} is not an answer to a prompt ({fault}); move the file away") from None
 
 
 def _starts(events: Sequence[RunEvent], status: RunStatus, now_s: float) -> Iterator[StartOfHistory]:
-    places = [place for place, event in enumerate(events) if event.kind is EventKind.START]
-    for first, after in itertools.zip_longest(places, places[1:]):
-        own, later = events[first:after], [] if after is None else events[after:]
-        resumed = next((event for event in own if event.kind is EventKind.RESUME), None)
-        ends = [event for event in own if event.kind in ENDS]
+    indices = [index for index, event in enumerate(events) if event.kind is EventKind.START]
+    for first, after in itertools.zip_longest(indices, indices[1:]):
+        of_start, later = events[first:after], [] if after is None else events[after:]
+        resumed = next((event for event in of_start if event.kind is EventKind.RESUME), None)
+        ends = [event for event in of_start if event.kind in ENDS]
         if ends:
-            ended_s, end = ends[-1].time_s, f"{ends[-1].kind}: {ends[-1].text}" if ends[-1].text else str(ends[-1].kind)
+            last = ends[-1]
+            ended_s, end = last.time_s, f"{last.kind}: {last.text}" if last.text else str(last.kind)
         elif after is None:
             ended_s, end = now_s, str(status.standing)
         else:
-            ended_s, end = own[-1].time_s, "no end is recorded: it was killed"
-        # the next start that resumes has recorded how far this one came
+            ended_s, end = of_start[-1].time_s, "no end is recorded: it was killed"
+        # the next start that resumes has recorded the step that this one reached
         reached = next((event.facts.get("reached") for event in later if event.kind is EventKind.RESUME), None)
-        steps = [event.step for event in own] + ([reached] if isinstance(reached, int) else [])
+        steps = [event.step for event in of_start] + ([reached] if isinstance(reached, int) else [])
         yield StartOfHistory(
-            began_s=own[0].time_s,
+            began_s=of_start[0].time_s,
             resumed_step=None if resumed is None else resumed.step,
             num_repeated=0 if resumed is None else _number(resumed.facts.get("reached"), resumed.step) - resumed.step,
             last_step=max(status.step, *steps) if after is None else max(steps),
-            seconds=ended_s - own[0].time_s,
+            seconds=ended_s - of_start[0].time_s,
             end=end,
-            layout=str(own[0].facts.get("layout", "")),
-            num_ranks=_number(own[0].facts.get("world_size"), 0),
+            layout=str(of_start[0].facts.get("layout", "")),
+            num_ranks=_number(of_start[0].facts.get("world_size"), 0),
         )
 
 
@@ -157,7 +158,7 @@ def run_page(run: RunHistory) -> str:
     notes = (status.standing.reason, keys.get("run.notes"), f"Tags: {', '.join(map(str, tags))}." if tags else "")
     identity = {"model": _model(keys), "data": _data(keys), "devices": _devices(run.environment)}
     of = "" if status.num_steps is None else f" of {status.num_steps:,}"
-    # of curves that share a picture
+    # only curves that share a picture need a legend
     names = [_TRAINING, *_set_names(run.curves.passes)]
     legend = [Curve(name, name, slot, ()) for slot, name in enumerate(names)] if len(names) > 1 else []
     return render(
@@ -226,7 +227,7 @@ def _facts(run: RunHistory) -> dict[str, str]:
     if updated:
         facts["loss"] = f"{updated[-1].loss:.4f} at step {updated[-1].step}"
     if passes:
-        best = min(passes, key=lambda each: each.valid_loss)
+        best = min(passes, key=lambda record: record.valid_loss)
         facts["validation loss"] = f"{passes[-1].valid_loss:.4f}, best {best.valid_loss:.4f} at step {best.step}"
     seconds, tokens = sum(step.seconds for step in steps), sum(step.tokens for step in steps)
     if seconds > 0:
@@ -235,7 +236,7 @@ def _facts(run: RunHistory) -> dict[str, str]:
         )
     if run.starts:
         wall_s, repeated = sum(start.seconds for start in run.starts), sum(start.num_repeated for start in run.starts)
-        facts["starts"] = f"{len(run.starts)} over {as_duration(wall_s)} of wall time; {repeated} steps made again"
+        facts["starts"] = f"{len(run.starts)} over {as_duration(wall_s)} of wall time; {repeated} steps repeated"
     if status.goodput is not None:
         facts["goodput"] = status.goodput.lines()[0].removeprefix("goodput ")
     memory = [step.memory_bytes for step in steps if step.memory_bytes is not None]
@@ -247,8 +248,8 @@ def _facts(run: RunHistory) -> dict[str, str]:
     facts |= {name: str(count) for name, count in counts.items() if count}
     saves = [event for event in run.events if event.kind is EventKind.SAVE]
     if saves:
-        taken = [float(s) for event in saves if isinstance(s := event.facts.get("seconds"), int | float)]
-        slowest = f", the slowest in {max(taken):.1f} s" if taken else ""
+        save_seconds = [float(s) for event in saves if isinstance(s := event.facts.get("seconds"), int | float)]
+        slowest = f", the slowest in {max(save_seconds):.1f} s" if save_seconds else ""
         facts["saves"] = f"{len(saves)}{slowest}"
     if status.last_checkpoint is not None:
         facts["newest checkpoint"] = f"step {status.last_checkpoint}"
@@ -269,7 +270,7 @@ def _set_names(passes: Sequence[ValidRecord]) -> list[str]:
 
 
 def _figures(run: RunHistory) -> Iterator[tuple[str, str, Markup]]:
-    """Yields title, caption of the axis, and picture of everything that the run has recorded."""
+    """Yields title, caption of the axis, and picture of each quantity that the run has recorded."""
     marks, steps = _marks(run), run.curves.steps
     for title, axis, curves in _quantities(run):
         drawn = [curve for curve in curves if curve.points]
@@ -320,8 +321,8 @@ def _of_term(records: Sequence[StepRecord | ValidRecord], term: str) -> Iterator
 
 
 def _of(steps: Sequence[StepRecord], value: Callable[[StepRecord], float | None]) -> Curve:
-    found = ((step.step, value(step)) for step in steps)
-    return Curve(_TRAINING, _TRAINING, 0, tuple((step, float(each)) for step, each in found if each is not None))
+    values = ((step.step, value(step)) for step in steps)
+    return Curve(_TRAINING, _TRAINING, 0, tuple((step, float(number)) for step, number in values if number is not None))
 
 
 def _validation_curves(passes: Sequence[ValidRecord]) -> list[Curve]:
@@ -330,16 +331,16 @@ def _validation_curves(passes: Sequence[ValidRecord]) -> list[Curve]:
     for slot, label in enumerate(_set_names(passes), start=1):
         name = label.removeprefix(f"{_VALIDATION}: ")
         losses = [
-            (each.step, each.valid_sets[name].loss if each.valid_sets else each.valid_loss)
-            for each in passes
-            if name in each.valid_sets or label == _VALIDATION
+            (record.step, record.valid_sets[name].loss if record.valid_sets else record.valid_loss)
+            for record in passes
+            if name in record.valid_sets or label == _VALIDATION
         ]
         curves.append(Curve(label, label, slot, tuple(losses), stands_out=True))
     return curves
 
 
 def _lines(run: RunHistory) -> Iterator[dict[str, Any]]:
-    """Yields all events but saves, by time if it is known, else first."""
+    """Yields all events except saves, by time; those without a time come first."""
     for change in run.curves.changes:
         yield {"time": "", "step": change.step, "kind": "change", "text": f"from here on {change}"}
     reported: list[tuple[float | None, int, str, str]] = []
@@ -348,7 +349,7 @@ def _lines(run: RunHistory) -> Iterator[dict[str, Any]]:
             text = f"rank {event.rank}: {event.text}" if event.text and event.rank else event.text
             reported.append((event.time_s, event.step, str(event.kind), text))
     reported += [(s.time_s, s.step, "skipped step", s.skipped) for s in run.curves.steps if s.skipped is not None]
-    for time_s, step, kind, text in sorted(reported, key=lambda each: each[0] or 0.0):
+    for time_s, step, kind, text in sorted(reported, key=lambda line: line[0] or 0.0):
         yield {"time": _clock(time_s), "step": step, "kind": kind, "text": text}
 
 

@@ -1,6 +1,6 @@
-"""State of a run and its latest numbers, from its folder, for `mtrain status`, while the folder may be written to.
+"""State and latest numbers of a run for `mtrain status`, from a run folder that a run may be writing to.
 
-It loads neither torch nor the configuration's schema, so it answers at once.
+This module loads neither torch nor the configuration's schema, so it answers at once.
 """
 
 import json
@@ -25,12 +25,13 @@ from mtrain.runs.folder import RunFolder
 from mtrain.runs.goodput import Goodput, goodput_of_run
 
 _TAIL_BYTES = 2**18
-"""Bytes at the end of metrics.jsonl that are read: some hundred steps of a long run."""
+"""Number of bytes to read at the end of metrics.jsonl: a few hundred steps."""
 _MAX_ALARMS = 5
 SILENT_AFTER_S = 15.0
-"""Seconds after which a rank is silent: it beats every second; a shared file system shows it some seconds later."""
+"""Seconds without a beat after which a rank is silent: it beats every second, and a shared file system shows that some
+seconds later."""
 _RANKS_A_SECOND = 100
-"""Scale of that time for large runs: of n ranks each beats every n / 500 seconds, and may miss five beats."""
+"""Scale of that time for large runs: each of n ranks beats every n / 500 seconds and may miss five beats."""
 _CLOCKS_S = 5.0
 """Largest difference between the clocks of nodes, in seconds."""
 
@@ -56,10 +57,10 @@ class Standing:
 
     state: RunState
     since_s: float | None
-    """Unix time since which it holds; None if unknown."""
+    """Unix time at which the state began; None if unknown."""
     reason: str = ""
     silent_ranks: tuple[int, ...] = ()
-    """Ranks that show no sign of life while others do, or that have not begun."""
+    """Ranks that show no sign of life, or have not begun, while other ranks beat."""
 
     def __str__(self) -> str:
         return f"{self.state}: {self.reason}" if self.reason else str(self.state)
@@ -67,20 +68,21 @@ class Standing:
 
 @dataclass(frozen=True)
 class Signs:
-    """Contents of a run folder that determine the state, besides numbers."""
+    """Contents of a run folder that determine the state."""
 
     events: Sequence[RunEvent]
     beats: Sequence[Beat]
-    """Latest beat of each rank that has one, of any start."""
+    """Latest beat of each rank, from any start."""
     world_size: int
     """World size of the latest start; 0 if unknown."""
     steps: int
+    """Completed steps."""
     num_steps: int | None
-    """Steps to do; None if unknown."""
+    """`train.num_steps`; None if unknown."""
     requeue: str | None
-    """Text of the requeue marker; None without one."""
+    """Text of the requeue marker; None if the run has none."""
     written_s: float | None
-    """Unix time of the last write to metrics.jsonl; None without one."""
+    """Unix time of the last write to metrics.jsonl; None if the file does not exist."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,14 @@ class RunStatus:
     memory_bytes: int | None
     """Largest memory of a rank in its last step; None if unknown."""
     last_checkpoint: int | None
-    """Step of the newest checkpoint; None without one."""
+    """Step of the newest checkpoint; None if the run has none."""
     saved_s: float | None
-    """Unix time of that checkpoint."""
+    """Unix time of the newest checkpoint; None if the run has none."""
     num_starts: int
     alarms: tuple[str, ...]
     """Alarms of the latest start, the newest last."""
     goodput: Goodput | None = None
-    """Goodput over all starts; None without an account."""
+    """Goodput over all starts; None if the run has not recorded it."""
     failure: FailureRecord | None = None
     """First cause if the latest start has failed."""
     summary: str = ""
@@ -146,8 +148,8 @@ class RunStatus:
 
 
 def latest_start(events: Sequence[RunEvent]) -> Sequence[RunEvent]:
-    places = [place for place, event in enumerate(events) if event.kind is EventKind.START]
-    return events[places[-1] :] if places else ()
+    indices = [index for index, event in enumerate(events) if event.kind is EventKind.START]
+    return events[indices[-1] :] if indices else ()
 
 
 def standing(signs: Signs, now_s: float) -> Standing:
@@ -158,11 +160,11 @@ def standing(signs: Signs, now_s: float) -> Standing:
     if any(event.kind in ENDS for event in events):
         return _ended(events, signs)
     failed = [beat for beat in beats if beat.left_with not in (None, "done")]
-    if failed:  # by an error that no event records
+    if failed:  # no event recorded the error
         causes = [beat for beat in failed if beat.left_with != "RankLostError"] or failed
         first = min(causes, key=lambda beat: beat.written_s)
         return Standing(RunState.FAILED, first.written_s, f"rank {first.rank}: {first.left_with} in {first.place}")
-    if not events:  # a run of a version without events
+    if not events:  # a run of an earlier version, which wrote no events
         if signs.requeue is not None:
             return Standing(RunState.STOPPED, signs.written_s, signs.requeue)
         is_done = signs.num_steps is not None and signs.steps >= signs.num_steps
@@ -175,7 +177,7 @@ def standing(signs: Signs, now_s: float) -> Standing:
     left = {beat.rank for beat in beats if beat.left_with is not None}
     silent = sorted(set(range(signs.world_size)) - {beat.rank for beat in alive} - left)
     if events and now_s - events[0].time_s <= limit_s:
-        silent = []  # they may just be starting
+        silent = []  # these ranks may just be starting
     last = max(alive, key=lambda beat: beat.progress)
     state = RunState.RUNNING
     if last.phase in (Phase.START, Phase.BUILD):
@@ -194,13 +196,13 @@ def _ended(events: Sequence[RunEvent], signs: Signs) -> Standing:
         first = (causes or failures)[0]
         return Standing(RunState.FAILED, last.time_s, f"rank {first.rank}: {first.text}")
     if last.kind is EventKind.STOP:
-        gone = "" if signs.requeue is not None else "; the marker REQUEUE has been removed"
+        gone = "" if signs.requeue is not None else "; the REQUEUE marker has been removed"
         return Standing(RunState.STOPPED, last.time_s, last.text + gone)
     return Standing(RunState.FINISHED, last.time_s)
 
 
 def _without_life(events: Sequence[RunEvent], beats: Sequence[Beat], signs: Signs, limit_s: float) -> Standing:
-    """Returns the state when no rank beats; signs of life before the Unix time `limit_s` are too old."""
+    """Returns the state if no rank beats; signs of life before the Unix time `limit_s` are too old."""
     times = [*(beat.written_s for beat in beats), *(event.time_s for event in events)]
     if not events and signs.written_s is not None:
         times.append(signs.written_s)
@@ -233,9 +235,9 @@ def read_status(path: Path, now_s: float | None = None) -> RunStatus:
         requeue=_text(folder.requeue_marker),
         written_s=_modified_s(folder.metrics),
     )
-    found = standing(signs, now_s)
+    state = standing(signs, now_s)
     since_s = latest[0].time_s - _CLOCKS_S if latest else 0.0
-    own = [beat for beat in beats if not latest or (beat.written_s >= since_s and beat.rank < world_size)]
+    latest_beats = [beat for beat in beats if not latest or (beat.written_s >= since_s and beat.rank < world_size)]
     checkpoint, saved_s = None, None
     with suppress(MachineError):
         checkpoint = max(published_steps(folder.checkpoints), default=None)
@@ -245,14 +247,14 @@ def read_status(path: Path, now_s: float | None = None) -> RunStatus:
     return RunStatus(
         folder=path,
         name=str(facts.get("name") or path.resolve().name),
-        standing=found,
+        standing=state,
         num_steps=num_steps,
         last=last,
         last_pass=passes[-1] if passes else None,
         eta_s=_eta_s(steps, num_steps, latest),
         world_size=world_size,
-        num_beating=sum(beat.left_with is None and beat.rank not in found.silent_ranks for beat in own),
-        memory_bytes=max((beat.memory_bytes for beat in own if beat.memory_bytes is not None), default=None),
+        num_beating=sum(beat.left_with is None and beat.rank not in state.silent_ranks for beat in latest_beats),
+        memory_bytes=max((beat.memory_bytes for beat in latest_beats if beat.memory_bytes is not None), default=None),
         last_checkpoint=checkpoint,
         saved_s=saved_s,
         num_starts=sum(event.kind is EventKind.START for event in events),
@@ -269,21 +271,24 @@ def is_run_folder(path: Path) -> bool:
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
-    """Finds the run folders that arguments name, in order: run folders, folders of runs, and patterns."""
-    found: dict[Path, None] = {}
+    """Finds the run folders named by arguments, in order: run folders, folders of runs, and patterns.
+
+    Raises DataError for an argument without a run.
+    """
+    run_folders: dict[Path, None] = {}
     for name in names:
         path = Path(name)
-        named = [path]
+        candidates = [path]
         if not path.exists() and re.search(r"[*?\[]", name):
-            named = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        runs = [run for each in named for run in _runs_below(each)]
+            candidates = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        runs = [run for folder in candidates for run in _runs_below(folder)]
         if not runs:
             raise DataError(
                 f"{name} is not a run folder and contains none (no events.jsonl, metrics.jsonl or config.yaml, "
                 "two levels down); give a run.dir, a folder of them, or a pattern in quotes"
             )
-        found |= dict.fromkeys(runs)
-    return list(found)
+        run_folders |= dict.fromkeys(runs)
+    return list(run_folders)
 
 
 def _runs_below(path: Path, levels: int = 2) -> list[Path]:
@@ -292,10 +297,10 @@ def _runs_below(path: Path, levels: int = 2) -> list[Path]:
     if levels == 0 or not path.is_dir():
         return []
     try:
-        below = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+        folders = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError as fault:
         raise MachineError(f"could not list {path}: {fault.strerror}; check the path and its permissions") from fault
-    return [run for each in below for run in _runs_below(each, levels - 1)]
+    return [run for entry in folders for run in _runs_below(entry, levels - 1)]
 
 
 def _tail(path: Path) -> tuple[list[StepRecord], list[ValidRecord]]:
@@ -314,14 +319,16 @@ def _eta_s(steps: Sequence[StepRecord], num_steps: int | None, latest: Sequence[
         return None
     began_s = latest[0].time_s if latest else 0.0
     recent = steps[-PACE_STEPS - 1 :]
-    timed = [(each.step, each.time_s) for each in recent if each.time_s is not None and each.time_s >= began_s]
+    timed = [
+        (record.step, record.time_s) for record in recent if record.time_s is not None and record.time_s >= began_s
+    ]
     if len(timed) > 1:
         return remaining_s(timed, num_steps)
     return sum(step.seconds for step in recent) / len(recent) * max(0, num_steps - steps[-1].step)
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """Reads the latest beat of each rank that has one; `folder` is the run's `heartbeats`."""
+    """Reads the latest beat of each rank; `folder` is the run's `heartbeats`."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -332,12 +339,14 @@ def read_beats(folder: Path) -> list[Beat]:
 
 def _alarms(latest: Sequence[RunEvent], steps: Sequence[StepRecord]) -> list[str]:
     reported = [f"step {event.step}: {event.text}" for event in latest if event.kind is EventKind.ALARM]
-    reported += [f"rolled back to step {each.step}: {each.text}" for each in latest if each.kind is EventKind.ROLLBACK]
+    reported += [
+        f"rolled back to step {event.step}: {event.text}" for event in latest if event.kind is EventKind.ROLLBACK
+    ]
     return [*(f"step {step.step}: skipped, {step.skipped}" for step in steps if step.skipped is not None), *reported]
 
 
 def _old_config(path: Path) -> dict[str, Any]:
-    from mtrain.base.yaml_text import read_yaml  # only here, as it takes longer to load than all the rest
+    from mtrain.base.yaml_text import read_yaml  # only here: it takes longer to load than everything else
 
     with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         content: Any = read_yaml(path.read_text()).content

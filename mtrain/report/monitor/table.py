@@ -29,9 +29,9 @@ _MAX_RANKS = 8
 _ENDED = (RunState.FINISHED, RunState.FAILED, RunState.STOPPED)
 
 
-def status_view(found: Sequence[RunStatus], width: int | None) -> RenderableType:
-    """Formats one run as a block of lines, several as a table; `width` is None without a terminal."""
-    return _block(found[0]) if len(found) == 1 else _table(found, width)
+def status_view(statuses: Sequence[RunStatus], width: int | None) -> RenderableType:
+    """Formats one run as a block of lines, several as a table; `width` None: the output is not a terminal."""
+    return _block(statuses[0]) if len(statuses) == 1 else _table(statuses, width)
 
 
 def _block(status: RunStatus) -> Group:
@@ -56,10 +56,10 @@ def _lines(status: RunStatus, now_s: float) -> dict[str, Text]:
     if status.last is not None:
         lines["numbers"] = Text(as_line(step_numbers(status.last)))
         if status.last.sources:
-            losses = {name: f"{each.loss:.4f}" for name, each in status.last.sources.items()}
+            losses = {name: f"{term.loss:.4f}" for name, term in status.last.sources.items()}
             lines["sources"] = Text(as_line(losses))
     if (last := status.last_pass) is not None:
-        sets = {name: f"{each.loss:.4f}" for name, each in last.valid_sets.items()}
+        sets = {name: f"{term.loss:.4f}" for name, term in last.valid_sets.items()}
         numbers = {"valid_loss": f"{last.valid_loss:.4f}", **sets, **side_terms(last)}
         lines["validation"] = Text(f"step {last.step}  {as_line(numbers)}")
     if status.world_size:
@@ -81,13 +81,13 @@ def _lines(status: RunStatus, now_s: float) -> dict[str, Text]:
     return lines
 
 
-def _table(found: Sequence[RunStatus], width: int | None) -> Table:
+def _table(statuses: Sequence[RunStatus], width: int | None) -> Table:
     table = Table(pad_edge=False)
     if width is None:
         table.box = None
-    rows = [dict(zip(_HEADINGS, _row(status), strict=True)) for status in found]
-    shown = _HEADINGS if width is None else _fitting(rows, width)
-    for heading in shown:
+    rows = [dict(zip(_HEADINGS, _row(status), strict=True)) for status in statuses]
+    headings = _HEADINGS if width is None else _fitting(rows, width)
+    for heading in headings:
         folded = _FOLDED_WIDTH.get(heading)
         widest = max(len(row[heading]) for row in rows) if rows else 0
         table.add_column(
@@ -98,14 +98,14 @@ def _table(found: Sequence[RunStatus], width: int | None) -> Table:
             min_width=None if folded is None or width is None else min(folded, widest),
         )
     for row in rows:
-        table.add_row(*(row[heading] for heading in shown))
+        table.add_row(*(row[heading] for heading in headings))
     return table
 
 
 def _fitting(rows: Sequence[dict[str, Text]], width: int) -> list[str]:
-    """Returns the columns that fit a terminal; those of _LEAST are dropped one after the other."""
-    widths = {each: max([len(each), *(len(row[each]) for row in rows)]) for each in _HEADINGS}
-    needed = {each: min(size, _FOLDED_WIDTH.get(each, size)) + len(" | ") for each, size in widths.items()}
+    """Returns the columns that fit a terminal; drops those in _LEAST one by one."""
+    widths = {heading: max([len(heading), *(len(row[heading]) for row in rows)]) for heading in _HEADINGS}
+    needed = {heading: min(size, _FOLDED_WIDTH.get(heading, size)) + len(" | ") for heading, size in widths.items()}
     for heading in _LEAST:
         if sum(needed.values()) <= width:
             break
@@ -114,14 +114,14 @@ def _fitting(rows: Sequence[dict[str, Text]], width: int) -> list[str]:
 
 
 def _row(status: RunStatus) -> list[Text]:
-    last, shown = status.last, status.standing
+    last, standing = status.last, status.standing
     numbers = {} if last is None else step_numbers(last)
-    has_ended = shown.state in _ENDED
+    has_ended = standing.state in _ENDED
     memory = "" if status.memory_bytes is None else as_size(status.memory_bytes)
-    state = Text(str(shown), _COLOURS[shown.state])
-    if shown.state is RunState.SILENT and shown.since_s is not None:
-        state.append(f" since {_clock(shown.since_s)}")
-    alarms = [*([f"silent: {_listed(shown.silent_ranks)}"] if shown.silent_ranks else []), *status.alarms[-1:]]
+    state = Text(str(standing), _COLOURS[standing.state])
+    if standing.state is RunState.SILENT and standing.since_s is not None:
+        state.append(f" since {_clock(standing.since_s)}")
+    alarms = [*([f"silent: {_listed(standing.silent_ranks)}"] if standing.silent_ranks else []), *status.alarms[-1:]]
     return [
         Text(status.name),
         state,

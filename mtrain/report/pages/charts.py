@@ -1,7 +1,7 @@
 """Curves over steps as SVG inside a page: equal curves stay visible, and the page's style sheet sets the colours.
 
-matplotlib draws them with placeholder colours, which become variables of the style sheet, so that one picture serves
-light and dark screens. The page's script finds a curve by its key.
+matplotlib draws them in placeholder colours, which become variables of the style sheet, so one picture serves light and
+dark screens. The page's script finds a curve by its key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter
 from mtrain.report.metrics.shown import SATURATION, curve_hue
 
 WIDTH, VALUE_HEIGHT, DIFFERENCE_HEIGHT = 400, 200, 150
-"""Sizes of charts in pixels, like all lengths here: at 72 dots per inch matplotlib's points are pixels."""
+"""Sizes of charts in pixels, like all lengths in this file: at 72 dots per inch, matplotlib's points are pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 16, 24
 _DASH = 6
 """Length of a curve's dash on a shared line."""
@@ -47,7 +47,7 @@ _STYLE = {
     "ytick.left": False,
 }
 _STYLED = matplotlib.style.context(["default", _STYLE])
-"""Decorator of drawing functions, which makes the picture independent of the user's own matplotlibrc."""
+"""Decorator of drawing functions; makes pictures independent of the user's matplotlibrc."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Curve:
     key: str
     """Key of the legend entry that highlights the curve."""
     label: str
-    """Text that the pointer shows."""
+    """Text shown under the pointer."""
     slot: int
-    """Number of the curve on the page; determines colour, marker and turn."""
+    """Number of the curve on the page; determines colour, marker and its turn in a shared line."""
     points: tuple[tuple[int, float], ...]
     stands_out: bool = False
     """Whether the curve is drawn on top and with filled markers; it shares its line only with curves of its kind."""
@@ -100,7 +100,7 @@ def value_chart(name: str, curves: Sequence[Curve], backdrop: Sequence[tuple[int
     if backdrop:
         wide = {"linewidth": 11, "alpha": 0.22, "solid_capstyle": "round"}
         axes.plot(*_lines(backdrop), color=_INK, gid="backdrop", clip_on=False, **wide)
-    below, above = ([each for each in curves if each.stands_out == is_above] for is_above in (False, True))
+    below, above = ([curve for curve in curves if curve.stands_out == is_above] for is_above in (False, True))
     _draw_shared_line(axes, below, first_turn=0)
     _draw_shared_line(axes, above, first_turn=1 if below else 0)
     return _chart(figure, name, curves)
@@ -108,7 +108,7 @@ def value_chart(name: str, curves: Sequence[Curve], backdrop: Sequence[tuple[int
 
 @_STYLED
 def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None) -> Markup:
-    """Draws relative differences, which are not negative, on a logarithmic axis; equal ones are drawn side by side.
+    """Draws relative differences, which are never negative, on a logarithmic axis; equal ones side by side.
 
     Args:
         curves: Curves, at least one, with at least one point in total.
@@ -132,7 +132,7 @@ def difference_chart(name: str, curves: Sequence[Curve], tolerance: float | None
         spread = min(0.7 * gap, 0.16 * (steps[-1] - steps[0]) if steps[-1] > steps[0] else 0.3)
     for turn, curve in enumerate(curves):
         shift = spread * (turn / max(1, len(curves) - 1) - 0.5)
-        line = _lines([(step + shift, decades.place(value)) for step, value in curve.points])
+        line = _lines([(step + shift, decades.height(value)) for step, value in curve.points])
         look = _look(curve.slot, is_filled=curve.stands_out) if is_marked else {"color": _placeholder(curve.slot)}
         style = "-" if len(curves) == 1 or not is_marked else ""
         axes.plot(*line, linestyle=style, linewidth=1, gid=f"curve {curve.key}", clip_on=False, **look)
@@ -145,7 +145,7 @@ def history_chart(name: str, curves: Sequence[Curve], marks: Sequence[int], *, i
 
     Args:
         curves: Curves, at least one, with at least one point in total; one that stands out has a marker at each point.
-        is_log: Whether the axis of values is logarithmic, for which values must be positive.
+        is_log: Whether the axis of values is logarithmic; all values must then be positive.
     """
     points = list(itertools.chain.from_iterable(curve.points for curve in curves))
     figure, axes = _panel(VALUE_HEIGHT, [step for step, _ in points], padding=0.02)
@@ -169,14 +169,14 @@ def history_chart(name: str, curves: Sequence[Curve], marks: Sequence[int], *, i
 
 
 def _bins(points: Sequence[tuple[int, float]]) -> list[tuple[float, float, float, float]]:
-    """Returns (step, least, mean, largest) of groups of neighbours, about a pixel wide; nan if one is not finite."""
+    """Returns (step, least, mean, largest) of groups of neighbours about a pixel wide; nan if a value is not finite."""
     size = max(1, math.ceil(len(points) / (WIDTH - _LEFT - _RIGHT)))
-    found = []
+    bins = []
     for first in range(0, len(points), size):
         steps, values = zip(*points[first : first + size])
         known = values if all(map(math.isfinite, values)) else (math.nan,)
-        found.append((sum(steps) / len(steps), min(known), sum(known) / len(known), max(known)))
-    return found
+        bins.append((sum(steps) / len(steps), min(known), sum(known) / len(known), max(known)))
+    return bins
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class _Decades:
     def room(self) -> float:
         return 0.12 * (self.high - self.low)
 
-    def place(self, value: float) -> float:
+    def height(self, value: float) -> float:
         if not math.isfinite(value):
             return self.high + self.room
         return math.log10(value) if value > 0 else self.low - self.room
@@ -204,12 +204,12 @@ class _Decades:
     def labels(self, values: Sequence[float]) -> dict[float, str]:
         spacing = math.ceil((self.high - self.low) / (_MAX_TICKS - 1))
         labels = {float(power): f"1e{power}" for power in range(self.low, self.high + 1, spacing)}
-        labels |= {self.place(value): "0" for value in values if value == 0}
-        return labels | {self.place(value): "∞, nan" for value in values if not math.isfinite(value)}
+        labels |= {self.height(value): "0" for value in values if value == 0}
+        return labels | {self.height(value): "∞, nan" for value in values if not math.isfinite(value)}
 
 
 def _panel(height: int, steps: Sequence[int], padding: float) -> tuple[Figure, Any]:
-    """Makes a figure with axes over whole steps; `padding` is the share of them that stays free on either side."""
+    """Makes a figure with axes over whole steps; `padding` is the share of the steps that stays free on either side."""
     figure = Figure((WIDTH / 72, height / 72), frameon=False)
     size = ((WIDTH - _LEFT - _RIGHT) / WIDTH, (height - _TOP - _BOTTOM) / height)
     axes = figure.add_axes((_LEFT / WIDTH, _BOTTOM / height, *size))
@@ -224,7 +224,7 @@ def _panel(height: int, steps: Sequence[int], padding: float) -> tuple[Figure, A
     low, high = min(steps), max(steps)
     free = padding * (high - low) if high > low else 1.0
     axes.set_xlim(low - free, high + free)
-    # round steps at even distances, and the first step if there is room for it
+    # round steps at even distances, and the first step if it has room
     ticks = MaxNLocator(_MAX_TICKS, integer=True).tick_values(low, high)
     inside = [int(tick) for tick in ticks if low <= tick <= high]
     shown = inside if inside and inside[0] - low < (ticks[1] - ticks[0]) / 2 else [low, *inside]
@@ -242,7 +242,7 @@ def _span(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _draw_shared_line(axes: Any, curves: Sequence[Curve], first_turn: int) -> None:
-    """Draws curves that are likely to be equal: turn 0 as a solid line, others as dashes; markers alternate as well."""
+    """Draws curves that may be equal: turn 0 as a solid line, later turns as dashes; markers alternate as well."""
     num_turns = first_turn + len(curves)
     for turn, curve in enumerate(curves):
         line, gid = _lines(curve.points), f"curve {curve.key}"
@@ -250,8 +250,8 @@ def _draw_shared_line(axes: Any, curves: Sequence[Curve], first_turn: int) -> No
         if dashes:  # a thin line between its dashes
             axes.plot(*line, color=_placeholder(curve.slot), linewidth=1, alpha=0.5, gid=gid, clip_on=False)
         style = (-_DASH * (turn + first_turn), (_DASH, _DASH * (num_turns - 1))) if dashes else "-"
-        own = [index for index in range(len(curve.points)) if index % len(curves) == turn % len(curve.points)]
-        look = {**_look(curve.slot, is_filled=curve.stands_out), "markevery": own}
+        marked = [index for index in range(len(curve.points)) if index % len(curves) == turn % len(curve.points)]
+        look = {**_look(curve.slot, is_filled=curve.stands_out), "markevery": marked}
         if len(curve.points) > _MAX_MARKED_POINTS:
             look["marker"] = ""
         axes.plot(*line, linestyle=style, linewidth=3.2, gid=gid, clip_on=False, **look)
@@ -275,20 +275,20 @@ def _placeholder(slot: int) -> str:
 
 
 def _css_colour(match: re.Match[str]) -> str:
-    found = match.group()
-    return _CSS.get(found) or f"hsl({curve_hue(int(found[3:], 16))} {SATURATION:.0%} var(--line-light))"
+    colour = match.group()
+    return _CSS.get(colour) or f"hsl({curve_hue(int(colour[3:], 16))} {SATURATION:.0%} var(--line-light))"
 
 
 def _chart(figure: Figure, name: str, curves: Sequence[Curve]) -> Markup:
-    """Returns the picture, with what the page's script shows under the pointer as JSON: the axis, and each curve."""
+    """Returns the picture, with the data that the page's script shows under the pointer as JSON: axis and curves."""
     low, high = figure.axes[0].get_xlim()
     shown = []
     for curve in curves:
         bins = _bins(curve.points) if curve.points else []
         values = [float(f"{mean:.6g}") if math.isfinite(mean) else None for _, _, mean, _ in bins]
         shown.append({"label": curve.label, "steps": [round(step) for step, *_ in bins], "values": values})
-    places = {"left": _LEFT, "right": WIDTH - _RIGHT, "low": float(low), "high": float(high)}
-    data = json.dumps({**places, "curves": shown}, separators=(",", ":"))
+    axis = {"left": _LEFT, "right": WIDTH - _RIGHT, "low": float(low), "high": float(high)}
+    data = json.dumps({**axis, "curves": shown}, separators=(",", ":"))
     attributes = {"class": "chart", "role": "img", "aria-label": name, "data-values": data}
     return _svg(figure, attributes, name, {curve.key: curve.label for curve in curves})
 

@@ -13,7 +13,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
 def render(template: str, **values: object) -> str:
-    """Returns the text of a page; values that are not Markup are escaped, and a missing one is an error."""
+    """Returns the text of a page; escapes values that are not Markup, and raises UndefinedError for a missing one."""
     environment = Environment(
         loader=PackageLoader(__package__),
         autoescape=True,

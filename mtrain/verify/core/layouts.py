@@ -37,7 +37,7 @@ class Trial(Layout):
 
     @property
     def batch_divisor(self) -> int:
-        """Returns the number that has to divide the global batch size."""
+        """Returns the number by which the global batch size must be divisible."""
         size = 1 if self.micro_batch_size is None else self.micro_batch_size
         return self.dp * size * (self.pp if self.vpp > 1 else 1)
 

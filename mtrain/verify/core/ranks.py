@@ -270,7 +270,7 @@ def _serve(pipe: Connection, job: _Job, rank: int) -> None:
             answer = (True, _call(job, rank))
     except MtrainError as error:
         answer = (False, error)
-    except BaseException as error:  # any error: the caller has to show it
+    except BaseException as error:  # any error: the caller must show it
         answer = (False, (reason_of(error), traceback.format_exc()))
     # by value: multiprocessing would share a tensor's memory, which this process frees
     pipe.send_bytes(pickle.dumps(answer))

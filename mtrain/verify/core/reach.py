@@ -43,7 +43,7 @@ _TO_THE_OFFSET = 0.1
 
 
 def model_keys(model: ModelSection) -> dict[str, Any]:
-    """Returns the `model.*` keys that change, except those of sections."""
+    """Returns the `model.*` keys that change, without keys of sections."""
     softcap = model.logit_softcap
     return {
         "norm_epsilon": model.norm_epsilon * epsilon_factor(model),

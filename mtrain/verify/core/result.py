@@ -229,7 +229,7 @@ class ParityReport(Report):
     text = PARITY
 
     precision: str = "float32"
-    """Precision of the judged losses and gradients; if float64, those of the float32 run are the kind `rounding`."""
+    """Precision of the judged losses and gradients; if float64, the kind `rounding` has the float32 ones."""
 
     @property
     def judged(self) -> str:
@@ -266,16 +266,15 @@ class TimedReport(Report):
 
 
 class BackendReport(TimedReport):
-    """Report of `mtrain verify backend`; the reference is one layer in float64, and layers of candidates stand in place
-    of layouts. Times are those of each layer of a candidate, forward and backward."""
+    """Report of `mtrain verify backend`; the reference is one layer in float64, and `layouts` has the layers of
+    candidates. `times` has forward and backward passes of each layer of a candidate."""
 
     text = BACKEND
 
 
 @dataclass(frozen=True)
 class MachineReport(TimedReport):
-    """Report of `mtrain verify machine`; groups, layouts of several models and resumed runs stand in place of
-    layouts."""
+    """Report of `mtrain verify machine`; `layouts` has groups, layouts of several models, and resumed runs."""
 
     text = MACHINE
 
@@ -326,7 +325,7 @@ def diagnosed(results: Sequence[LayoutResult], watched: Watched, text: ReportTex
 
 
 def _informative(results: Sequence[LayoutResult]) -> list[LayoutResult]:
-    """Drops a one-process layout that could not run if others ran and none passes: it says nothing."""
+    """Drops a one-process layout that could not run if other layouts ran and none passes: it is not evidence."""
     if any(result.passed for result in results) or all(result.error is not None for result in results):
         return list(results)
     return [result for result in results if result.num_ranks > 1 or result.error is None]
@@ -365,7 +364,7 @@ def failing_axis(results: Sequence[LayoutResult]) -> str | None:
 
 
 def _smallest_failures(results: Sequence[LayoutResult]) -> list[LayoutResult]:
-    """Returns the failing layouts, smallest first, without those of which a failing layout has a subset of the axes."""
+    """Returns the failing layouts, smallest first; skips a layout if another one fails with a subset of its axes."""
     failed = sorted(
         (result for result in results if not result.passed), key=lambda layout: (len(layout.axes), layout.num_ranks)
     )

@@ -55,7 +55,7 @@ class SamplePlan:
     user_vocab_size: int = 0
     """Vocabulary size of the user's data; larger than the model's if token ids are taken modulo the model's."""
     choices: tuple[str, ...] = ()
-    """Choices in the user's records, such as the experts of each token; random samples have them as well."""
+    """Choices in the user's records, such as the experts of each token; random samples also have them."""
 
     @property
     def num_steps(self) -> int:

@@ -9,7 +9,7 @@ u = 2^-24, u64 = 2^-53 and v = 2^-9 are the unit roundoffs of float32, float64 a
   within n u64 in any order (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), even if its exact
   value is whole.
 - loss, gradient: float32 rounding errors are modelled as independent with mean 0; then a sum of n products is within
-  s u sqrt(n) of the exact one, relative to the size of what is added, with probability above 1 - 2 exp(-s^2 / 2)
+  s u sqrt(n) of the exact one, relative to the size of the summands, with probability above 1 - 2 exp(-s^2 / 2)
   (Higham and Mary 2019, theorem 3.1; s = 4: 0.07 %). Errors of consecutive sums add as squares: after sums of n1, n2,
   ... summands the bound is s u sqrt(N), N = n1 + n2 + ... A loss follows the forward pass (N), a gradient twice as many
   sums and its own sum over all T tokens. Cancellation makes sums smaller than their summands, so gradients are compared

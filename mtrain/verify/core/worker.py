@@ -84,7 +84,7 @@ class Outcome:
 
 
 class _NeverUpdates(Optimizer):
-    """Optimizer that never updates; those of megatron-core do not support float64."""
+    """Optimizer that never updates; megatron-core's optimizers do not support float64."""
 
     def __init__(self, sharded: ShardedModel, groups: Groups) -> None:
         self.sharded, self._device, self.scales_loss = sharded, groups.device, False
@@ -147,7 +147,7 @@ class _Runner:
         config = job.config
         self._groups, self._job, self._config = groups, job, config
         self._seen: list[list[Microbatch]] = []
-        # if modules are watched, every rank has to know the positions of the samples
+        # every rank needs the positions of the samples if module outputs are recorded
         reads = groups.tp_rank == 0 or job.watched_step is not None
         self._batches = Batches(config, job.plan, groups.dp_rank, groups.layout.dp) if reads else None
         objective = replace(

@@ -71,7 +71,7 @@ class MachineRequest:
 
     device: str = "auto"
     ranks: int | None = None
-    """None: as many as there are GPUs, up to 8; 4 on CPUs."""
+    """None: one for each GPU, up to 8; 4 on CPUs."""
     families: str | None = None
     """Names of models, separated by commas."""
     quick: bool = False
@@ -181,7 +181,7 @@ class MachineCheck:
     left_out: dict[str, str] = field(default_factory=dict)
     links: MeasuredLinks | None = None
     diagnosis: Diagnosis | None = None
-    """Diagnosis of the first part that fails: a wrong collective makes layouts fail as well."""
+    """Diagnosis of the first part that fails; a wrong collective makes later parts fail."""
 
     @property
     def num_steps(self) -> int:

@@ -1,4 +1,4 @@
-"""Reference for a training step in float64, from definitions alone.
+"""Reference for a training step in float64, written only from definitions.
 
 From the trainer it imports only configuration, tokenizer and errors. Masks, positions, labels, weights, denominators,
 losses, the model, AdamW, clipping and learning rate are written a second time in plain torch, from the law of losses

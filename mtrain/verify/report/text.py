@@ -147,7 +147,7 @@ _OF_A_RUN = {
     "moments": ("exp_avg", "exp_avg_sq"),
     "random": ("random",),
 }
-"""Columns of runs whose states are compared as well."""
+"""Columns of checks that also compare the state of runs."""
 
 RESUME = ReportText(
     verb="resume",

@@ -281,7 +281,7 @@ class Disagreement:
         )
 
     def _prompts_of_other_rows(self) -> list[int] | None:
-        """Returns, for each answer, the other row whose prompt gives its log-probabilities; None if any has none.
+        """Returns, for each answer, another row whose prompt gives its log-probabilities; None if an answer lacks one.
 
         The first answer tries all prompts; later ones try the same shift first."""
         rows: list[int] = []
@@ -354,7 +354,7 @@ class Disagreement:
         changes: Sequence[ExpertChanges] | None = None,
         reference: Reference | None = None,
     ) -> Predicted | None:
-        """Predicts with new passes; None if `prompts` lacks that of an answer."""
+        """Predicts with new passes; None if `prompts` lacks the prompt of an answer."""
         reference = reference or self.reference
         predicted = Predicted([], [])
         for number, answer in enumerate(self.answers):

@@ -10,7 +10,7 @@ from torch import Tensor
 from mtrain.verify.rollout.settings import DrawnTokens, Settings
 
 _EXACT_COLUMNS = 1024
-"""Likeliest tokens of a row that are not merged with others of a large vocabulary."""
+"""Number of likeliest tokens of a row that a large vocabulary keeps apart; later ones are merged."""
 _GROWTH = 0.01
 """Share of all likelier tokens that are merged; nearly equal logits remain equal enough at any temperature."""
 

@@ -29,20 +29,20 @@ class Distances:
         self._scale = max(min(_SCALE, 0.25 * math.sqrt(self.distance(Settings()))), 4 * tolerance)
 
     def distance(self, settings: Settings) -> float:
-        return float(self.missed(settings).square().mean())
+        return float(self.errors(settings).square().mean())
 
     def score(self, settings: Settings) -> float:
-        return float(self.hits(self.missed(settings)).mean())
+        return float(self.misses(self.errors(settings)).mean())
 
-    def hits(self, missed: Tensor) -> Tensor:
+    def misses(self, errors: Tensor) -> Tensor:
         """Returns how far each token is missed, from 0 to 1."""
-        squares = missed.square()
+        squares = errors.square()
         return squares / (squares + self._scale**2)
 
     def is_exact(self, settings: Settings) -> bool:
         return self.distance(settings) <= self.tolerance**2
 
-    def missed(self, settings: Settings) -> Tensor:
+    def errors(self, settings: Settings) -> Tensor:
         """Returns differences from the engine's log-probabilities, finite even if a token would be cut."""
         if settings not in self._known:
             self._known[settings] = self._differences(settings, self.are_left(settings))
@@ -51,8 +51,8 @@ class Distances:
     def _differences(self, settings: Settings, are_left: Tensor | None) -> Tensor:
         logits = self.tokens.processed(settings)
         left = logits if are_left is None else logits.masked_fill(~are_left, -math.inf)
-        missed = self.tokens.of_drawn(logits) - (left + self.columns.sizes).logsumexp(-1) - self.tokens.engine_log_probs
-        return missed.nan_to_num(posinf=1e3, neginf=-1e3)
+        errors = self.tokens.of_drawn(logits) - (left + self.columns.sizes).logsumexp(-1) - self.tokens.engine_log_probs
+        return errors.nan_to_num(posinf=1e3, neginf=-1e3)
 
     def are_left(self, settings: Settings) -> Tensor | None:
         """Returns which columns truncation leaves, [tokens, columns] bool; None: all."""
@@ -76,22 +76,22 @@ class Distances:
         if not names:
             return settings
         damping, now, are_left = 1e-3, settings, self.are_left(settings)
-        missed = self.missed(now)
-        count = max(len(names) + 1, round(share * len(missed)))
+        errors = self.errors(now)
+        count = max(len(names) + 1, round(share * len(errors)))
 
         def sum_of(differences: Tensor) -> Tensor:
             return differences.square().sort().values[:count].sum()
 
         for _ in range(40):
-            rows = missed.abs().argsort()[:count]
+            rows = errors.abs().argsort()[:count]
             slope = self._slopes(now, names, are_left)[rows]
             square = slope.T @ slope
-            step = torch.linalg.lstsq(square + damping * square.diagonal().diag(), -(slope.T @ missed[rows])).solution
+            step = torch.linalg.lstsq(square + damping * square.diagonal().diag(), -(slope.T @ errors[rows])).solution
             trial = _moved(now, dict(zip(names, step.clamp(-1, 1).tolist(), strict=True)))
             after = self._differences(trial, are_left)
-            remaining, before = sum_of(after), sum_of(missed)
+            remaining, before = sum_of(after), sum_of(errors)
             if remaining < before:
-                now, missed, damping = trial, after, damping / 10
+                now, errors, damping = trial, after, damping / 10
                 if before - remaining < 1e-6 * before:
                     break
             elif (damping := damping * 10) > 1e9:

@@ -31,7 +31,7 @@ class Pass:
 
     logits: Tensor
     """[2 + answer, vocab] float64. Row 1 + i predicts token i of the answer; the first and last row are the
-    neighbouring positions, nan if there is none."""
+    neighbouring positions, nan if they do not exist."""
     chosen: Mapping[str, Tensor]
     """Choices of each router by name, [tokens, experts] bool."""
     outputs: Mapping[str, Tensor]
@@ -95,7 +95,7 @@ class Reference:
         has_outputs: bool = False,
     ) -> Pass:
         """Computes the pass over a prompt (at least one id) and an answer, with weights and operations in `dtype`."""
-        # one more token, which none before it sees, makes the last token of the answer an input too
+        # one more token at the end, which no other token sees, makes the answer's last token an input
         text = np.array([*prompt_ids, *ids, 0], np.int64)
         rows = rows_of([Text(text, np.ones(len(text)))], len(text) - 1, self._model.vocab_size, _CPU)
         if dtype not in self._tensors:

@@ -53,7 +53,7 @@ _STARTS = {
     "presence_penalty": [step / 4 for step in range(-8, 9)],
 }
 _TIDY = (*(number / 100 for number in range(1, 100)), 0.001, 0.002, 0.005, 0.995, 0.998, 0.999)
-"""Values of top_p and min_p to try besides those that log-probabilities imply."""
+"""Values of top_p and min_p to try in addition to those that log-probabilities imply."""
 _USUAL_TOP_K = (*range(1, 101), 120, 128, 150, 200, 250, 256, 300, 400, 500, 512, 1000)
 """Values of top_k to try with other settings."""
 _BIASES = (*(step / 5 for step in range(-40, 61) if step), -math.inf)
@@ -179,9 +179,9 @@ class _Fit(Distances):
                 extra = self._column(settings, token)
                 drawn = torch.where((self.tokens.ids == token).unsqueeze(-1), extra, drawn)
             log_sums = Ordered(other_logits[rows], self.columns.sizes).log_sums(numbers, extra[rows])
-            missed = drawn[rows].unsqueeze(-1) - log_sums - self.tokens.engine_log_probs[rows, None, None]
-            missed = missed.nan_to_num(posinf=1e3, neginf=-1e3)
-            for sums in (missed.square().sum(0), self.hits(missed).sum(0)):
+            errors = drawn[rows].unsqueeze(-1) - log_sums - self.tokens.engine_log_probs[rows, None, None]
+            errors = errors.nan_to_num(posinf=1e3, neginf=-1e3)
+            for sums in (errors.square().sum(0), self.misses(errors).sum(0)):
                 row, column = divmod(int(sums.argmin()), len(values))
                 bias = settings.bias if token is None else (*settings.bias, (token, _BIASES[row]))
                 nearest.append(replace(settings, bias=bias, **values[column]))
@@ -240,7 +240,7 @@ class _Fit(Distances):
     def _explaining(self, settings: Settings) -> list[int]:
         """Returns tokens whose bias would best explain the sums of exponentials."""
         shares, count = self.shares(settings), len(self.columns.ids)
-        gains = self._gains(shares, torch.expm1(self.missed(settings).clamp(max=50.0)), [])
+        gains = self._gains(shares, torch.expm1(self.errors(settings).clamp(max=50.0)), [])
         tokens: list[int] = gains[:count].topk(min(_MOST_OFTEN, count)).indices.tolist()
         return tokens
 
@@ -365,16 +365,16 @@ class _Fit(Distances):
     def _biased(self, settings: Settings) -> Settings:
         """Returns settings with the biased or forbidden tokens that best fit the engine's log-probabilities."""
         log_probs = (self.tokens.processed(settings) + self.columns.sizes).log_softmax(-1)
-        missed = self.missed(settings)
-        deviates = missed.abs() > 32 * self.tolerance
-        candidates = [self._pushed(settings, log_probs, missed)]
+        errors = self.errors(settings)
+        deviates = errors.abs() > 32 * self.tolerance
+        candidates = [self._pushed(settings, log_probs, errors)]
         if settings.allowed is None:
-            candidates.append(self._allowed(settings, log_probs, missed))
+            candidates.append(self._allowed(settings, log_probs, errors))
         if bool(deviates.any()) and (count := int(self.tokens.numbers[deviates].max()) + 1) > 1:
             early = self.tokens.numbers < count
             if not bool(early.all()) and not settings.min_tokens:
-                early_missed = missed.masked_fill(~early, 0.0)
-                forbidden = self._pushed(replace(settings, min_tokens=count), log_probs, early_missed)
+                early_errors = errors.masked_fill(~early, 0.0)
+                forbidden = self._pushed(replace(settings, min_tokens=count), log_probs, early_errors)
                 candidates += [forbidden] if forbidden.stops else []
                 if settings.has_truncation:  # other tokens move up, which the sums do not show
                     shares = log_probs.exp()[early, : len(self.columns.ids)].sum(0)
@@ -393,12 +393,12 @@ class _Fit(Distances):
         gains[len(self.columns.ids) :] = 0
         return gains
 
-    def _pushed(self, settings: Settings, log_probs: Tensor, missed: Tensor) -> Settings:
+    def _pushed(self, settings: Settings, log_probs: Tensor, errors: Tensor) -> Settings:
         """Finds biased tokens: the sum of exponentials grows by (e^bias - 1) times their probability.
 
         With `min_tokens`, finds those that are forbidden at the beginning.
         """
-        more, is_early = torch.expm1(missed.clamp(max=50.0)), settings.min_tokens > 0
+        more, is_early = torch.expm1(errors.clamp(max=50.0)), settings.min_tokens > 0
         if is_early:
             log_probs = log_probs.masked_fill((self.tokens.numbers >= settings.min_tokens).unsqueeze(-1), -math.inf)
         shares = log_probs.exp()
@@ -423,7 +423,7 @@ class _Fit(Distances):
             best = min(best, trial, key=self.distance)
         if is_early:
             return best
-        single = self._pushed_when_drawn(settings, log_probs, missed)
+        single = self._pushed_when_drawn(settings, log_probs, errors)
         return min(best, single, self._pushed_often(settings, log_probs), key=self.distance)
 
     def _pushed_often(self, settings: Settings, log_probs: Tensor) -> Settings:
@@ -438,7 +438,7 @@ class _Fit(Distances):
         start = {token: _tidy_bias(math.log(float(more[token] / log_probs[:, token].exp().sum()))) for token in often}
         return self.least_squares(replace(settings, bias=_merged(settings, start)), often, _KEPT_SHARE)
 
-    def _pushed_when_drawn(self, settings: Settings, log_probs: Tensor, missed: Tensor) -> Settings:
+    def _pushed_when_drawn(self, settings: Settings, log_probs: Tensor, errors: Tensor) -> Settings:
         """Finds one biased token by its odds of being drawn."""
         drawn, engine = self.tokens.of_drawn(log_probs), self.tokens.engine_log_probs
         odds = (engine - torch.log(-torch.expm1(engine.clamp(max=-1e-12)))) - (drawn - torch.log(-torch.expm1(drawn)))
@@ -447,12 +447,12 @@ class _Fit(Distances):
             is_drawn = self.tokens.ids == token
             bias = _tidy_bias(float(odds[is_drawn].median()))
             sums = torch.log1p(log_probs[:, token].exp() * math.expm1(min(bias, 50.0)))
-            distances[token, bias] = float((missed + bias * is_drawn - sums).square().sum())
+            distances[token, bias] = float((errors + bias * is_drawn - sums).square().sum())
         return replace(settings, bias=_merged(settings, dict([min(distances, key=lambda pair: distances[pair])])))
 
-    def _allowed(self, settings: Settings, log_probs: Tensor, missed: Tensor) -> Settings:
+    def _allowed(self, settings: Settings, log_probs: Tensor, errors: Tensor) -> Settings:
         """Finds the allowed tokens: those drawn, and a few that hold the rest of the probability."""
-        shares, left = log_probs.exp(), missed.exp()
+        shares, left = log_probs.exp(), errors.exp()
         chosen = sorted(set(self.tokens.ids.tolist()))
         best = replace(settings, allowed=tuple(chosen))
         for _ in range(_MOST_BIASED):

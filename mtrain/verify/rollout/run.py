@@ -125,8 +125,8 @@ class _RolloutCheck:
         tried: list[Tried] = []
         if deviating:
             answers = [passes[number] for number in deviating]
-            missed = [deviations[number] for number in deviating]
-            tried = self._disagreement(answers, rounding, missed).tried()
+            selected = [deviations[number] for number in deviating]
+            tried = self._disagreement(answers, rounding, selected).tried()
             findings += self._explained(tried, len(deviating))
         trainer, more = self._trainer(passes, scored)
         replayed_sides, broken_replay, replay_distance = self._replay(passes, scored)
@@ -203,8 +203,8 @@ class _RolloutCheck:
 
     def _trainer_side(self, name: str, passes: Sequence[Passes], scored: Scored) -> Side:
         exact = [answer.log_probs(answer.exact) for answer in passes]
-        missed = differences(_as_rollouts(self._rollouts, scored), exact)
-        return _side(name, missed, _rounding(passes, self._trainer_dtype))
+        deviations = differences(_as_rollouts(self._rollouts, scored), exact)
+        return _side(name, deviations, _rounding(passes, self._trainer_dtype))
 
     def _passes(self, dtype: torch.dtype) -> list[Passes]:
         return [
@@ -213,7 +213,7 @@ class _RolloutCheck:
         ]
 
     def _disagreement(
-        self, answers: Sequence[Passes], rounding: Rounding, missed: Sequence[Tensor], of_engine: bool = True
+        self, answers: Sequence[Passes], rounding: Rounding, deviations: Sequence[Tensor], of_engine: bool = True
     ) -> Disagreement:
         rollouts = [answer.rollout for answer in answers]
         experts = self._config.model.experts
@@ -221,7 +221,7 @@ class _RolloutCheck:
             answers=answers,
             reference=self._reference,
             rounding=rounding,
-            before=Spread.of(missed),
+            before=Spread.of(deviations),
             begin_ids=self._prompts.begin_ids if of_engine else (),
             prompts=self._prompts.alternatives(rollouts) if of_engine else {},
             other_weights=self._other_weights() if of_engine else {},

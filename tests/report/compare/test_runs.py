@@ -141,7 +141,7 @@ def test_tokens_of_both_runs_are_reported(tmp_path: Path) -> None:
     counted = [dataclasses.replace(each, padding_tokens=10, loss_tokens=1000) for each in steps()]
     comparison = compared(tmp_path, counted)
     assert comparison.tokens == (
-        "5,120 (padding not counted apart), 2,048 a second",
+        "5,120 (padding not counted separately), 2,048 a second",
         "5,120 of text, 5,000 of them in the loss, and 50 of padding; 2,048 a second",
     )
     assert all(

@@ -188,7 +188,7 @@ def test_events_are_listed_but_for_saves(read: Element) -> None:
     numbers = read.all("dl")[1].text
     for shown in (
         "3 over ",
-        "2 steps made again",
+        "2 steps repeated",
         "skipped steps1",
         "saves1, the slowest in 2.5 s",
         "3.0 GiB on one rank",

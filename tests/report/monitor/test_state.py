@@ -69,7 +69,7 @@ def test_the_reason_of_a_failure_is_that_of_the_rank_that_failed_itself() -> Non
 def test_a_marker_that_was_removed_is_reported() -> None:
     found = signs((START, event(EventKind.STOP, "by a signal")))
     assert str(standing(replace(found, requeue="x"), NOW)) == "stopped for requeue: by a signal"
-    assert str(standing(found, NOW)).endswith("by a signal; the marker REQUEUE has been removed")
+    assert str(standing(found, NOW)).endswith("by a signal; the REQUEUE marker has been removed")
 
 
 def test_silent_ranks_are_named_while_others_beat() -> None:

@@ -1,7 +1,7 @@
-"""Trackers that a run names, each with one run id for all starts, and without the secrets of this machine.
+"""Trackers of a run, each with one run id for all starts, and without the secrets of this machine.
 
-A tracker cannot stop a run: it has its own thread, and records that it does not accept are dropped. Secrets are known
-by their names, and by values from the environment.
+A tracker cannot stop a run: it has its own thread, and records that it does not accept are dropped. Secrets are
+recognised by their names, and by values from the environment.
 """
 
 import html
@@ -33,7 +33,7 @@ _WORD = re.compile(r"apikey|auth|authorization|bearer|credentials?|passphrase|pa
 _PAIR = re.compile(r"(api|access|private|signing|encryption)_key")
 _LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _SHORTEST_SECRET = 6
-"""Shorter secret values are kept, since they would match ordinary words."""
+"""Shorter secret values are kept, because they would match ordinary words."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -43,7 +43,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def without_secrets(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns values as text that may be sent to others, without those of variables that have a secret name."""
+    """Returns values as text that may leave this machine, without secrets and the values of secret variables."""
     secrets = sorted({text for name, text in environment.items() if is_secret_name(name)}, key=len, reverse=True)
     cleaned = {}
     for key, value in values.items():
@@ -58,8 +58,10 @@ def without_secrets(values: Mapping[str, Any], environment: Mapping[str, str]) -
 def _inside(value: Any) -> Any:
     """Replaces the values of secret names in a list or section, at any depth."""
     if isinstance(value, Mapping):
-        return {name: REDACTED if each and is_secret_name(str(name)) else _inside(each) for name, each in value.items()}
-    return [_inside(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: REDACTED if item and is_secret_name(str(name)) else _inside(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_inside(item) for item in value]
+    return value
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,11 @@ class TrackedRun:
     config: Mapping[str, str]
 
     def run_id(self, tracker: TrackerName) -> str | None:
-        """Returns the tracker's id of this run from an earlier start; None at the first one."""
+        """Returns the tracker's id of this run from an earlier start; None at the first start."""
         with suppress(OSError, ValueError, AttributeError):
-            found = json.loads(self._ids.read_text()).get(tracker)
-            if isinstance(found, str) and re.fullmatch(r"[\w-]{1,64}", found):
-                return found
+            run_id = json.loads(self._ids.read_text()).get(tracker)
+            if isinstance(run_id, str) and re.fullmatch(r"[\w-]{1,64}", run_id):
+                return run_id
         return None
 
     def keep_run_id(self, tracker: TrackerName, run_id: str) -> None:
@@ -104,7 +106,7 @@ class Tracker(Protocol):
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
     def log_text(self, step: int, tag: str, text: str) -> None:
-        """Sends a text to be shown verbatim, if the tracker can show one."""
+        """Sends a text to show verbatim, if the tracker can show texts."""
 
     def finish(self) -> None:
         """Ends this start of the run, which later starts may continue."""
@@ -125,7 +127,7 @@ class TrackerSink:
         self._name, self._opened, self._patience_s = name, opened, patience_s
         self._waiting: queue.Queue[Record | _Text] = queue.Queue(most_waiting)
         self._closing = threading.Event()
-        self._num_given = self._num_taken = 0
+        self._num_written = self._num_sent = 0
         self._has_texts = False
         self._fault: str | None = None
         self._work = started(self._feed, f"tracker {name}")
@@ -136,7 +138,7 @@ class TrackerSink:
 
     def write(self, record: Record | _Text) -> None:
         """Passes the record on at once; drops it if the tracker has ended or is too far behind."""
-        self._num_given += 1
+        self._num_written += 1
         if self._work.done():
             return
         try:
@@ -147,16 +149,16 @@ class TrackerSink:
                 self._tell(f"{self._fault}; it loses later records, metrics.jsonl has them")
 
     def close(self) -> None:
-        """Waits a little for the rest, and reports what the tracker has not received."""
+        """Waits up to `patience_s` seconds for the remaining records, and reports how many the tracker lacks."""
         self._closing.set()
         deadline = time.monotonic() + self._patience_s
         while not self._work.done() and time.monotonic() < deadline:
             time.sleep(0.01)
         if not self._work.done():
             self._tell(f"it has not ended within {self._patience_s:g} s and is abandoned")
-        if (missing := self._num_given - self._num_taken) > 0:
-            kept = "metrics.jsonl and samples.jsonl have" if self._has_texts else "metrics.jsonl has"
-            self._tell(f"it lacks {missing} of {self._num_given} records of this start; {kept} them")
+        if (missing := self._num_written - self._num_sent) > 0:
+            files = "metrics.jsonl and samples.jsonl have" if self._has_texts else "metrics.jsonl has"
+            self._tell(f"it lacks {missing} of {self._num_written} records of this start; {files} them")
 
     def _feed(self) -> None:
         try:
@@ -168,8 +170,8 @@ class TrackerSink:
                     continue
                 self._log(tracker, record)
             tracker.finish()
-        except Exception as fault:  # whatever an external library raises, training continues
-            self._tell(f"{_said(fault)}; training continues without it")
+        except Exception as fault:  # training continues, no matter what an external library raises
+            self._tell(f"{_one_line(fault)}; training continues without it")
 
     def _log(self, tracker: Tracker, record: Record | _Text) -> None:
         try:
@@ -177,18 +179,18 @@ class TrackerSink:
                 tracker.log_text(*record)
             elif numbers := scalars(record):
                 tracker.log(record.step, numbers)
-            self._num_taken += 1
+            self._num_sent += 1
         except Exception as fault:  # as above; the next record may succeed
             if self._fault is None:
-                self._fault = _said(fault)
+                self._fault = _one_line(fault)
                 self._tell(f"step {record.step}: {self._fault}; training continues")
 
     def _tell(self, text: str) -> None:
         _log.warning(f"warning: tracker {self._name}: {text}")
 
 
-def _said(fault: Exception) -> str:
-    """Formats an error in one line of bounded length, since libraries put whole pages into their errors."""
+def _one_line(fault: Exception) -> str:
+    """Formats an error as one line of bounded length, because libraries put whole pages into their errors."""
     return f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
 
 
@@ -205,7 +207,7 @@ def refuse_missing(trackers: Sequence[TrackerName]) -> None:
 def tracked_run(
     folder: Path, project: str, run: Any, config: Mapping[str, Any], environment: Mapping[str, str]
 ) -> TrackedRun:
-    """Makes a run's facts for trackers; `config` is dotted key -> value."""
+    """Makes a run's facts for trackers; `config` has values by dotted key."""
     reported = {**config, **{f"environment.{name}": value for name, value in environment.items()}}
     words = without_secrets({"name": run.name or folder.resolve().name, "notes": run.notes}, os.environ)
     clean = without_secrets(reported, os.environ)
@@ -238,7 +240,7 @@ class _Wandb:
         run_id = run.run_id("wandb") or secrets.token_hex(4)
         run.keep_run_id("wandb", run_id)
         settings = wandb.Settings(
-            console="off",  # the console's text and the command line may hold secrets
+            console="off",  # console output and command line may hold secrets
             disable_code=True,
             disable_git=True,
             disable_job_creation=True,
@@ -257,7 +259,7 @@ class _Wandb:
             dir=run.folder,
             settings=settings,
         )
-        # its own step must not decrease, but a run that was killed repeats steps
+        # wandb's own step must not decrease, but a killed run repeats steps
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -267,7 +269,7 @@ class _Wandb:
     def log_text(self, step: int, tag: str, text: str) -> None:
         import wandb
 
-        # not a table, which a resumed run would begin anew; escaped, since a model may write tags
+        # not a table, which a resumed run would begin anew; escaped, because a model may write tags
         self._run.log({tag: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False), "step": step})
 
     def finish(self) -> None:
@@ -286,8 +288,8 @@ class _MLflow:
 
         self._client = MlflowClient()
         if (run_id := run.run_id("mlflow")) is None:
-            found = self._client.get_experiment_by_name(run.project)
-            experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
+            existing = self._client.get_experiment_by_name(run.project)
+            experiment = self._client.create_experiment(run.project) if existing is None else existing.experiment_id
             tags = {"mlflow.note.content": run.notes, **{f"tag.{tag}": "true" for tag in run.tags}}
             run_id = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
             run.keep_run_id("mlflow", run_id)

@@ -36,7 +36,7 @@ def has_network(model: ModelSection, layer: int) -> bool:
 
 
 def layers(model: ModelSection) -> dict[str, int]:
-    """Returns the number of each transformer layer by name; an MTP layer has that of the layer of its kind."""
+    """Returns the number of each transformer layer by name; an MTP layer has the number of a layer of its kind."""
     decoder = {f"decoder.layers.{number}": number for number in range(model.num_layers)}
     ahead = {f"mtp.layers.{depth}.transformer_layer": layer for depth, layer in enumerate(model.layers_ahead)}
     return decoder | ahead
