@@ -156,10 +156,7 @@ class _Check:
     def _take(self, optimizer: AnyOptimizer) -> None:
         """Sets the reference's `clip_grad` and `epsilon` in every layout."""
         before = self.config.optimizer
-        origins = {
-            "clip_grad": "half of the first gradient's norm",
-            "epsilon": "root mean square of its clipped elements",
-        }
+        origins = {"clip_grad": "half of the first gradient's norm", "epsilon": "root mean square of its elements"}
         self.changes = tuple(
             f"optimizer.{key}: {getattr(before, key)} -> {getattr(optimizer, key)} ({origin})"
             for key, origin in origins.items()

@@ -79,8 +79,7 @@ Kind = Literal["denominator", "loss", "grad_norm", "lr"]
 """Kinds in the order in which a step computes them: the first that differs is nearest to the cause."""
 
 DENOMINATOR_RTOL = 1e-12
-"""Tolerance of denominators, which are float64 sums: counts below 1e12 must be equal; fractional weights may be added
-in another order."""
+"""Tolerance of denominators, which are float64 sums: counts below 1e12 must be equal, other weights nearly."""
 
 
 @dataclass(frozen=True)

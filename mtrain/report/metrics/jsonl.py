@@ -84,7 +84,7 @@ class AppendedFile:
     def _write(self, data: bytes) -> None:
         """Writes all of the data or, if the disk refuses, nothing."""
         if self._is_torn:
-            self._take_back()
+            self._remove_partial()
         remaining = data
         try:
             while remaining:
@@ -92,11 +92,11 @@ class AppendedFile:
         except OSError:
             self._is_torn = True
             with contextlib.suppress(OSError):  # if this fails, the next attempt begins with it
-                self._take_back()
+                self._remove_partial()
             raise
         self._size_bytes += len(data)
 
-    def _take_back(self) -> None:
+    def _remove_partial(self) -> None:
         """Removes a partial entry at the end of the file."""
         self._file.truncate(self._size_bytes)
         self._is_torn = False

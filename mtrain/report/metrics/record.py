@@ -245,8 +245,7 @@ PACE_STEPS = 50
 
 
 def remaining_s(marks: Sequence[tuple[int, float]], num_steps: int) -> float | None:
-    """Predicts the seconds until `num_steps` steps are done, from (steps done, time); None if all marks are of one
-    step."""
+    """Predicts the seconds until `num_steps` steps are done, from (steps done, time); None if all have one step."""
     (first_step, first_s), (last_step, last_s) = marks[0], marks[-1]
     if last_step == first_step:
         return None

@@ -286,41 +286,41 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str, Markup]]:
 def _quantities(run: RunHistory) -> Iterator[tuple[str, str, list[Curve]]]:
     every, passes = run.curves.steps, run.curves.passes
     updated = [step for step in every if not step.empty]
-    yield "loss", "nats", [_of(updated, lambda s: s.loss), *_validation_curves(passes)]
+    yield "loss", "nats", [_curve(updated, lambda s: s.loss), *_validation_curves(passes)]
     for source in dict.fromkeys(source for step in updated for source in step.sources):
         losses = [(step.step, step.sources[source].loss) for step in updated if source in step.sources]
         yield f"loss on {source}", "nats, in training", [Curve(_TRAINING, _TRAINING, 0, tuple(losses))]
     terms = dict.fromkeys(term for step in updated for term in step.terms if term != MAIN_TERM)
     for term in terms:
         first = (_set_names(passes) or [_VALIDATION])[0]
-        validation = Curve(first, first, 1, tuple(_of_term(passes, term)), stands_out=True)
-        training = Curve(_TRAINING, _TRAINING, 0, tuple(_of_term(updated, term)))
+        validation = Curve(first, first, 1, tuple(_term_points(passes, term)), stands_out=True)
+        training = Curve(_TRAINING, _TRAINING, 0, tuple(_term_points(updated, term)))
         yield f"loss of {term}", "without its coefficient", [training, validation]
-    yield "learning rate", "of the update", [_of(every, lambda s: s.lr)]
-    yield "gradient norm", "L2, before clipping", [_of(updated, lambda s: s.grad_norm)]
-    yield "denominator", "sum of shares", [_of(every, lambda s: s.denominator)]
+    yield "learning rate", "of the update", [_curve(every, lambda s: s.lr)]
+    yield "gradient norm", "L2, before clipping", [_curve(updated, lambda s: s.grad_norm)]
+    yield "denominator", "sum of shares", [_curve(every, lambda s: s.denominator)]
     for term in terms:
         sums = [(step.step, step.terms[term].denominator) for step in every if term in step.terms]
         yield f"denominator of {term}", "sum of shares", [Curve(_TRAINING, _TRAINING, 0, tuple(sums))]
-    yield "tokens of text", "a step", [_of(every, lambda s: s.tokens)]
-    yield "tokens in the loss", "a step", [_of(every, lambda s: s.loss_tokens)]
-    yield "padding", "tokens a step", [_of(every, lambda s: s.padding_tokens or None)]
-    yield "tokens/s", "tokens of text a second", [_of(every, lambda s: s.tokens_per_second)]
-    yield "mfu", "model FLOPs utilisation, %", [_of(every, lambda s: None if s.mfu is None else 100 * s.mfu)]
-    yield "time", "seconds a step", [_of(every, lambda s: s.seconds)]
-    memory = _of(every, lambda s: None if s.memory_bytes is None else s.memory_bytes / _GIB)
+    yield "tokens of text", "a step", [_curve(every, lambda s: s.tokens)]
+    yield "tokens in the loss", "a step", [_curve(every, lambda s: s.loss_tokens)]
+    yield "padding", "tokens a step", [_curve(every, lambda s: s.padding_tokens or None)]
+    yield "tokens/s", "tokens of text a second", [_curve(every, lambda s: s.tokens_per_second)]
+    yield "mfu", "model FLOPs utilisation, %", [_curve(every, lambda s: None if s.mfu is None else 100 * s.mfu)]
+    yield "time", "seconds a step", [_curve(every, lambda s: s.seconds)]
+    memory = _curve(every, lambda s: None if s.memory_bytes is None else s.memory_bytes / _GIB)
     yield "memory", "GiB of the first rank", [memory]
-    yield "loss scale", "fp16", [_of(every, lambda s: s.loss_scale)]
+    yield "loss scale", "fp16", [_curve(every, lambda s: s.loss_scale)]
 
 
-def _of_term(records: Sequence[StepRecord | ValidRecord], term: str) -> Iterator[tuple[int, float]]:
+def _term_points(records: Sequence[StepRecord | ValidRecord], term: str) -> Iterator[tuple[int, float]]:
     """Yields step and mean of a term, if it has a denominator."""
     for record in records:
         if term in record.terms and record.terms[term].denominator:
             yield record.step, record.terms[term].loss
 
 
-def _of(steps: Sequence[StepRecord], value: Callable[[StepRecord], float | None]) -> Curve:
+def _curve(steps: Sequence[StepRecord], value: Callable[[StepRecord], float | None]) -> Curve:
     values = ((step.step, value(step)) for step in steps)
     return Curve(_TRAINING, _TRAINING, 0, tuple((step, float(number)) for step, number in values if number is not None))
 

@@ -28,8 +28,7 @@ _TAIL_BYTES = 2**18
 """Number of bytes to read at the end of metrics.jsonl: a few hundred steps."""
 _MAX_ALARMS = 5
 SILENT_AFTER_S = 15.0
-"""Seconds without a beat after which a rank is silent: it beats every second, and a shared file system shows that some
-seconds later."""
+"""Seconds without a beat after which a rank is silent: ranks beat every second, and a shared file system is late."""
 _RANKS_A_SECOND = 100
 """Scale of that time for large runs: each of n ranks beats every n / 500 seconds and may miss five beats."""
 _CLOCKS_S = 5.0
@@ -173,7 +172,7 @@ def standing(signs: Signs, now_s: float) -> Standing:
     limit_s = max(SILENT_AFTER_S, signs.world_size / _RANKS_A_SECOND)
     alive = [beat for beat in beats if now_s - beat.written_s <= limit_s and beat.left_with is None]
     if not alive:
-        return _without_life(events, beats, signs, now_s - limit_s)
+        return _standing_without_beats(events, beats, signs, now_s - limit_s)
     left = {beat.rank for beat in beats if beat.left_with is not None}
     silent = sorted(set(range(signs.world_size)) - {beat.rank for beat in alive} - left)
     if events and now_s - events[0].time_s <= limit_s:
@@ -201,7 +200,9 @@ def _ended(events: Sequence[RunEvent], signs: Signs) -> Standing:
     return Standing(RunState.FINISHED, last.time_s)
 
 
-def _without_life(events: Sequence[RunEvent], beats: Sequence[Beat], signs: Signs, limit_s: float) -> Standing:
+def _standing_without_beats(
+    events: Sequence[RunEvent], beats: Sequence[Beat], signs: Signs, limit_s: float
+) -> Standing:
     """Returns the state if no rank beats; signs of life before the Unix time `limit_s` are too old."""
     times = [*(beat.written_s for beat in beats), *(event.time_s for event in events)]
     if not events and signs.written_s is not None:
@@ -271,10 +272,7 @@ def is_run_folder(path: Path) -> bool:
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
-    """Finds the run folders named by arguments, in order: run folders, folders of runs, and patterns.
-
-    Raises DataError for an argument without a run.
-    """
+    """Finds run folders by name, by a folder that contains them, or by pattern; raises DataError for a name of none."""
     run_folders: dict[Path, None] = {}
     for name in names:
         path = Path(name)
@@ -319,9 +317,7 @@ def _eta_s(steps: Sequence[StepRecord], num_steps: int | None, latest: Sequence[
         return None
     began_s = latest[0].time_s if latest else 0.0
     recent = steps[-PACE_STEPS - 1 :]
-    timed = [
-        (record.step, record.time_s) for record in recent if record.time_s is not None and record.time_s >= began_s
-    ]
+    timed = [(step.step, step.time_s) for step in recent if step.time_s is not None and step.time_s >= began_s]
     if len(timed) > 1:
         return remaining_s(timed, num_steps)
     return sum(step.seconds for step in recent) / len(recent) * max(0, num_steps - steps[-1].step)
@@ -339,9 +335,8 @@ def read_beats(folder: Path) -> list[Beat]:
 
 def _alarms(latest: Sequence[RunEvent], steps: Sequence[StepRecord]) -> list[str]:
     reported = [f"step {event.step}: {event.text}" for event in latest if event.kind is EventKind.ALARM]
-    reported += [
-        f"rolled back to step {event.step}: {event.text}" for event in latest if event.kind is EventKind.ROLLBACK
-    ]
+    rollbacks = (event for event in latest if event.kind is EventKind.ROLLBACK)
+    reported += [f"rolled back to step {event.step}: {event.text}" for event in rollbacks]
     return [*(f"step {step.step}: skipped, {step.skipped}" for step in steps if step.skipped is not None), *reported]
 
 

@@ -1,9 +1,8 @@
 """Errors of a layer's tensors, and their limits for a candidate.
 
-A candidate and our torch layers compute the same function in the same precision, but in another order and with other
-roundings. No formula bounds the difference for every layer, but we can measure the error of our own layers against
-float64 on the same weights and inputs. Errors are modelled as independent roundings with mean 0
-(mtrain/verify/core/tolerances.py). Then
+A candidate and our torch layers compute the same function in the same precision, in another order and with other
+roundings. No formula bounds that for every layer, but the error of our own layers from float64 can be measured. Errors
+are modelled as independent roundings with mean 0 (mtrain/verify/core/tolerances.py). Then
 
 - the root mean square of a tensor's error does not depend on the number of elements: a candidate may round four times
   as often as our layers, which doubles it;

@@ -125,7 +125,7 @@ class _Comparisons:
             self.progress(f"{candidate.name}: left out ({ranks[0]})")
             return ranks[0]
         seconds = whole.seconds / len(self.cases)
-        results = [_of_all_ranks([rank[number] for rank in ranks]) for number in range(len(self.cases))]
+        results = [_worst_of_ranks([rank[number] for rank in ranks]) for number in range(len(self.cases))]
         for case, result in zip(self.cases, results, strict=True):
             name, deviations = f"{candidate.name}: {case.name}", tuple(_deviations(result.errors))
             self._add(LayoutResult(name, {}, self._layout.world_size, seconds, deviations=deviations))
@@ -154,11 +154,10 @@ class _Comparisons:
         }
 
 
-def _of_all_ranks(ranks: Sequence[CaseResult]) -> CaseResult:
+def _worst_of_ranks(ranks: Sequence[CaseResult]) -> CaseResult:
     """Keeps the worst rank of each tensor and the slowest time."""
-    worst = [
-        max(errors, key=lambda error: badness(_deviation(error))) for errors in zip(*(rank.errors for rank in ranks))
-    ]
+    by_tensor = zip(*(rank.errors for rank in ranks))
+    worst = [max(errors, key=lambda error: badness(_deviation(error))) for errors in by_tensor]
     return CaseResult(worst, max(rank.ms for rank in ranks), max(rank.own_ms for rank in ranks))
 
 

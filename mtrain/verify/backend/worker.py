@@ -90,7 +90,7 @@ def _compare_one(
 ) -> CaseResult:
     config, groups, layer = ours.config, ours.groups, case.layer
     inputs, exact = _judged(case, config, groups.device, weights)
-    torch_result, candidate_result = ours.run(layer, inputs), candidate.run(layer, inputs)
+    base, other = ours.run(layer, inputs), candidate.run(layer, inputs)
     positions = _positions(groups, inputs.hidden.shape[1])
     assert exact.input_gradient is not None
     output, input_gradient = (whole.transpose(0, 1)[positions] for whole in (exact.output, exact.input_gradient))
@@ -99,24 +99,17 @@ def _compare_one(
         config.train,
         "layer_output",
         "output",
-        torch.where(is_counted, torch_result.output, 0),
-        torch.where(is_counted, candidate_result.output, 0)
-        if candidate_result.output.shape == torch_result.output.shape
-        else None,
+        torch.where(is_counted, base.output, 0),
+        torch.where(is_counted, other.output, 0) if other.output.shape == base.output.shape else None,
         torch.where(is_counted, output, 0),
     )
     errors += compared(
-        config.train,
-        "input_gradient",
-        "input",
-        torch_result.input_gradient,
-        candidate_result.input_gradient,
-        input_gradient,
+        config.train, "input_gradient", "input", base.input_gradient, other.input_gradient, input_gradient
     )
     for name, gradient in exact.gradients.items():
-        pair = torch_result.gradients.get(name), candidate_result.gradients.get(name)
+        pair = base.gradients.get(name), other.gradients.get(name)
         errors += compared(config.train, "gradient", name, *pair, gradient)
-    del inputs, exact, torch_result, candidate_result
+    del inputs, exact, base, other
     timed = _drawn_inputs(config, groups.device, *job.timed_shape)
     return CaseResult(
         errors, *_times(job.repeats, groups, lambda: candidate.run(layer, timed), lambda: ours.run(layer, timed))
@@ -203,10 +196,9 @@ def _judged(
         is_settled = _is_settled(router.logits, leaves.get(f"{router.name}.expert_bias"), config)
         inputs = inputs._replace(gradient=torch.where(is_settled.unsqueeze(-1), inputs.gradient, 0))
     trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad and "expert_bias" not in name}
-    results = torch.autograd.grad(
-        output, [hidden, *trained.values()], inputs.gradient.to(torch.float64), allow_unused=True
-    )
-    gradients = {name: gradient for name, gradient in zip(trained, results[1:], strict=True) if gradient is not None}
+    gradient = inputs.gradient.to(torch.float64)
+    results = torch.autograd.grad(output, [hidden, *trained.values()], gradient, allow_unused=True)
+    gradients = {name: value for name, value in zip(trained, results[1:], strict=True) if value is not None}
     return inputs, _Tensors(output.detach(), results[0], gradients)
 
 

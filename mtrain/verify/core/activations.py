@@ -72,11 +72,9 @@ class _Recorder:
             positions = positions[groups.tp_rank * len(output) : (groups.tp_rank + 1) * len(output)]
         first = groups.tp_rank * output.shape[-1] if module.endswith(_COLUMNS_OVER_TP) else 0
         # [2, seq_local, batch]
-        slots, sample_positions = self.positions.of(microbatch, groups.dp_rank, length)[..., positions].transpose(
-            0, 2, 1
-        )
+        slots, in_samples = self.positions.of(microbatch, groups.dp_rank, length)[..., positions].transpose(0, 2, 1)
         values = output.detach().to("cpu", copy=True).numpy()
-        self.pieces.append(RecordedOutput(module, slots, sample_positions, first, values))
+        self.pieces.append(RecordedOutput(module, slots, in_samples, first, values))
 
 
 class _ChunkHooks:

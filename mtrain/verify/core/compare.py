@@ -226,8 +226,7 @@ def _weights_by_term(rows: Rows, config: Config) -> dict[str, torch.Tensor]:
 def sample_deviations(step: int, batches: Sequence[Microbatch], expected: Fields) -> Iterator[Deviation]:
     """Yields, for each field, the share of samples that differ from `expected_fields`.
 
-    `batches` has the microbatches of all ranks; it does not matter which row or microbatch holds a sample. `step`
-    counts from 1.
+    `batches` has the microbatches of all ranks, with samples in any rows; `step` counts from 1.
     """
     length = expected["tokens"].shape[1]
     samples = [sample for batch in batches for row in _rows(batch) for sample in _samples(row, batch, length)]

@@ -69,8 +69,7 @@ def _pipelines(section: LayoutSection, pp: int) -> Iterator[Trial]:
 
 
 def _user_shares(section: LayoutSection) -> tuple[int, ...] | None:
-    """Returns the user's uneven stages as shares; None if even. Ends with their own number of layers count 1, other
-    stages 2."""
+    """Returns the user's uneven stages as shares; None if even. An end whose layers are set counts 1, others 2."""
     num_stages = section.pp * section.vpp
     if num_stages > MAX_STAGES:
         return None

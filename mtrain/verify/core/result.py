@@ -386,9 +386,7 @@ def _what(result: LayoutResult, first: Deviation | None, module: str | None, tex
         return f"stopped: {result.error or '; '.join(result.guards)}"
     quantity = IN_WORDS[first.kind].format(name=first.name)
     amount = f"{first.value:.1e} (tolerance {first.tolerance:.1e})"
-    agreed = text.agreed_before(
-        first.kind, {deviation.kind for deviation in result.deviations if deviation.step == first.step}
-    )
+    agreed = text.agreed_before(first.kind, {one.kind for one in result.deviations if one.step == first.step})
     if "gradient" not in text.maps or first.kind in BEFORE_FORWARD:
         return f"first deviation: {quantity} by {amount}{agreed}"
     forward = f"first module that deviates: {module}" if module else "outputs of all modules agree"

@@ -79,18 +79,15 @@ class SamplePositions:
     def of(self, microbatch: int, dp_rank: int, width: int) -> NDArray[np.int64]:
         """Returns slot (-1: none) and position in the sample at each position of the rows, [2, rows, width]."""
         rows = self.plan.rows(microbatch, dp_rank)
-        slots_and_positions = np.full((2, len(rows), width), -1)
+        index = np.full((2, len(rows), width), -1)
         for row, slots in enumerate(rows):
             begin = 0
             for slot in slots:
                 # padding after the last sample belongs to none
                 end = begin + self.samples.width(slot)
-                slots_and_positions[0, row, begin:end], slots_and_positions[1, row, begin:end] = (
-                    slot,
-                    np.arange(end - begin),
-                )
+                index[0, row, begin:end], index[1, row, begin:end] = slot, np.arange(end - begin)
                 begin = end
-        return slots_and_positions
+        return index
 
 
 class Batches:

@@ -83,7 +83,7 @@ class Outcome:
     """The run's learning rate at the updates of `telling_steps`, counted from 0."""
 
 
-class _NeverUpdates(Optimizer):
+class _NoUpdates(Optimizer):
     """Optimizer that never updates; megatron-core's optimizers do not support float64."""
 
     def __init__(self, sharded: ShardedModel, groups: Groups) -> None:
@@ -129,8 +129,7 @@ def run_layout(groups: Groups, job: Job) -> Outcome:
 
 
 def run_objective(config: Config, drawn_extras: Collection[str] = ()) -> Objective:
-    """Returns the objective of the run; refuses extras other than `drawn_extras`, because only the user's data have
-    them."""
+    """Returns the objective of the run; refuses extras not in `drawn_extras`, which only the user's data have."""
     objective = Objective.from_config(config.loss, config.model)
     if missing := [name for name in objective.extras if name not in drawn_extras]:
         names = ", ".join(as_configured(missing))
@@ -160,15 +159,12 @@ class _Runner:
         for in_float64 in (False, True) if needs_float64(config.model) else (False,):
             # in float64 parameters are not gathered in the forward pass
             train = config.train.model_copy(update={"overlap_param_gather": False})
-            rank_config = config.model_copy(update={"train": train}) if in_float64 else config
-            sharded = build_model(rank_config, groups, weights_follow=True, in_float64=in_float64)
+            variant = config.model_copy(update={"train": train}) if in_float64 else config
+            sharded = build_model(variant, groups, weights_follow=True, in_float64=in_float64)
             shrink_chunks(sharded.chunks)
             set_weights(sharded.chunks, groups, lambda name, shape: drawn(name, shape, config))
-            optimizer = _NeverUpdates(sharded, groups) if in_float64 else Optimizer(rank_config, sharded, groups)
-            model, teacher = (
-                RankModel(rank_config, groups, sharded, optimizer),
-                small_teacher(rank_config, groups, in_float64),
-            )
+            optimizer = _NoUpdates(sharded, groups) if in_float64 else Optimizer(variant, sharded, groups)
+            model, teacher = RankModel(variant, groups, sharded, optimizer), small_teacher(variant, groups, in_float64)
             self._models.append(model)
             self._steps.append(_LenientStep(model, objective, teacher))
         self._sharded, self._training = self._models[0].sharded, self._steps[0]
@@ -242,8 +238,7 @@ def step_values(number: int, totals: StepTotals, grad_norm: float) -> StepValues
 
 def disagreement(outcomes: Sequence[Outcome]) -> str | None:
     """Says which ranks report other numbers than rank 0; returns None if all agree to the last bit."""
-    first = [repr(step.values) for step in outcomes[0].steps]
-    differing = [
-        rank for rank, outcome in enumerate(outcomes) if [repr(step.values) for step in outcome.steps] != first
-    ]
+
+    reports = [[repr(step.values) for step in outcome.steps] for outcome in outcomes]
+    differing = [rank for rank, values in enumerate(reports) if values != reports[0]]
     return f"ranks {differing} report another loss, denominator or gradient norm than rank 0" if differing else None

@@ -149,10 +149,7 @@ def fitted(transfers: Sequence[MeasuredTransfer], num_ranks: int) -> tuple[float
     unit = Cluster(replace(GPUS["h100"], nvlink_bandwidth=1.0), num_ranks, 1.0, nvlink_latency_s=0.0)
     endless = Cluster(replace(GPUS["h100"], nvlink_bandwidth=float("inf")), num_ranks, 1.0, nvlink_latency_s=1.0)
     rows = [
-        [
-            predicted(transfer.collective, cluster, num_ranks, transfer.num_bytes).seconds / transfer.seconds
-            for transfer in transfers
-        ]
+        [predicted(each.collective, cluster, num_ranks, each.num_bytes).seconds / each.seconds for each in transfers]
         for cluster in (unit, endless)
     ]
     ones = np.ones(len(transfers))

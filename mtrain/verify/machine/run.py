@@ -268,13 +268,13 @@ class MachineCheck:
             self._add(results, report.diagnosis, name)
 
     def _add(self, results: Sequence[LayoutResult], diagnosis: Diagnosis | None, name: str = "") -> None:
-        self.results += map(_to_send, results)
+        self.results += map(_shortened, results)
         if self.diagnosis is None and diagnosis is not None:
             lines = tuple(f"{name} {redacted(line)}".strip() for line in diagnosis.lines)
             self.diagnosis = replace(diagnosis, layout=f"{name} {diagnosis.layout}".strip(), lines=lines)
 
 
-def _to_send(result: LayoutResult) -> LayoutResult:
+def _shortened(result: LayoutResult) -> LayoutResult:
     """Keeps the worst deviation of each kind and some failures; redacts messages."""
     first, failed = result.first_failure(), [deviation for deviation in result.deviations if not deviation.passed]
     worst = (result.worst(kind) for kind in dict.fromkeys(deviation.kind for deviation in result.deviations))
@@ -283,9 +283,7 @@ def _to_send(result: LayoutResult) -> LayoutResult:
         result,
         steps=(),
         expected=(),
-        deviations=tuple(
-            deviation for deviation in dict.fromkeys([first, *worst, *failed[:_MOST_FAILURES]]) if deviation is not None
-        ),
+        deviations=tuple(one for one in dict.fromkeys([first, *worst, *failed[:_MOST_FAILURES]]) if one is not None),
         guards=tuple(map(redacted, result.guards)),
         error=error,
         trace=trace,

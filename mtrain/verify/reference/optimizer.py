@@ -73,10 +73,10 @@ class AdamW:
         scales: Arrays = {}
         for name, gradient in gradients.items():
             value, clipped = np.asarray(weights[name], np.float64), np.asarray(gradient, np.float64) * factor
-            new[name], scales[name] = self._one(name, value, clipped, lr)
+            new[name], scales[name] = self._step(name, value, clipped, lr)
         return Updated(new, scales)
 
-    def _one(
+    def _step(
         self, name: str, value: NDArray[Any], gradient: NDArray[Any], lr: float
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         beta1, beta2, step = self._section.beta1, self._section.beta2, self._num_updates
@@ -118,10 +118,10 @@ class ExactMuon:
         factor = clipping_factor(self._section.clip_grad, grad_norm)
         for name in gradients.keys() - by_adamw.keys():
             gradient = torch.from_numpy(np.asarray(gradients[name], np.float64)) * factor
-            new[name], scales[name] = self._one(name, np.asarray(weights[name], np.float64), gradient, lr)
+            new[name], scales[name] = self._step(name, np.asarray(weights[name], np.float64), gradient, lr)
         return Updated(new, scales)
 
-    def _one(self, name: str, value: NDArray[Any], gradient: Tensor, lr: float) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _step(self, name: str, value: NDArray[Any], gradient: Tensor, lr: float) -> tuple[NDArray[Any], NDArray[Any]]:
         """Returns new weights and the size of their float32 sums.
 
         Each iteration amplifies rounding by up to 3.4445 in directions of small singular values, so the size is

@@ -102,10 +102,8 @@ def _table(report: Report, *, is_boxed: bool, has_tensors: bool) -> Table:
 def _cell(deviation: Deviation | None) -> str:
     if deviation is None:
         return "-"
-    if deviation.value == 0:
-        text = "0"
-    else:
-        text = f"{deviation.value:.1e}" if math.isfinite(deviation.value) else "not finite"
+    text = "0" if deviation.value == 0 else f"{deviation.value:.1e}"
+    text = text if math.isfinite(deviation.value) else "not finite"
     return text if deviation.passed else f"[red]{text} ![/red]"
 
 

@@ -71,7 +71,7 @@ def other_layout(
     """
     deviations, start = list(_start(resumed, saved)), resumed[0].start_step
     for rank in resumed:
-        differing = {(kind, name): share for kind, name, share in rank.unlike_files}
+        differing = {(kind, name): share for kind, name, share in rank.differing_tensors}
         deviations += [
             Deviation(kind, name, start, differing.get((kind, name), 0.0), 0.0)
             for kind, name in rank.states[start].tensors

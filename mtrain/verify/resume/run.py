@@ -108,11 +108,9 @@ def planned(config: Config, request: Request, max_ranks: int) -> ResumePlan:
     shrunk = with_loss_tokens(lambda length: small(config, [base, *trials], length, overrides, FEW_SAMPLES), config)
     model, train = shrunk.config.model, shrunk.config.train
     changed = in_float32(config.model)
-    without_dropout = model.model_copy(
-        update={"attention_dropout": 0.0, "hidden_dropout": 0.0} | changed.get("model", {})
-    )
-    in_full_precision = train.model_copy(update=changed["train"])
-    comparable = shrunk.config.model_copy(update={"model": without_dropout, "train": in_full_precision})
+    model = model.model_copy(update={"attention_dropout": 0.0, "hidden_dropout": 0.0} | changed.get("model", {}))
+    train = train.model_copy(update=changed["train"])
+    comparable = shrunk.config.model_copy(update={"model": model, "train": train})
     notes = []
     if comparable != shrunk.config:
         notes.append("for other layouts: train.precision: fp32, no dropout, whose draws follow the layout")
@@ -177,8 +175,8 @@ class ResumeCheck:
 
     def run(self, progress: Progress, fault: str | None) -> list[LayoutResult]:
         """Runs all cases."""
-        other_layouts = [partial(self.elsewhere, trial, fault) for trial in self._plan.other_layouts]
-        cases = [partial(self.alike, fault), partial(self.crashed, fault), *other_layouts]
+        other_layouts = [partial(self.on_other_layout, trial, fault) for trial in self._plan.other_layouts]
+        cases = [partial(self.on_same_layout, fault), partial(self.after_crash, fault), *other_layouts]
         return all_results(cases, self._pool.device, progress)
 
     def _start(
@@ -201,11 +199,11 @@ class ResumeCheck:
         self.reference = LayoutResult("straight", {}, base.layout.world_size, seconds, steps, steps)
         return results
 
-    def alike(self, fault: str | None) -> LayoutResult:
+    def on_same_layout(self, fault: str | None) -> LayoutResult:
         """Resumes on the layout that saved."""
-        return self._judged("same layout", self._plan.base, {}, lambda: self._resumed_alike("stopped", fault))
+        return self._judged("same layout", self._plan.base, {}, lambda: self._resumed_on_same("stopped", fault))
 
-    def crashed(self, fault: str | None) -> LayoutResult:
+    def after_crash(self, fault: str | None) -> LayoutResult:
         """Resumes after the last rank was killed between saves."""
         base, at = self._plan.base, self._at
         crash, rank = min(at + 2, base.config.train.num_steps), base.layout.world_size - 1
@@ -215,21 +213,21 @@ class ResumeCheck:
             try:
                 self._start(base, source, {"interval_steps": at, "async_save": False}, crash_in=crash)
             except RankFailedError:
-                return self._resumed_alike(source, fault)
+                return self._resumed_on_same(source, fault)
             raise NumericError("the killed rank continued")
 
         return self._judged(f"after a crash of rank {rank} in step {crash}", base, {CRASH: f"rank {rank}"}, find)
 
-    def elsewhere(self, trial: Prepared, fault: str | None) -> LayoutResult:
+    def on_other_layout(self, trial: Prepared, fault: str | None) -> LayoutResult:
         """Resumes on another layout."""
         axes = _changed_axes(self._plan.base, trial)
-        return self._judged(f"on {trial.name}", trial, axes, lambda: self._resumed_elsewhere(trial, fault))
+        return self._judged(f"on {trial.name}", trial, axes, lambda: self._resumed_on_other(trial, fault))
 
-    def _resumed_alike(self, source: str, fault: str | None) -> _Finding:
+    def _resumed_on_same(self, source: str, fault: str | None) -> _Finding:
         results, records = self._resumed(self._plan.base, source, fault=fault)
         return records, same_layout(results, self._straight_results, records, self._expected)
 
-    def _resumed_elsewhere(self, trial: Prepared, fault: str | None) -> _Finding:
+    def _resumed_on_other(self, trial: Prepared, fault: str | None) -> _Finding:
         source = list(self._saved)[-1]
         results, records = self._resumed(trial, source, gathers=True, fault=fault)
         first, one = results[0], self._plan.one

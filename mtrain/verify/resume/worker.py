@@ -85,7 +85,7 @@ class SegmentResult:
     """States by completed updates; the first is the loaded one."""
     samples: dict[int, dict[int, str]] = field(default_factory=dict)
     """Digests of samples by step, from 1, and slot in the global batch."""
-    unlike_files: list[tuple[str, str, float]] = field(default_factory=list)
+    differing_tensors: list[tuple[str, str, float]] = field(default_factory=list)
     """Tensors whose loaded bits differ from the files: kind, name, share of bytes."""
     initial: dict[str, Whole] = field(default_factory=dict)
     steps: list[tuple[Whole, Whole]] = field(default_factory=list)
@@ -137,7 +137,7 @@ class WatchedStep(TrainingStep):
         self._note_state()
         if self._start.gathers:
             path = folder.checkpoints / step_name(run.start_step)
-            seen.unlike_files = list(self._unlike_files(path)) if path.exists() else []
+            seen.differing_tensors = list(self._differing_tensors(path)) if path.exists() else []
             seen.initial = {kind: whole for kind in (WEIGHTS, *STATES) if (whole := self._whole(kind))}
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
@@ -185,7 +185,7 @@ class WatchedStep(TrainingStep):
             counters |= {f"loss_scaler.{name}": float(value) for name, value in scaler.model_dump().items()}
         self._seen.states[self._done] = State(tensors, counters)
 
-    def _unlike_files(self, path: Path) -> Iterator[tuple[str, str, float]]:
+    def _differing_tensors(self, path: Path) -> Iterator[tuple[str, str, float]]:
         """Yields this rank's tensors whose bits differ from the checkpoint, except vocabulary padding."""
         files, run = CheckpointTensors(path), self._run
         for tensor in local_state(run.model):

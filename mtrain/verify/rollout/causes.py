@@ -3,10 +3,9 @@
 A cause is named only if its predicted log-probabilities equal the engine's within rounding. The expected rounding is
 measured for each cause by repeating the prediction in the engine's precision.
 
-If the cause is bfloat16 rounding, a number between two bfloat16 values may round differently in the engine, or a router
-may choose another of two experts with nearly equal scores, and everything computed from it changes. Such a cause must
-predict most, not all, log-probabilities within the rounding of the engine's precision; chance or a second cause would
-predict none.
+If the cause is bfloat16 rounding, the engine may round a number between two bfloat16 values the other way, or choose
+the other of two nearly equal experts, which changes everything computed from it. Such a cause must predict most, not
+all, log-probabilities within the rounding of the engine's precision; chance or a second cause would predict none.
 """
 
 import math
@@ -110,10 +109,10 @@ class Disagreement:
                 if results[-1].explains:  # chance does not give the numbers of so many tokens
                     break
         if self.is_of_engine and not any(result.explains for result in results):
-            results += self._coarser()
+            results += self._precision_causes()
         return results
 
-    def _coarser(self) -> Iterator[Tried]:
+    def _precision_causes(self) -> Iterator[Tried]:
         """Tries each precision coarser than the one stated for the engine."""
         exact = [answer.log_probs(answer.exact) for answer in self.answers]
         deviations = differences([answer.rollout for answer in self.answers], exact)
@@ -124,8 +123,7 @@ class Disagreement:
                 self.reference.run(answer.rollout.prompt_ids, answer.rollout.ids, dtype) for answer in self.answers
             ]
             pairs = zip(self.answers, lower, strict=True)
-            rounding = [answer.log_probs(coarse) - answer.log_probs(answer.exact) for answer, coarse in pairs]
-            measured = Spread.of(rounding)
+            measured = Spread.of([answer.log_probs(low) - answer.log_probs(answer.exact) for answer, low in pairs])
             # deviations far below the rounding of a precision do not come from it
             explains = self.before.within(measured.allowed(0.0)) and self.before.rms * _IMPROVEMENT >= measured.rms
             name = str(dtype).removeprefix("torch.")
@@ -206,7 +204,7 @@ class Disagreement:
             yield self._settings(settings)
 
     def _settings(self, settings: Settings) -> tuple[Cause, Predicted | None]:
-        return settings.cause(self._temperatures), self._by_answer(_drawn_under, settings)
+        return settings.cause(self._temperatures), self._by_answer(_log_probs_under, settings)
 
     def _padding_causes(self) -> Iterator[tuple[Cause, Predicted | None]]:
         rows = fitted_padding(self._logits)
@@ -260,8 +258,7 @@ class Disagreement:
             yield (
                 self._other_order("log-probabilities", rows),
                 Predicted(
-                    [source.log_probs(source.exact) for source in sources],
-                    [source.log_probs(source.rounded) for source in sources],
+                    [row.log_probs(row.exact) for row in sources], [row.log_probs(row.rounded) for row in sources]
                 ),
             )
         prompts = self._prompts_of_other_rows()
@@ -290,7 +287,7 @@ class Disagreement:
             shift = rows[0] if rows else 1
             likely = sorted(range(count), key=lambda row: (row - number - shift) % count)
             match = next(
-                (row for row in likely if row != number and self._gives(answer, self.answers[row].rollout.prompt_ids)),
+                (row for row in likely if row != number and self._fits(answer, self.answers[row].rollout.prompt_ids)),
                 None,
             )
             if match is None:
@@ -298,7 +295,7 @@ class Disagreement:
             rows.append(match)
         return rows
 
-    def _gives(self, answer: Passes, prompt: Sequence[int]) -> bool:
+    def _fits(self, answer: Passes, prompt: Sequence[int]) -> bool:
         """Says whether this prompt gives the answer's log-probabilities up to rounding."""
         passed = self.reference.run(prompt, answer.rollout.ids)
         deviations = differences([answer.rollout], [answer.log_probs(passed)])
@@ -311,7 +308,7 @@ class Disagreement:
         counts = range(1, size) if size <= _MOST_CUTS else [cut for cut in _USUAL_CUTS if cut < size]
         for is_end in (True, False):
             for count in counts:
-                if self._gives(longest, _cut(longest.rollout.prompt_ids, count, is_end)):
+                if self._fits(longest, _cut(longest.rollout.prompt_ids, count, is_end)):
                     prompts = [_cut(answer.rollout.prompt_ids, count, is_end) for answer in self.answers]
                     cause = Cause(
                         "cut prompt",
@@ -376,7 +373,7 @@ def differences(rollouts: Sequence[Rollout], exact: Sequence[Tensor]) -> list[Te
     ]
 
 
-def _drawn_under(logits: Tensor, rollout: Rollout, settings: Settings) -> Tensor:
+def _log_probs_under(logits: Tensor, rollout: Rollout, settings: Settings) -> Tensor:
     return DrawnTokens.of(logits, rollout).log_probs(settings)
 
 

@@ -112,8 +112,6 @@ def _numbers_of(values: Sequence[dict[str, Any]]) -> Tensor:
 
 
 class _Fit(Distances):
-    """Searches the drawn tokens."""
-
     def __init__(self, columns: Columns, tolerance: float) -> None:
         super().__init__(columns, tolerance)
         self._biased_columns: dict[int, DrawnTokens] = {}
@@ -137,9 +135,7 @@ class _Fit(Distances):
         best: Settings | None = None
         for start, share in itertools.product(near, shares):
             refined = self._refined(start, continuous, truncations, is_biased, share)
-            best = min(
-                (candidate for candidate in (best, refined) if candidate is not None), key=self.distance, default=None
-            )
+            best = min((trial for trial in (best, refined) if trial is not None), key=self.distance, default=None)
             if best is not None and self.distance(best) <= amplified(self.tolerance) ** 2:
                 break  # with few tokens, settings from a farther start may fit as well
         return best

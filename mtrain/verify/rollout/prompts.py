@@ -22,10 +22,7 @@ class Prompts:
     """Prompt token ids by the tokenizer and chat template of a run."""
 
     def __init__(self, model: Model, has_texts: bool, progress: Progress) -> None:
-        """Loads the configuration's tokenizer; without one, texts are not compared.
-
-        Raises DataError only if the rollouts have texts: token ids need no tokenizer.
-        """
+        """Loads the configuration's tokenizer, if any; raises DataError for a bad one only if rollouts have texts."""
         self._config = config = model.config
         self._tokenizer: Tokenizer | None = None
         try:
@@ -69,9 +66,8 @@ class Prompts:
         assert self._tokenizer is not None
         if isinstance(prompt, str):
             return asked(prompt, self._tokenizer, special_tokens=True)
-        if not isinstance(prompt["messages"], list) or not all(
-            isinstance(message, dict) for message in prompt["messages"]
-        ):
+        messages = prompt["messages"]
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise DataError("messages must be a list of objects with role and content; fix it")
         return questions_of(self._config, self._tokenizer, [prompt], None)[0].ids
 

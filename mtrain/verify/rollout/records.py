@@ -103,8 +103,7 @@ def _of_vllm(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
         ids, candidates = output.get("token_ids"), output.get("logprobs")
         if not isinstance(candidates, list) or not isinstance(ids, list) or len(candidates) != len(ids):
             raise DataError(
-                "an output does not have logprobs for each token; draw with SamplingParams(logprobs=0), which costs "
-                "nothing"
+                "an output lacks logprobs for each token; draw with SamplingParams(logprobs=0), which costs nothing"
             )
         try:
             log_probs = [by_token[str(token)]["logprob"] for token, by_token in zip(ids, candidates, strict=True)]

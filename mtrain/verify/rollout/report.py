@@ -146,9 +146,8 @@ def _figures(report: RolloutReport) -> Iterator[tuple[str, list[tuple[str, str]]
         report, lambda column: [(at, abs(row[1 + column])) for at, row in enumerate(report.tokens, start=1)]
     )
     yield from _figure("Every token", "difference in nats, by token of all answers", by_token, limit)
-    by_position = _curves(
-        report, lambda column: [(at, row[column]) for at, row in enumerate(report.positions, start=1)]
-    )
+    positions = list(enumerate(report.positions, start=1))
+    by_position = _curves(report, lambda column: [(at, row[column]) for at, row in positions])
     yield from _figure(
         "Position in the answer", "root mean square in nats, by position", by_position, report.sides[0].allowed.rms
     )

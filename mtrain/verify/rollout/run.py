@@ -166,8 +166,7 @@ class _RolloutCheck:
         return scored
 
     def _replay(self, passes: Sequence[Passes], scored: Scored) -> tuple[list[Side], list[Finding], str | None]:
-        """Compares trainer and float64 with the rollouts' routes replayed, and trainer and engine with and without
-        replay."""
+        """Compares the trainer with float64 while routes are replayed, and with the engine with and without replay."""
         count = sum(rollout.routes is not None for rollout in self._rollouts)
         if count < len(self._rollouts) or scored.routes is None:
             if count:

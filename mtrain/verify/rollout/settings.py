@@ -169,8 +169,7 @@ class DrawnTokens:
         """Returns the tokens at which a mask, [tokens] bool, is true."""
         rows = mask.nonzero().flatten().tolist()
         columns: list[Any] = [
-            column[mask] if isinstance(column, Tensor) else tuple(column[row] for row in rows)
-            for column in self._columns()
+            part[mask] if isinstance(part, Tensor) else tuple(part[row] for row in rows) for part in self._columns()
         ]
         return DrawnTokens(*columns)
 

@@ -81,7 +81,7 @@ def gone_on(
     plan = planned(user, Request(layouts, 3, max_ranks, None, "", 2), max_ranks)
     check = ResumeCheck(plan, 2, folder, pool)
     check.prepare()
-    results = [check.alike(None), *(check.elsewhere(trial, None) for trial in plan.others)]
+    results = [check.on_same_layout(None), *(check.on_other_layout(trial, None) for trial in plan.others)]
     assert len(results) > 1
     assert all(case.passed for case in results), [(case.name, case.error, case.first_failure()) for case in results]
     return check, results
@@ -104,8 +104,8 @@ class Faulty:
         self._pool.fault = None if shipped else fault
         try:
             if on is not None:
-                return check.elsewhere(on, shipped)
-            return check.crashed(shipped) if EXPECTED[fault][0] == CRASH else check.alike(shipped)
+                return check.on_other_layout(on, shipped)
+            return check.after_crash(shipped) if EXPECTED[fault][0] == CRASH else check.on_same_layout(shipped)
         finally:
             self._pool.fault = None
 
@@ -211,10 +211,10 @@ def test_a_curriculum_goes_on_over_a_border_after_the_stop(kept: KeptPool, tmp_p
     pool: Any = FaultyPool(kept)
     check = ResumeCheck(plan, 2, tmp_path, pool)
     check.prepare()
-    result = check.alike(None)
+    result = check.on_same_layout(None)
     assert result.passed, (result.error, result.first_failure())
     pool.fault = "samples-restarted"
-    assert not check.alike(None).passed
+    assert not check.on_same_layout(None).passed
 
 
 @pytest.mark.nightly  # by day these faults on the layout that saved, above

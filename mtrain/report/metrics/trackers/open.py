@@ -47,7 +47,7 @@ def without_secrets(values: Mapping[str, Any], environment: Mapping[str, str]) -
     secrets = sorted({text for name, text in environment.items() if is_secret_name(name)}, key=len, reverse=True)
     cleaned = {}
     for key, value in values.items():
-        text = value if isinstance(value, str) else json.dumps(_inside(value), default=str)
+        text = value if isinstance(value, str) else json.dumps(_clean(value), default=str)
         text = _LOGIN_IN_URL.sub(REDACTED, text)
         for secret in secrets:
             text = text.replace(secret, REDACTED) if len(secret) >= _SHORTEST_SECRET else text
@@ -55,12 +55,12 @@ def without_secrets(values: Mapping[str, Any], environment: Mapping[str, str]) -
     return cleaned
 
 
-def _inside(value: Any) -> Any:
-    """Replaces the values of secret names in a list or section, at any depth."""
+def _clean(value: Any) -> Any:
+    """Replaces the values of secret names in lists and sections, at any depth."""
     if isinstance(value, Mapping):
-        return {name: REDACTED if item and is_secret_name(str(name)) else _inside(item) for name, item in value.items()}
+        return {name: REDACTED if item and is_secret_name(str(name)) else _clean(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_inside(item) for item in value]
+        return [_clean(item) for item in value]
     return value
 
 

@@ -43,7 +43,7 @@ def _adapter_shapes(adapted: Adapted, columns: int, section: AnyAdapter) -> dict
     shapes: dict[str, Shape] = {}
     for part, rows in adapted.pairs.items():
         name = _prefix(adapted.weight, part)
-        rank = int(_set_for(part, section.rank_pattern, section.rank))
+        rank = int(_value_of(part, section.rank_pattern, section.rank))
         if part == "embedding":  # a row of A for each token, which B projects to the hidden size
             shapes |= {f"{name}lora_a": (len(rows), rank), f"{name}lora_b": (columns, rank)}
             continue
@@ -80,8 +80,8 @@ def merged(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         whole = tensors[adapted.weight].clone()
         for part, rows in adapted.pairs.items():
             name = _prefix(adapted.weight, part)
-            rank = _set_for(part, section.rank_pattern, section.rank)
-            alpha = _set_for(part, section.alpha_pattern, section.alpha)
+            rank = _value_of(part, section.rank_pattern, section.rank)
+            alpha = _value_of(part, section.alpha_pattern, section.alpha)
             scale = alpha / {"standard": float(rank), "rslora": math.sqrt(rank)}[section.scaling]
             a, b = tensors[f"{name}lora_a"], tensors[f"{name}lora_b"]
             product = a @ b.T if part == "embedding" else b @ a
@@ -144,8 +144,8 @@ def _parts(target: str) -> tuple[str, ...]:
     return groups.get(target, (target,))
 
 
-def _set_for(part: str, pattern: Mapping[Any, float], default: float) -> float:
-    """Returns the number of a part in a pattern: under its own name, otherwise its group's."""
+def _value_of(part: str, pattern: Mapping[Any, float], default: float) -> float:
+    """Returns the value for a part in a pattern: under the part's name, otherwise its group's."""
     of_groups = [value for target, value in pattern.items() if target != part and part in _parts(target)]
     if part in pattern:
         return pattern[part]
