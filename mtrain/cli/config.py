@@ -12,7 +12,7 @@ from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
     from mtrain.config.keys import Key
-    from mtrain.config.load import Given
+    from mtrain.config.load import MergedContent
 
 
 def config(
@@ -41,9 +41,9 @@ def config(
             "=" in argument or Path(argument).suffix in (".yaml", ".yml") or Path(argument).exists()
             for argument in arguments
         ):
-            from mtrain.config.load import read_given
+            from mtrain.config.load import read_merged
 
-            lines = _resolved(read_given(*split_arguments(arguments)))
+            lines = _resolved(read_merged(*split_arguments(arguments)))
         else:
             lines = iter([line for argument in arguments for line in _explained(argument)])
         for line in lines:
@@ -72,14 +72,14 @@ def _facts(key: "Key") -> str:
     return "; ".join(part for part in (f"{key.type}{unit}", default, of_kinds) if part)
 
 
-def _resolved(given: "Given") -> Iterator[str]:
+def _resolved(given: "MergedContent") -> Iterator[str]:
     from mtrain.config.keys import described_keys
     from mtrain.hf.configuration import resolved
 
     keys = {key.name: key for key in described_keys()}
 
     def origin(location: tuple[str, ...], value: Any) -> str:
-        if (place := given.place(location)) is not None:
+        if (place := given.origin(location)) is not None:
             return place
         key = keys.get(".".join(location))
         if location[0] == "model" and "hf" in given.content.get("model", {}):

@@ -13,7 +13,7 @@ from mtrain.cli.messages import one_message
 
 if TYPE_CHECKING:
     from mtrain.config import Config
-    from mtrain.config.load import Given
+    from mtrain.config.load import MergedContent
 
 _ASSUMED: dict[str, dict[str, Any]] = {
     "run": {"dir": "runs/planned"},
@@ -109,9 +109,9 @@ def plan(
                 typer.echo(f"\nwritten to {options.write}{lacking} mtrain check {options.write}")
 
 
-def _given(models: list[str], seq_length: int | None, global_batch_size: int | None) -> "Given":
+def _given(models: list[str], seq_length: int | None, global_batch_size: int | None) -> "MergedContent":
     """Reads YAML files, overrides and options; of a Hugging Face folder its name, of a config.json the architecture."""
-    from mtrain.config.load import Given, read_given
+    from mtrain.config.load import MergedContent, read_merged
 
     paths, overrides = split_arguments(models)
     folders = [path for path in paths if path.is_dir()]
@@ -122,14 +122,14 @@ def _given(models: list[str], seq_length: int | None, global_batch_size: int | N
         overrides = [*overrides, f"data.seq_length={seq_length}"]
     if global_batch_size is not None:
         overrides = [*overrides, f"train.global_batch_size={global_batch_size}"]
-    given = read_given([path for path in paths if path not in folders and path not in descriptions], overrides)
+    given = read_merged([path for path in paths if path not in folders and path not in descriptions], overrides)
     if not descriptions:
         return given
     model = _completed(given)[0].model.model_dump(exclude_defaults=True, exclude={"hf"})
-    return Given({**given.content, "model": model}, given.sources)
+    return MergedContent({**given.content, "model": model}, given.sources)
 
 
-def _completed(given: "Given") -> tuple["Config", list[str]]:
+def _completed(given: "MergedContent") -> tuple["Config", list[str]]:
     """Fills in assumed values; returns the configuration and the keys that were assumed."""
     from mtrain.config.schema.data import MockSection
     from mtrain.hf.configuration import resolved

@@ -1,4 +1,4 @@
-"""Configuration of a run: each key is defined once and read before torch is loaded."""
+"""Configuration of a run. Each key is defined once; reading a configuration does not load torch."""
 
 from mtrain.config.schema.root import Config
 from mtrain.config.schema.section import Section

@@ -1,4 +1,4 @@
-"""What adapters can be combined with, and the targets that all-linear means."""
+"""Rules between adapters and other sections, and the targets that all-linear stands for."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -26,72 +26,77 @@ def all_linear_in(content: Any) -> list[Any] | None:
         return None
     targets = adapter.get("targets", ALL_LINEAR)
     named = [targets] if isinstance(targets, str) else targets
-    is_there = isinstance(named, list | tuple) and ALL_LINEAR in named
-    return [each for each in named if each != ALL_LINEAR] if is_there else None
+    if not isinstance(named, list | tuple) or ALL_LINEAR not in named:
+        return None
+    return [target for target in named if target != ALL_LINEAR]
 
 
 def with_linear_targets(content: Any) -> Any:
-    """Replaces all-linear by the targets of the model.
+    """Replaces all-linear with the targets of the model.
 
     Args:
         content: Sections by name, not validated yet.
     """
-    others = all_linear_in(content)
-    if others is None:
+    other_targets = all_linear_in(content)
+    if other_targets is None:
         return content
     try:
         model = ModelSection.model_validate(content.get("model"))
-    except ValidationError:  # reported with everything else that is wrong
+    except ValidationError:  # Config reports it together with all other errors
         return content
-    return {**content, "adapter": {**content["adapter"], "targets": [*_linear_targets(model, others), *others]}}
+    return {
+        **content,
+        "adapter": {**content["adapter"], "targets": [*_linear_targets(model, other_targets), *other_targets]},
+    }
 
 
 def _linear_targets(model: ModelSection, named: Collection[Any]) -> Iterator[str]:
-    """Yields the targets that are linear layers in PEFT's sense, without parts of those in `named`."""
+    """Yields the targets that PEFT counts as linear layers, without parts that a target in `named` joins."""
     kinds = {model.attention(layer) for layer in range(model.num_layers)}
-    found = ["qkv", "proj"] if kinds - {*RECURRENT, "none"} else []
-    found += ["in_proj"] if kinds & RECURRENT.keys() else []
-    # PEFT refuses that of Mamba-2, whose kernels read the weight
-    found += ["out_proj"] if kinds & RECURRENT.keys() - {"mamba"} else []
-    found += ["fc1", "fc2"] if _has_networks(model) else []
-    taken = {part for target, parts in JOINED.items() if target in named for part in parts}
-    for target in found:
+    targets = ["qkv", "proj"] if kinds - {*RECURRENT, "none"} else []
+    targets += ["in_proj"] if kinds & RECURRENT.keys() else []
+    # PEFT refuses out_proj of Mamba-2, whose kernels read the weight
+    targets += ["out_proj"] if kinds & RECURRENT.keys() - {"mamba"} else []
+    targets += ["fc1", "fc2"] if _has_networks(model) else []
+    joined = {part for target, parts in JOINED.items() if target in named for part in parts}
+    for target in targets:
         parts = GROUPS.get(target, (target,))
-        if taken.isdisjoint(parts):
+        if joined.isdisjoint(parts):
             yield target
         else:
-            yield from (part for part in DELTA_NET_PARTS if part in parts and part not in taken)
+            yield from (part for part in DELTA_NET_PARTS if part in parts and part not in joined)
 
 
 def notes(config: Sections) -> list[str]:
-    """Returns a note on what all-linear omits, if anything."""
+    """Returns a note on the modules that all-linear omits, if any."""
     model, adapter = config.model, config.adapter
     if adapter is None or "targets" in adapter.model_fields_set:
         return []
-    left = ["out_proj of Mamba-2, which PEFT refuses (name it as well, and export merged)"] * (
-        model.mamba is not None and "out_proj" not in adapter.parts
-    )
+    omitted = []
+    if model.mamba is not None and "out_proj" not in adapter.parts:
+        omitted.append("out_proj of Mamba-2, which PEFT refuses (name it as well, and export merged)")
     if model.experts is not None:
         unnamed = "routers and the gate of shared experts" if model.experts.shared_gate else "routers"
-        left += ["routed experts (name experts as well)"] * ("experts" not in adapter.parts)
-        left.append(f"{unnamed}, which have no target")
-    if not left:
+        if "experts" not in adapter.parts:
+            omitted.append("routed experts (name experts as well)")
+        omitted.append(f"{unnamed}, which have no target")
+    if not omitted:
         return []
-    return [f"adapter.targets=all-linear means {', '.join(adapter.targets)} here, and leaves out {'; '.join(left)}"]
+    return [f"adapter.targets=all-linear means {', '.join(adapter.targets)} here, and leaves out {'; '.join(omitted)}"]
 
 
 def broken_rules(config: Sections, adapter: AdapterSection) -> Iterator[str]:
-    """Yields a message for every broken rule."""
+    """Yields a message for every broken rule between `adapter` and other sections."""
     yield from _targets(config.model, adapter)
-    yield from _learned_whole(config.model, adapter)
+    yield from _full_training(config.model, adapter)
     yield from _run(config, adapter)
 
 
 def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
-    there = model.query_projections | (
-        {"qkv_proj"} if model.query_projections.issuperset(JOINED["qkv_proj"]) else set()
-    )
-    if missing := [target for target in adapter.targets if target in _ATTENTION - there]:
+    available = set(model.query_projections)
+    if available.issuperset(JOINED["qkv_proj"]):
+        available.add("qkv_proj")
+    if missing := [target for target in adapter.targets if target in _ATTENTION - available]:
         yield (
             f"adapter.targets={', '.join(missing)}: the attention of this model has no such projection; name "
             f"{', '.join(sorted(model.query_projections))}, or qkv for all of them"
@@ -101,8 +106,8 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
             f"adapter.dropout={adapter.dropout} does not work with kv_b_proj (a part of qkv), whose matrix multiplies "
             "latents after the context-parallel exchange; set it to 0, or name the other projections"
         )
-    own = frozenset().union(*(section.projections for section in model.recurrent))
-    if missing := [target for target in adapter.targets if target in _RECURRENT - own]:
+    recurrent = frozenset().union(*(section.projections for section in model.recurrent))
+    if missing := [target for target in adapter.targets if target in _RECURRENT - recurrent]:
         owners = (key for key, kind in RECURRENT.items() if kind.projections.issuperset(missing))
         needed = next(owners, " and model.".join(RECURRENT))
         yield f"adapter.targets={', '.join(missing)} needs model.{needed}; remove it"
@@ -115,8 +120,8 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
         yield "adapter.targets=experts needs model.experts; remove it"
     if adapter.parts & _FEED_FORWARD and not _has_networks(model):
         yield (
-            f"adapter.targets={_given(adapter, 'fc1', 'fc2')}: every layer has experts and none a shared one; name "
-            "experts, or remove it"
+            f"adapter.targets={_named_targets(adapter, 'fc1', 'fc2')}: the model has neither dense layers nor shared "
+            "experts; name experts, or remove it"
         )
     if model.output.is_new and "output" in adapter.parts:
         yield (
@@ -130,7 +135,7 @@ def _targets(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
         )
 
 
-def _learned_whole(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
+def _full_training(model: ModelSection, adapter: AdapterSection) -> Iterator[str]:
     saved = adapter.modules_to_save
     if "head" in saved and not model.output.is_new:
         yield "adapter.modules_to_save=head needs model.num_labels; set it, or remove head"
@@ -148,7 +153,7 @@ def _learned_whole(model: ModelSection, adapter: AdapterSection) -> Iterator[str
         )
 
 
-def _given(adapter: AdapterSection, *groups: str) -> str:
+def _named_targets(adapter: AdapterSection, *groups: str) -> str:
     names = [name for group in groups for name in (group, *GROUPS.get(group, ()))] + ["gate_up_proj"]
     return ", ".join(target for target in adapter.targets if target in names)
 
@@ -159,7 +164,7 @@ def _has_networks(model: ModelSection) -> bool:
 
 
 def has_merged_form(model: ModelSection, adapter: AdapterSection) -> bool:
-    """Says whether a model without adapters can compute the same; not if one table gets two values."""
+    """Says whether a model without adapters can compute the same function; not if one table would need two values."""
     return not (model.tied_embeddings and "embedding" in adapter.parts)
 
 
@@ -167,11 +172,12 @@ def _run(config: Sections, adapter: AdapterSection) -> Iterator[str]:
     model = config.model
     if model.add_tokens or model.add_special_tokens:
         needed = ["embedding", "output"] if model.output.has_table else ["embedding"]
-        learned = adapter.parts | {*adapter.modules_to_save}
-        if missing := [part for part in needed if part not in learned]:
+        trained = adapter.parts | {*adapter.modules_to_save}
+        if missing := [part for part in needed if part not in trained]:
             yield (
                 f"model.add_tokens with adapter.targets={', '.join(adapter.targets)}: the rows of new tokens would "
-                f"stay the mean of the others; add {', '.join(missing)} to adapter.modules_to_save, or to the targets"
+                f"stay the mean of the other rows; add {', '.join(missing)} to adapter.modules_to_save, or to the "
+                "targets"
             )
         elif not has_merged_form(model, adapter):
             yield (
@@ -183,8 +189,9 @@ def _run(config: Sections, adapter: AdapterSection) -> Iterator[str]:
     if every and not has_merged_form(model, adapter):
         yield (
             f"checkpoint.export_hf_every_steps={every} writes merged models, but with "
-            "adapter.targets=embedding and model.tied_embeddings=true the embedding and the output layer, which are "
-            "one table there, differ; set it to 0, and export the adapter with mtrain convert export --adapter"
+            "adapter.targets=embedding and model.tied_embeddings=true the embedding and the output layer differ, and "
+            "a merged model has one table for both; set it to 0, and export the adapter with mtrain convert export "
+            "--adapter"
         )
     if model.mtp_depths and "embedding" in adapter.parts:
         yield (
@@ -198,8 +205,8 @@ def _run(config: Sections, adapter: AdapterSection) -> Iterator[str]:
         )
     if adapter.base_dtype is not None and config.train.precision == "fp16":
         yield (
-            f"adapter.base_dtype={adapter.base_dtype} holds the frozen model below a run in fp32 or bf16, not "
-            "train.precision=fp16; remove it, or set train.precision=bf16"
+            f"adapter.base_dtype={adapter.base_dtype} supports runs in fp32 or bf16, but train.precision=fp16; remove "
+            "it, or set train.precision=bf16"
         )
     if model.backend == "te":
         yield (

@@ -20,7 +20,7 @@ class Change:
     """Old value as one line of JSON; None if the key is missing."""
     new: str | None
     is_neutral: bool
-    """Whether the run stays the same: the key is in NEUTRAL_KEYS, or below one of them."""
+    """Whether the run stays the same: the key is in NEUTRAL_KEYS, or in a section there."""
 
 
 def changes(old_config: str | Config, new_config: str | Config) -> list[Change]:
@@ -30,12 +30,12 @@ def changes(old_config: str | Config, new_config: str | Config) -> list[Change]:
     return [
         Change(key, _shown(old, key), _shown(new, key), lies_in(key, NEUTRAL_KEYS))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key, missing) != new.get(key, missing) and not _stands_for_a_section(key, old, new)
+        if old.get(key, missing) != new.get(key, missing) and not _marks_missing_section(key, old, new)
     ]
 
 
-def _stands_for_a_section(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Says whether a null only marks a missing section whose keys the other configuration has."""
+def _marks_missing_section(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Says whether the key is a null that only marks a section whose keys the other configuration has."""
     return any(
         key in one and one[key] is None and any(name.startswith(f"{key}.") for name in other)
         for one, other in ((old, new), (new, old))
@@ -47,19 +47,19 @@ def _shown(flat: dict[str, Any], key: str) -> str | None:
 
 
 def flat_keys(config: str | Config) -> dict[str, Any]:
-    """Flattens a resolved configuration, or its YAML, to dotted key -> value, under current names.
+    """Flattens a resolved configuration, or its YAML, to dotted key -> value, with current names.
 
     Lists and empty sections are values.
     """
     flat: dict[str, Any] = {}
-    # through JSON, to get the same values as from its YAML
+    # through JSON, so that values equal those read from YAML
     content = read_yaml(config).content if isinstance(config, str) else json.loads(json.dumps(config.model_dump()))
-    assert isinstance(content, dict), "what was loaded, or saved by `write_config`"
-    rest: list[tuple[str, Any]] = [("", of_one_kind(current_names(content, "config.yaml")[0]))]
-    while rest:
-        prefix, value = rest.pop()
+    assert isinstance(content, dict), "a whole configuration"
+    stack: list[tuple[str, Any]] = [("", of_one_kind(current_names(content, "config.yaml")[0]))]
+    while stack:
+        prefix, value = stack.pop()
         if isinstance(value, dict) and value:
-            rest += [(f"{prefix}.{name}" if prefix else str(name), inner) for name, inner in value.items()]
+            stack += [(f"{prefix}.{name}" if prefix else str(name), inner) for name, inner in value.items()]
         else:
             flat[prefix] = value
     return flat

@@ -1,7 +1,7 @@
 """Rules of `checkpoint.allow_changed`: keys that a resumed run may change with consent, and keys that never change.
 
-Keys that decide which samples a step reads, or what the numbers in a checkpoint mean, never change: the run would no
-longer be that of its earlier steps. Keys of NEUTRAL_KEYS need no consent.
+Keys that decide which samples a step reads, or what the numbers in a checkpoint mean, never change: the run would not
+continue its earlier steps. Keys of NEUTRAL_KEYS need no consent.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,7 +52,7 @@ NEUTRAL_KEYS = (
     "data.valid",
     "data.test",
 )
-"""Sections and keys that may change between two starts: length, layout and reports of the run."""
+"""Sections and keys that may change between two starts, such as length, layout and reports of the run."""
 
 _WITH_CONSENT = (
     "optimizer",
@@ -66,7 +66,7 @@ _WITH_CONSENT = (
     "model.experts.bias_update_rate",
     "model.experts.capacity_factor",
 )
-_STATE = "its state in the checkpoint is useless to another"
+_STATE = "the state in the checkpoint belongs to this kind of optimizer"
 _ORDER = "it decides which samples a step reads, so samples would be repeated or left out"
 _NEVER = {
     "optimizer.kind": _STATE,
@@ -75,27 +75,30 @@ _NEVER = {
     "train.seed": _ORDER,
     "data.seed": _ORDER,
 }
-_OTHER_MODEL = "the weights in the checkpoint are those of this model"
+_OTHER_MODEL = "the weights in the checkpoint belong to this model"
 
 
 def lies_in(key: str, sections: Iterable[str]) -> bool:
-    """Says whether a dotted key is one of `sections`, or below one."""
+    """Says whether a dotted key is one of `sections`, or inside one."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def is_permitted(key: str, allow_changed: Sequence[str]) -> bool:
-    """Says whether `checkpoint.allow_changed` lets a key change; a section permits its keys that can change at all."""
+    """Says whether `checkpoint.allow_changed` lets a key change; a section permits all its keys that can change."""
     return lies_in(key, allow_changed) and key not in _NEVER and lies_in(key, _WITH_CONSENT)
 
 
 def broken_rules(root: type[Section], allow_changed: Sequence[str]) -> Iterator[str]:
-    """Explains why entries cannot be allowed."""
+    """Yields a message for every entry of `checkpoint.allow_changed` that cannot change, or need not be listed."""
     for key in allow_changed:
         entry = f"checkpoint.allow_changed names {key!r}"
         if not _exists(root, key.split(".")):
             yield f"{entry}, but there is no such key; write a key as section.key, such as optimizer.lr, or remove it"
         elif lies_in(key, NEUTRAL_KEYS):
-            yield f"{entry}, which may change without consent{_of_length(key)}; remove it"
+            hint = (
+                " (to change the learning rate with it, name optimizer.decay_steps)" if key == "train.num_steps" else ""
+            )
+            yield f"{entry}, which may change without consent{hint}; remove it"
         elif key in _NEVER or not lies_in(key, _WITH_CONSENT):
             yield (
                 f"{entry}, which cannot change in a run: {_NEVER.get(key, _OTHER_MODEL)}; remove it, and start a new "
@@ -103,26 +106,20 @@ def broken_rules(root: type[Section], allow_changed: Sequence[str]) -> Iterator[
             )
 
 
-def _of_length(key: str) -> str:
-    if key != "train.num_steps":
-        return ""
-    return " (a learning rate that follows from it is optimizer.decay_steps)"
-
-
 def _exists(root: type[Section], parts: Sequence[str]) -> bool:
-    """Says whether a configuration can have the key; mappings of plain values take any name."""
-    found: tuple[type[Section], ...] = (root,)
-    rest = iter(parts)
-    for part in rest:
-        fields = [section.model_fields[part] for section in found if part in section.model_fields]
+    """Says whether a configuration can have the key; mappings of plain values accept any name."""
+    sections: tuple[type[Section], ...] = (root,)
+    names = iter(parts)
+    for name in names:
+        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
         if not fields:
             return False
         annotation = fields[0].annotation
-        found = sections_in(annotation)
+        sections = sections_in(annotation)
         if get_origin(annotation) is dict:
-            if not found:
+            if not sections:
                 return True
-            next(rest, None)  # the name of a section in a mapping of them
+            next(names, None)  # a section's name in a mapping of sections
         elif get_origin(annotation) is tuple:
-            found = ()  # a list is one value
+            sections = ()  # a list is one value
     return True

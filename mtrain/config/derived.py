@@ -14,12 +14,12 @@ from mtrain.config.schema.train import TrainSection
 
 
 def with_warmup_steps(content: Any) -> Any:
-    """Replaces `optimizer.warmup_ratio` by `optimizer.warmup_steps`, once the number of steps is known."""
+    """Replaces `optimizer.warmup_ratio` with `optimizer.warmup_steps`, once the number of steps is known."""
     match content:
         case {"train": {"num_steps": int(num_steps)}, "optimizer": {"warmup_ratio": int() | float() as ratio}}:
             optimizer = content["optimizer"]
             if num_steps > 0 and 0 <= ratio < 1 and not optimizer.get("warmup_steps"):
-                # as text: 0.1 is exactly a tenth here; at least one step follows the warm-up
+                # through text, so that 0.1 is exactly a tenth; at least one step follows the warm-up
                 steps = min(math.ceil(Fraction(str(ratio)) * num_steps), num_steps - 1)
                 return {**content, "optimizer": {**optimizer, "warmup_ratio": None, "warmup_steps": steps}}
     return content
@@ -31,18 +31,18 @@ def row_width(train: TrainSection, data: AnyData) -> int:
 
 
 PREFERENCE_FORMATS: dict[str, Literal["pairs", "answers"]] = {"preference": "pairs", "unpaired_preference": "answers"}
-"""Form of the records for each data.format of preferences."""
+"""data.format of preferences -> what its records compare."""
 
 
 def compared(loss: LossSection, data: AnyData) -> Literal["pairs", "answers"] | None:
-    """Returns what a run compares, by its loss or, for a user's own loss, by data.format; None if nothing."""
+    """Returns what a run compares, from its loss or, for a user's own loss, from data.format; None if nothing."""
     if loss.preference is not None:
         return loss.preference.compares
     return PREFERENCE_FORMATS.get(data.format) if isinstance(data, SftSection) else None
 
 
 def label_columns(loss: LossSection) -> tuple[str, ...]:
-    """Returns the extras that hold the label of a record, unless the label is a class."""
+    """Returns the extras that hold a real-valued label; empty if labels are classes or missing."""
     return (LABEL,) if loss.function in NUMBER_LOSSES else ()
 
 
@@ -51,9 +51,9 @@ LAYOUT_DEPENDENT_KEYS = (
     "loss.router.microbatch_balance_coefficient",
     "loss.router.global_balance_coefficient",
 )
-"""Keys that, above 0, have a layout-dependent effect by definition."""
+"""Keys whose effect, if above 0, depends on the layout by definition."""
 DROPOUT_KEYS = ("model.attention_dropout", "model.hidden_dropout", "adapter.dropout")
-"""Keys that, above 0, draw different numbers under another layout or micro-batch size."""
+"""Keys that, if above 0, draw different numbers under another layout or micro-batch size."""
 
 
 def layout_dependent_keys(model: ModelSection, loss: LossSection) -> list[str]:
@@ -62,14 +62,14 @@ def layout_dependent_keys(model: ModelSection, loss: LossSection) -> list[str]:
 
 
 def above_zero(keys: Iterable[str], sections: Mapping[str, Section | None]) -> list[str]:
-    """Returns those of some dotted keys that are above 0; a missing section has none."""
+    """Returns the dotted keys whose value is above 0, without those of missing sections."""
 
     def value(key: str) -> Any:
         name, *parts = key.split(".")
-        found: Any = sections[name]
+        current: Any = sections[name]
         for part in parts:
-            found = None if found is None else getattr(found, part)
-        return found
+            current = None if current is None else getattr(current, part)
+        return current
 
     return [key for key in keys if value(key)]
 
@@ -81,7 +81,7 @@ class DataPhase:
     from_step: int
     """Updates completed before the blend begins."""
     shares: dict[str, float]
-    """Path of a source -> its share of the samples, at most 1."""
+    """Path of a source -> its share of the samples, from 0 to 1."""
 
     def __str__(self) -> str:
         shares = " + ".join(f"{share:.4g} {path}" for path, share in self.shares.items())
@@ -102,5 +102,5 @@ def _shares(sources: Sequence[SourceSection]) -> dict[str, float]:
 
 
 def phase_number(phases: Sequence[DataPhase], step: int) -> int:
-    """Returns the number of a step's phase, both counted from 1; 0 without phases."""
+    """Returns the number of the phase that a step belongs to, both counted from 1; 0 without phases."""
     return sum(phase.from_step < step for phase in phases)

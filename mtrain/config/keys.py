@@ -1,4 +1,4 @@
-"""Every key of a configuration as its schema states it: type, default, unit and meaning.
+"""Description of every configuration key, from the schema: type, default, unit and meaning.
 
 docs/reference/configuration.md is generated from it.
 """
@@ -30,7 +30,7 @@ _UNIT_OF_BOUND = (
     (bounds.BATCH, "samples"),
     (bounds.BATCHES_AHEAD, "global batches"),
 )
-"""Bound of a field, found by identity, and its unit."""
+"""Bound of a field, compared by identity -> unit."""
 _UNIT_OF_SUFFIX = {
     "_s": "seconds",
     "_steps": "steps",
@@ -46,17 +46,17 @@ class Key:
     """One key, or one section of keys."""
 
     name: str
-    """Path from the root, such as `train.num_steps`; `[]` means a list element, NAME a user's own name."""
+    """Path from the root, such as `train.num_steps`; `[]` stands for a list element, NAME for a name of the user's."""
     type: str
     """Legal values in words."""
     default: Any
     """Default value; meaningless for a required key."""
     is_required: bool
     unit: str
-    """What a number counts, or `path`; empty without a unit."""
+    """Unit of a number, or `path` for a text that is one; empty without a unit."""
     text: str
     kinds: tuple[str, ...] = ()
-    """Kinds of its section that have it; empty: all."""
+    """Kinds of its section that have the key; empty: all kinds."""
     is_section: bool = False
     field: FieldInfo | None = None
     """Field of the schema, which validates values."""
@@ -64,26 +64,26 @@ class Key:
 
 def described_keys() -> list[Key]:
     """Lists all keys in the schema's order; a key that several kinds of a section share appears once."""
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for key in _keys_of(Config, "", ()):
-        seen = found.get(key.name)
+        seen = keys.get(key.name)
         if seen is None:
-            found[key.name] = key
+            keys[key.name] = key
         elif key.kinds != seen.kinds:
-            found[key.name] = replace(_merged(seen, key), kinds=(*seen.kinds, *key.kinds))
-    return [_without_all_kinds(key, found) for key in found.values()]
+            keys[key.name] = replace(_merged(seen, key), kinds=(*seen.kinds, *key.kinds))
+    return [_without_all_kinds(key, keys) for key in keys.values()]
 
 
 def _merged(one: Key, other: Key) -> Key:
-    """Joins the values of `kind`, which each kind of a section names for itself."""
+    """Joins the legal values of `kind`, since each kind of a section only allows its own."""
     if one.name.endswith(".kind"):
         return replace(one, type=f"{one.type} | {other.type}", is_required=one.is_required and other.is_required)
     return one
 
 
-def _without_all_kinds(key: Key, found: Mapping[str, Key]) -> Key:
-    """Clears the kinds of a key that belongs to all of them."""
-    kind = found.get(f"{key.name.partition('.')[0]}.kind")
+def _without_all_kinds(key: Key, keys: Mapping[str, Key]) -> Key:
+    """Clears the kinds of a key that all kinds of its section have."""
+    kind = keys.get(f"{key.name.partition('.')[0]}.kind")
     return replace(key, kinds=()) if kind is not None and len(kind.kinds) == len(key.kinds) else key
 
 
@@ -103,13 +103,14 @@ def _keys_of(section: type[Section], prefix: str, kinds: tuple[str, ...]) -> Ite
             bool(inner),
             info,
         )
-        for each in inner:
-            of_kind = (_kind(each),) if len(inner) > 1 and "kind" in each.model_fields else ()
-            yield from _keys_of(each, f"{prefix}{name}{separator(info.annotation)}", of_kind or kinds)
+        for subsection in inner:
+            is_one_kind = len(inner) > 1 and "kind" in subsection.model_fields
+            subkinds = (_kind(subsection),) if is_one_kind else kinds
+            yield from _keys_of(subsection, f"{prefix}{name}{separator(info.annotation)}", subkinds)
 
 
 def texts_of(section: type[Section]) -> dict[str, str]:
-    """Returns the docstring below each field, including inherited ones."""
+    """Returns field -> the docstring below it, including inherited fields."""
     texts = {}
     for owner in reversed(section.__mro__):
         if issubclass(owner, Section) and owner is not Section:
@@ -127,17 +128,17 @@ def _kind(section: type[Section]) -> str:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Returns the members of a union, else the annotation alone; ignores type names and notes."""
+    """Returns the members of a union, or the annotation alone; strips `Annotated`."""
     if get_origin(annotation) is Annotated:
         return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(each for argument in get_args(annotation) for each in alternatives(argument))
+        return tuple(member for argument in get_args(annotation) for member in alternatives(argument))
     return (annotation,)
 
 
 def separator(annotation: Any) -> str:
-    """Returns the text between a section's name and one of its keys."""
-    origins = {get_origin(each) for each in alternatives(annotation)}
+    """Returns the text between the name of a section, of this annotation, and one of its keys."""
+    origins = {get_origin(member) for member in alternatives(annotation)}
     if tuple in origins:
         return "[]."
     return ".NAME." if dict in origins else "."
@@ -145,40 +146,40 @@ def separator(annotation: Any) -> str:
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
     parts = []
-    for each in alternatives(annotation):
-        origin = get_origin(each)
+    for member in alternatives(annotation):
+        origin = get_origin(member)
         if origin is Literal:
-            parts += [str(value) for value in get_args(each)]
+            parts += [str(value) for value in get_args(member)]
         elif origin in (tuple, list):
-            parts.append(f"list of {_type(get_args(each)[0], [])}")
+            parts.append(f"list of {_type(get_args(member)[0], [])}")
         elif origin is dict:
             parts.append("mapping")
         else:
-            parts.append(_PLAIN.get(each, "any value") + (_limits(metadata) if each in (int, float) else ""))
+            parts.append(_PLAIN.get(member, "any value") + (_limits(metadata) if member in (int, float) else ""))
     return " | ".join(dict.fromkeys(parts))
 
 
 def _limits(metadata: list[Any]) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [
-        f"{sign} {getattr(each, name):g}"
-        for each in metadata
+    limits = [
+        f"{sign} {getattr(constraint, name):g}"
+        for constraint in metadata
         for name, sign in signs.items()
-        if isinstance(each, annotated_types.BaseMetadata) and hasattr(each, name)
+        if isinstance(constraint, annotated_types.BaseMetadata) and hasattr(constraint, name)
     ]
-    return f" {', '.join(found)}" if found else ""
+    return f" {', '.join(limits)}" if limits else ""
 
 
 def _type_of_sections(annotation: Any) -> str:
     parts = []
-    for each in alternatives(annotation):
-        origin = get_origin(each)
+    for member in alternatives(annotation):
+        origin = get_origin(member)
         if origin in (tuple, list):
             parts.append("list of sections")
         elif origin is dict:
             parts.append("sections by name")
         else:
-            parts.append("null" if each is type(None) else "section")
+            parts.append("null" if member is type(None) else "section")
     return " | ".join(dict.fromkeys(parts))
 
 
@@ -188,18 +189,18 @@ def _unit(name: str, info: FieldInfo) -> str:
         if any(mark is bound for mark in marks):
             return unit
     if _type(info.annotation, info.metadata).startswith("list of text"):
-        return ""  # add_tokens counts nothing
+        return ""  # such as add_tokens, despite its suffix
     return next((unit for suffix, unit in _UNIT_OF_SUFFIX.items() if name.endswith(suffix)), "")
 
 
 def editor_schema() -> dict[str, Any]:
-    """Returns the schema of one YAML file; nothing is required, because files are merged."""
+    """Returns the JSON schema of one YAML file; it requires no key, because several files are merged."""
     schema: dict[str, Any] = Config.model_json_schema()
-    classes = {each.__name__: each for each in _sections(Config)}
+    classes = {section.__name__: section for section in _sections(Config)}
     for name, part in (("Config", schema), *schema["$defs"].items()):
         if name not in classes:
             continue
-        # a kind stays required: it tells sections of one name apart
+        # kind stays required: it distinguishes the kinds of a section
         part["required"] = [key for key in part.pop("required", []) if key == "kind"]
         for key, text in texts_of(classes[name]).items():
             part["properties"][key]["description"] = " ".join(text.split())
@@ -207,5 +208,5 @@ def editor_schema() -> dict[str, Any]:
 
 
 def _sections(section: type[Section]) -> set[type[Section]]:
-    inner = {each for field in section.model_fields.values() for each in sections_in(field.annotation)}
-    return {section, *(found for each in inner for found in _sections(each))}
+    inner = {child for field in section.model_fields.values() for child in sections_in(field.annotation)}
+    return {section}.union(*map(_sections, inner))

@@ -1,4 +1,4 @@
-"""Sections of several kinds, such as `data`: their classes, and what happens to keys if the kind changes."""
+"""Sections of several kinds, such as `data`: their classes, and the keys that survive a change of kind."""
 
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
@@ -19,22 +19,22 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return {**under, **over, **{name: merged(under[name], over[name]) for name in both}}
 
 
-def sections_at(place: tuple[int | str, ...]) -> tuple[type[Section], ...]:
-    """Returns the classes of a section by its keys as the user writes them, one per kind; empty for a value."""
-    found: tuple[type[Section], ...] = (Config,)
-    parts = iter(place)
+def sections_at(location: tuple[int | str, ...]) -> tuple[type[Section], ...]:
+    """Returns the classes of a section, one per kind, by its location as the user writes it; empty for a value."""
+    sections: tuple[type[Section], ...] = (Config,)
+    parts = iter(location)
     for part in parts:
-        fields = [section.model_fields[str(part)] for section in found if str(part) in section.model_fields]
-        found = sections_in(fields[0].annotation) if fields else ()
+        fields = [section.model_fields[str(part)] for section in sections if str(part) in section.model_fields]
+        sections = sections_in(fields[0].annotation) if fields else ()
         if fields and get_origin(fields[0].annotation) in (dict, tuple):
-            next(parts, None)  # the index in a list of sections, or the name of one
+            next(parts, None)  # a section's index in a list, or its name in a mapping
         elif fields and is_list_or_mapping(fields[0].annotation) and isinstance(next(parts, None), str):
             next(parts, None)
-    return found
+    return sections
 
 
 def kinds_of(section: type[Section]) -> tuple[str, ...]:
-    """Returns the kind of a section that is one of several; empty for other sections."""
+    """Returns the legal values of a section's `kind`, which is one for each class; empty without that key."""
     field = section.model_fields.get("kind")
     return get_args(field.annotation) if field else ()
 
@@ -44,29 +44,31 @@ def of_one_kind(content: dict[Any, Any]) -> dict[Any, Any]:
     data = content.get("data")
     if not isinstance(data, dict) or not data.keys() >= _DATA_OF_0_1_0:
         return content
-    return {**content, "data": _without_keys_of_others("data", data, data["kind"])}
+    return {**content, "data": _keys_of_kind("data", data, data["kind"])}
 
 
 def before_another_kind(under: dict[Any, Any], over: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Returns the keys of earlier sources that the new kind of a section has as well, if a later source changes the
-    kind.
+    """Removes keys of earlier sources that a section's new kind lacks, if a later source changes the kind.
 
-    So `data.kind=mock` on the command line turns any configuration into one of random tokens.
+    So `data.kind=mock` on the command line makes any configuration train on random tokens.
 
     Args:
-        under: Sections of the earlier sources, merged.
+        under: Merged sections of the earlier sources.
+        over: Sections of the later source.
     """
-    kept = dict(under)
+    sections = dict(under)
     for name in Config.model_fields:
         old, new = under.get(name), over.get(name)
         if isinstance(old, dict) and isinstance(new, dict) and "kind" in new and new["kind"] != old.get("kind"):
-            kept[name] = _without_keys_of_others(name, old, new["kind"])
-    return kept
+            sections[name] = _keys_of_kind(name, old, new["kind"])
+    return sections
 
 
-def _without_keys_of_others(name: str, section: dict[Any, Any], kind: object) -> dict[Any, Any]:
-    """Removes keys that only other kinds of the section have, if a known kind is given."""
+def _keys_of_kind(name: str, section: dict[Any, Any], kind: object) -> dict[Any, Any]:
+    """Removes keys that only other kinds of the section have; removes none if the kind is unknown."""
     choices = sections_at((name,))
-    own = [key for choice in choices if kind in kinds_of(choice) for key in choice.model_fields]
-    others = {key for choice in choices for key in choice.model_fields} - set(own) if own else set()
-    return {key: value for key, value in section.items() if key not in others}
+    known = {key for choice in choices if kind in kinds_of(choice) for key in choice.model_fields}
+    if not known:
+        return section
+    foreign = {key for choice in choices for key in choice.model_fields} - known
+    return {key: value for key, value in section.items() if key not in foreign}

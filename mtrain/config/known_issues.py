@@ -1,7 +1,7 @@
-"""Combinations that megatron-core 0.16.1 accepts and silently gets wrong: refusals, and notes for the run's output.
+"""Combinations that megatron-core 0.16.1 accepts and silently computes wrongly: refusals, and notes for the output.
 
-`tests/known_issues/rows` lists all its faults, including those that are absent by construction, and takes the
-conditions that need no torch from here, so that `mtrain check` reports them.
+`tests/known_issues/rows` lists all its faults, including those that our code avoids by construction. Conditions that
+need no torch are here, so that `mtrain check` reports them.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,24 +19,24 @@ from mtrain.config.schema.train import COMPILED
 CLIP_EPSILON = 1e-6
 """megatron-core and torch clip by clip_grad / (norm + CLIP_EPSILON)."""
 _SMALL_CLIP = 1e3 * CLIP_EPSILON
-"""Value of clip_grad below which the epsilon can take more than 0.1 % off a clipped gradient."""
+"""Value of clip_grad below which the epsilon can shrink a clipped gradient by more than 0.1 %."""
 
 
 def _overlaps(model: ModelSection) -> bool:
-    """Says whether an interleaved schedule computes while it transfers."""
+    """Says whether an interleaved schedule overlaps transfers with computation."""
     return model.megatron.get("overlap_p2p_comm") is not False
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Fields of `model.megatron` that would let a fault in."""
+    """Fields of `model.megatron` that would cause a silent fault."""
 
     fields: tuple[str, ...]
     reason: str
     """End of "model.megatron.<field>=<value> ..."."""
     remedy: str = "remove it"
     breaks: Callable[[Any, Sections], bool] = lambda value, config: bool(value)
-    """Says whether a field of this value lets the fault in."""
+    """Says whether this value of a field causes the fault in a configuration."""
 
 
 REPLACED = Refusal(
@@ -46,11 +46,11 @@ REPLACED = Refusal(
         "qk_l2_norm",
         "rotary_interleaved",
     ),
-    "is read by layers of megatron-core that are replaced here, so it would have no effect",
+    "is read by layers of megatron-core that our own replace, so it would have no effect",
 )
 UNREAD = Refusal(
     ("apply_residual_connection_post_layernorm", "qk_clip"),
-    "has no effect in megatron-core 0.16.1: no layer reads it, or nothing calls what it asks for",
+    "has no effect in megatron-core 0.16.1: no layer reads it, or nothing calls its code",
 )
 LOW_PRECISION = Refusal(
     ("fp4", "fp8"),
@@ -76,7 +76,7 @@ REFUSALS = (
     ),
     Refusal(
         ("batch_p2p_comm",),
-        "cannot be combined with transfers that overlap with the computation, as they do where layout.vpp > 1",
+        "cannot be combined with transfers that overlap with computation, as they do with layout.vpp > 1",
         "remove it, or set model.megatron.overlap_p2p_comm=false as well",
         lambda value, config: bool(value) and config.layout.vpp > 1 and _overlaps(config.model),
     ),
@@ -96,13 +96,13 @@ REFUSALS = (
     ),
     Refusal(
         ("bias_activation_fusion",),
-        "approximates activations other than swiglu in its own way",
+        "approximates activations other than swiglu",
         "remove it, or set model.activation=swiglu",
         lambda value, config: bool(value) and config.model.activation != "swiglu",
     ),
     Refusal(
         ("no_rope_freq",),
-        "is not read by latent attention (model.mla), and not settled for model.mtp_depths",
+        "has no effect on latent attention (model.mla), and is undefined for model.mtp_depths",
         breaks=lambda value, config: config.model.mla is not None or config.model.mtp_depths > 0,
     ),
     Refusal(
@@ -115,7 +115,7 @@ REFUSALS = (
     ),
     Refusal(
         ("gradient_accumulation_fusion",),
-        "cannot be combined with train.compile=layers, as graphs hide what a product adds",
+        "cannot be combined with train.compile=layers, whose graphs hide the gradients that a product accumulates",
         "set train.compile=regions, or turn one of the two off",
         lambda value, config: bool(value) and config.train.compile == "layers",
     ),
@@ -129,32 +129,33 @@ REFUSALS = (
 
 
 def refusals(config: Sections) -> Iterator[str]:
-    """Yields a message for every field that would let a silent fault in."""
-    given = config.model.megatron
+    """Yields a message for every field of `model.megatron` that would cause a silent fault."""
+    fields = config.model.megatron
     for refusal in REFUSALS:
         for field in refusal.fields:
-            if field in given and refusal.breaks(given[field], config):
-                shown = str(given[field]).lower() if isinstance(given[field], bool) else given[field]
+            if field in fields and refusal.breaks(fields[field], config):
+                shown = str(fields[field]).lower() if isinstance(fields[field], bool) else fields[field]
                 yield f"model.megatron.{field}={shown} {refusal.reason}; {refusal.remedy}"
 
 
 def documents_need_torch_layers(model: ModelSection, layout: LayoutSection, data: AnyData) -> Iterator[str]:
-    """Checks that context parallelism leaves documents whole; TransformerEngine's cuts each of them."""
+    """Refuses TransformerEngine with several documents per row under context parallelism, since it cuts each document
+    separately."""
     if model.backend == "te" and data.isolate_documents and layout.cp > 1:
         key = "data.packing puts several into one" if data.packing else "data.isolate_documents=true"
         remedy = "remove data.packing" if data.packing else "set data.isolate_documents to false"
         yield (
-            f"model.backend=te cuts every document of a row for itself under layout.cp={layout.cp}, but {key}; use "
+            f"model.backend=te cuts every document of a row separately under layout.cp={layout.cp}, but {key}; use "
             f"model.backend=auto, or {remedy}"
         )
 
 
 def beyond_transformer_engine(config: Sections) -> Iterator[str]:
-    """Yields keys that TransformerEngine's kernels cannot support in any model, with reasons."""
+    """Yields, for each key that TransformerEngine's layers do not support in any model, the key with the reason."""
     model, layout = config.model, config.layout
     if config.train.precision == "fp32":
         yield (
-            "train.precision=fp32: its products of float32 are made in TF32, and its attention has no float32 under "
+            "train.precision=fp32: it multiplies float32 matrices in TF32, and its attention has no float32 under "
             "layout.cp"
         )
     if config.train.compile in COMPILED:
@@ -162,17 +163,17 @@ def beyond_transformer_engine(config: Sections) -> Iterator[str]:
     if config.train.offload_layers is not None:
         yield f"train.offload_layers={config.train.offload_layers}, which offloads only our layers"
     if config.model.megatron.get("gradient_accumulation_fusion"):
-        yield "model.megatron.gradient_accumulation_fusion=true, which has been shown for our layers alone"
+        yield "model.megatron.gradient_accumulation_fusion=true, which is tested only with our layers"
     groups = model.query_groups // layout.tp
     if layout.cp_comm == "ulysses" and groups % layout.cp:
         yield (
-            f"layout.cp_comm=ulysses: it exchanges whole key/value heads, but {groups} of them on a rank do not divide "
-            f"by layout.cp={layout.cp}"
+            f"layout.cp_comm=ulysses: it exchanges whole key/value heads, but a rank has {groups}, which is not a "
+            f"multiple of layout.cp={layout.cp}"
         )
 
 
 def sizes_of_attention(model: ModelSection, tp: int) -> dict[str, int]:
-    """Returns the sizes on a rank of attention's projections."""
+    """Returns name -> size of the dimensions of attention's projections on a TP rank."""
     num_heads, latent = model.num_attention_heads // tp, model.mla
     if latent is None:
         columns = (model.num_attention_heads + 2 * model.query_groups) * model.head_size
@@ -191,22 +192,22 @@ def sizes_of_attention(model: ModelSection, tp: int) -> dict[str, int]:
 
 
 def context_kinds(model: ModelSection, data: AnyData) -> tuple[CpComm, ...]:
-    """Returns the kinds of context parallelism that the model and its rows allow; the layout decides whether heads
-    divide."""
-    return tuple(kind for kind in get_args(CpComm) if not any(_unknown_to(kind, model, data)))
+    """Returns the kinds of context parallelism that the model and its rows allow; whether heads divide over ranks
+    depends on the layout."""
+    return tuple(kind for kind in get_args(CpComm) if not any(_unsupported(kind, model, data)))
 
 
 def beyond_cp_comm(model: ModelSection, layout: LayoutSection, data: AnyData) -> Iterator[str]:
-    """Yields a message for each requested feature that the kind of context parallelism lacks, for any cp."""
+    """Yields a message for each feature in use that `layout.cp_comm` does not support, at any cp."""
     kind = layout.cp_comm
-    for key, why in _unknown_to(kind, model, data):
-        others = " or ".join(context_kinds(model, data))
-        yield f"layout.cp_comm={kind} does not support {why} ({key}); set layout.cp_comm to {others}"
+    for key, feature in _unsupported(kind, model, data):
+        kinds = " or ".join(context_kinds(model, data))
+        yield f"layout.cp_comm={kind} does not support {feature} ({key}); set layout.cp_comm to {kinds}"
 
 
-def _unknown_to(kind: CpComm, model: ModelSection, data: AnyData) -> Iterator[tuple[str, str]]:
-    """Yields keys that a kind of context parallelism does not support, with reasons; a ring's kernels attend to the
-    keys of one hop, without a mask."""
+def _unsupported(kind: CpComm, model: ModelSection, data: AnyData) -> Iterator[tuple[str, str]]:
+    """Yields each key in use, with its feature, that a kind of context parallelism does not support; the kernels of a
+    ring attend to the keys of one hop, without a mask."""
     match kind:
         case "allgather" | "ulysses":
             return
@@ -227,7 +228,8 @@ def _unknown_to(kind: CpComm, model: ModelSection, data: AnyData) -> Iterator[tu
 
 
 def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:
-    """Yields a message for each feature that explicitly requested TransformerEngine layers lack."""
+    """Yields a message for each feature in use that TransformerEngine's layers lack, if they are explicitly
+    requested."""
     if config.model.backend == "te":
         for reason in beyond_transformer_engine(config):
             yield f"model.backend=te does not support {reason}; use model.backend=auto"
@@ -240,7 +242,7 @@ def too_much_for_transformer_engine(config: Sections) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Note:
-    """An unavoidable property of a run, reported once."""
+    """A property of a run that its user should know, reported once."""
 
     applies: Callable[[Sections], bool]
     text: str
@@ -248,18 +250,18 @@ class Note:
 
 DROPOUT = Note(
     lambda config: bool(config.dropout_keys),
-    "dropout draws other numbers on another layout or micro-batch size: this run repeats only on its own",
+    "dropout draws other numbers on another layout or micro-batch size: this run repeats only with its own",
 )
 FP8 = Note(
     lambda config: config.train.fp8 is not None,
-    "train.fp8 rounds the operands of products to 3 or 2 bits after the leading one (2^-4 or 2^-3 of an element), by "
+    "train.fp8 rounds the operands of products to 3 or 2 bits after the leading one (2^-4 or 2^-3 of an element), with "
     "scales that depend on how the layout cuts tensors: other layouts and micro-batch sizes agree only to that "
     "precision",
 )
 CLIPPING = Note(
     lambda config: 0 < config.optimizer.clip_grad < _SMALL_CLIP,
-    f"optimizer.clip_grad is so small that clipping, by clip_grad / (norm + {CLIP_EPSILON}), takes more than 0.1 % off "
-    "a gradient whose norm is about clip_grad",
+    f"optimizer.clip_grad is so small that clipping, by clip_grad / (norm + {CLIP_EPSILON}), shrinks a gradient whose "
+    "norm is about clip_grad by more than 0.1 %",
 )
 LAYOUT_DEPENDENT = Note(
     lambda config: bool(layout_dependent_keys(config.model, config.loss)),
@@ -269,12 +271,12 @@ LAYOUT_DEPENDENT = Note(
 OWN_LOSS = Note(
     lambda config: config.layout.cp > 1 and bool(own_functions(config.loss)),
     "your own loss function runs under context parallelism, where no rank holds a whole sequence: anything not "
-    "linear in its tokens needs TermInputs.sum_over_sequence (docs/extending/loss.md); `mtrain verify parity` shows "
-    "whether it is the same on every layout",
+    "linear in its tokens needs TermInputs.sum_over_sequence (docs/extending/loss.md); `mtrain verify parity` checks "
+    "that it is the same on every layout",
 )
 NOTES = (DROPOUT, FP8, CLIPPING, LAYOUT_DEPENDENT, OWN_LOSS)
 
 
 def notes(config: Sections) -> list[str]:
-    """Returns the notes that the run prints once about itself."""
+    """Returns the notes that the run prints once."""
     return [note.text for note in NOTES if note.applies(config)]

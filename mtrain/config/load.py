@@ -1,7 +1,7 @@
-"""Conversion of YAML files and `key=value` overrides to a Config, and back.
+"""Conversion of YAML files and `key=value` overrides to a `Config`, and back.
 
 Files are merged left to right, then the overrides; sections are merged key by key, lists are replaced. Relative paths
-are relative to the working directory. Nothing is read from the environment, so the saved configuration repeats the run
+start at the working directory. No value comes from the environment, so the saved configuration repeats the run
 anywhere.
 """
 
@@ -37,42 +37,42 @@ class Source:
     lines: Mapping[Location, int] = field(default_factory=dict)
     """Line, counted from 1, of each key in a file; empty for an override."""
 
-    def place(self, location: Location) -> str:
+    def origin(self, location: Location) -> str:
         """Returns `FILE:LINE` of a value, or of the nearest enclosing section if the key was renamed."""
         known = (location[:size] for size in range(len(location), 0, -1) if location[:size] in self.lines)
-        return next((f"{self.name}:{self.lines[each]}" for each in known), self.name)
+        return next((f"{self.name}:{self.lines[nearest]}" for nearest in known), self.name)
 
 
 Resolve: TypeAlias = Callable[[dict[Any, Any]], dict[Any, Any]]
-"""Adds what folders say that the given sections name."""
+"""Fills in keys that follow from folders named in the sections, such as `model.hf`."""
 
 
 def whole(content: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns sections that need no folder unchanged."""
+    """Returns the sections unchanged; a `Resolve` for content that names no folder."""
     return content
 
 
 @dataclass(frozen=True)
-class Given:
+class MergedContent:
     """Merged content of files and overrides, without defaults."""
 
     content: dict[Any, Any]
-    """Sections as the YAML texts give them."""
+    """Sections with the values of the YAML texts."""
     sources: tuple[Source, ...]
 
-    def place(self, location: Location) -> str | None:
-        """Returns the place of the effective value, FILE:LINE or the command line; None if it is not given."""
-        return next((each.place(location) for each in reversed(self.sources) if _holds(each.content, location)), None)
+    def origin(self, location: Location) -> str | None:
+        """Returns the origin of the effective value, FILE:LINE or the command line; None if no source has the key."""
+        return _origin(self.sources, location)
 
     def config(self, resolve: Resolve) -> Config:
         """Builds the configuration that the content describes.
 
         Args:
-            resolve: Fills in what folders say that the content names; `whole` for complete content.
+            resolve: Fills in keys from folders that the content names; `whole` for complete content.
 
         Raises:
-            ConfigError: A value is wrong or missing; one line per fault.
-            DataError: A folder that the content names cannot be understood.
+            ConfigError: A value is wrong or missing; one line per error.
+            DataError: A folder that the content names cannot be interpreted.
         """
         try:
             return Config.model_validate(resolve(self.content))
@@ -84,7 +84,7 @@ Part: TypeAlias = Path | str | Mapping[str, Any]
 """Path of a YAML file, or sections with their keys."""
 
 
-def read_given(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()) -> Given:
+def read_merged(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()) -> MergedContent:
     """Reads `parts`, merges them left to right, and then applies `overrides`.
 
     Args:
@@ -92,13 +92,13 @@ def read_given(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()
         overrides: Texts of the form `section.key=value`; the value is YAML, so it may be a number, list or mapping.
 
     Raises:
-        ConfigError: A file or an override cannot be read; one line per fault.
+        ConfigError: A file or an override cannot be read; one line per error.
     """
     sources: list[Source] = []
     faults: list[str] = []
-    given = [parts] if isinstance(parts, str | Path | Mapping) else _listed(parts, "paths and mappings")
+    files = [parts] if isinstance(parts, str | Path | Mapping) else _listed(parts, "paths and mappings")
     texts = [overrides] if isinstance(overrides, str) else _listed(overrides, "overrides in a list")
-    readers = [partial(_read_part, number, part) for number, part in enumerate(given, start=1)]
+    readers = [partial(_read_part, number, part) for number, part in enumerate(files, start=1)]
     readers += [partial(read_override, text) for text in texts]
     for read in readers:
         try:
@@ -108,23 +108,23 @@ def read_given(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()
     faults += [line for source in sources for line in _placeholders(source)]
     if faults:
         raise ConfigError(joined(faults))
-    return Given(_merged(sources), tuple(sources))
+    return MergedContent(_merged(sources), tuple(sources))
 
 
-def with_overrides(sections: dict[Any, Any], overrides: Sequence[str]) -> Given:
-    """Applies `overrides`, of the form `section.key=value`, to sections that a program made.
+def with_overrides(sections: dict[Any, Any], overrides: Sequence[str]) -> MergedContent:
+    """Applies `overrides`, of the form `section.key=value`, to sections that no file contains.
 
     Raises:
         ConfigError: An override cannot be read.
     """
     sources = (Source("the model", sections), *(read_override(text) for text in overrides))
-    return Given(_merged(sources), sources)
+    return MergedContent(_merged(sources), sources)
 
 
-def _listed(given: Any, needed: str) -> list[Any]:
-    if isinstance(given, Sequence):
-        return list(given)
-    raise ConfigError(f"a configuration is read from {needed}, but this is of type {type(given).__name__}")
+def _listed(value: Any, needed: str) -> list[Any]:
+    if isinstance(value, Sequence):
+        return list(value)
+    raise ConfigError(f"a configuration is read from {needed}, but this is of type {type(value).__name__}")
 
 
 def _read_part(number: int, part: Any) -> Source:
@@ -140,17 +140,17 @@ def _read_part(number: int, part: Any) -> Source:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def config_yaml(config: Config) -> str:
-    """Writes every key as YAML text, from which `load_config` makes an equal configuration.
+    """Writes every key as YAML text, which `load_config` reads back as an equal configuration.
 
     Raises:
-        ConfigError: A text holds `${` or is `???`, which could not be read back.
+        ConfigError: A text contains `${` or is `???`, which `load_config` refuses.
     """
     content = config.model_dump()
     if faults := list(_placeholders(Source("the configuration", content))):
@@ -159,7 +159,7 @@ def config_yaml(config: Config) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """Computes the SHA-256 of `config_yaml` in hex."""
+    """Returns the SHA-256 of `config_yaml` as a hexadecimal string."""
     return hashlib.sha256(config_yaml(config).encode()).hexdigest()
 
 
@@ -167,7 +167,7 @@ def save_config(config: Config, path: Path) -> None:
     """Writes `config_yaml` to a file.
 
     Raises:
-        ConfigError: A text holds `${` or is `???`, which could not be read back.
+        ConfigError: A text contains `${` or is `???`, which `load_config` refuses.
         MachineError: The file cannot be written.
     """
     write_atomically(path, config_yaml(config))
@@ -202,7 +202,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _text_of(path: Path) -> str:
-    """Returns the text of a file of human size; refuses pipes and devices, which may never end."""
+    """Returns the text of a file up to MAX_BYTES; refuses pipes and devices, which may never end."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -217,7 +217,7 @@ def _text_of(path: Path) -> str:
     except ValueError:  # NUL, or half a character
         raise ConfigError(f"{path}: no file can have such a name; fix the path") from None
     if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path}: the file is larger than {MAX_BYTES:,} bytes; name a file that is a configuration")
+        raise ConfigError(f"{path}: the file is larger than {MAX_BYTES:,} bytes; name a configuration file")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
@@ -237,7 +237,7 @@ def read_override(text: str) -> Source:
     if not separator or not all(parts):
         raise ConfigError(f"{text}: an override has the form section.key=value; fix it")
     if len(parts) > MAX_DEPTH:
-        raise ConfigError(f"{text}: a key of {len(parts)} parts is none of a configuration; fix it")
+        raise ConfigError(f"{text}: no configuration key has {len(parts)} parts; fix it")
     try:
         content = read_yaml(value).content
     except NotYamlError as fault:
@@ -265,7 +265,7 @@ def _over(under: Mapping[Any, Any], over: Mapping[Any, Any], source: Source, loc
         elif {type(old), type(new)} == {dict, list}:
             one, other = ("mapping", "list") if isinstance(new, dict) else ("list", "mapping")
             raise ConfigError(
-                f"{dotted(here)}: this is a {one} here (in {source.place(here)}), but a {other} elsewhere; lists are "
+                f"{dotted(here)}: this is a {one} here (in {source.origin(here)}), but a {other} elsewhere; lists are "
                 "replaced as a whole, so give the complete list"
             )
         else:
@@ -275,11 +275,14 @@ def _over(under: Mapping[Any, Any], over: Mapping[Any, Any], source: Source, loc
 
 def _messages(error: ValidationError, sources: Sequence[Source]) -> Iterator[str]:
     for detail in error.errors(include_url=False):
-        location = without_kinds(detail["loc"])
-        origin = next((each.place(location) for each in reversed(sources) if _holds(each.content, location)), None)
+        origin = _origin(sources, without_kinds(detail["loc"]))
         is_rule = isinstance(detail.get("ctx", {}).get("error"), BrokenRulesError)  # may involve several files
-        place = "" if is_rule or origin is None else f" (in {origin})"
-        yield from (line + place for line in readable(detail))
+        suffix = "" if is_rule or origin is None else f" (in {origin})"
+        yield from (line + suffix for line in readable(detail))
+
+
+def _origin(sources: Sequence[Source], location: Location) -> str | None:
+    return next((source.origin(location) for source in reversed(sources) if _holds(source.content, location)), None)
 
 
 def _holds(content: Any, location: tuple[int | str, ...]) -> bool:
@@ -292,18 +295,18 @@ def _holds(content: Any, location: tuple[int | str, ...]) -> bool:
 
 
 def _placeholders(source: Source) -> Iterator[str]:
-    """Yields a message for `${...}` and `???`, which users of OmegaConf and Hydra expect to be replaced, and for
-    unstorable texts."""
+    """Yields a message for `${...}` and `???`, which OmegaConf and Hydra would replace, and for texts that cannot be
+    stored."""
     for location, text in _texts(source.content, ()):
         if "${" in text:
             yield (
                 f"{dotted(location)}: interpolation (${{...}}) would not repeat the run elsewhere "
-                f"(in {source.place(location)}); write the value itself"
+                f"(in {source.origin(location)}); write the value itself"
             )
         elif text == "???":
-            yield f"{dotted(location)}: ??? marks a missing value (in {source.place(location)}); give the value"
+            yield f"{dotted(location)}: ??? marks a missing value (in {source.origin(location)}); give the value"
         elif not _is_text(text):
-            yield f"{dotted(location)}: {text!r} contains what text cannot (NUL, or half a surrogate pair); rewrite it"
+            yield f"{dotted(location)}: {text!r} contains NUL or half a surrogate pair, which no text may; rewrite it"
 
 
 def _texts(content: object, location: tuple[int | str, ...]) -> Iterator[tuple[tuple[int | str, ...], str]]:

@@ -1,7 +1,7 @@
-"""Treatment of each field of megatron-core's TransformerConfig that `model.megatron` names.
+"""Fields of megatron-core's TransformerConfig that `model.megatron` accepts, and the reasons against the others.
 
-Only fields that a parity test compares with the oracle may pass (PROVEN); every other field has its reason here. Fields
-are read from the source of the installed package, because importing it would load torch.
+Only fields that a parity test compares with the oracle are accepted (PROVEN). Defaults are read from the source of the
+installed package, because importing it would load torch.
 """
 
 import ast
@@ -17,13 +17,13 @@ _TABLE = table("megatron_fields")
 TYPED_KNOBS = by_name(_TABLE["typed"])
 """Field of megatron-core -> our key."""
 OURS = by_name(_TABLE["ours"])
-"""Fields that this program sets -> why."""
+"""Field that mtrain sets -> why."""
 EXPERTS = by_name(_TABLE["experts"])
-"""Fields of experts that stay at their defaults -> why, or what to use."""
+"""Field of experts that stays at its default -> why, or what to use."""
 SILENT = tuple(_TABLE["silent"].split())
-"""Fields that megatron-core accepts and silently gets wrong, refused in `mtrain/config/known_issues.py`."""
+"""Fields that megatron-core accepts and silently computes wrongly; `mtrain/config/known_issues.py` refuses them."""
 REFUSED = by_name(_TABLE["refused"])
-"""Fields without a parity test -> why."""
+"""Field without a parity test -> why."""
 
 
 class Proven(NamedTuple):
@@ -33,11 +33,11 @@ class Proven(NamedTuple):
     needed: str
     """Legal values in words."""
     changes_the_function: bool = False
-    """Whether the same weights mean another model with the field."""
+    """Whether the field changes the function that the same weights compute."""
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 < value <= _MOST
+    return type(value) is int and 0 < value <= _LARGEST_COUNT
 
 
 def _is_pattern(value: object) -> bool:
@@ -48,7 +48,7 @@ def _bit(value: object) -> int:
     return value if type(value) is int else -1
 
 
-_MOST = 2**31 - 1
+_LARGEST_COUNT = 2**31 - 1
 _SWITCH = Proven(lambda value: isinstance(value, bool), "true or false")
 PROVEN = {
     "batch_p2p_comm": _SWITCH,
@@ -63,12 +63,12 @@ PROVEN = {
     "overlap_p2p_comm": _SWITCH,
     "overlap_p2p_comm_warmup_flush": _SWITCH,
 }
-"""Fields that pass; `mtrain/config/known_issues.py` says which go together."""
+"""Accepted field -> its legal values; `mtrain/config/known_issues.py` refuses some combinations."""
 
 
-def broken_rules(given: Mapping[str, Any]) -> Iterator[str]:
+def broken_rules(fields: Mapping[str, Any]) -> Iterator[str]:
     """Yields a message for every field that may not pass, starting with `megatron.<field>`."""
-    for name, value in given.items():
+    for name, value in fields.items():
         if name in TYPED_KNOBS:
             yield f"megatron.{name} is set by {TYPED_KNOBS[name]}; use that key instead"
         elif reason := (OURS | EXPERTS).get(name):
@@ -84,7 +84,7 @@ def broken_rules(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_default(name: str, value: Any) -> bool:
-    """Says whether megatron-core would do the same without the field."""
+    """Says whether a value is the field's default in megatron-core."""
     default = field_defaults().get(name, UNREADABLE)
     return type(value) is type(default) and bool(value == default)
 
@@ -105,7 +105,7 @@ UNREADABLE = object()
 
 @cache
 def field_defaults() -> dict[str, Any]:
-    """Returns the default of every public field, including inherited ones.
+    """Returns every public field, including inherited ones -> its default, or UNREADABLE.
 
     Raises:
         ValueError: megatron-core is not installed.

@@ -1,4 +1,4 @@
-"""Findings of pydantic in words: dotted key, what was given, what is needed, what to change."""
+"""Messages for pydantic's errors: the dotted key, what was given, what is needed and what to change."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -16,16 +16,16 @@ from mtrain.config.schema.section import AS_LIST, BrokenRulesError, Section, is_
 _LONGEST_VALUE = 80
 _LONGEST_LINE = 1000
 _LONGEST_END = 200
-"""Characters of a long line's end, which says what to change."""
+"""Characters kept from a long line's end, which says what to change."""
 _MOST_LINES = 50
 
 Location = tuple[int | str, ...]
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Joins lines to one readable message: long lines lose their middle, many lines the rest.
+    """Joins lines into one message; cuts out the middle of long lines, and lines beyond the first 50.
 
-    Unprintable characters, such as escape sequences in a key, are spelled out.
+    Unprintable characters, such as escape sequences in a key, are escaped.
     """
     shown = [_printable(line) for line in lines]
     if len(shown) > _MOST_LINES:
@@ -38,31 +38,34 @@ def _printable(line: str) -> str:
         line = f"{line[: _LONGEST_LINE - _LONGEST_END]} ... {line[-_LONGEST_END:]}"
     if line.isprintable():
         return line
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
 def dotted(location: Location) -> str:
     """Returns `data.train[0].path` for ("data", "train", 0, "path")."""
     text = ""
     for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else str(part)
     return text
 
 
 def readable(detail: ErrorDetails) -> Iterator[str]:
-    """Yields one line for each fault of a pydantic finding, unless another finding covers it."""
+    """Yields one line for each fault in an error of pydantic, unless another error covers it."""
     key = dotted(without_kinds(detail["loc"]))
     error = detail.get("ctx", {}).get("error")
     match detail["type"]:
         case "extra_forbidden":
             yield _unknown_key(detail["loc"])
         case "invalid_key":
-            place = dotted(without_kinds(detail["loc"])[:-1]) or "the configuration"
-            yield f"{place}: a key is a text, but {_shown(detail['input'])} was given as one; change it"
+            section = dotted(without_kinds(detail["loc"])[:-1]) or "the configuration"
+            yield f"{section}: a key must be text, but {_shown(detail['input'])} was given; change it"
         case "missing" if isinstance(detail["loc"][-1], int):
             if detail["loc"][-1] == len(detail["input"]):
-                place = dotted(without_kinds(detail["loc"])[:-1])
-                yield f"{place}: more values are needed than {_shown(detail['input'])} has; change it"
+                parent = dotted(without_kinds(detail["loc"])[:-1])
+                yield f"{parent}: more values are needed than {_shown(detail['input'])} has; change it"
         case "missing":
             yield f"{key}: no value is given; set {_required(detail['loc']) or 'it'}"
         case "value_error" if isinstance(error, BrokenRulesError):
@@ -70,15 +73,15 @@ def readable(detail: ErrorDetails) -> Iterator[str]:
         case "value_error":
             yield f"{key}: {error}; change it"
         case "union_tag_invalid":
-            kinds, given = detail["ctx"]["expected_tags"], detail["ctx"]["tag"]
-            yield f"{key}.kind: one of {kinds} is needed, but {given!r} was given; change it"
+            kinds, kind = detail["ctx"]["expected_tags"], detail["ctx"]["tag"]
+            yield f"{key}.kind: one of {kinds} is needed, but {kind!r} was given; change it"
         case "model_type" | "model_attributes_type" | "union_tag_not_found":
             yield f"{key}: a section with keys is needed, but {_shown(detail['input'])} was given; change it"
         case "tuple_type" | "dict_type":
             needed = "a list" if detail["type"] == "tuple_type" else "a mapping of keys to values"
             yield f"{key}: {needed} is needed, but {_shown(detail['input'])} was given; change it"
         case "too_short" if detail["input"] and not detail["ctx"]["actual_length"]:
-            return  # all of its elements are wrong, and each has its own finding
+            return  # all its elements are wrong, and each has its own error
         case _:
             message = detail["msg"][:1].lower() + detail["msg"][1:]
             yield f"{key}: {message}, but {_shown(detail['input'])} was given; change it"
@@ -105,95 +108,95 @@ def _shown(value: object) -> str:
 
 def _unknown_key(location: Location) -> str:
     *parents, name = location
-    place, section = _resolved(tuple(parents))
-    if section and (kinds := _kinds_with(place, str(name))):
+    parent, section = _resolved(tuple(parents))
+    key = dotted((*parent, name))
+    if section and (kinds := _kinds_with(parent, str(name))):
         (kind,) = kinds_of(section)
         return (
-            f"{dotted((*place, name))}: this is not a key of {dotted((*place, 'kind'))}={kind}, but of "
-            f"{' and '.join(kinds)}; remove it or change the kind"
+            f"{key}: this is not a key of {dotted((*parent, 'kind'))}={kind}, but of {' and '.join(kinds)}; remove it "
+            "or change the kind"
         )
-    first, dot, rest = str(name).partition(".")
-    if dot and any(first in each.model_fields for each in sections_at(place)):
+    first, dot, last = str(name).partition(".")
+    if dot and any(first in choice.model_fields for choice in sections_at(parent)):
         return (
-            f"{dotted((*place, name))}: in a file, this dot is part of the name and begins no section; write "
-            f"{first}: {{{rest}: ...}}"
+            f"{key}: in a file, a dot is part of the name and does not begin a section; write {first}: {{{last}: ...}}"
         )
     keys = list(section.model_fields) if section else []
-    return f"{dotted((*place, name))}: there is no such key; {_hint(place, keys, str(name))}"
+    return f"{key}: there is no such key; {_hint(parent, keys, str(name))}"
 
 
 def unknown_key(name: str) -> str:
-    """Explains a dotted key that no configuration has, and names the one that may be meant."""
-    *place, last = name.split(".")
-    if not place and (near := meant(last, _places())):
-        hint = _did_you_mean(_places()[near])
+    """Returns the message for a dotted key that no configuration has, with the key that the user may mean."""
+    *parent, last = name.split(".")
+    if not parent and (near := meant(last, _keys_by_name())):
+        hint = _did_you_mean(_keys_by_name()[near])
     else:
-        keys = dict.fromkeys(key for section in sections_at(tuple(place)) for key in section.model_fields)
-        hint = _hint(tuple(place), list(keys), last)
+        keys = dict.fromkeys(key for section in sections_at(tuple(parent)) for key in section.model_fields)
+        hint = _hint(tuple(parent), list(keys), last)
     return f"{name}: there is no such key; {hint}"
 
 
-def _kinds_with(place: Location, name: str) -> list[str]:
-    return [kind for each in sections_at(place) if name in each.model_fields for kind in kinds_of(each)]
+def _kinds_with(parent: Location, name: str) -> list[str]:
+    return [kind for section in sections_at(parent) if name in section.model_fields for kind in kinds_of(section)]
 
 
-def _hint(place: Location, keys: list[str], name: str) -> str:
-    """Names the intended key, else the section's keys: first by the same name here and then elsewhere, then by other
-    programs' names, then by typos here; never a key with another meaning."""
-    from mtrain.config.foreign.keys import FOLLOWING, OURS, SYNONYMS  # only here: tables that take time to read
+def _hint(parent: Location, keys: list[str], name: str) -> str:
+    """Suggests the intended key, or lists the section's keys: by the same name in the section and then elsewhere, by
+    other programs' names, by typos in the section; never a key with another meaning."""
+    from mtrain.config.foreign.keys import FOLLOWING, OURS, SYNONYMS  # here, because these tables take time to read
 
     known = plain(name)
     if here := next((key for key in keys if plain(key) == known), None):
-        return _did_you_mean([dotted((*place, here))])
-    own = [dotted((*place, key)) for key in keys if known in SYNONYMS.get(key, ())]
-    if known in _places():
-        return _did_you_mean([*own, *_places()[known]])
-    if own:
-        return f"it is {own[0]} here"
+        return _did_you_mean([dotted((*parent, here))])
+    synonyms = [dotted((*parent, key)) for key in keys if known in SYNONYMS.get(key, ())]
+    if known in _keys_by_name():
+        return _did_you_mean([*synonyms, *_keys_by_name()[known]])
+    if synonyms:
+        return f"it is {synonyms[0]} here"
     if known in FOLLOWING:
         return f"it follows from {FOLLOWING[known]}; remove it"
     if known in OURS:
         return f"it is {OURS[known]} here"
     if near := meant(name, keys):
-        return _did_you_mean([dotted((*place, near))])
-    return f"{dotted(place) or 'a configuration'} has {', '.join(keys)}"
+        return _did_you_mean([dotted((*parent, near))])
+    return f"{dotted(parent) or 'a configuration'} has {', '.join(keys)}"
 
 
 def _did_you_mean(keys: list[str]) -> str:
-    *others, last = keys
-    return f"did you mean {', '.join(others)} or {last}?" if others else f"did you mean {last}?"
+    *first, last = keys
+    return f"did you mean {', '.join(first)} or {last}?" if first else f"did you mean {last}?"
 
 
 @cache
-def _places() -> Mapping[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _keys_by_name() -> Mapping[str, list[str]]:
+    by_name: dict[str, list[str]] = {}
 
     def add(section: type[Section], prefix: str) -> None:
         for name, field in section.model_fields.items():
-            keys = found.setdefault(name, [])
+            keys = by_name.setdefault(name, [])
             if prefix + name not in keys:  # kinds of a section share keys
                 keys.append(prefix + name)
-            for each in sections_in(field.annotation):
-                add(each, prefix + name + separator(field.annotation))
+            for child in sections_in(field.annotation):
+                add(child, prefix + name + separator(field.annotation))
 
     add(Config, "")
-    return found
+    return by_name
 
 
 def _resolved(location: Location) -> tuple[Location, type[Section] | None]:
-    """Returns a pydantic location as the user writes it, and its section class, if any."""
+    """Returns pydantic's location as the user writes it, and the class of its section; None for a value."""
     written: list[int | str] = []
     section: type[Section] | None = Config
     parts = iter(location)
     for part in parts:
         written.append(part)
         annotation = section.model_fields[str(part)].annotation if section and part in section.model_fields else None
-        found = sections_in(annotation)
-        section = found[0] if found else None
-        if len(found) > 1 and (kind := next(parts, None)) is not None:
-            (section,) = (each for each in found if kind in kinds_of(each))
+        choices = sections_in(annotation)
+        section = choices[0] if choices else None
+        if len(choices) > 1 and (kind := next(parts, None)) is not None:
+            (section,) = (choice for choice in choices if kind in kinds_of(choice))
         elif get_origin(annotation) in (dict, tuple):
-            written += islice(parts, 1)  # the index in a list of sections, or the name of one
+            written += islice(parts, 1)  # a section's index in a list, or its name in a mapping
         elif is_list_or_mapping(annotation) and (form := next(parts, None)) is not None:
             written += islice(parts, 1 if form == AS_LIST else 2)  # an index, or a name and an index
     return tuple(written), section

@@ -1,4 +1,4 @@
-"""Names of version 0.1.0 that have changed; version 0.2 is the last to understand them."""
+"""Names of version 0.1.0 that have changed; version 0.2 is the last to accept them."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ KEYS = {
     "checkpoint.rehearse": "checkpoint.self_test",
     "data.chat_format": "data.chat_template",
 }
-"""Old dotted key -> new one, in the same section."""
+"""Old dotted key -> new key, in the same section."""
 
 VALUES = {
     "data.kind": {"jsonl": "sft"},
@@ -35,7 +35,7 @@ LOSS_FUNCTIONS = {
 
 
 class RenamedKeyWarning(FutureWarning):
-    """An old name was given."""
+    """A configuration uses an old name."""
 
 
 def with_current_names(content: Mapping[Any, Any], origin: str) -> dict[Any, Any]:
@@ -47,13 +47,14 @@ def with_current_names(content: Mapping[Any, Any], origin: str) -> dict[Any, Any
 
 
 def current_names(content: Mapping[Any, Any], origin: str) -> tuple[dict[Any, Any], list[str]]:
-    """Replaces every old name in a configuration, or in a part of one from its root on.
+    """Replaces every old name in a configuration or a part of one.
 
     Args:
-        content: Nested sections; not changed.
+        content: Nested sections, from the root; not modified.
+        origin: File name or other origin, for the notes.
 
     Returns:
-        Content with new names, and a sentence for each old name.
+        Content with new names, and a note on each old name.
 
     Raises:
         ConfigError: A key is given under both names.
@@ -75,9 +76,9 @@ def current_names(content: Mapping[Any, Any], origin: str) -> tuple[dict[Any, An
         section[name] = names[value]
         notes.append(_note(f"{key}={value} is called {names[value]} now", origin))
         if value == "jsonl" and "chat_template" not in section:
-            # the old name had a meaning: it applied no template, and the new one does
+            # jsonl applied no chat template, sft does
             section["chat_template"] = "plain"
-            notes.append(f"{origin}: data.kind=jsonl knew no chat template, so data.chat_template=plain is set")
+            notes.append(f"{origin}: data.kind=jsonl had no chat template, so data.chat_template=plain is set")
     for key, term in _terms(current):
         path = term.get("function")
         if isinstance(path, str) and path in LOSS_FUNCTIONS:

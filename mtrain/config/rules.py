@@ -1,4 +1,4 @@
-"""Rules between sections for any world size; `mtrain/arch/layout.py` has those that depend on it.
+"""Rules between sections for any world size; `mtrain/arch/layout.py` has the rules that depend on it.
 
 Each function yields a message for every broken rule: what was given, what is needed, what to change.
 """
@@ -27,7 +27,7 @@ from mtrain.config.schema.train import COMPILED, EvalSection, Fp8Recipe, Optimiz
 def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
     """Checks that the warm-up, and the decay of wsd, fit into the run."""
     if train.num_steps == 0:
-        return  # train.num_epochs is not counted yet
+        return  # the start has not derived it from train.num_epochs yet
     if optimizer.warmup_steps >= train.num_steps:
         yield (
             f"optimizer.warmup_steps={optimizer.warmup_steps} must be below train.num_steps={train.num_steps}; "
@@ -43,31 +43,31 @@ def steps(train: TrainSection, optimizer: OptimizerSection) -> Iterator[str]:
 
 
 def added_tokens(model: ModelSection, checkpoint: CheckpointSection) -> Iterator[str]:
-    """Checks that tables that get rows come from a folder."""
+    """Checks that the weights come from a Hugging Face folder, whose tables can get new rows."""
     start = checkpoint.initialize_from
     if (model.add_tokens or model.add_special_tokens) and start is not None:
         yield (
-            f"model.add_tokens and model.add_special_tokens add rows to the tables of a folder of Hugging Face, but "
-            f"checkpoint.initialize_from={start} gives the weights; name the folder as model.hf, or one that "
-            "mtrain convert export writes of the checkpoint"
+            f"model.add_tokens and model.add_special_tokens add rows to the tables of a Hugging Face folder, but "
+            f"checkpoint.initialize_from={start} gives the weights; name the folder as model.hf, or export the "
+            "checkpoint with mtrain convert export"
         )
 
 
 def validation(valid: ValidSection, data: AnyData) -> Iterator[str]:
-    """Checks that there are samples for requested validation."""
-    asked = valid.interval_steps > 0 or valid.at_start or valid.at_end
-    if asked and isinstance(data, FilesSection) and not data.valid and (data.split is None or data.split[1] == 0):
+    """Checks that validation, if enabled, has samples."""
+    is_on = valid.interval_steps > 0 or valid.at_start or valid.at_end
+    if is_on and isinstance(data, FilesSection) and not data.valid and (data.split is None or data.split[1] == 0):
         yield (
-            "valid enables validation, but has no samples; name data.valid, give data.split a second share above 0, or "
+            "valid enables validation, but has no samples; set data.valid, give data.split a second share above 0, or "
             "turn valid.interval_steps, valid.at_start and valid.at_end off"
         )
 
 
-def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: AnyData) -> Iterator[str]:
-    """Checks that prompts have a schedule, a tokenizer and layers that generate."""
-    if not asked.is_on:
+def prompts(evaluation: EvalSection, valid: ValidSection, model: ModelSection, data: AnyData) -> Iterator[str]:
+    """Checks that prompts have a schedule, a tokenizer and layers that can generate."""
+    if not evaluation.is_on:
         return
-    if asked.interval_steps is None and not (valid.interval_steps or valid.at_start or valid.at_end):
+    if evaluation.interval_steps is None and not (valid.interval_steps or valid.at_start or valid.at_end):
         yield (
             "eval.prompts are never answered, since the run does not validate; set eval.interval_steps, or turn "
             "validation on"
@@ -75,21 +75,21 @@ def prompts(asked: EvalSection, valid: ValidSection, model: ModelSection, data: 
     if data.tokenizer is None:
         yield "eval.prompts are texts, but data.tokenizer is not set; name the tokenizer, or remove the prompts"
     if model.backend == "te":
-        yield "eval.prompts need layers that generate, but model.backend=te; set model.backend=torch"
+        yield "eval.prompts need layers that can generate, but model.backend=te; set model.backend=torch"
     if model.has_transformer_engine_experts:
         yield (
-            "eval.prompts need layers that generate, but model.experts.implementation=te needs TransformerEngine's; "
-            "remove one of the two"
+            "eval.prompts need layers that can generate, but model.experts.implementation=te needs "
+            "TransformerEngine's; remove one of the two"
         )
     if model.experts is not None and model.experts.capacity_factor is not None:
         yield (
             f"eval.prompts cannot be answered with model.experts.capacity_factor={model.experts.capacity_factor}, "
-            "which drops tokens by what else is read with them; remove the prompts or the capacity"
+            "which drops tokens depending on the rest of the batch; remove the prompts or the capacity"
         )
 
 
 def tensor_parallel(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
-    """Checks that tp divides heads and FFN columns; Ulysses also divides a rank's heads over cp."""
+    """Checks that tp divides heads and FFN columns, and for Ulysses that cp divides a rank's heads."""
     for key, size in model.sizes_over_tp.items():
         if size % layout.tp:
             yield f"{key}={size} must be a multiple of layout.tp={layout.tp}; change one of them"
@@ -101,7 +101,7 @@ def tensor_parallel(model: ModelSection, layout: LayoutSection) -> Iterator[str]
 
 
 def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
-    """Checks that every stage has a layer, and that layers divide evenly without a list of stages."""
+    """Checks that the layers fit `layout.stage_layers`, or divide evenly over the stages."""
     if layout.pp == 1:
         return
     stages = f"layout.pp={layout.pp} x layout.vpp={layout.vpp} stages"
@@ -114,22 +114,29 @@ def pipeline(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
         return
     ends = [count for count in (layout.first_stage_layers, layout.last_stage_layers) if count is not None]
     num_middle = layout.pp * layout.vpp - len(ends)
-    rest = model.num_layers - sum(ends)
-    if not ends and rest % num_middle:
+    middle_layers = model.num_layers - sum(ends)
+    if num_middle:
+        is_even = middle_layers % num_middle == 0 and middle_layers > 0
+    else:
+        is_even = middle_layers == 0
+    if is_even:
+        return
+    if not ends:
         yield (
             f"model.num_layers={model.num_layers} must be a multiple of the {stages}; change one of them, or set "
             "layout.first_stage_layers, layout.last_stage_layers or layout.stage_layers"
         )
-    elif ends and (rest % num_middle or rest <= 0 if num_middle else rest):
+    else:
         yield (
             f"layout.first_stage_layers={layout.first_stage_layers} and layout.last_stage_layers="
-            f"{layout.last_stage_layers} leave {rest} of model.num_layers={model.num_layers} layers for the other "
-            f"{num_middle} of the {stages}, which does not divide evenly; change them or use layout.stage_layers"
+            f"{layout.last_stage_layers} leave {middle_layers} of model.num_layers={model.num_layers} layers for the "
+            f"other {num_middle} of the {stages}, which does not divide evenly; change them or use "
+            "layout.stage_layers"
         )
 
 
 def packing(train: TrainSection, data: AnyData) -> Iterator[str]:
-    """Checks the width of packed rows, which may exceed the longest sample."""
+    """Checks `train.tokens_per_micro_batch`, the width of packed rows."""
     width = train.tokens_per_micro_batch
     if width is None:
         return
@@ -151,7 +158,7 @@ def packing(train: TrainSection, data: AnyData) -> Iterator[str]:
 
 
 def sequence(layout: LayoutSection, train: TrainSection, data: AnyData) -> Iterator[str]:
-    """Checks that cp cuts a row into 2 x cp chunks, and sequence parallelism a rank's part over tp."""
+    """Checks that a row divides into 2 x cp chunks, and a rank's part over tp with sequence parallelism."""
     factors = ["2 x layout.cp" if layout.cp > 1 else "", "layout.tp (layout.sp=true)" if layout.sp else ""]
     divisor = (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
     width = row_width(train, data)
@@ -164,7 +171,7 @@ def sequence(layout: LayoutSection, train: TrainSection, data: AnyData) -> Itera
 
 
 def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
-    """Checks that experts divide over ep, and each over etp; with tp their router needs sequence parallelism."""
+    """Checks that experts divide over ep and each expert over etp, and that tp comes with sequence parallelism."""
     if model.experts is None:
         if layout.ep > 1 or layout.etp > 1:
             yield f"layout.ep={layout.ep} and layout.etp={layout.etp} need model.experts; set both to 1"
@@ -181,8 +188,8 @@ def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
         )
     if model.linear_bias and layout.etp > 1:
         yield (
-            f"layout.etp={layout.etp} cannot divide experts with biases (model.linear_bias=true): each part would "
-            "add them; set layout.etp to 1 and raise layout.ep"
+            f"layout.etp={layout.etp} cannot divide experts with biases (model.linear_bias=true), which each part "
+            "would add; set layout.etp to 1 and raise layout.ep"
         )
     if model.linear_bias and model.experts.shared_ffn_hidden_size:
         yield (
@@ -204,7 +211,7 @@ def experts(model: ModelSection, layout: LayoutSection) -> Iterator[str]:
 
 
 def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
-    """Checks that recomputed parts exist, and that megatron-core can recompute them."""
+    """Checks that the modules to recompute exist, and that megatron-core can recompute them."""
     layers = [model.has_experts(layer) for layer in range(model.num_layers)]
     modules, key = train.recompute_modules or (), "train.recompute_modules"
     if "mlp" in modules and not any(model.has_dense(layer) for layer in range(model.num_layers)):
@@ -223,30 +230,30 @@ def recompute(train: TrainSection, model: ModelSection) -> Iterator[str]:
 
 
 def compiled(train: TrainSection, dropout_keys: Sequence[str]) -> Iterator[str]:
-    """Checks that torch.compile would do the same as the layers as written."""
+    """Checks that compiled layers would compute the same as uncompiled ones."""
     key = f"train.compile={train.compile}"
     if train.compile in COMPILED and train.offload_layers is not None:
         yield (
-            f"{key} cannot be combined with train.offload_layers, since graphs hide what a layer keeps; turn one of "
-            "the two off"
+            f"{key} cannot be combined with train.offload_layers, since graphs hide the activations to offload; turn "
+            "one of the two off"
         )
-    if train.compile != "layers":  # regions draw nothing, and wait for nothing
+    if train.compile != "layers":  # regions draw no random numbers and wait for no parameters
         return
     for name in dropout_keys:
-        if name != "model.attention_dropout":  # attention dropout stays outside of the graphs
+        if name != "model.attention_dropout":  # attention dropout stays outside the graphs
             yield (
                 f"{key} cannot be combined with {name}, since a compiled layer draws other numbers; turn one of the "
                 "two off"
             )
     if train.overlap_param_gather:
         yield (
-            f"{key} cannot be combined with train.overlap_param_gather=true, which waits for parameters inside "
-            "of a layer; turn one of the two off"
+            f"{key} cannot be combined with train.overlap_param_gather=true, which waits for parameters inside a "
+            "layer; turn one of the two off"
         )
 
 
 def deterministic(train: TrainSection, model: ModelSection) -> Iterator[str]:
-    """Checks that nothing requested may add in a different order the next time."""
+    """Checks that no option in use may add in a different order the next time."""
     if not train.deterministic:
         return
     key = "train.deterministic=true"
@@ -271,26 +278,26 @@ def multi_token(model: ModelSection, loss: LossSection, data: AnyData) -> Iterat
         )
     if model.mtp_depths >= data.seq_length:
         yield (
-            f"model.mtp_depths={model.mtp_depths} must be below data.seq_length={data.seq_length}, since no token is "
-            "further ahead; lower one or raise the other"
+            f"model.mtp_depths={model.mtp_depths} must be below data.seq_length={data.seq_length}, since a row has no "
+            "token further ahead; lower one or raise the other"
         )
 
 
 def preferences(config: Sections) -> Iterator[str]:
-    """Checks that two passes see the same model, and that there are pairs."""
+    """Checks that preference losses get answers to compare, and the same model in both passes of a step."""
     loss, data, name = config.loss, config.data, f"loss.function={config.loss.function}"
     if isinstance(data, SftSection) and loss.function in LOSS_FUNCTIONS:
-        given, needed = PREFERENCE_FORMATS.get(data.format), compared(loss, data)
-        if loss.preference is None and given is not None:
+        available, needed = PREFERENCE_FORMATS.get(data.format), compared(loss, data)
+        if loss.preference is None and available is not None:
             yield (
                 f"data.format={data.format} is for losses that compare answers, but {name} does not; set loss.function "
-                f"to {' or '.join(_functions_of(given))}, or another data.format"
+                f"to {' or '.join(_functions_of(available))}, or another data.format"
             )
-        elif loss.preference is not None and data.format != "auto" and given != needed:
+        elif loss.preference is not None and data.format != "auto" and available != needed:
             yield f"{name} compares {needed}, but data.format={data.format} has none; set it to auto"
     if compared(loss, data) is None:
         if loss.reference is not None:
-            yield f"loss.reference={loss.reference} is a model to compare answers with, which {name} does not do"
+            yield (f"loss.reference={loss.reference} is for comparing answers, but {name} compares none; remove it")
         return
     if loss.reference is not None and config.model.hf is None and config.checkpoint.initialize_from is None:
         yield (
@@ -301,13 +308,11 @@ def preferences(config: Sections) -> Iterator[str]:
         yield f"data.too_long=split makes pieces that cannot be compared under {name}; set it to end, start or drop"
     if data.extras:
         yield (
-            f"data.extras={list(data.extras)} are numbers of a record's tokens, but {name} compares answers, of which "
-            "a record has two; remove data.extras"
+            f"data.extras={list(data.extras)} belong to the tokens of one answer, but {name} compares several answers; "
+            "remove data.extras"
         )
     for key in config.dropout_keys:
-        yield (
-            f"{key} is above 0, but {name} runs the model twice in a step, which must be the same model; set it to 0"
-        )
+        yield (f"{key} is above 0, but {name} runs the model twice per step, and both passes must agree; set it to 0")
     if config.model.mtp_depths:
         yield (
             f"model.mtp_depths={config.model.mtp_depths} would learn to predict rejected answers under {name}; set it "
@@ -315,13 +320,13 @@ def preferences(config: Sections) -> Iterator[str]:
         )
     if data.packing is not None and data.packing.batch == "rows":
         yield (
-            f"data.packing.batch=rows cuts steps by rows, and could split a pair, but {name} compares whole pairs; "
-            "set it to sequences"
+            f"data.packing.batch=rows divides samples into steps by rows, which could split a pair, but {name} "
+            "compares whole pairs; set it to sequences"
         )
 
 
 def heads(config: Sections) -> Iterator[str]:
-    """Checks that a head has a loss that reads it, and that nothing else needs tokens."""
+    """Checks that a head has a loss that reads it, and that nothing else needs predicted tokens."""
     loss, head, name = config.loss, config.model.head, f"loss.function={config.loss.function}"
     if head is None:
         if loss.function in HEAD_LOSSES:
@@ -343,9 +348,9 @@ def heads(config: Sections) -> Iterator[str]:
     elif loss.function == "classification" and labels == 1:
         yield f"{key} is one class, which every sequence would have; set it to their number"
     if loss.side_terms or loss.teacher is not None:
-        yield f"loss.side_terms and loss.teacher are of tokens, which {key} does not predict; remove them"
+        yield f"loss.side_terms and loss.teacher need predicted tokens, but {key} predicts none; remove them"
     if config.eval.is_on:
-        yield f"eval.prompts need text, which a model with {key} does not write; remove them"
+        yield f"eval.prompts need generated text, but a model with {key} generates none; remove them"
     if isinstance(config.data, SftSection) and config.data.too_long == "split":
         yield f"data.too_long=split would judge parts of a sequence under {key}; set it to end, start or drop"
     if isinstance(config.data, FilesSection) and not isinstance(config.data, SftSection):
@@ -353,7 +358,7 @@ def heads(config: Sections) -> Iterator[str]:
 
 
 def replayed_choices(model: ModelSection, data: AnyData) -> Iterator[str]:
-    """Checks that experts in records are those of the model's layers, and that they can be taken."""
+    """Checks that the routed experts in records match the model's layers, and that routers can use them."""
     sizes = dict(map(key_and_sizes, data.extras)).get(ROUTED_EXPERTS)
     if sizes is None:
         return
@@ -362,9 +367,9 @@ def replayed_choices(model: ModelSection, data: AnyData) -> Iterator[str]:
         yield f"{key}, but the model has no experts (model.experts); remove it"
         return
     if sizes != (model.num_layers, experts.top_k):
-        given = ":".join([ROUTED_EXPERTS, *["x".join(map(str, sizes))] * bool(sizes)])
+        entry = f"{ROUTED_EXPERTS}:{'x'.join(map(str, sizes))}" if sizes else ROUTED_EXPERTS
         yield (
-            f"data.extras names {given}, but model.num_layers={model.num_layers} (dense ones too) and "
+            f"data.extras names {entry}, but model.num_layers={model.num_layers} (including dense ones) and "
             f"model.experts.top_k={experts.top_k}; write {ROUTED_EXPERTS}:{model.num_layers}x{experts.top_k}"
         )
     if experts.capacity_factor is not None:
@@ -393,14 +398,14 @@ def layout_dependent(model: ModelSection, loss: LossSection) -> Iterator[str]:
 
 
 def router_losses(model: ModelSection, loss: LossSection) -> Iterator[str]:
-    """Checks that losses on routers have routers."""
-    asked = [name for name, value in loss.router.model_dump().items() if value > 0]
-    if asked and model.experts is None:
-        yield f"loss.router.{asked[0]} is set, but the model has no experts; remove it or set model.experts"
+    """Checks that router losses have routers."""
+    enabled = [name for name, value in loss.router.model_dump().items() if value > 0]
+    if enabled and model.experts is None:
+        yield f"loss.router.{enabled[0]} is set, but the model has no experts; remove it or set model.experts"
 
 
 def products_in_8_bits(config: Sections) -> Iterator[str]:
-    """Checks sizes and options of `train.fp8`."""
+    """Checks options and sizes that `train.fp8` needs."""
     train, model = config.train, config.model
     if train.fp8 is None:
         if train.fp8_recipe is not None:
@@ -420,22 +425,22 @@ def products_in_8_bits(config: Sections) -> Iterator[str]:
     if model.backend == "torch":
         yield f"{key} needs TransformerEngine's layers, but model.backend=torch; set it to auto, or remove train.fp8"
     if train.precision != "bf16":
-        yield f"{key} keeps everything but products in bf16, but train.precision={train.precision}; set it to bf16"
+        yield f"{key} computes everything but products in bf16, but train.precision={train.precision}; set it to bf16"
     if train.compile in COMPILED:
         yield (
-            f"{key} needs TransformerEngine's layers, which train.compile={train.compile} leaves out; remove one of "
-            "the two"
+            f"{key} needs TransformerEngine's layers, which train.compile={train.compile} excludes; remove one of the "
+            "two"
         )
     if train.offload_layers is not None:
         yield (
-            f"{key} needs TransformerEngine's layers, which train.offload_layers={train.offload_layers} leaves out; "
+            f"{key} needs TransformerEngine's layers, which train.offload_layers={train.offload_layers} excludes; "
             "remove one of the two"
         )
     yield from _unaligned(config, key)
 
 
 def _unaligned(config: Sections, key: str) -> Iterator[str]:
-    """Yields a message for each size on a rank that an 8-bit product cannot have."""
+    """Yields a message for each size on a rank that an 8-bit product does not support."""
     model, layout, train = config.model, config.layout, config.train
     columns, rows = _multiples(train.fp8_recipe or "tensorwise")
     sizes = {
@@ -461,9 +466,9 @@ def _unaligned(config: Sections, key: str) -> Iterator[str]:
 
 
 def _multiples(recipe: Fp8Recipe) -> tuple[int, int]:
-    """Returns the numbers that must divide columns and tokens.
+    """Returns the numbers that columns and tokens must be multiples of.
 
-    Source: TransformerEngine 2.9, assert_dim_for_fp8_exec and the blocks of its recipes.
+    Source: TransformerEngine 2.9, assert_dim_for_fp8_exec and the block sizes of its recipes.
     """
     match recipe:
         case "delayed" | "tensorwise":

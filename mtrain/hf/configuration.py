@@ -5,7 +5,7 @@ from typing import Any
 
 from mtrain.config import Config
 from mtrain.config.adapters import all_linear_in
-from mtrain.config.load import Part, read_given
+from mtrain.config.load import Part, read_merged
 
 
 def load_config(parts: Part | Sequence[Part], overrides: str | Sequence[str] = ()) -> Config:
@@ -13,13 +13,13 @@ def load_config(parts: Part | Sequence[Part], overrides: str | Sequence[str] = (
 
     Args:
         parts: One or more YAML paths and mappings such as `{"train": {"num_steps": 5}}`; later ones take precedence.
-        overrides: Texts of the form `section.key=value`, as `read_given` takes them.
+        overrides: Texts of the form `section.key=value`, as `read_merged` takes them.
 
     Raises:
         ConfigError: Values are wrong; the message has one line per fault, starting with the dotted key or the file.
         DataError: The folder in model.hf cannot be understood.
     """
-    return read_given(parts, overrides).config(resolved)
+    return read_merged(parts, overrides).config(resolved)
 
 
 def notes_on(config: Config) -> list[str]:

@@ -12,10 +12,10 @@ HALF_PIPELINE = {"layout": {"pp": 2, "vpp": 2}}
 FUSED = "gradient_accumulation_fusion"
 
 REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("rotary_interleaved", True, {}, "is read by layers of megatron-core that are replaced here"),
-    ("apply_query_key_layer_scaling", True, {}, "is read by layers of megatron-core that are replaced here"),
-    ("qk_l2_norm", True, {}, "is read by layers of megatron-core that are replaced here"),
-    ("mrope_section", [1, 2, 3], {}, "is read by layers of megatron-core that are replaced here"),
+    ("rotary_interleaved", True, {}, "is read by layers of megatron-core that our own replace"),
+    ("apply_query_key_layer_scaling", True, {}, "is read by layers of megatron-core that our own replace"),
+    ("qk_l2_norm", True, {}, "is read by layers of megatron-core that our own replace"),
+    ("mrope_section", [1, 2, 3], {}, "is read by layers of megatron-core that our own replace"),
     ("qk_clip", True, {}, "has no effect"),
     ("apply_residual_connection_post_layernorm", True, {}, "has no effect"),
     ("fp8", "hybrid", {}, "silently ignored"),
@@ -26,12 +26,12 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("overlap_p2p_comm", True, {"layout": {"pp": 2}}, "needs an interleaved schedule"),
     ("overlap_p2p_comm_warmup_flush", True, {"layout": {"pp": 2}}, "needs layout.vpp > 1"),
     ("bias_activation_fusion", True, {"model__activation": "gelu"}, "approximates activations other than swiglu"),
-    ("no_rope_freq", 2, {"model__mtp_depths": 1}, "not settled for model.mtp_depths"),
+    ("no_rope_freq", 2, {"model__mtp_depths": 1}, "undefined for model.mtp_depths"),
     ("no_rope_freq", 3, {}, "must divide model.num_layers"),
     ("no_rope_freq", [0, 1], {}, "list a 0 or 1 for each of them"),
-    (FUSED, True, {"train__compile": "layers"}, "cannot be combined with train.compile=layers, as graphs hide"),
+    (FUSED, True, {"train__compile": "layers"}, "cannot be combined with train.compile=layers, whose graphs hide"),
     (FUSED, True, {"train__offload_layers": 2}, "cannot be combined with train.offload_layers, which hides a weight"),
-    (FUSED, True, {"model__backend": "te"}, "which has been shown for our layers alone"),
+    (FUSED, True, {"model__backend": "te"}, "which is tested only with our layers"),
 ]
 
 ALLOWED: list[tuple[str, Any, dict[str, Any]]] = [
@@ -80,7 +80,7 @@ def test_every_refusal_is_tested() -> None:
 
 def test_transformer_engine_is_refused_for_documents_under_context_parallelism() -> None:
     documents = {"data__isolate_documents": True, "data__kind": "indexed", "data__train": [{"path": "x"}]}
-    with pytest.raises(ValidationError, match=r"model\.backend=te cuts every document of a row for itself under"):
+    with pytest.raises(ValidationError, match=r"model\.backend=te cuts every document of a row separately under"):
         config(model__backend="te", layout={"cp": 2}, **documents)
     config(model__backend="te", **documents)
 

@@ -60,7 +60,7 @@ def test_the_old_kind_of_finetuning_data_means_its_plain_form_of_chat() -> None:
     with pytest.warns(RenamedKeyWarning) as caught:
         current = with_current_names({"data": {"kind": "jsonl"}}, "a.yaml")
     assert current == {"data": {"kind": "sft", "chat_template": "plain"}}
-    assert "data.kind=jsonl knew no chat template, so data.chat_template=plain is set" in str(caught[-1].message)
+    assert "data.kind=jsonl had no chat template, so data.chat_template=plain is set" in str(caught[-1].message)
     with pytest.warns(RenamedKeyWarning):
         current = with_current_names({"data": {"kind": "jsonl", "chat_template": "auto"}}, "a.yaml")
     assert current == {"data": {"kind": "sft", "chat_template": "auto"}}

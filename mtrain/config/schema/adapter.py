@@ -40,25 +40,25 @@ Target = Literal[
     "output",
 ]
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
-"""PEFT's name for every linear layer but the output layer; `Config` replaces it by the model's targets
+"""PEFT's name for every linear layer except the output layer; `Config` replaces it with the model's targets
 (`mtrain/config/adapters.py`)."""
 LATENT_PARTS: tuple[Target, ...] = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
-"""Projections of latent attention: down to the latents of queries, and of keys and values, and up from them."""
+"""Projections of latent attention: down to the query latent and the key/value latent, and up from them."""
 DELTA_NET_PARTS: tuple[Target, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-"""Projections into a delta net: queries, keys and values; gates of the output; steps; decays."""
+"""Input projections of a delta net: queries, keys and values; output gates; steps; decays."""
 JOINED: Mapping[Target, tuple[Target, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Targets that are one pair for several parts, which some families store as one projection -> the parts."""
+"""Target with one adapter pair for several parts, which some model families store as one projection -> the parts."""
 PARTS: tuple[Target, ...] = (
     *("q_proj", "k_proj", "v_proj", *LATENT_PARTS, *DELTA_NET_PARTS, "in_proj_zxbcdt", "proj", "out_proj"),
     *("gate_proj", "up_proj", "fc2", "experts", "embedding", "output", *JOINED),
 )
-"""Targets with their own pair of matrices; in_proj_zxbcdt: the projection into Mamba-2; experts: one pair for each of
-the two projections of every expert."""
+"""Targets with their own pair of matrices. in_proj_zxbcdt is the input projection of Mamba-2; experts has one pair for
+each of the two projections of every expert."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj", *LATENT_PARTS),
     "in_proj": (*DELTA_NET_PARTS, "in_proj_zxbcdt"),
@@ -68,7 +68,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *(*DELTA_NET_PARTS, "in_proj_zxbcdt", "out_proj", "gate_proj", "up_proj", "fc2"),
     ),
 }
-"""Targets that name several parts, some of which a model may lack -> the parts."""
+"""Target that names several parts -> the parts; a model may lack some of them."""
 SYNONYMS: Mapping[str, Target] = {
     "linear_qkv": "qkv",
     "linear_q_proj": "q_proj",
@@ -86,7 +86,7 @@ SYNONYMS: Mapping[str, Target] = {
     "lm_head": "output",
     "output_layer": "output",
 }
-"""Names of PEFT (modules of Llama and DeepSeek) and of Megatron-Bridge -> ours."""
+"""Target in PEFT (module names of Llama and DeepSeek) or Megatron-Bridge -> ours."""
 Saved = Literal["embedding", "output", "norms", "head"]
 SAVED_SYNONYMS: Mapping[str, Saved] = {
     "embed_tokens": "embedding",
@@ -96,20 +96,22 @@ SAVED_SYNONYMS: Mapping[str, Saved] = {
     "score": "head",
     "classifier": "head",
 }
-"""Names of fully trained modules in PEFT and Megatron-Bridge -> ours."""
+"""Fully trained module in PEFT or Megatron-Bridge -> ours."""
 
 
 Number = TypeVar("Number", int, float)
 
 
-def _of_part(pattern: Mapping[Any, Number], part: str, default: Number) -> Number:
-    """Returns the value of a part; its own name takes precedence over its group's."""
+def _part_value(pattern: Mapping[Any, Number], part: str, default: Number) -> Number:
+    """Returns the value of a part; the part's name takes precedence over its group's."""
+    if part in pattern:
+        return pattern[part]
     groups = (pattern[group] for group, parts in GROUPS.items() if part in parts and group in pattern)
-    return pattern[part] if part in pattern else next(groups, default)
+    return next(groups, default)
 
 
 class AdapterSection(Section):
-    """Pairs of matrices A [rank, inputs] and B [outputs, rank] that are added to frozen ones: W x + scale B A x."""
+    """Pairs of matrices A [rank, inputs] and B [outputs, rank] added to frozen matrices: W x + scale B A x."""
 
     kind: str
     """Kind of the adapter: lora (the default) or dora."""
@@ -118,18 +120,18 @@ class AdapterSection(Section):
     alpha: float = Field(16.0, gt=0)
     """Numerator of the scale."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Probability with which an input of A is dropped; 0: no dropout. Above 0, another layout or micro-batch size draws
-    different numbers."""
+    """Probability of dropping an input of A; 0: no dropout. Above 0, another layout or micro-batch size draws different
+    numbers."""
     scaling: Literal["standard", "rslora"] = "standard"
     """Rule of the scale: alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[Literal[Target, "all-linear"], ...] = (ALL_LINEAR,)
-    """Modules that get adapters. all-linear, the default: every linear layer of the model but the output layer, alone
-    or with further names, such as experts; docs/training/lora.md says what each name means in PEFT and in
+    """Modules that get adapters. all-linear, the default: every linear layer of the model except the output layer; may
+    be combined with other names, such as experts. docs/training/lora.md says what each name means in PEFT and in
     Megatron-Bridge."""
     rank_pattern: dict[Target, Annotated[int, bounds.WIDTH, Field(gt=0)]] = Field({})
-    """Ranks of single targets in all layers, instead of rank."""
+    """Ranks of individual targets in all layers, instead of rank."""
     alpha_pattern: dict[Target, Annotated[float, Field(gt=0)]] = Field({})
-    """Alphas of single targets in all layers, instead of alpha."""
+    """Alphas of individual targets in all layers, instead of alpha."""
 
     modules_to_save: tuple[Saved, ...] = ()
     """Modules that are fully trained and saved with the adapters, as in PEFT: embedding (embed_tokens), output
@@ -146,69 +148,74 @@ class AdapterSection(Section):
 
     @field_validator("targets", mode="before")
     @classmethod
-    def other_programs_names_are_understood(cls, value: object) -> object:
-        """Replaces names of PEFT and Megatron-Bridge by ours; unknown names stay, to be refused."""
+    def translate_targets(cls, value: object) -> object:
+        """Replaces names of PEFT and Megatron-Bridge with ours; leaves unknown names for validation to refuse."""
         if value == ALL_LINEAR:
             return (ALL_LINEAR,)
         if not isinstance(value, list | tuple):
             return value
-        named = [SYNONYMS.get(each, each) if isinstance(each, str) else each for each in value]
-        return tuple(dict.fromkeys(named)) if all(isinstance(each, str) for each in named) else tuple(named)
+        targets = [SYNONYMS.get(name, name) if isinstance(name, str) else name for name in value]
+        if all(isinstance(target, str) for target in targets):
+            targets = list(dict.fromkeys(targets))
+        return tuple(targets)
 
     @field_validator("modules_to_save", mode="before")
     @classmethod
-    def other_programs_modules_are_understood(cls, value: object) -> object:
-        """Replaces names of PEFT and Megatron-Bridge by ours; PEFT's null means none."""
+    def translate_saved_modules(cls, value: object) -> object:
+        """Replaces names of PEFT and Megatron-Bridge with ours; PEFT's null means no module."""
         if value is None:
             return ()
-        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
             return value
-        # PEFT writes the whole path of a module that it adds itself
-        return tuple(dict.fromkeys(SAVED_SYNONYMS.get(last := each.rpartition(".")[2], last) for each in value))
+        # PEFT writes the full path of a module that it adds itself
+        names = [path.rpartition(".")[2] for path in value]
+        return tuple(dict.fromkeys(SAVED_SYNONYMS.get(name, name) for name in names))
 
     @field_validator("rank_pattern", "alpha_pattern", mode="before")
     @classmethod
-    def patterns_name_targets(cls, value: object) -> object:
-        """Replaces names of PEFT and Megatron-Bridge by ours."""
+    def translate_patterns(cls, value: object) -> object:
+        """Replaces names of PEFT and Megatron-Bridge with ours."""
         if not isinstance(value, Mapping):
             return value
-        if layered := [each for each in value if isinstance(each, str) and re.search(r"[.^*\\]", each)]:
+        if layered := [name for name in value if isinstance(name, str) and re.search(r"[.^*\\]", name)]:
             raise ValueError(
                 f"names {', '.join(layered)}, but all layers have the same ranks here; name targets, such as q_proj"
             )
-        return {SYNONYMS.get(each, each) if isinstance(each, str) else each: one for each, one in value.items()}
+        return {SYNONYMS.get(name, name) if isinstance(name, str) else name: number for name, number in value.items()}
 
     def broken_rules(self) -> Iterator[str]:
         patterns: tuple[tuple[str, Mapping[Target, float]], ...]
         patterns = (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern))
         for name, pattern in patterns:
-            if missing := [each for each in pattern if self.parts.isdisjoint(GROUPS.get(each, (each,)))]:
-                yield f"{name}={', '.join(missing)} is no target; add it to targets, or remove it"
+            if missing := [target for target in pattern if self.parts.isdisjoint(GROUPS.get(target, (target,)))]:
+                yield f"{name}={', '.join(missing)} is not in targets; add it to targets, or remove it"
                 break
         if not self.targets:
             yield "targets is empty, so nothing would be trained; name at least one"
         for target, parts in JOINED.items():
-            if target in self.parts and (twice := sorted(self.parts.intersection(parts))):
+            if target in self.parts and (repeated := sorted(self.parts.intersection(parts))):
                 yield (
-                    f"targets={target} is one pair for {', '.join(parts)}, but {', '.join(twice)} has its own; name one"
+                    f"targets={target} is one pair for {', '.join(parts)}, but {', '.join(repeated)} is also named; "
+                    "remove one of them"
                 )
                 break
-        if twice := [each for each in self.modules_to_save if each in self.parts]:
+        if repeated := [module for module in self.modules_to_save if module in self.parts]:
             yield (
-                f"modules_to_save={', '.join(twice)} is trained in full and also in targets; remove it from one of them"
+                f"modules_to_save={', '.join(repeated)} is trained in full and also in targets; remove it from one of "
+                "them"
             )
 
     def pair_of(self, part: str) -> str:
-        """Returns the target whose pair a part of a projection has: its own, or that of several parts together."""
+        """Returns the target that holds a part's pair: the part itself, or a target that joins several parts."""
         return next((target for target, parts in JOINED.items() if part in parts and target in self.parts), part)
 
     def rank_of(self, part: str) -> int:
         """Returns the rank of a part."""
-        return _of_part(self.rank_pattern, part, self.rank)
+        return _part_value(self.rank_pattern, part, self.rank)
 
     def alpha_of(self, part: str) -> float:
         """Returns the alpha of a part."""
-        return _of_part(self.alpha_pattern, part, self.alpha)
+        return _part_value(self.alpha_pattern, part, self.alpha)
 
     def scale_of(self, part: str) -> float:
         """Returns the factor of a part's B A."""
@@ -230,7 +237,7 @@ class AdapterSection(Section):
 
     @property
     def parts(self) -> frozenset[str]:
-        """Targets with groups spelled out; a model adapts those parts of a group that it has."""
+        """Targets with groups spelled out; a group may include parts that the model lacks."""
         return frozenset(part for target in self.targets for part in GROUPS.get(target, (target,)))
 
     @property
@@ -246,7 +253,8 @@ class LoraSection(AdapterSection):
 
 
 class DoraSection(AdapterSection):
-    """DoRA, arXiv 2402.09353: rows of W + scale B A are scaled to trained lengths; their norms count as constants."""
+    """DoRA, arXiv 2402.09353: rows of W + scale B A are scaled to trained lengths; no gradient flows through their
+    norms."""
 
     kind: Literal["dora"]
 
@@ -263,8 +271,8 @@ class DoraSection(AdapterSection):
             )
         if wrong := sorted({"experts", "embedding", "output"} & self.parts):
             yield (
-                f"targets={', '.join(wrong)} cannot have kind=dora, for which PEFT has no form (experts) or whose rows "
-                "may be padding (embedding, output); remove them, or use kind=lora"
+                f"targets={', '.join(wrong)} cannot have kind=dora: PEFT has no form for experts, and rows of tables "
+                "(embedding, output) may be padding; remove them, or use kind=lora"
             )
 
 

@@ -1,4 +1,4 @@
-"""`model.mla.*` and `model.global_attention.*`: attention of a shape that `model.*` itself cannot describe."""
+"""`model.mla.*` and `model.global_attention.*`: attention shapes that `model.*` itself cannot describe."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -42,7 +42,7 @@ class LatentAttentionSection(Section):
     def broken_rules(self) -> Iterator[str]:
         if self.qk_rope_head_dim % 2:
             yield (
-                f"qk_rope_head_dim={self.qk_rope_head_dim} must be even, since the rotary embedding turns pairs; "
+                f"qk_rope_head_dim={self.qk_rope_head_dim} must be even, since the rotary embedding rotates pairs; "
                 "change it"
             )
 

@@ -1,6 +1,6 @@
-"""Largest values of keys, with reasons, which a message repeats.
+"""Largest values of keys, each with the reason that its message gives.
 
-Without them a typing error (10^12 for 10^2) would pass the checks and end in a traceback, or never.
+Without them a typing error (10^12 for 10^2) would pass the checks and end in a traceback or a hang.
 """
 
 import math
@@ -15,7 +15,7 @@ INT64_LARGEST = 2**63 - 1
 
 
 def at_most(limit: int, reason: str) -> AfterValidator:
-    """Builds an upper bound for an integer key; None passes if the key allows it."""
+    """Builds an upper bound for an integer key; None passes."""
 
     def check(value: Any) -> Any:
         if value is not None and value > limit:
@@ -40,7 +40,7 @@ BATCHES_AHEAD = at_most(1024, "each is a whole global batch in memory")
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = 3000
-"""Longest path in bytes; systems accept 4096, including the names of files below a run folder."""
+"""Longest path in bytes; systems accept 4096, which must also hold the file names below a run folder."""
 
 
 def can_be_a_path(text: str) -> bool:
@@ -61,11 +61,11 @@ def _check_path(value: str | None) -> str | None:
 PATH = AfterValidator(_check_path)
 
 
-def fits_the_machine(value: Any) -> Any:
-    """Refuses numbers that a run cannot represent: floats beyond float32, integers beyond 64 bits.
+def representable(value: Any) -> Any:
+    """Returns the value; refuses floats beyond float32 and integers beyond 64 bits.
 
     Raises:
-        ValueError: The value, or one in a list, is out of range.
+        ValueError: The value, or an element of a tuple, is out of range.
     """
     match value:
         case float() if not (
@@ -78,8 +78,8 @@ def fits_the_machine(value: Any) -> Any:
         case int() if abs(value) > 2**64 - 1:
             raise ValueError(f"a number of at most 64 bits is needed, but {shown(value)} was given")
         case tuple():
-            for each in value:
-                fits_the_machine(each)
+            for element in value:
+                representable(element)
     return value
 
 

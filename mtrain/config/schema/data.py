@@ -27,51 +27,49 @@ class SourceSection(Section):
 
 
 class BlendSection(Section):
-    """A blend that replaces the previous one from a given step on."""
+    """A blend that replaces the previous one at a given step."""
 
     from_step: Annotated[int, bounds.STEPS] = Field(gt=0)
     """Updates completed before the blend begins: its first step is from_step + 1 in metrics.jsonl."""
     sources: tuple[SourceSection, ...] = Field(min_length=1)
-    """Sources of the whole blend. A path that was named before is the same source, and continues in its epoch."""
+    """All sources of the blend. A path that an earlier blend named is the same source, and continues its epoch."""
 
 
 class WindowChange(Section):
-    """Another window size from a given step on."""
+    """A window size that applies from a given step."""
 
     from_step: Annotated[int, bounds.STEPS] = Field(gt=0)
-    """Updates completed before the change. Windows that begin in a later step have this size; a window in progress
-    keeps its packing."""
+    """Updates completed before the change. Windows that begin later have this size; a window in progress keeps its
+    packing."""
     window: Annotated[int, bounds.BATCH] = Field(gt=0)
-    """Number of samples that are packed together."""
+    """Number of samples packed together."""
 
 
 class PackingSection(Section):
-    """Several samples in a row; attention and positions restart at each sample, and the loss counts samples, not
+    """Several samples per row; attention and positions restart at each sample, and the loss counts samples, not
     rows."""
 
     batch: Literal["sequences", "rows"] = "sequences"
-    """Unit of train.global_batch_size. sequences: samples, so that a step holds the same samples as without packing,
-    for any width of rows. rows: packed rows, from windows in the order of samples, so that all are full; the samples of
-    a step then depend on the width of rows, but not on the number of ranks."""
+    """Unit of train.global_batch_size. sequences: samples, so a step holds the same samples as without packing, for any
+    row width. rows: packed rows, filled from windows of samples in order, so that all are full; a step's samples then
+    depend on the row width, but not on the number of ranks."""
     window: Annotated[int, bounds.BATCH] = Field(65536, gt=0)
-    """Most samples that are packed together; batch=rows only. A window ends early where a source begins a new epoch, so
-    that epochs do not mix."""
+    """Largest number of samples packed together; batch=rows only. A window ends early where a source begins a new
+    epoch, so that epochs do not mix."""
     across_epochs: bool = False
     """Whether a window may hold several epochs of a source; batch=rows only. Each sample is then read exactly once per
-    epoch only if the whole window is read. Runs that began this way, before the program had this key, continue this
-    way."""
+    epoch only if the whole window is read. Runs that began before this key existed continue with true."""
     later: tuple[WindowChange, ...] = ()
-    """Other window sizes, by ascending steps; batch=rows only. A resumed run may name them for future steps: no sample
+    """Later window sizes, by ascending steps; batch=rows only. A resumed run may add them for future steps: no sample
     is repeated or left out."""
 
     def broken_rules(self) -> Iterator[str]:
-        steps = [each.from_step for each in self.later]
+        steps = [change.from_step for change in self.later]
         if self.batch != "rows" and self.later:
-            yield f"later names other windows, which batch={self.batch} does not have; set batch=rows, or remove it"
+            yield f"later names window sizes, but batch={self.batch} has no windows; set batch=rows, or remove it"
         elif self.batch != "rows" and self.across_epochs:
             yield (
-                f"across_epochs=true concerns windows, which batch={self.batch} does not have; set batch=rows, or "
-                "remove it"
+                f"across_epochs=true concerns windows, but batch={self.batch} has none; set batch=rows, or remove it"
             )
         elif steps != sorted(set(steps)):
             yield f"later begins at steps {', '.join(map(str, steps))}, which must ascend; put them in order"
@@ -85,7 +83,7 @@ HeldOutSources = Annotated[
     Annotated[tuple[SourceSection, ...], Tag(AS_LIST)] | Annotated[dict[str, tuple[SourceSection, ...]], Tag(BY_NAME)],
     Discriminator(_form),
 ]
-"""A held-out set as a list of its sources; or several sets by name."""
+"""One held-out set as a list of sources, or several sets by name."""
 
 
 class DataSection(Section):
@@ -98,7 +96,7 @@ class DataSection(Section):
     tokenizer: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """Path of a sentencepiece `.model`, a `tokenizer.json`, or a directory that holds one of them. sft needs it."""
     allow_other_tokenizer: bool = False
-    """Whether the tokenizer may give different ids than the one that came with the weights (`model.hf`, an import)."""
+    """Whether the tokenizer may produce other ids than the one that came with the weights (`model.hf`, an import)."""
     seed: Annotated[int | None, bounds.SEED] = Field(None, ge=0)
     """Seed of the order of samples, and of the tokens of kind=mock. null: train.seed."""
     prefetch_steps: Annotated[int, bounds.BATCHES_AHEAD] = Field(2, ge=0)
@@ -114,12 +112,12 @@ class DataSection(Section):
 
     @property
     def extra_columns(self) -> tuple[str, ...]:
-        """Columns of extras, one number per token each: `topk_ids:2` is topk_ids[0] and topk_ids[1]."""
+        """Columns of extras, each with one number per token: `topk_ids:2` has topk_ids[0] and topk_ids[1]."""
         return tuple(name for extra in self.extras for name in columns_of(extra))
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Returns the extras that name choices of layers."""
+        """Returns the extras with the experts that routers use."""
         return tuple(key for key, _ in map(key_and_sizes, self.extras) if key == ROUTED_EXPERTS)
 
     @property
@@ -135,18 +133,18 @@ class DataSection(Section):
             names = [key_and_sizes(extra)[0] for extra in self.extras]
         except ValueError as error:
             yield (
-                f"extras names {error.args[0]!r}, but needs the count of numbers per token after the colon, as "
+                f"extras names {error.args[0]!r}, but the colon must be followed by the count of numbers per token, as "
                 "in topk_ids:8"
             )
             return
-        twice = _first_repeated(names)
+        repeated = _first_repeated(names)
         wrong = next((name for name in names if name in _KEYS_OF_SAMPLES or not name.isidentifier()), None)
-        if twice is not None:
-            yield f"extras names {twice!r} twice; name it once"
+        if repeated is not None:
+            yield f"extras names {repeated!r} twice; name it once"
         elif wrong is not None:
             yield (
-                f"extras names {wrong!r}, but needs names of letters, digits and underscores that no record format "
-                "uses otherwise; rename the key in the records"
+                f"extras names {wrong!r}, but a name has only letters, digits and underscores, and is not a key of any "
+                "record format; rename the key in the records"
             )
 
 
@@ -156,15 +154,15 @@ class FilesSection(DataSection):
     train: tuple[SourceSection, ...] = ()
     """Sources of the first blend."""
     curriculum: tuple[BlendSection, ...] = ()
-    """Blends that replace it, each from a given step on."""
+    """Blends that replace it, each at a given step."""
     valid: HeldOutSources = ()
-    """Sources of a validation set, or several sets as `{name: [sources]}`. Each set has its own loss; the first one's
-    is `valid_loss`, by which the best checkpoints are kept."""
+    """Sources of a validation set, or several sets as `{name: [sources]}`. Each set has its own loss; the first set's
+    is `valid_loss`, which decides the best checkpoints."""
     test: tuple[SourceSection, ...] = ()
     """Sources of the test set."""
     split: tuple[float, float, float] | None = None
     """Shares of train, valid and test, by documents in file order, as in [0.9, 0.1, 0]; replaces valid and test. null:
-    train is used whole."""
+    all of train is used for training."""
 
     @property
     def valid_sets(self) -> dict[str, tuple[SourceSection, ...]]:
@@ -177,14 +175,15 @@ class FilesSection(DataSection):
     def all_sources(self) -> tuple[SourceSection, ...]:
         """Returns the sources of train, then those that the curriculum adds, each once; a source's number is its
         index."""
-        # later blends add their sources at the end, so that changing them leaves earlier numbers as they were
+        # later blends add their sources at the end, so changing them leaves earlier numbers as they were
         known = {source.path for source in self.train}
-        new = {each.path: each for blend in self.curriculum for each in blend.sources if each.path not in known}
+        later = [source for blend in self.curriculum for source in blend.sources]
+        new = {source.path: source for source in later if source.path not in known}
         return (*self.train, *new.values())
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Ends of the paths that distinguish the sources, by number; empty for a single source."""
+        """Path endings that distinguish the sources, by number; empty for a single source."""
         paths = [source.path for source in self.all_sources]
         return _short_names(paths) if len(paths) > 1 else ()
 
@@ -192,7 +191,7 @@ class FilesSection(DataSection):
         yield from super().broken_rules()
         if self.curriculum:
             yield from self._broken_rules_of_curriculum()
-        # names become tags of TensorBoard and words of console lines
+        # names become TensorBoard tags and words in console lines
         wrong = next((name for name in self.valid_sets if not re.fullmatch(r"[\w.-]{1,40}", name, re.ASCII)), None)
         empty = next((name for name, sources in self.valid_sets.items() if not sources), None)
         if wrong is not None:
@@ -218,14 +217,14 @@ class FilesSection(DataSection):
         wrong = next((number for number in range(1, len(steps)) if steps[number] <= steps[number - 1]), None)
         if wrong is not None:
             yield (
-                f"curriculum[{wrong}].from_step={steps[wrong]} must be above {steps[wrong - 1]}, that of the blend "
-                "before it; put the blends into the order of their steps"
+                f"curriculum[{wrong}].from_step={steps[wrong]} must be above the previous blend's "
+                f"{steps[wrong - 1]}; order the blends by from_step"
             )
         blends = {"train": self.train}
         blends |= {f"curriculum[{number}].sources": blend.sources for number, blend in enumerate(self.curriculum)}
         for name, sources in blends.items():
-            if twice := _first_repeated([source.path for source in sources]):
-                yield f"{name} names {twice} twice; name it once, with the sum of the weights"
+            if repeated := _first_repeated([source.path for source in sources]):
+                yield f"{name} names {repeated} twice; name it once, with the sum of the weights"
         if self.packing is not None and self.packing.batch != "sequences":
             yield (
                 "curriculum changes blends at a step, but with packing.batch=rows a packed window of samples would "
@@ -238,13 +237,13 @@ class IndexedSection(FilesSection):
 
     kind: Literal["indexed"] = "indexed"
     isolate_documents: bool = False
-    """Whether attention and positions restart at each document, and no token is predicted across an edge."""
+    """Whether attention and positions restart at each document, and no token is predicted across documents."""
 
     def broken_rules(self) -> Iterator[str]:
         yield from super().broken_rules()
         if self.packing is not None:
             yield (
-                "packing puts samples of different length into rows, but kind=indexed cuts running text into full "
+                "packing puts samples of different lengths into rows, but kind=indexed cuts running text into full "
                 "rows; remove packing, or set isolate_documents=true to keep the documents of a row apart"
             )
 
@@ -254,17 +253,17 @@ class SftSection(FilesSection):
 
     kind: Literal["sft"]
     too_long: Literal["end", "start", "drop", "refuse", "split"] = "end"
-    """Treatment of a sample of more than seq_length + 1 tokens, the last of which is only predicted: end and start cut
-    it there, drop leaves it out, refuse ends the run, split makes several samples of it."""
+    """Treatment of a sample of more than seq_length + 1 tokens (the last is only predicted): end and start cut it
+    there, drop leaves it out, refuse ends the run, split makes several samples of it."""
     on_bad: Literal["refuse", "skip"] = "refuse"
     """Treatment of an invalid record: refuse ends the run before its first step, skip leaves the record out."""
     max_bad: float = Field(0.01, ge=0)
-    """Most bad records in a source that skip leaves out: a share below 1, or a whole number."""
+    """Largest number of bad records that skip leaves out of a source: a share below 1, or a whole number."""
     cache_dir: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """Folder of the token cache, for all runs; null: `$XDG_CACHE_HOME/mtrain` or `~/.cache/mtrain`. Several nodes
     should share it."""
     cache_check: Literal["stat", "content"] = "stat"
-    """How a start checks that a file has not changed since it was tokenised: stat trusts size, inode, mtime and ctime,
+    """How a start checks that a file has not changed since it was tokenised: stat trusts size, inode, mtime and ctime;
     content reads the file."""
     format: Literal[
         "auto",
@@ -280,42 +279,43 @@ class SftSection(FilesSection):
     """Form of the records (docs/data/finetuning.md). auto distinguishes messages, prompt with response, and input_ids;
     if loss.function compares answers, it means preference or unpaired_preference (docs/training/preference.md)."""
     chat_template: Annotated[str, bounds.PATH] = Field("auto", min_length=1)
-    """Template of conversations. auto takes the template in the tokenizer's folder and refuses conversations without
-    one; plain writes each message as "### role" and its content; else the name of one of several templates, or the path
-    of a .jinja file."""
+    """Chat template. auto: the template in the tokenizer's folder, without which conversations are refused. plain: each
+    message is "### role" and its content. Otherwise the name of one of the tokenizer's templates, or the path of a
+    .jinja file."""
     chat_date: str | None = Field(None, pattern=r"^\d{4}-\d{2}-\d{2}$")
-    """Date, as in 2025-01-31, that a template writes as today's, so that samples do not change from day to day; null
-    refuses a template that asks for it."""
+    """Date, as in 2025-01-31, that a template writes as today's, so that samples do not change from day to day; null: a
+    template that asks for the date is refused."""
     chat_template_kwargs: dict[str, Any] = Field({})
-    """Switches for the chat template, such as `{enable_thinking: false}`; a record's own take precedence."""
+    """Variables for the chat template, such as `{enable_thinking: false}`; a record's own values take precedence."""
     loss_on: Literal["all_answers", "last_answer"] = "all_answers"
     """Messages of the assistant that are in the loss."""
     special_tokens_in_text: bool = False
-    """Whether the text of a special token inside a message, a prompt, a response or a text becomes that token."""
+    """Whether a special token's text in a message, prompt, response or text becomes that token."""
     columns: dict[str, str] = Field({})
-    """Other names of keys, as in `{question: prompt, answer: response}`: name in the files -> key of the form."""
+    """Column names in the files -> keys of the record format, as in `{question: prompt, answer: response}`."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of lines and messages that are dropped on purpose, such as [id, source]; other unknown keys are refused."""
+    """Keys of records and messages to ignore, such as [id, source]; other unknown keys are refused."""
 
     @property
     def isolate_documents(self) -> bool:
-        """Whether rows have edges between documents, which only packed rows have."""
+        """Whether rows hold several documents; only packed rows do."""
         return self.packing is not None
 
     def broken_rules(self) -> Iterator[str]:
         yield from super().broken_rules()
-        if (twice := _first_repeated(list(self.columns.values()))) is not None:
-            yield f"columns calls two keys {twice!r}; rename one of them to something else"
-        if taken := sorted(_READ_BY_TEMPLATES & self.chat_template_kwargs.keys()):
-            yield f"chat_template_kwargs sets {taken[0]}, which follows from each record; remove it"
+        if (repeated := _first_repeated(list(self.columns.values()))) is not None:
+            yield f"columns maps two names to {repeated!r}; map one of them to another key"
+        if reserved := sorted(_READ_BY_TEMPLATES & self.chat_template_kwargs.keys()):
+            yield f"chat_template_kwargs sets {reserved[0]}, which follows from each record; remove it"
         if self.max_bad >= 1 and self.max_bad != int(self.max_bad):
             yield (
-                f"max_bad={self.max_bad} is neither a share below 1 nor a whole number of records; give one of the two"
+                f"max_bad={self.max_bad} is neither a share below 1 nor a whole number of records; set it to one of "
+                "the two"
             )
         if self.chat_date is not None and not _is_day(self.chat_date):
             yield f"chat_date={self.chat_date} is not a calendar day; write it as in 2025-01-31"
         if self.tokenizer is None:
-            yield "tokenizer is not given, but kind=sft holds text; name the tokenizer that turns it into tokens"
+            yield "tokenizer is not given, but kind=sft reads text; name the tokenizer that turns it into tokens"
 
 
 def _first_repeated(names: Sequence[str]) -> str | None:
@@ -323,12 +323,12 @@ def _first_repeated(names: Sequence[str]) -> str | None:
 
 
 def is_path_of_template(choice: str) -> bool:
-    """Says whether a value of `data.chat_template` is a file's path."""
+    """Says whether a value of `data.chat_template` is the path of a file."""
     return "/" in choice or choice.endswith(".jinja")
 
 
 def _short_names(paths: Sequence[str]) -> tuple[str, ...]:
-    """Shortens each path to the last parts that distinguish it; equal paths get numbers."""
+    """Shortens each path to the last parts that distinguish it, and numbers equal paths."""
     parts = [PurePosixPath(path).parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]).replace("//", "/") for part in parts]
@@ -355,7 +355,7 @@ class MockSection(DataSection):
     def broken_rules(self) -> Iterator[str]:
         yield from super().broken_rules()
         if self.packing is not None and not self.isolate_documents:
-            yield "packing keeps the samples of a row apart, but isolate_documents=false; set it to true"
+            yield "packing keeps the samples of a row apart, but isolate_documents=false; set isolate_documents=true"
 
 
 AnyData = Annotated[

@@ -11,7 +11,7 @@ from mtrain.config.schema.section import Section
 
 
 class DeltaNetSection(Section):
-    """Layers with a state of fixed size instead of keys and values, which each token decays and corrects; the other
+    """Layers with a state of fixed size instead of keys and values; each token decays and corrects the state. The other
     layers have attention.
 
     Source: Gated Delta Networks, arXiv 2412.06464; Qwen3-Next, as Hugging Face transformers computes it.
@@ -20,9 +20,9 @@ class DeltaNetSection(Section):
     projections: ClassVar[frozenset[str]] = frozenset(
         (*DELTA_NET_PARTS, "in_proj", "in_proj_qkvz", "in_proj_ba", "out_proj")
     )
-    """Names in adapter.targets of its projections."""
+    """Names of its projections in adapter.targets."""
     size: ClassVar[str] = "num_value_heads"
-    """Key without which a model has no such layers."""
+    """Key that every model with such layers sets."""
     num_key_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Query and key heads."""
     num_value_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
@@ -32,9 +32,9 @@ class DeltaNetSection(Section):
     value_head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Dimensions of a value head."""
     conv_kernel: Annotated[int, bounds.WIDTH] = Field(4, gt=1)
-    """Tokens that the causal convolution of queries, keys and values sees, including the current one."""
+    """Number of tokens that the causal convolution of queries, keys and values covers, including the current one."""
     full_attention_every: Annotated[int, bounds.LAYERS] = Field(4, gt=1)
-    """Distance of the layers that have attention (layers n, 2n, ...); all others have a delta net."""
+    """Interval n of the attention layers (layers n, 2n, ...); all others have a delta net."""
 
     @property
     def key_width(self) -> int:

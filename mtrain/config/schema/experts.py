@@ -10,7 +10,7 @@ from mtrain.config.schema.section import Section
 
 
 class ExpertsSection(Section):
-    """Layers whose feed-forward part is a router and experts; descriptions name the fields of megatron-core."""
+    """Layers whose feed-forward part is a router with experts; megatron-core's fields are in parentheses."""
 
     num_experts: Annotated[int, bounds.EXPERTS] = Field(gt=0)
     """Experts in a layer, over all ranks (num_moe_experts)."""
@@ -26,16 +26,15 @@ class ExpertsSection(Section):
     (moe_shared_expert_gate)."""
     branch_norms: bool = False
     """Whether the shared and the chosen experts are two branches, each with a norm before and after it, as in Gemma 4.
-    The router then reads the residual stream, normalised and times a learned vector, and each expert's weights are
-    multiplied by a learned number."""
+    The router then reads the normalised residual stream, multiplied by a learned vector, and a learned factor
+    multiplies each expert's weights."""
     first_dense_layers: int = Field(0, ge=0)
     """Dense layers before those with experts."""
     every: int = Field(1, gt=0)
-    """Distance of the following layers with experts: the first layer after the dense ones, the (every + 1)-th and so
-    on."""
+    """Interval of the layers with experts after the dense ones: the first, the (every + 1)-th and so on."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that turns the router's logits into scores. sigmoid: the scores of the chosen experts are divided by
-    their sum if top_k > 1."""
+    """Function that turns router logits into scores. sigmoid: the scores of the chosen experts are divided by their sum
+    if top_k > 1."""
     pre_softmax: bool = False
     """Whether softmax runs over all experts before the choice, instead of over the chosen ones after it
     (moe_router_pre_softmax)."""
@@ -44,19 +43,19 @@ class ExpertsSection(Section):
     group_top_k: int | None = Field(None, gt=0)
     """Groups that a token may choose from (moe_router_group_topk)."""
     group_score_top_k: int | None = Field(None, gt=0)
-    """Best experts of a group whose sum of scores ranks it; 2 in DeepSeek-V3. null: top_k / group_top_k, as in
-    megatron-core."""
+    """Number of a group's best experts whose summed scores rank the group; 2 in DeepSeek-V3. null: top_k / group_top_k,
+    as in megatron-core."""
     scaling_factor: float = Field(1.0, gt=0)
     """Factor of the chosen scores (moe_router_topk_scaling_factor)."""
     router_bias: bool = False
     """Whether the router's logits have a learned bias."""
     bias_update_rate: float = Field(0.0, ge=0)
-    """Step of balancing without a loss: after each step an expert's bias for the choice moves by this much towards an
-    even load (moe_router_bias_update_rate); 0: biases do not move."""
+    """Step size of loss-free balancing: after each training step, an expert's bias for the choice moves by this much
+    towards an even load (moe_router_bias_update_rate); 0: biases do not move."""
     expert_bias: bool = False
-    """Whether there is a bias for the choice; with bias_update_rate=0 it stays as loaded."""
+    """Whether the router adds a bias to scores when it chooses experts; with bias_update_rate=0 it stays as loaded."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts' ranks (moe_token_dispatcher_type)."""
+    """Collective that sends tokens to the ranks of their experts (moe_token_dispatcher_type)."""
     implementation: Literal["auto", "grouped", "sequential", "te"] = "auto"
     """Computation of a rank's experts: grouped in one product, or sequential; auto: grouped if the device supports it.
     te: by TransformerEngine, only with a certificate of `mtrain verify backend`."""
@@ -66,10 +65,10 @@ class ExpertsSection(Section):
 
     @property
     def num_scored(self) -> int:
-        """Experts of a group whose sum of scores ranks it; needs groups."""
+        """Number of a group's best experts whose summed scores rank the group; needs groups."""
         if self.group_score_top_k is not None:
             return self.group_score_top_k
-        assert self.group_top_k is not None, "asked only where there are groups"
+        assert self.group_top_k is not None, "only called with groups"
         return self.top_k // self.group_top_k
 
     def has_experts(self, layer: int) -> bool:
@@ -84,17 +83,16 @@ class ExpertsSection(Section):
             yield "shared_gate=true needs shared experts, but shared_ffn_hidden_size=0; set it, or turn the gate off"
         if self.branch_norms and self.shared_gate:
             yield (
-                "shared_gate=true cannot be combined with branch_norms=true, whose norm after the shared experts takes "
-                "the gate's factor out again; remove one of them"
+                "shared_gate=true cannot be combined with branch_norms=true, whose norm after the shared experts "
+                "cancels the gate's factor; remove one of them"
             )
         elif self.branch_norms and not self.shared_ffn_hidden_size:
             yield (
-                "branch_norms=true needs shared experts, but shared_ffn_hidden_size=0; set it, or turn the norms of "
-                "the branches off"
+                "branch_norms=true needs shared experts, but shared_ffn_hidden_size=0; set it, or turn branch_norms off"
             )
         if self.top_k == 1 and self.score == "softmax" and not self.pre_softmax:
             yield (
-                "top_k=1 with a softmax over the chosen experts gives the weight 1 always, and the router no gradient; "
+                "top_k=1 with a softmax over the chosen experts always gives weight 1, and the router no gradient; "
                 "set pre_softmax=true or score=sigmoid, or raise top_k"
             )
         yield from self._broken_rules_of_groups()

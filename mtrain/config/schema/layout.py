@@ -8,7 +8,7 @@ from pydantic import Field
 from mtrain.config.schema.section import Section
 
 CpComm = Literal["allgather", "ulysses", "ring"]
-"""How context-parallel ranks bring queries and keys together."""
+"""Communication of context-parallel attention, see `LayoutSection.cp_comm`."""
 _SPLITS = ("first_stage_layers", "last_stage_layers", "stage_layers")
 
 
@@ -18,18 +18,19 @@ class LayoutSection(Section):
     tp: int = Field(1, gt=0)
     """Tensor parallelism: ranks that divide each matrix."""
     sp: bool = False
-    """Sequence parallelism: whether norms and dropout of a TP group work on 1/tp of the sequence each."""
+    """Sequence parallelism: whether each rank of a TP group computes norms and dropout on 1/tp of the sequence."""
     pp: int = Field(1, gt=0)
     """Pipeline parallelism: ranks that divide the layers."""
     vpp: int = Field(1, gt=0)
-    """Virtual pipeline stages per rank; above 1 the interleaved schedule runs."""
+    """Virtual pipeline stages per rank; above 1, the schedule is interleaved."""
     cp: int = Field(1, gt=0)
     """Context parallelism: ranks that divide the positions of each row."""
     cp_comm: CpComm = "allgather"
-    """How context-parallel attention sees the other ranks' tokens: all-gather of keys and values, all-to-all from
-    sequence to heads, or keys and values that travel around a ring while each rank attends to those it has."""
+    """How context-parallel attention sees the other ranks' tokens. allgather: an all-gather of keys and values.
+    ulysses: an all-to-all from sequence to heads. ring: keys and values travel around a ring while each rank attends to
+    those it holds."""
     ep: int = Field(1, gt=0)
-    """Expert parallelism: ranks, out of tp x cp x dp, that share the experts of a layer."""
+    """Expert parallelism: ranks, out of tp x cp x dp, that divide the experts of a layer."""
     etp: int = Field(1, gt=0)
     """Tensor parallelism inside each expert: ranks that divide it, independent of tp."""
     first_stage_layers: int | None = Field(None, gt=0)
@@ -58,6 +59,6 @@ class LayoutSection(Section):
         stages = self.pp * self.vpp
         if len(self.stage_layers) != stages or min(self.stage_layers) <= 0:
             yield (
-                f"stage_layers={list(self.stage_layers)} needs {stages} numbers above 0, one for each of the "
-                f"pp={self.pp} x vpp={self.vpp} stages; fix the list"
+                f"stage_layers={list(self.stage_layers)} needs {stages} numbers above 0, one per stage of "
+                f"pp={self.pp} x vpp={self.vpp}; fix the list"
             )

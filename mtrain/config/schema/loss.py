@@ -11,7 +11,7 @@ from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section
 
 MAIN_TERM = "main"
-"""Name of the term that `loss.function` computes, whose mean is the logged loss; side terms have their own names."""
+"""Name of the term that `loss.function` computes; its mean is the logged loss. Side terms have their own names."""
 
 Aggregation = Literal[
     "token-mean",
@@ -49,7 +49,7 @@ _LEGAL_OPTIONS = {
     "kl": "true or false",
     "center_rewards_coefficient": "a number of at least 0",
 }
-"""Legal options of this package's loss functions; other functions check their own."""
+"""Option of this package's loss functions -> its legal values; other functions check their own options."""
 _IS_LEGAL: dict[str, Callable[[Any], bool]] = {
     "a number from 0 to below 1": lambda value: _is_number(value) and 0 <= value < 1,
     "a number from 0 to 1": lambda value: value is None or (_is_number(value) and 0 <= value <= 1),
@@ -88,9 +88,9 @@ PREFERENCE_LOSSES = {
         "mtrain.core.loss.preference.losses:reward_model_loss", "pairs", "seq-mean-token-sum"
     ),
 }
-"""Losses of groups of sequences by their names in the configuration."""
+"""Preference loss in the configuration -> its properties."""
 SCORE_AGGREGATIONS: tuple[Aggregation, ...] = ("seq-mean-token-sum", "seq-mean-token-mean")
-"""Aggregations of preference losses: a mean over groups of scores, which are sums or means over tokens."""
+"""Aggregations of preference losses: a mean over groups, whose scores are sums or means over tokens."""
 
 LOSS_FUNCTIONS = {
     "next_token": "mtrain.core.loss.functions.likelihood:next_token_loss",
@@ -107,15 +107,15 @@ LOSS_FUNCTIONS = {
     "regression": "mtrain.core.loss.functions.heads:regression_loss",
     **{name: form.path for name, form in PREFERENCE_LOSSES.items()},
 }
-"""Loss functions of this package: name in the configuration -> `package.module:name`. The name is stored, so a function
+"""Loss function in the configuration -> `package.module:name` in this package. Runs store the short name, so a function
 may move to another module."""
 
 REFERENCE_LOSSES = frozenset({"dpo", "ipo", "kto"})
-"""Loss functions that compare with a reference model."""
+"""Loss functions that compare the model with a reference model."""
 HEAD_LOSSES = frozenset({"reward_model", "classification", "regression"})
 """Loss functions that judge sequences by a head (`model.num_labels`); all others predict tokens."""
 NUMBER_LOSSES = frozenset({"regression"})
-"""Loss functions with a head and real labels, which travel as the extra LABEL."""
+"""Loss functions of a head with real-valued labels, which travel as the extra LABEL."""
 LABEL = "label"
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -146,11 +146,11 @@ def _is_number(value: object) -> bool:
 
 
 def _check_chunk_tokens(value: object) -> object:
-    """Checks both kinds of values with one message, and refuses true, which would pass as 1."""
+    """Refuses wrong words and numbers with one message; true would otherwise pass as 1."""
     if value in ("auto", "whole") or (_is_number(value) and isinstance(value, int) and value > 0):
         return value
-    given = bounds.shown(value) if isinstance(value, int) else repr(value)
-    raise ValueError(f"auto, whole or a number of tokens above 0 is needed, but {given} was given")
+    shown = bounds.shown(value) if isinstance(value, int) else repr(value)
+    raise ValueError(f"auto, whole or a number of tokens above 0 is needed, but {shown} was given")
 
 
 ChunkTokens = Annotated[Literal["auto", "whole"] | int, BeforeValidator(_check_chunk_tokens)]
@@ -176,13 +176,13 @@ class TermSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def scores_have_a_usual_aggregation(cls, given: Any) -> Any:
+    def set_preference_aggregation(cls, content: Any) -> Any:
         """Sets the default aggregation of a preference loss, from its paper."""
-        if not isinstance(given, Mapping) or given.get("aggregation") is not None:
-            return given
-        function = given.get("function")
+        if not isinstance(content, Mapping) or content.get("aggregation") is not None:
+            return content
+        function = content.get("function")
         form = PREFERENCE_LOSSES.get(function) if isinstance(function, str) else None
-        return given if form is None else {**given, "aggregation": form.aggregation}
+        return content if form is None else {**content, "aggregation": form.aggregation}
 
     def broken_rules(self) -> Iterator[str]:
         is_ours = self.function.startswith("mtrain.")
@@ -222,16 +222,16 @@ class SideTermSection(TermSection):
 
 
 class TeacherSection(Section):
-    """A frozen model, whose distribution the terms of distillation compare with.
+    """A frozen model whose distribution the distillation terms compare with.
 
-    It runs forward only, on the microbatches of the step, under the same layout and in the same precision. Its run
-    folder, or model.yaml of an import, describes it; the vocabulary must be the same. With an uneven split of layers
-    (layout.stage_layers and the like) it needs as many layers as the trained model.
+    It only runs forward passes, on the microbatches of the step, under the same layout and in the same precision. Its
+    run folder, or the model.yaml of an import, describes it; its vocabulary must equal the trained model's. An uneven
+    split of layers (layout.stage_layers and the like) needs a teacher with as many layers as the trained model.
 
-    Without a pipeline it sees each microbatch just before the model does, and nothing is kept. With layout.pp > 1 it
-    runs through the pipeline before the model, and the last stage holds its hidden states of all microbatches of the
-    step: num_microbatches x micro_batch_size x seq_length / cp x its hidden_size numbers of the run's precision,
-    divided by tp with layout.sp. Fewer microbatches per step (more data parallelism) need less memory.
+    Without a pipeline it sees each microbatch just before the model does, and nothing is stored. With layout.pp > 1 it
+    runs through the pipeline before the model, and the last stage stores its hidden states for all microbatches of the
+    step: num_microbatches x micro_batch_size x seq_length / cp x (teacher's hidden_size) numbers in the run's
+    precision, divided by tp with layout.sp. Fewer microbatches per step (more data parallelism) need less memory.
     """
 
     checkpoint: Annotated[str, bounds.PATH] = Field(min_length=1)
@@ -250,52 +250,52 @@ class RouterLossSection(Section):
     sequence_balance_coefficient: float = Field(0.0, ge=0)
     """Coefficient of the mean over sequences of the balancing loss of each sequence."""
     microbatch_balance_coefficient: float = Field(0.0, ge=0)
-    """Coefficient of the balancing loss of each microbatch: depends on the layout by definition, needs
+    """Coefficient of the balancing loss of each microbatch. It depends on the layout by definition, so it needs
     loss.allow_layout_dependent."""
     global_balance_coefficient: float = Field(0.0, ge=0)
-    """Coefficient of the balancing loss on running counts: depends on the layout by definition, needs
+    """Coefficient of the balancing loss on running counts. It depends on the layout by definition, so it needs
     loss.allow_layout_dependent."""
 
     @property
     def coefficients(self) -> dict[str, float]:
         """Returns the coefficients above 0 by the name of the term (`router_z` and so on)."""
-        found = {f"router_{name.removesuffix('_coefficient')}": value for name, value in self.model_dump().items()}
-        return {term: value for term, value in found.items() if value > 0}
+        terms = {f"router_{name.removesuffix('_coefficient')}": value for name, value in self.model_dump().items()}
+        return {term: value for term, value in terms.items() if value > 0}
 
 
 class LossSection(TermSection):
     """The main term, and the side terms by name."""
 
     denominator: Literal["planned", "measured"] = "planned"
-    """When denominators are known. planned: from the masks before the forward pass, and checked against the measured
-    ones. measured: the loss function decides it from model outputs, without side terms."""
+    """Source of the denominators. planned: the masks, before the forward pass; checked against the measured ones.
+    measured: the loss function computes the denominator from model outputs; excludes side terms."""
     side_terms: dict[str, SideTermSection] = Field(default_factory=dict)
     """Terms in addition to the main one, by name."""
     teacher: TeacherSection | None = None
-    """Teacher of the terms that need one; null: no teacher."""
+    """Teacher of the distillation terms; null: no teacher."""
     reference: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """Model that dpo, ipo and kto compare with, of the run's architecture: a Hugging Face folder, an import, a run
-    folder or a checkpoint; or an adapter: a PEFT folder on the run's frozen model, or a run of adapters on its own
-    frozen model. null: the model from which the run starts, with the adapter of adapter.path. Its scores are computed
-    before the first step and kept in the folder of the token cache, for all runs that compare with the same weights."""
+    """Reference model of dpo, ipo and kto, with the run's architecture: a Hugging Face folder, an import, a run folder
+    or a checkpoint; or an adapter: a PEFT folder on the run's frozen model, or a run of adapters on its own frozen
+    model. null: the model that the run starts from, with the adapter of adapter.path. Its scores are computed before
+    the first step and stored with the token cache, for all runs with the same reference weights."""
     router: RouterLossSection = RouterLossSection()
     """Losses on the routers of a model with experts."""
     mtp_coefficient: float = Field(0.1, ge=0)
-    """Weight of the mean of the losses of all multi-token prediction depths (mtp_loss_scaling_factor). The losses are
+    """Weight of the mean loss over all multi-token prediction (MTP) depths (mtp_loss_scaling_factor). The losses are
     cross entropies, aggregated as the main term, each with its own denominator."""
     chunk_tokens: ChunkTokens = "auto"
-    """Most tokens of a microbatch whose logits exist at once; output layer and loss then run together, a chunk of
-    tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at one token
-    at a time (`mtrain.per_token`), as this package's own do. auto: if functions permit it, chunks of
-    4096 tokens on a GPU, or of as many as have 2^29 logits on a rank if that is less, but at least 1024; of 1024 tokens
-    on a CPU; of as many as have 2^26 logits if that is more (on a CPU 2^21, if that is 256 tokens or more); smaller
-    microbatches whose tokens all count are left whole. whole: logits of all tokens at once."""
+    """Largest number of a microbatch's tokens whose logits exist at once; output layer and loss then run together, one
+    chunk of tokens at a time, and tokens that no term counts get no logits. A number needs loss functions that look at
+    one token at a time (`mtrain.per_token`), as this package's own do. auto: if the functions permit it, chunks of 4096
+    tokens on a GPU (fewer, but at least 1024, if those have more than 2^29 logits on a rank); on a CPU, chunks of 2^21
+    logits if those are at least 256 tokens, otherwise 1024 tokens; a chunk given in tokens grows to 2^26 logits if it
+    has fewer. Smaller microbatches whose tokens all count stay whole. whole: logits of all tokens at once."""
     allow_layout_dependent: bool = False
-    """Whether keys with a layout-dependent effect are permitted; every report of the run then says so."""
+    """Whether keys with a layout-dependent effect are permitted; all reports of the run then say so."""
 
     @property
     def preference(self) -> PreferenceForm | None:
-        """What the main term compares; None unless it is a preference loss of this package."""
+        """Properties of the main term's preference loss; None for other losses and for a user's own function."""
         return PREFERENCE_LOSSES.get(self.function)
 
     def broken_rules(self) -> Iterator[str]:
@@ -310,8 +310,8 @@ class LossSection(TermSection):
                 scores = f"{' or '.join(SCORE_AGGREGATIONS)}: the sum or mean of an answer's tokens is its score"
                 yield f"aggregation={self.aggregation} {demand} {scores}"
             if self.empty_sequences != "exclude":
-                says = "a group with an empty answer has no information"
-                yield f"empty_sequences={self.empty_sequences} {demand} exclude: {says}"
+                reason = "a group with an empty answer has no information"
+                yield f"empty_sequences={self.empty_sequences} {demand} exclude: {reason}"
             if self.denominator != "planned":
                 yield f"denominator={self.denominator} {demand} planned: it is the sum of the groups' weights"
         if self.reference is not None and self.function in LOSS_FUNCTIONS and self.function not in REFERENCE_LOSSES:
@@ -323,7 +323,7 @@ class LossSection(TermSection):
         if wrong is not None:
             yield (
                 f"side_terms.{wrong}.function={self.side_terms[wrong].function} compares groups of sequences, which "
-                "only the main term can; make it loss.function, and the other one a side term"
+                "only the main term can do; make it loss.function, and the current one a side term"
             )
 
     def _broken_rules_of_side_terms(self) -> Iterator[str]:
@@ -333,13 +333,13 @@ class LossSection(TermSection):
                 "denominator=measured is known only after the forward pass, but side terms are scaled before the "
                 f"backward pass ({', '.join(sides)}); set it to planned, or remove the side terms"
             )
-        of_routers = [name for name in self.side_terms if name.startswith("router_")]
+        router_names = [name for name in self.side_terms if name.startswith("router_")]
         if MAIN_TERM in self.side_terms:
-            yield "side_terms.main takes the name of the main term; choose another name"
-        elif of_routers:
-            yield f"side_terms.{of_routers[0]} takes a name of the losses of routers; choose another name"
-        if of_depths := [name for name in self.side_terms if re.fullmatch(r"mtp_\d+", name)]:
-            yield f"side_terms.{of_depths[0]} takes the name of a depth of multi-token prediction; choose another name"
+            yield "side_terms.main has the name of the main term; choose another name"
+        elif router_names:
+            yield f"side_terms.{router_names[0]} has a name reserved for router losses; choose another name"
+        if depth_names := [name for name in self.side_terms if re.fullmatch(r"mtp_\d+", name)]:
+            yield f"side_terms.{depth_names[0]} has a name reserved for multi-token prediction; choose another name"
 
 
 def own_functions(section: LossSection) -> list[str]:

@@ -10,26 +10,26 @@ from mtrain.config.schema.section import Section
 
 
 class MambaSection(Section):
-    """Layers with a state of fixed size, which each token decays and adds to.
+    """Layers with a state of fixed size; each token decays the state and adds to it.
 
     Source: Mamba-2, arXiv 2405.21060; Nemotron-H, as Hugging Face transformers computes it.
     """
 
     projections: ClassVar[frozenset[str]] = frozenset(("in_proj_zxbcdt", "in_proj", "out_proj"))
-    """Names in adapter.targets of its projections."""
+    """Names of its projections in adapter.targets."""
     size: ClassVar[str] = "num_heads"
-    """Key without which a model has no such layers."""
+    """Key that every model with such layers sets."""
     num_heads: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Heads, each with its own state; a multiple of num_groups."""
     head_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Dimensions of a head."""
     num_groups: Annotated[int, bounds.WIDTH] = Field(gt=0)
-    """Groups of heads, which share what a token writes (B) and reads (C), and a norm of their output. layout.tp must
-    divide it."""
+    """Groups of heads; a group's heads share B (what a token writes), C (what it reads) and the norm of their output.
+    layout.tp must divide it."""
     state_dim: Annotated[int, bounds.WIDTH] = Field(gt=0)
     """Dimensions of B and C; a head's state is state_dim x head_dim."""
     conv_kernel: Annotated[int, bounds.WIDTH] = Field(4, gt=1)
-    """Tokens that the causal convolution of inputs, B and C sees, including the current one."""
+    """Number of tokens that the causal convolution of inputs, B and C covers, including the current one."""
     conv_bias: bool = True
     """Whether the convolution has a bias."""
     step_min: float = Field(0.0, ge=0)

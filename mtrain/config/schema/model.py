@@ -1,7 +1,6 @@
 """`model.*`: the architecture.
 
-Our own code reads every key here; a few other fields of Megatron-Core's TransformerConfig pass through
-`model.megatron`.
+Our own code reads every key here; `model.megatron` passes a few other fields of Megatron-Core's TransformerConfig.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,10 +23,10 @@ RECURRENT: Mapping[str, type[DeltaNetSection] | type[MambaSection]] = {
     "delta_net": DeltaNetSection,
     "mamba": MambaSection,
 }
-"""Keys of layers with a state instead of keys and values -> their sections."""
+"""Key of a section of layers with a state instead of keys and values -> its class."""
 _LETTERS = "M*-E"
-_OF_TWO_SUBLAYERS = ("mla", "delta_net", "sliding_window", "sandwich_norm", "post_norm", "mtp_depths")
-"""Keys of `model.*` that layers of one sublayer do not have."""
+_TWO_SUBLAYER_KEYS = ("mla", "delta_net", "sliding_window", "sandwich_norm", "post_norm", "mtp_depths")
+"""Keys of `model.*` that cannot be combined with `layer_pattern`, whose layers have one sublayer each."""
 
 
 class ModelSection(Section):
@@ -36,7 +35,7 @@ class ModelSection(Section):
     hf: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
     """Path of a Hugging Face folder that gives the architecture and the initial weights; keys that its config.json
     decides may be omitted here and must otherwise agree with it. A checkpoint of the run itself takes precedence. null:
-    weights start random, or from checkpoint.initialize_from."""
+    weights start random or come from checkpoint.initialize_from."""
     num_layers: Annotated[int, bounds.LAYERS] = Field(gt=0)
     """Number of layers, without those of multi-token prediction."""
     hidden_size: Annotated[int, bounds.WIDTH] = Field(gt=0)
@@ -53,9 +52,10 @@ class ModelSection(Section):
     """Number of real tokens; the table is padded to a multiple of `vocab_multiple` x tp, and padding never enters the
     softmax."""
     add_tokens: tuple[str, ...] = ()
-    """Texts that become tokens everywhere, with new rows of both tables: the mean of the other rows."""
+    """Texts that become tokens wherever they occur. Their new rows in both tables start as the mean of the other
+    rows."""
     add_special_tokens: tuple[str, ...] = ()
-    """Added control tokens, with rows like add_tokens; only chat templates and special_tokens_in_text write them."""
+    """Added control tokens, with rows as for add_tokens; only chat templates and special_tokens_in_text write them."""
     vocab_multiple: Annotated[int, bounds.WIDTH] = Field(128, gt=0)
     """Divisor of the rows of the embedding table on each rank; vocab_size is padded accordingly."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -65,10 +65,9 @@ class ModelSection(Section):
     zero_centered_norm: bool = False
     """Whether norms multiply by 1 + weight; their weights start at 0."""
     sandwich_norm: bool = False
-    """Whether there is also a norm after attention and after the feed-forward part, before the residual is added."""
+    """Whether attention and the feed-forward part are also followed by a norm, before the residual is added."""
     post_norm: bool = False
-    """Whether norms come after attention and the feed-forward part, before the residual is added, and none before them,
-    as in OLMo-2."""
+    """Whether norms come only after attention and the feed-forward part, before the residual is added, as in OLMo-2."""
     activation: Literal["swiglu", "swiglu_clamped", "geglu_tanh", "gelu", "gelu_tanh", "relu2"] = "swiglu"
     """Activation of the feed-forward part. swiglu_clamped: (up + 1) x gate x sigmoid(1.702 gate) with gate below 7 and
     up within -7 and 7; relu2: relu(up)^2."""
@@ -79,8 +78,8 @@ class ModelSection(Section):
     qk_norm: bool = False
     """Whether queries and keys are normalised before rotation."""
     qk_norm_width: Literal["head", "full"] = "head"
-    """Elements that a norm of queries or keys runs over: each head, with one weight for all of them, or the whole
-    projection, as in OLMo-2."""
+    """Elements that a norm of queries or keys covers. head: each head, with the same weight for all heads. full: the
+    whole projection, as in OLMo-2."""
     tied_embeddings: bool = False
     """Whether the output layer shares the table of the embeddings."""
     scale_embeddings: bool = False
@@ -88,72 +87,76 @@ class ModelSection(Section):
     attention_sinks: bool = False
     """Whether each head has a learned logit that joins the softmax and belongs to no token."""
     attention_gate: bool = False
-    """Whether each element of attention's output is multiplied by the sigmoid of one more output of the projection to
-    queries, keys and values, as in Qwen3-Next."""
+    """Whether the sigmoid of an additional output of the query/key/value projection multiplies each element of
+    attention's output, as in Qwen3-Next."""
     value_norm: bool = False
-    """Whether values are normalised, each head by an RMSNorm without weights."""
+    """Whether an RMSNorm without weights normalises each head's values."""
     layer_scalar: bool = False
-    """Whether each layer has a number, which is not trained, that multiplies its output, including the residual."""
+    """Whether an untrained number per layer multiplies the layer's output, including the residual."""
     logit_softcap: float | None = Field(None, gt=0)
-    """Bound c of the logits of tokens, which become c tanh(logit / c); null: no bound."""
+    """Bound c of the token logits, which become c tanh(logit / c); null: no bound."""
     query_scalar: float | None = Field(None, gt=0)
-    """Number whose power of -0.5 multiplies attention scores; null: head_dim."""
+    """Number s in the factor s^-0.5 of attention scores; null: head_dim."""
     rope: RopeSection = RopeSection()
     """Rotary position embedding."""
     sliding_window: int | None = Field(None, gt=0)
-    """Tokens that a token sees, including itself; null: all before it."""
+    """Number of tokens that a token attends to, including itself; null: all earlier ones and itself."""
     global_attention_every: int | None = Field(None, gt=1)
-    """Distance of layers that see everything despite a sliding window (layers n, 2n, ...); null: all layers have the
-    window."""
+    """Interval n of the layers that attend to all tokens despite a sliding window (layers n, 2n, ...); null: all layers
+    have the window."""
     global_attention: GlobalAttentionSection | None = None
-    """Other heads in the layers without a window; null: all layers have the same heads."""
+    """Different heads for the layers without a window; null: all layers have the same heads."""
     mla: LatentAttentionSection | None = None
     """Multi-head latent attention instead of grouped-query attention; null: none."""
     delta_net: DeltaNetSection | None = None
     """Gated delta net instead of attention in most layers; null: all layers have attention."""
     layer_pattern: str | None = None
-    """Layers of one sublayer each, a letter per layer: M Mamba-2, * attention, - a dense feed-forward part, E experts;
-    null: each layer has attention, or its replacement, and a feed-forward part."""
+    """Layers with one sublayer each, one letter per layer: M Mamba-2, * attention, - a dense feed-forward part, E
+    experts; null: each layer has attention, or its replacement, and a feed-forward part."""
     mamba: MambaSection | None = None
-    """Mamba-2 of the layers M of layer_pattern; null: none."""
+    """Mamba-2 in the layers M of layer_pattern; null: none."""
     experts: ExpertsSection | None = None
     """Mixture of experts in all or some layers; null: all layers are dense."""
     num_labels: Annotated[int | None, bounds.VOCABULARY] = Field(None, gt=0)
-    """Outputs of a head that replaces the logits of the vocabulary and reads the hidden state of a sequence's last
-    token: 1 for a reward model, the classes of a classification (docs/training/heads.md). It starts random if the
-    initial weights have none. null: the model predicts tokens."""
+    """Number of outputs of a head that replaces the vocabulary logits and reads the hidden state of a sequence's last
+    token: 1 for a reward model, the number of classes for a classification (docs/training/heads.md). The head starts
+    random if the initial weights have none. null: the model predicts tokens."""
     mtp_depths: Annotated[int, bounds.LAYERS] = Field(0, ge=0)
-    """Extra tokens that are predicted ahead, each by its own layer after the last one (mtp_num_layers)."""
+    """Number of further tokens to predict (multi-token prediction, MTP), each with its own layer after the last one
+    (mtp_num_layers)."""
     attention_dropout: float = Field(0.0, ge=0, lt=1)
-    """Probability with which an attention weight is dropped; 0: no dropout."""
+    """Probability of dropping an attention weight; 0: no dropout."""
     hidden_dropout: float = Field(0.0, ge=0, lt=1)
-    """Probability with which an element of the embeddings, or of an output of attention or the feed-forward part, is
-    dropped; 0: no dropout."""
+    """Probability of dropping an element of the embeddings, or of the output of attention or the feed-forward part; 0:
+    no dropout."""
     init_std: float = Field(0.02, gt=0)
-    """Standard deviation of initial weights; projections back into the residual stream have init_std / sqrt(2 x
-    num_layers), or init_std / sqrt(num_layers) in layers of one sublayer (layer_pattern)."""
+    """Standard deviation of initial weights; projections back into the residual stream use init_std / sqrt(2 x
+    num_layers), or init_std / sqrt(num_layers) with one sublayer per layer (layer_pattern)."""
     backend: Literal["auto", "torch", "te"] = "auto"
-    """Layer implementation: our own torch spec, or TransformerEngine's; auto takes te if it works, a GPU is present,
-    and it supports the run (not float32, documents of a row, adapters or experts, for instance)."""
+    """Implementation of the layers: our own torch spec, or TransformerEngine's. auto: te if it works, a GPU is present
+    and it supports the run (it does not support float32, several documents per row, adapters or experts, for
+    instance)."""
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Values of further fields of megatron.core.transformer.TransformerConfig, by name: fields that a parity test
-    covers are passed on (mtrain/config/megatron_fields.py)."""
+    """Further fields of megatron.core.transformer.TransformerConfig, by name; only fields with a parity test are
+    accepted (mtrain/config/megatron_fields.py)."""
 
     @property
     def query_groups(self) -> int:
-        """Number of key/value heads; latent attention has as many as query heads."""
+        """Number of key/value heads; equals the query heads with latent attention."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
 
     @property
     def head_size(self) -> int:
-        """Dimensions of a query and of a key head."""
+        """Dimensions of a query or key head."""
         if self.mla is not None:
             return self.mla.query_head_dim
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
     def attention(self, layer: int) -> Literal["grouped", "global", "latent", "delta_net", "mamba", "none"]:
-        """Returns the kind of attention, or of its replacement, in layer `layer`, counted from 0; all code that depends
-        on it asks this method."""
+        """Returns the kind of attention, or of its replacement, in layer `layer`, counted from 0.
+
+        The only place that decides it; all other code calls this method.
+        """
         if self.layer_pattern is not None:
             return {"*": "grouped", "M": "mamba"}.get(self.layer_pattern[layer], "none")  # type: ignore[return-value]
         if self.delta_net is not None and self.delta_net.is_in(layer):
@@ -170,15 +173,15 @@ class ModelSection(Section):
 
     @property
     def sizes_over_tp(self) -> dict[str, int]:
-        """Numbers that layout.tp must divide, by key."""
+        """Key -> its value, which layout.tp must divide."""
         sizes = {
             "model.num_attention_heads": self.num_attention_heads,
             "model.num_query_groups": self.query_groups,
             "model.ffn_hidden_size": self.ffn_hidden_size,
         }
-        if self.delta_net is not None:  # value heads are a multiple of them
+        if self.delta_net is not None:  # value heads are a multiple of key heads
             sizes["model.delta_net.num_key_heads"] = self.delta_net.num_key_heads
-        if self.mamba is not None:  # heads are a multiple of them
+        if self.mamba is not None:  # heads are a multiple of groups
             sizes["model.mamba.num_groups"] = self.mamba.num_groups
         if self.global_attention is not None:
             sizes["model.global_attention.num_query_groups"] = self.global_attention.num_query_groups
@@ -191,13 +194,13 @@ class ModelSection(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Dimensions of a head that are rotated."""
+        """Number of rotated dimensions of a head."""
         if self.mla is not None:
             return self.mla.qk_rope_head_dim
         return self.head_size if self.rope.scaling == "proportional" else int(self.head_size * self.rope.partial)
 
     def with_global_heads(self) -> "ModelSection":
-        """Returns the model with the heads of its layers without a window in all layers."""
+        """Returns the model with the heads of `global_attention` in all layers."""
         heads = self.global_attention
         if heads is None:
             return self
@@ -206,22 +209,22 @@ class ModelSection(Section):
 
     @property
     def head(self) -> HeadOutput | None:
-        """Head that judges sequences; None if the model predicts tokens."""
+        """Head that scores sequences; None if the model predicts tokens."""
         return None if self.num_labels is None else HeadOutput(self.num_labels)
 
     @property
     def output(self) -> AnyOutput:
-        """Last part of the model."""
+        """Output layer, or the head that replaces it."""
         return TokenOutput(self.vocab_size, self.tied_embeddings) if self.head is None else self.head
 
     @property
     def num_predictions(self) -> int:
-        """Tokens that each position predicts: the next one, and those of MTP."""
+        """Number of tokens that each position predicts: the next one and one per MTP depth."""
         return 1 + self.mtp_depths
 
     @property
     def layers_ahead(self) -> list[int]:
-        """Layer that each MTP depth's own is like: the last one, counted from 0."""
+        """Layer, counted from 0, that each MTP depth's layer resembles: the last one."""
         return [self.num_layers - 1] * self.mtp_depths
 
     @property
@@ -259,7 +262,7 @@ class ModelSection(Section):
         elif self.rope.interleaved:
             yield "rope.interleaved=true needs model.mla; remove it"
         if self.attention_gate and self.qk_norm_width == "full":
-            yield "attention_gate=true has no form with qk_norm_width=full; remove one of them"
+            yield "attention_gate=true cannot be combined with qk_norm_width=full; remove one of them"
         if self.delta_net is not None:
             yield from self._broken_rules_with_delta_nets(self.delta_net)
         yield from self._broken_rules_of_pattern()
@@ -271,7 +274,7 @@ class ModelSection(Section):
                 f"mtp_depths={self.mtp_depths} predicts tokens, which a model with num_labels={self.num_labels} does "
                 "not; set it to 0"
             )
-        elif self.num_labels is not None and self.num_labels > self.vocab_size:  # labels travel instead of tokens
+        elif self.num_labels is not None and self.num_labels > self.vocab_size:  # labels travel in place of tokens
             yield f"num_labels={self.num_labels} is more than vocab_size={self.vocab_size}; lower it"
         need_a_window = {
             "global_attention_every": self.global_attention_every,
@@ -290,11 +293,11 @@ class ModelSection(Section):
             )
         is_even = self.rotary_size % 2 == 0 and self.rotary_size > 0
         if not is_even and self.rope.partial == 1:
-            yield f"head_dim={self.head_size} must be even, since the rotary embedding turns pairs; change it"
+            yield f"head_dim={self.head_size} must be even, since the rotary embedding rotates pairs; change it"
         elif not is_even:
             yield (
                 f"rope.partial={self.rope.partial} of head_dim={self.head_size} is {self.rotary_size} dimensions, but "
-                "the rotary embedding turns pairs; change it"
+                "the rotary embedding needs an even number above 0; change it"
             )
         if self.num_attention_heads % self.query_groups:
             yield (
@@ -313,7 +316,7 @@ class ModelSection(Section):
                 f"rope.attention_temperature={self.rope.attention_temperature} cannot be combined with model.mla, "
                 "whose queries have no factor; set it to 0"
             )
-        for name, reason in _NOT_LATENT.items():
+        for name, reason in _REFUSED_BY_MLA.items():
             value = getattr(self, name)
             if value is not None and value is not False:
                 yield f"{name}={str(value).lower()} cannot be combined with model.mla ({reason}); remove it"
@@ -331,33 +334,33 @@ class ModelSection(Section):
         if self.mtp_depths and self.num_layers % delta_net.full_attention_every:
             yield (
                 f"mtp_depths={self.mtp_depths} adds layers like the last one, which needs attention, but num_layers="
-                f"{self.num_layers} is no multiple of delta_net.full_attention_every={delta_net.full_attention_every}; "
-                "change one of them, or set mtp_depths to 0"
+                f"{self.num_layers} is not a multiple of delta_net.full_attention_every="
+                f"{delta_net.full_attention_every}; change one of them, or set mtp_depths to 0"
             )
 
     def _broken_rules_of_pattern(self) -> Iterator[str]:
         pattern, experts = self.layer_pattern, self.experts
         if pattern is None:
             if self.mamba is not None:
-                yield "mamba needs layer_pattern, which says in which layers it is; set it"
+                yield "mamba needs layer_pattern, which says which layers have it; set layer_pattern"
             return
-        given = f"layer_pattern={pattern}"
+        entry = f"layer_pattern={pattern}"
         if unknown := sorted(set(pattern) - set(_LETTERS)):
-            yield f"{given} knows the letters {', '.join(_LETTERS)}, but has {', '.join(unknown)}; change it"
+            yield f"{entry} may only have the letters {', '.join(_LETTERS)}, but has {', '.join(unknown)}; change it"
         if len(pattern) != self.num_layers:
-            yield f"{given} has {len(pattern)} letters for num_layers={self.num_layers}; change one of them"
+            yield f"{entry} has {len(pattern)} letters for num_layers={self.num_layers}; change one of them"
         for letter, key in (("M", "mamba"), ("E", "experts")):
             is_set = getattr(self, key) is not None
             if letter in pattern and not is_set:
-                yield f"{given} has a layer {letter}, which needs model.{key}; set it, or change the pattern"
+                yield f"{entry} has a layer {letter}, which needs model.{key}; set it, or change the pattern"
             elif letter not in pattern and is_set:
-                yield f"{given} has no layer {letter} for model.{key}; remove it, or change the pattern"
+                yield f"{entry} has no layer {letter} for model.{key}; remove it, or change the pattern"
         if experts is not None and (experts.first_dense_layers or experts.every != 1):
-            yield f"{given} says which layers have experts; remove experts.first_dense_layers and experts.every"
+            yield f"{entry} says which layers have experts; remove experts.first_dense_layers and experts.every"
         reason = "its layers have one sublayer each"
-        for key in _OF_TWO_SUBLAYERS:
+        for key in _TWO_SUBLAYER_KEYS:
             if getattr(self, key):
-                yield f"{given} cannot be combined with model.{key} ({reason}); remove one of them"
+                yield f"{entry} cannot be combined with model.{key} ({reason}); remove one of them"
 
     def _broken_rules_of_global_heads(self, heads: GlobalAttentionSection) -> Iterator[str]:
         needed = {"global_attention_every": self.global_attention_every, "rope.local_base": self.rope.local_base}
@@ -371,7 +374,7 @@ class ModelSection(Section):
             )
         if heads.head_dim % 2:
             yield (
-                f"global_attention.head_dim={heads.head_dim} must be even, since the rotary embedding turns pairs; "
+                f"global_attention.head_dim={heads.head_dim} must be even, since the rotary embedding rotates pairs; "
                 "change it"
             )
         for name in ("qkv_bias", "linear_bias", "attention_sinks", "attention_gate", "mtp_depths"):
@@ -382,18 +385,18 @@ class ModelSection(Section):
 
     def _broken_rules_of_norms(self) -> Iterator[str]:
         temperature = self.rope.attention_temperature
-        others = {
+        conflicts = {
             f"norm={self.norm}": self.norm != "rmsnorm",
             f"qk_norm_width={self.qk_norm_width}": self.qk_norm_width != "head",
             f"rope.attention_temperature={temperature}": temperature > 0,
         }
-        refused = next((key for key, holds in others.items() if holds), None)
-        if self.value_norm and refused is not None:
-            yield f"value_norm=true has no form with {refused}; remove one of them"
+        conflict = next((key for key, holds in conflicts.items() if holds), None)
+        if self.value_norm and conflict is not None:
+            yield f"value_norm=true cannot be combined with {conflict}; remove one of them"
         if self.layer_scalar and not self.sandwich_norm:
             yield "layer_scalar=true needs sandwich_norm=true; set it, or turn the scalar off"
         if self.post_norm and self.sandwich_norm:
-            yield "post_norm=true leaves norms out that sandwich_norm=true asks for; turn one of them off"
+            yield "post_norm=true removes norms that sandwich_norm=true adds; turn one of them off"
         if self.qk_norm_width == "head":
             return
         if not self.qk_norm:
@@ -407,7 +410,7 @@ class ModelSection(Section):
             )
 
 
-_NOT_LATENT = {
+_REFUSED_BY_MLA = {
     "num_query_groups": "keys and values of all heads come from one latent",
     "head_dim": "mla.qk_nope_head_dim, mla.qk_rope_head_dim and mla.v_head_dim are its sizes",
     "qkv_bias": "its projections have no bias",
@@ -419,4 +422,4 @@ _NOT_LATENT = {
     "query_scalar": "its scale follows from its sizes and rope.mscale_all_dim",
     "sliding_window": "it sees the whole row",
 }
-"""Keys of grouped-query attention -> why model.mla refuses them."""
+"""Key of grouped-query attention -> why model.mla refuses it."""

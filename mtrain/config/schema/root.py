@@ -10,18 +10,18 @@ from mtrain.config.schema.sections import Sections
 
 
 class Config(Sections):
-    """Everything that is needed to repeat a run."""
+    """Everything needed to repeat a run."""
 
     @model_validator(mode="before")
     @classmethod
-    def the_warmup_is_counted_in_steps(cls, content: Any) -> Any:
+    def count_warmup_in_steps(cls, content: Any) -> Any:
         return derived.with_warmup_steps(content)
 
     @model_validator(mode="wrap")
     @classmethod
-    def all_linear_is_of_the_model(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Replaces all-linear by the model's targets, which count as not set: a resumed run keeps those of its first
-        start."""
+    def resolve_all_linear(cls, content: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Replaces all-linear with the model's targets and marks them as not set, so that a resumed run keeps the
+        targets of its first start."""
         resolved = adapters.with_linear_targets(content)
         config = handler(resolved)
         if resolved is not content and config.adapter is not None:
@@ -55,7 +55,7 @@ class Config(Sections):
         if train.offload_optimizer and self.optimizer.kind != "adamw":
             yield (
                 "train.offload_optimizer=true moves AdamW's moments, but under "
-                f"optimizer.kind={self.optimizer.kind} matrices have a momentum, which stays; remove it, or use "
+                f"optimizer.kind={self.optimizer.kind} matrices have a momentum instead; remove it, or use "
                 "optimizer.kind=adamw"
             )
         yield from rules.multi_token(model, loss, data)

@@ -9,7 +9,7 @@ from mtrain.config.schema import bounds
 from mtrain.config.schema.section import Section
 
 TrackerName = Literal["wandb", "mlflow", "trackio"]
-"""Trackers by their import names."""
+"""Import name of a tracker."""
 
 
 class RunSection(Section):
@@ -22,7 +22,7 @@ class RunSection(Section):
     notes: str = Field("", max_length=10_000)
     """Reason for the run, for people."""
     tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field((), max_length=50)
-    """Words by which trackers find the run."""
+    """Words to find the run by in trackers."""
 
 
 class CheckpointSection(Section):
@@ -33,35 +33,35 @@ class CheckpointSection(Section):
     at_end: bool = True
     """Whether a checkpoint is saved after the last step."""
     keep_last: int = Field(2, gt=0)
-    """Number of newest checkpoints that are kept; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every_steps: int | None = Field(None, gt=0)
-    """Steps between checkpoints that are never deleted, at its multiples; null: none."""
+    """Interval of checkpoints that are never deleted: those at multiples of this step count; null: none."""
     keep_best: int = Field(0, ge=0)
-    """Number of checkpoints with the lowest validation loss that are also kept, out of those saved at a validated step;
-    0: none. Losses over other samples, or of another loss function, do not compare: if a start has changed these, as
-    many are kept of each."""
+    """Number of checkpoints with the lowest validation loss to keep as well, among those saved at a validated step; 0:
+    none. Losses over different samples or of different loss functions cannot be compared: after a start that changes
+    these, this many are kept for each kind of loss."""
     async_save: bool = True
-    """Whether training continues from a copy in host memory, as large as a rank's state, while a checkpoint is written;
+    """Whether training continues while a checkpoint is written from a copy in host memory, as large as a rank's state;
     false: it waits for the disk."""
     save_timeout_s: Annotated[int, bounds.SECONDS] = Field(1800, gt=0)
     """Time in seconds after which an unfinished save has failed."""
     on_save_failure: Literal["continue", "stop"] = "continue"
-    """Reaction to a failed save. continue: a line reports it, and the next save tries again; the last save of a run
-    must succeed in any case. stop: the run ends."""
+    """Reaction to a failed save. continue: the failure is logged and the next save tries again, but the last save of a
+    run must succeed. stop: the run ends."""
     export_hf_every_steps: int = Field(0, ge=0)
-    """Steps between exports: checkpoints at its multiples become Hugging Face folders in exports/ of the run folder; 0:
-    none. A multiple of interval_steps, because exports are made from checkpoints."""
+    """Steps between exports of checkpoints to Hugging Face folders, in exports/ of the run folder; 0: none. Must be a
+    multiple of interval_steps."""
     self_test: bool = False
-    """Whether everything is saved, loaded and compared once before the first step, with a report of time and memory."""
+    """Whether the run saves, loads and compares its state once before the first step, and reports time and memory."""
     resume: Literal["auto", "never"] = "auto"
-    """Start in a run folder with checkpoints: auto continues from the newest good one; never refuses such a folder."""
+    """Treatment of a run folder with checkpoints: auto continues from the newest good one; never refuses the folder."""
     allow_changed: tuple[str, ...] = ()
-    """Keys, such as [optimizer.lr, data.train], to which this start may give other values than the checkpoint that it
-    continues from; a section means every key in it that can change. Changes are recorded with their step."""
+    """Keys, such as [optimizer.lr, data.train], that this start may change from the checkpoint that it continues; a
+    section means all its keys that can change. Changes are recorded with their step."""
     initialize_from: Annotated[str | None, bounds.PATH] = Field(None, min_length=1)
-    """Path of a checkpoint directory, or of a run folder (its newest one), whose weights this run starts from;
-    optimizer, step and data order start over. For a checkpoint of Megatron-LM or Megatron-Bridge (torch_dist): an
-    iteration, or its parent. null: weights start random, or from model.hf."""
+    """Path of a checkpoint, or of a run folder (its newest checkpoint), whose weights this run starts from; optimizer,
+    step and data order start over. For a checkpoint of Megatron-LM or Megatron-Bridge (torch_dist): the folder of an
+    iteration, or its parent. null: weights start random or come from model.hf."""
 
     def broken_rules(self) -> Iterator[str]:
         every, interval = self.export_hf_every_steps, self.interval_steps
@@ -73,24 +73,24 @@ class CheckpointSection(Section):
 
 
 class MetricsSection(Section):
-    """Places that get step records in addition to metrics.jsonl."""
+    """Outputs for step records in addition to metrics.jsonl, profiles and the data ledger."""
 
     console_interval_steps: int = Field(1, gt=0)
     """Steps between two lines on the console."""
     tensorboard: bool = True
     """Whether step records are also written for TensorBoard."""
     trackers: tuple[TrackerName, ...] = ()
-    """Trackers that get the numbers of every step, from a thread that training never waits for; install them by `pip
-    install 'mtrain[wandb]'` and so on. Their own variables, such as WANDB_MODE, MLFLOW_TRACKING_URI and
-    TRACKIO_SPACE_ID, say where they write."""
+    """Trackers that receive the numbers of every step, from a thread that training never waits for; install them with
+    `pip install 'mtrain[wandb]'` and so on. Their own environment variables, such as WANDB_MODE, MLFLOW_TRACKING_URI
+    and TRACKIO_SPACE_ID, decide where they write."""
     profile_steps: tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0)]] | None = None
-    """First and last step that are profiled, such as [10, 12]: profile/ in the run folder gets a trace for Perfetto or
-    chrome://tracing, a table of the slowest operations, and on GPUs a snapshot of memory. A trace holds every
-    operation, so a few steps are enough. null: no step is profiled."""
+    """First and last step to profile, such as [10, 12]: profile/ in the run folder gets a trace for Perfetto or
+    chrome://tracing, a table of the slowest operations, and on GPUs a memory snapshot. A trace holds every operation,
+    so a few steps are enough. null: no step is profiled."""
     profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     """Ranks whose steps are profiled."""
     project: str = Field("mtrain", min_length=1, max_length=120)
-    """Project under which trackers file the run; its name, notes and tags are those of `run`."""
+    """Project of the run in trackers; name, notes and tags come from `run`."""
     data_ledger: bool = True
     """Whether ledger/ in the run folder records the samples of each trained step (`mtrain inspect data RUN`)."""
 
@@ -101,18 +101,19 @@ class MetricsSection(Section):
 
 
 class WatchSection(Section):
-    """The watchdog of each node, which ends a run in which a rank hangs, and names the rank."""
+    """The watchdog of each node: it ends a run when a rank hangs, and names the rank."""
 
     enabled: bool = True
-    """Whether the watchdog runs: a separate process on each node, which waits train.process_group_timeout_s in a
-    step."""
+    """Whether the watchdog runs: a separate process on each node that ends the run if a step makes no progress for
+    train.process_group_timeout_s."""
     start_timeout_s: Annotated[int, bounds.SECONDS] = Field(3600, gt=0)
-    """Time in seconds that a rank may show no sign of work before its first step is done: while programs load, data are
-    built and kernels are compiled."""
+    """Time in seconds without a sign of work from a rank that the watchdog tolerates before the first step is done:
+    while programs load, data are built and kernels are compiled."""
     slow_rank_percent: float = Field(25.0, ge=0)
-    """Percentage by which a slow rank's own work, without waiting for others, takes longer than the median of its
-    pipeline stage; 0 turns the comparison off. On GPUs the host's own work counts: data, Python, launches."""
+    """Percentage above the median of its pipeline stage at which a rank counts as slow, by the time of its own work
+    without waiting for other ranks; 0 turns the comparison off. On GPUs this is the host's work: data, Python,
+    launches."""
     slow_rank_windows: int = Field(3, gt=0)
-    """Consecutive windows of window_steps in which a rank must be slow before it is named."""
+    """Consecutive windows of window_steps steps in which a rank must be slow before it is reported."""
     window_steps: int = Field(50, gt=0)
-    """Steps whose mean is compared."""
+    """Number of steps in a window, whose mean time is compared."""

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from mtrain.config.schema.bounds import fits_the_machine
+from mtrain.config.schema.bounds import representable
 
 
 class BrokenRulesError(ValueError):
@@ -29,25 +29,23 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
     asked_for: ClassVar[tuple[str, ...]] = ()
-    """Keys that a message asks for if the section is missing, though another key may replace them."""
+    """Keys to suggest when the section is missing, although another key may replace them."""
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def numbers_are_numbers_and_fit_the_machine(
-        cls, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
-    ) -> object:
-        """Refuses `layout.tp=yes`, which pydantic would read as 1, and numbers that a run cannot represent.
+    def check_numbers(cls, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
+        """Refuses true and false as numbers, which pydantic would read as 1 and 0, and numbers out of range.
 
-        One validator does both, because each validator of a field costs start-up time.
+        One validator does both because each validator of a field costs start-up time.
         """
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
             raise ValueError(f"a number is needed, but {str(value).lower()} was given")
-        return fits_the_machine(handler(value))
+        return representable(handler(value))
 
     @model_validator(mode="after")
-    def every_rule_is_kept(self) -> Self:
-        """Raises BrokenRulesError with the message of every broken rule."""
+    def check_rules(self) -> Self:
+        """Raises BrokenRulesError with a message for every broken rule."""
         if messages := tuple(self.broken_rules()):
             raise BrokenRulesError(messages)
         return self
@@ -55,15 +53,15 @@ class Section(BaseModel):
     def broken_rules(self) -> Iterator[str]:
         """Yields a message for every broken rule of the section.
 
-        It starts with a key of the section and says what was given, what is needed and what to change.
+        A message starts with a key of the section and says what was given, what is needed and what to change.
         """
         yield from ()
 
 
 def by_kind(where_absent: str) -> Discriminator:
-    """Builds the choice in a union of sections by `kind`, by default `where_absent`.
+    """Builds the discriminator of a union of sections by `kind`, with the default `where_absent`.
 
-    A function, because pydantic does not choose by a field with validators, which all fields of a section have.
+    A function, because pydantic refuses a discriminator field with validators, and all fields of a section have one.
     """
 
     def kind_of(value: object) -> str | None:
@@ -75,17 +73,18 @@ def by_kind(where_absent: str) -> Discriminator:
 
 
 AS_LIST, BY_NAME = "list", "mapping"
-"""Tags of a field with a list of sections, or such lists by name: pydantic puts one after the field's name."""
+"""Tags of a field that holds a list of sections, or such lists by name; pydantic adds one to an error's location."""
 
 
 def is_list_or_mapping(annotation: Any) -> bool:
-    """Says whether a field of sections has the two forms."""
-    return any(get_origin(each) is Annotated and get_origin(get_args(each)[0]) is dict for each in get_args(annotation))
+    """Says whether a field holds a list of sections, or such lists by name."""
+    forms = [form for form in get_args(annotation) if get_origin(form) is Annotated]
+    return any(get_origin(get_args(form)[0]) is dict for form in forms)
 
 
 def sections_in(annotation: Any) -> tuple[type[Section], ...]:
     """Returns the sections that a field's annotation allows: one per kind; empty for plain values."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
-    # each once, though a field may allow it in two places
-    return tuple(dict.fromkeys(found for argument in get_args(annotation) for found in sections_in(argument)))
+    # without duplicates: an annotation may contain a section twice
+    return tuple(dict.fromkeys(section for argument in get_args(annotation) for section in sections_in(argument)))

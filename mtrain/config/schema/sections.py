@@ -12,12 +12,12 @@ from mtrain.config.schema.train import AnyOptimizer, EvalSection, TrainSection, 
 
 
 class Sections(Section):
-    """Values of a configuration; `Config` adds the rules between them."""
+    """Sections of a configuration; `Config` adds the rules between them."""
 
     run: RunSection
     model: ModelSection
     adapter: AnyAdapter | None = None
-    """Adapters that are trained on a frozen model; null: the model itself is trained."""
+    """Adapters trained on a frozen model; null: the model itself is trained."""
     layout: LayoutSection = LayoutSection()
     train: TrainSection
     optimizer: AnyOptimizer
@@ -34,8 +34,8 @@ class Sections(Section):
 
     @property
     def is_layout_dependent(self) -> bool:
-        """Whether the results hold for one layout and micro-batch size only: by the definition of a feature in use, by
-        the draws of dropout, or by the scales of fp8."""
+        """Whether results depend on the layout and micro-batch size: by a feature's definition, dropout's random
+        numbers or fp8 scales."""
         keys = derived.layout_dependent_keys(self.model, self.loss) or self.dropout_keys
         return bool(keys) or self.train.fp8 is not None
 
@@ -46,12 +46,12 @@ class Sections(Section):
 
     @property
     def row_width(self) -> int:
-        """Positions in a row: of one sample, or of several packed ones."""
+        """Number of positions in a row, which holds one sample or several packed ones."""
         return derived.row_width(self.train, self.data)
 
     @property
     def sequences_per_sample(self) -> int:
-        """Sequences in a sample: two if answers are compared, else one."""
+        """Number of sequences in a sample: two if answers are compared, otherwise one."""
         return 1 if derived.compared(self.loss, self.data) is None else 2
 
     @property
@@ -61,7 +61,7 @@ class Sections(Section):
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences in a step, unless it counts packed rows."""
+        """Number of sequences in a step; meaningless if `steps_count_rows`."""
         return self.train.global_batch_size * self.sequences_per_sample
 
     @property

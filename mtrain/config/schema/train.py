@@ -1,4 +1,4 @@
-"""`train.*`, `optimizer.*`, `valid.*` and `eval.*`: length, batch, precision and schedule of a run, and its answers."""
+"""`train.*`, `optimizer.*`, `valid.*` and `eval.*`: length, batch, precision, schedule and evaluation of a run."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal, assert_never
@@ -15,13 +15,13 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Fp8Format = Literal["hybrid", "e4m3"]
 """Formats of fp8. hybrid: e5m2 for gradients, which has more range, and e4m3 for the rest."""
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
-"""How elements share a scale: a tensor (by its current elements, or those of earlier steps), or blocks of it."""
+"""Elements that share a scale: a tensor (scaled by earlier or current values), or a block of one."""
 Compiled = Literal["none", "regions", "layers"]
 """What torch.compile compiles."""
 Compilation = Literal["auto", Compiled]
-"""`Compiled`, or auto: what pays on the machine."""
+"""`Compiled`, or auto: the fastest on the machine."""
 COMPILED: tuple[Compilation, ...] = ("regions", "layers")
-"""Values that ask for compilation whatever the machine."""
+"""Values that ask for compilation on any machine."""
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 """Shape of the learning rate after the warm-up."""
 BadStepAction = Literal["stop", "skip", "rollback"]
@@ -33,19 +33,19 @@ class SpikeSection(Section):
 
     Over the latest `window_steps` updates, m is the median and s = 1.4826 x the median distance from m (the standard
     deviation for normally distributed values), at least 1 % of m. A step spikes if its loss or gradient norm is above m
-    + deviations x s. It is judged before its gradient is applied, and only after window_steps updates; a step that
-    spiked does not enter the window.
+    + deviations x s. Steps are judged before their gradient is applied, and only after window_steps updates; a step
+    that spiked does not enter the window.
     """
 
     action: BadStepAction
     """Treatment of a step that spikes: stop, skip or rollback, as for train.on_nonfinite."""
     window_steps: int = Field(64, ge=8, le=1024)
-    """Updates that a step is compared with."""
+    """Number of earlier updates that a step is compared with."""
     loss_deviations: float | None = Field(12.0, gt=0)
-    """Spreads above the median at which the main term's loss spikes; null: the loss is not compared."""
+    """Multiple of s above the median at which the main term's loss spikes; null: the loss is not compared."""
     grad_norm_deviations: float | None = Field(50.0, gt=0)
-    """Spreads above the median at which the gradient norm before clipping spikes, larger because norms vary more; null:
-    the norm is not compared."""
+    """Multiple of s above the median at which the gradient norm before clipping spikes; larger because norms vary more.
+    null: the norm is not compared."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.loss_deviations is None and self.grad_norm_deviations is None:
@@ -61,15 +61,15 @@ class TrainSection(Section):
     asked_for: ClassVar[tuple[str, ...]] = ("num_steps",)
 
     global_batch_size: Annotated[int, bounds.BATCH] = Field(gt=0)
-    """Samples in one optimizer step, over all data-parallel ranks; packed rows with data.packing.batch=rows."""
+    """Samples, or packed rows with data.packing.batch=rows, in one optimizer step, over all data-parallel ranks."""
     micro_batch_size: Annotated[int, bounds.BATCH] = Field(1, gt=0)
-    """Samples in one forward pass of one data-parallel rank; rows of samples with data.packing."""
+    """Samples, or packed rows with data.packing, in one forward pass of one data-parallel rank."""
     tokens_per_micro_batch: Annotated[int | None, bounds.POSITIONS] = Field(None, gt=1)
     """Positions in a packed row, with one row per forward pass; data.packing only. null: data.seq_length."""
     num_steps: Annotated[int, bounds.STEPS] = Field(0, ge=0)
-    """Number of optimizer steps in the whole run, including resumed ones. 0: follows from num_epochs."""
+    """Number of optimizer steps in the whole run, across restarts. 0: follows from num_epochs."""
     num_epochs: float | None = Field(None, gt=0, le=1_000_000)
-    """Passes through the training samples, instead of num_steps; may be a fraction. A start counts the samples and
+    """Passes over the training samples, instead of num_steps; may be a fraction. The start counts the samples and
     records num_steps. null: num_steps is given."""
     seed: Annotated[int, bounds.SEED] = Field(1234, ge=0)
     """Seed of initial weights, of dropout, and, without data.seed, of the order of samples."""
@@ -78,59 +78,62 @@ class TrainSection(Section):
     precision: Precision = "bf16"
     """Precision of weights and activations; bf16 and fp16 keep fp32 main weights."""
     fp8: Fp8Format | None = None
-    """Format of 8-bit products in TransformerEngine's layers, on GPUs that support them; layouts then agree only to the
-    rounding of fp8. null: no 8-bit products."""
+    """Format of 8-bit matrix products in TransformerEngine's layers, on GPUs that support them; layouts then agree only
+    to the rounding of fp8. null: no 8-bit products."""
     fp8_recipe: Fp8Recipe | None = None
-    """How products in fp8 are scaled; null: tensorwise. delayed is refused."""
+    """Scaling of fp8 products; null: tensorwise. delayed is refused."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that backward recomputes: none, those of recompute_modules, or whole layers."""
+    """Activations that the backward pass recomputes: none, those of recompute_modules, or whole layers."""
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] | None = None
-    """Modules that are recomputed: core_attn (scores and their product with the values), mlp (dense feed-forward
-    parts), moe (router and experts), shared_experts; null: core_attn only. selective only."""
+    """Modules to recompute: core_attn (scores and their product with the values), mlp (dense feed-forward parts), moe
+    (router and experts), shared_experts; null: core_attn only. selective only."""
     recompute_layers: int | None = Field(None, gt=0)
-    """Layers of each virtual pipeline stage, from its first on, that keep only their input; the others keep everything.
-    null: all layers. full only."""
+    """Number of layers of each virtual pipeline stage, from its first, that keep only their input; the others keep all
+    activations. null: all layers. full only."""
     offload_layers: int | None = Field(None, gt=0)
-    """Layers of each virtual pipeline stage, from its first on (all if there are fewer), whose activations stay in
-    pinned host memory between forward and backward. null: none."""
+    """Number of layers of each virtual pipeline stage, from its first (all if it has fewer), whose activations stay in
+    pinned host memory between forward and backward pass. null: none."""
     offload_optimizer: bool = False
     """Whether AdamW's moments stay in pinned host memory between updates; the device computes the same updates, a few
     parameters at a time."""
     deterministic: bool = False
-    """Whether a GPU adds in the same order every time, so that a run repeats to the bit on the same GPU, versions and
-    layout; slower. Settings of NCCL, cuBLAS and TransformerEngine in the environment must agree. CPUs always do."""
+    """Whether a GPU adds in the same order every time, so that a run repeats bit for bit on the same GPU, versions and
+    layout; slower. Environment variables of NCCL, cuBLAS and TransformerEngine must not contradict it. CPUs always add
+    in the same order."""
     compile: Compilation = "none"
-    """Compilation by torch.compile. regions: norms, activations and rotations, each on its own. layers: each
-    transformer layer, without what the layout adds to it (collectives, pipelines, recomputation, dispatch to experts,
-    documents). auto: regions if `mtrain verify backend` found them right and faster on this GPU, and on a CPU if the
-    run is long enough to save the time of compiling. If nothing can be compiled, the run continues uncompiled."""
+    """What torch.compile compiles. regions: norms, activations and rotations, each on its own. layers: each transformer
+    layer, without what the layout adds to it (collectives, pipelines, recomputation, dispatch to experts, documents).
+    auto: regions, on a GPU if `mtrain verify backend` found them right and faster there, on a CPU if the run is long
+    enough to make up for the time of compiling. If nothing can be compiled, the run continues uncompiled."""
     distributed_optimizer: bool = True
-    """Whether the ranks of DP x CP divide the optimizer's state."""
+    """Whether the DP x CP ranks divide the optimizer's state."""
     overlap_grad_reduce: bool = False
-    """Whether sums of gradients overlap with the backward pass."""
+    """Whether gradient reductions overlap with the backward pass."""
     overlap_param_gather: bool = False
-    """Whether updated parameters are gathered during the next forward pass; needs the two keys above."""
+    """Whether updated parameters are gathered during the next forward pass; needs distributed_optimizer and
+    overlap_grad_reduce."""
     process_group_timeout_s: Annotated[int, bounds.SECONDS] = Field(600, gt=0)
     """Time in seconds after which an unfinished collective ends the run."""
     initial_loss_scale: float = Field(2.0**16, ge=1)
     """Loss scale of the first step, dynamic afterwards; fp16 only."""
     max_skipped_steps: int = Field(100, gt=0)
-    """Consecutive overflows, or 2 at the smallest loss scale (1), that end the run with exit code 4; fp16 only."""
+    """Number of consecutive overflows (2 at the smallest loss scale, 1) that end the run with exit code 4; fp16
+    only."""
 
     on_nonfinite: BadStepAction = "stop"
-    """Treatment of a loss or gradient that is nan, inf or beyond float32: stop ends the run with exit code 4; skip
+    """Reaction to a loss or gradient that is nan, inf or beyond float32: stop ends the run with exit code 4; skip
     leaves the step out, as if its batch did not exist; rollback returns to the newest good checkpoint and leaves the
     batch out."""
     on_spike: SpikeSection | None = None
-    """Treatment of a loss or gradient norm that jumps; null: jumps are not detected."""
+    """Detection of spikes in the loss or gradient norm, and the reaction; null: spikes are not detected."""
     rollback_margin_steps: int = Field(0, ge=0, le=10_000)
-    """Batches before and after the bad one that are also left out; rollback only."""
+    """Number of batches before, and of batches after, the bad one to leave out as well; rollback only."""
     max_bad_steps: int = Field(10, gt=0, le=1000)
     """Bad steps in 1000 above which the run ends with exit code 4; batches of the margin do not count. skip and
     rollback only."""
     check_replicas_every_steps: int = Field(100, ge=0)
-    """Steps between bitwise comparisons of ranks that hold the same weights or optimizer state, which are also compared
-    before every save. A difference ends the run with exit code 4. 0: never."""
+    """Steps between bitwise comparisons of ranks that hold the same weights or optimizer state; every save also
+    compares them. A difference ends the run with exit code 4. 0: never."""
 
     def broken_rules(self) -> Iterator[str]:
         if self.num_epochs is None and self.num_steps == 0:
@@ -138,13 +141,13 @@ class TrainSection(Section):
         elif self.num_epochs is not None and self.num_steps > 0:
             yield (
                 f"num_epochs={self.num_epochs:g} and num_steps={self.num_steps} both give the length of the run; "
-                "remove one of them (num_steps=0 undoes that of an earlier file)"
+                "remove one of them (num_steps=0 overrides an earlier file)"
             )
         missing = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(self, name)]
         if self.overlap_param_gather and missing:
             yield (
                 f"overlap_param_gather=true needs distributed_optimizer and overlap_grad_reduce, but "
-                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} false; turn on what is missing"
+                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} false; set both to true"
             )
         if self.recompute_modules is not None:
             yield from self._broken_rules_of_modules(self.recompute_modules)
@@ -161,13 +164,13 @@ class TrainSection(Section):
                 "or remove recompute_modules"
             )
         elif not modules or len(set(modules)) < len(modules):
-            yield f"recompute_modules={list(modules)} must name at least one module, and each once; change it"
+            yield f"recompute_modules={list(modules)} must name at least one module, each once; change it"
         elif {"moe", "shared_experts"} <= set(modules):
-            yield "recompute_modules names shared_experts and moe, of which they are a part; remove shared_experts"
+            yield "recompute_modules names shared_experts and moe, which includes them; remove shared_experts"
 
 
 class OptimizerSection(Section):
-    """Keys that all optimizers share: decoupled weight decay, and the learning rate as a pure function of the step."""
+    """Keys of every optimizer: decoupled weight decay, and the learning rate as a pure function of the step."""
 
     kind: str
     """Kind of the optimizer; each kind is a section with additional keys."""
@@ -180,26 +183,26 @@ class OptimizerSection(Section):
     decay_norms_and_biases: bool = False
     """Whether norms and biases decay as well."""
     clip_grad: float = Field(1.0, ge=0)
-    """Largest global norm of the normalised gradient; 0 turns clipping off."""
+    """Largest global norm of the gradient, after division by the denominator; 0 turns clipping off."""
     schedule: Schedule = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
     """Updates of the warm-up; 0: none."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)
-    """Share of train.num_steps that the warm-up takes, rounded up to whole steps; recorded as warmup_steps, which it
-    replaces. null: warmup_steps."""
+    """Length of the warm-up as a share of train.num_steps, instead of warmup_steps; rounded up to whole steps and
+    recorded as warmup_steps. null: warmup_steps."""
     decay_steps: int | None = Field(None, gt=0)
     """End or length of the decay. linear, cosine: the step at which min_lr is reached (null: train.num_steps). wsd:
     steps of the final decay (null: a tenth of train.num_steps)."""
     schedule_convention: Literal["megatron", "one_ahead"] = "megatron"
-    """Count of updates that determines a rate. megatron: updates completed before it, as in Megatron-LM and
-    transformers. one_ahead: including it, as in runs begun before this key existed."""
+    """Number of updates from which an update's rate follows. megatron: the updates before it, as in Megatron-LM and
+    transformers. one_ahead: also the update itself, as in runs begun before this key existed."""
 
     @property
     def decay(self) -> Literal["none", "from_warmup", "at_end"]:
         """Part of the run in which the schedule lowers the rate. from_warmup: up to the step decay_steps; at_end: in
-        the last decay_steps updates. All code that depends on the schedule's shape asks this, so a new schedule states
-        it only here."""
+        the last decay_steps updates. All code that depends on the schedule's shape reads this property, so a new
+        schedule defines its shape only here."""
         match self.schedule:
             case "constant":
                 return "none"
@@ -226,14 +229,14 @@ class OptimizerSection(Section):
 
 
 class AdamWConstants(OptimizerSection):
-    """Constants of optimizers that use AdamW for all or some parameters."""
+    """Keys of optimizers that use AdamW for all or some parameters."""
 
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay rate of the moving mean of gradients."""
     beta2: float = Field(0.95, ge=0, lt=1)
     """Decay rate of the moving mean of squared gradients."""
     epsilon: float = Field(1e-8, gt=0)
-    """Number that is added to the root of the second moment."""
+    """Number added to the square root of the second moment."""
 
     def broken_rules(self) -> Iterator[str]:
         yield from super().broken_rules()
@@ -253,7 +256,7 @@ class AdamWSection(AdamWConstants):
 
 
 class MuonSection(AdamWConstants):
-    """Muon for matrices, AdamW for embeddings, output layer, routers, norms and biases, at one learning rate."""
+    """Muon for matrices; AdamW for embeddings, output layer, routers, norms and biases; one learning rate for both."""
 
     kind: Literal["muon"]
     momentum: float = Field(0.95, ge=0, lt=1)
@@ -261,7 +264,7 @@ class MuonSection(AdamWConstants):
     nesterov: bool = True
     """Whether the momentum looks one step ahead (Nesterov)."""
     newton_schulz_steps: int = Field(5, ge=1, le=20)
-    """Number of iterations that bring all singular values of an update near 1."""
+    """Number of Newton-Schulz iterations, which bring all singular values of an update near 1."""
     update_rms: float = Field(0.2, gt=0, le=100)
     """Root mean square of an update's elements, as a share of lr: a matrix moves by lr x update_rms x sqrt(max(rows,
     columns)) in each singular direction, so its elements move by about lr x update_rms, as under AdamW, and learning
@@ -275,22 +278,22 @@ AnyOptimizer = Annotated[
 
 
 class ValidSection(Section):
-    """Validation over exactly the samples of the set."""
+    """Validation, which evaluates each sample of a set exactly once."""
 
     interval_steps: int = Field(0, ge=0)
-    """Steps between two validations; 0: only as at_start and at_end say."""
+    """Steps between two validations; 0: validation only by at_start and at_end."""
     at_start: bool = False
     """Whether the run validates before its first step."""
     at_end: bool = False
     """Whether the run validates after its last step."""
     max_samples: Annotated[int | None, bounds.SAMPLES] = Field(None, gt=0)
-    """Samples that are used, from the first on; null: all of the set."""
+    """Number of samples to evaluate, from the first; null: the whole set."""
 
 
 class EvalSection(Section):
-    """Prompts that the model continues while it trains; the answers go to samples.jsonl in the run folder.
+    """Prompts that the model answers during training; the answers go to samples.jsonl in the run folder.
 
-    Training is not affected, bit for bit.
+    They do not change the training by a single bit.
     """
 
     prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=1000)
@@ -303,23 +306,23 @@ class EvalSection(Section):
     interval_steps: Annotated[int | None, bounds.STEPS] = Field(None, gt=0)
     """Steps between two answers; null: whenever the run validates, as `valid` says."""
     max_new_tokens: Annotated[int, bounds.POSITIONS] = Field(64, gt=0)
-    """Most tokens in an answer; it ends earlier at the end token."""
+    """Largest number of tokens in an answer, which ends earlier at the end token."""
     temperature: float = Field(0.0, ge=0)
     """Divisor of the logits; 0 takes the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Total probability of the likeliest tokens to draw from; 1 draws from all."""
+    """Total probability of the likeliest tokens to sample from; 1 samples from all."""
     top_k: Annotated[int, bounds.VOCABULARY] = Field(0, ge=0)
-    """Number of the likeliest tokens to draw from; 0 draws from all."""
+    """Number of the likeliest tokens to sample from; 0 samples from all."""
     seed: Annotated[int, bounds.SEED] = Field(0, ge=0)
     """Seed of sampling; the same numbers are drawn at every step."""
 
     @property
     def is_on(self) -> bool:
-        """Whether there are prompts."""
+        """Whether any prompts are given."""
         return bool(self.prompts) or self.prompts_file is not None
 
     def broken_rules(self) -> Iterator[str]:
         if self.interval_steps is not None and not self.is_on:
             yield (
-                f"interval_steps={self.interval_steps}, but there are no prompts; set eval.prompts or eval.prompts_file"
+                f"interval_steps={self.interval_steps}, but no prompts are given; set eval.prompts or eval.prompts_file"
             )

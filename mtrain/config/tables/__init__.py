@@ -1,4 +1,4 @@
-"""Names in other programs as data: one table a program, and hints for what people type."""
+"""Names in other programs as data: one TOML table per program, and hints for unknown keys."""
 
 import tomllib
 from collections.abc import Mapping
@@ -14,5 +14,5 @@ def table(name: str) -> Mapping[str, Any]:
 
 
 def by_name(groups: Mapping[str, str]) -> dict[str, str]:
-    """Inverts groups of value -> names, which whitespace separates."""
+    """Inverts value -> names, separated by whitespace, to name -> value."""
     return {name: value for value, names in groups.items() for name in names.split()}

@@ -117,7 +117,7 @@ def test_dropout_follows_the_micro_batch_size_and_every_record_says_so(
         options = ("model.hidden_dropout=0.2", "train.num_steps=3", "valid.at_end=true", "valid.max_samples=4", size)
         code, output, errors = finished(start(command(*options, run=name)))
         assert code == 0, errors
-        assert "this run repeats only on its own" in output
+        assert "this run repeats only with its own" in output
         assert all(
             record["layout_dependent"] for kind in ("step", "valid") for record in records(tmp_path / name, kind)
         )
