@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mtrain.base.errors import ConfigError, MtrainError
 from mtrain.config.foreign.values import boolean, default_of, fitting, is_same
 from mtrain.config.kinds import merged
-from mtrain.config.load import Given, Resolve
+from mtrain.config.load import MergedContent, Resolve
 from mtrain.config.schema.root import Config
 
 _MOST_ROUNDS = 40
@@ -348,7 +348,7 @@ def found_faults(content: Mapping[str, Any], resolve: Resolve) -> Faults:
     is_stand_in = False
     for _ in range(_MOST_ROUNDS):
         try:
-            Given(sections, ()).config(resolve)
+            MergedContent(sections, ()).config(resolve)
             break
         except MtrainError as error:
             lines = str(error).splitlines()
