@@ -1,4 +1,4 @@
-"""What a model is, without torch: its features, layout, parameters, arithmetic and memory."""
+"""Description of a model without torch: its features, layout, parameters, FLOPs and memory."""
 
 from mtrain.arch.adapters import num_adapter_parameters
 from mtrain.arch.features.feature import Parameters

@@ -1,4 +1,4 @@
-"""Matrices with adapters, and the sizes of the adapters."""
+"""Adapted matrices of a model, and the sizes of their adapters."""
 
 import re
 from collections.abc import Iterable
@@ -13,53 +13,53 @@ from mtrain.config.schema.model import ModelSection
 
 OUTPUT = "output_layer"
 HEAD = f"{OUTPUT}.weight"
-"""Global name of the head's weight in a model that judges sequences."""
+"""Global name of the head's weight in a model that scores sequences."""
 _NAMES = {"embedding": f"{EMBEDDING}.weight", "output": HEAD}
-"""Table of the vocabulary -> global name of its weight."""
+"""Vocabulary table -> global name of its weight."""
 _NORM = re.compile(r"norm[._](q_|k_)?(weight|bias)$")
-"""End of a norm's parameter names, including norms that megatron-core fuses into the next projection."""
+"""Pattern of the end of a norm's parameter name, including norms that megatron-core fuses into the next projection."""
 
 
 def in_layer(model: ModelSection, adapter: AdapterSection, layer: int) -> list[AdaptedMatrix]:
     """Returns the adapted matrices of a layer, counted from 0, in the order of the forward pass."""
-    found: dict[tuple[str, str], AdaptedMatrix] = {}
+    matrices: dict[tuple[str, str], AdaptedMatrix] = {}
     for part in (part for part in LAYER_PARTS if part.is_in(model, layer)):
-        for each in part.adapted(model):
-            name = adapter.pair_of(each.part)
-            before = found.get((each.linear, name))
+        for matrix in part.adapted(model):
+            name = adapter.pair_of(matrix.part)
+            before = matrices.get((matrix.linear, name))
             if name in adapter.parts:
-                rows = each.rows + (0 if before is None else before.rows)
-                found[each.linear, name] = replace(each, part=name, rows=rows)
-    return list(found.values())
+                rows = matrix.rows + (0 if before is None else before.rows)
+                matrices[matrix.linear, name] = replace(matrix, part=name, rows=rows)
+    return list(matrices.values())
 
 
 def tables(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMatrix]:
-    """Returns the adapted matrices outside of layers."""
+    """Returns the adapted vocabulary tables."""
     both = (
         AdaptedMatrix(EMBEDDING, "embedding", model.hidden_size, model.vocab_size, is_row_parallel=True),
         AdaptedMatrix(OUTPUT, "output", model.vocab_size, model.hidden_size),
     )
-    return [each for each in both if each.part in adapter.parts]
+    return [table for table in both if table.part in adapter.parts]
 
 
 def all_matrices(model: ModelSection, adapter: AdapterSection) -> list[AdaptedMatrix]:
-    """Returns every occurrence of an adapted matrix in the model."""
-    layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
+    """Returns the adapted matrices of all layers, and the adapted tables."""
+    layers = (matrix for layer in range(model.num_layers) for matrix in in_layer(model, adapter, layer))
     return [*layers, *tables(model, adapter)]
 
 
 def learned_matrices(model: ModelSection, adapter: AdapterSection) -> frozenset[str]:
-    """Returns the global names of matrices that are fully trained next to adapters: a head, which starts random, and
-    the tables in `adapter.modules_to_save`."""
-    found = {HEAD} if model.output.is_new else set()
-    return frozenset(found | {_NAMES[table] for table in _learned_tables(model, adapter)})
+    """Returns the global names of matrices that are fully trained alongside adapters: a new head, and the tables in
+    `adapter.modules_to_save`."""
+    heads = {HEAD} if model.output.is_new else set()
+    return frozenset(heads | {_NAMES[table] for table in _learned_tables(model, adapter)})
 
 
 def is_learned_whole(model: ModelSection, adapter: AdapterSection, name: str) -> bool:
-    """Says whether a tensor is fully trained next to adapters.
+    """Says whether a tensor is fully trained alongside adapters.
 
     Args:
-        name: Global name of the tensor, or its key in a checkpoint, where layers may be stacked.
+        name: Global name of the tensor, or its key in a checkpoint, which may stack layers.
     """
     return name in learned_matrices(model, adapter) or ("norms" in adapter.modules_to_save and is_norm(name))
 
@@ -70,26 +70,27 @@ def is_norm(name: str) -> bool:
 
 
 def learns_output(model: ModelSection, adapter: AdapterSection) -> bool:
-    """Says whether the matrix of the last product is fully trained: a head, its own table or a tied one."""
+    """Says whether the output matrix is fully trained: a head, the output layer's table or the tied table."""
     table = "embedding" if model.output.is_tied else "output"
     return model.output.is_new or table in adapter.modules_to_save
 
 
 def num_adapter_parameters(model: ModelSection, adapter: AdapterSection) -> int:
-    """Counts the trained parameters of the model, including fully trained ones, without vocabulary padding."""
+    """Counts the trained parameters of a model with adapters, including fully trained ones, without vocabulary
+    padding."""
     learned = head_elements(model) + len(_learned_tables(model, adapter)) * model.vocab_size * model.hidden_size
     learned += _learned_norms(model, adapter, range(model.num_layers), is_last=True).total
-    return sum(each.parameters(adapter).total for each in all_matrices(model, adapter)) + learned
+    return sum(matrix.parameters(adapter).total for matrix in all_matrices(model, adapter)) + learned
 
 
 def learned_table_elements(model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int) -> int:
-    """Counts the elements on a rank of fully trained tables, with vocabulary padding."""
-    held = tables_on_stage(model, layout, pp_rank) & _learned_tables(model, adapter)
-    return len(held) * padded_vocab_size(model, layout.tp) * model.hidden_size // layout.tp
+    """Counts the elements of fully trained tables on a rank, with vocabulary padding."""
+    tables = tables_on_stage(model, layout, pp_rank) & _learned_tables(model, adapter)
+    return len(tables) * padded_vocab_size(model, layout.tp) * model.hidden_size // layout.tp
 
 
 def learned_norm_elements(model: ModelSection, adapter: AdapterSection, layout: Layout, pp_rank: int) -> int:
-    """Counts the elements on a rank of trained norms."""
+    """Counts the elements of trained norms on a rank."""
     layers = layout.layers_of_rank(model.num_layers, pp_rank)
     return _learned_norms(model, adapter, layers, pp_rank == layout.pp - 1).on_rank(layout).total
 
@@ -98,12 +99,12 @@ def _learned_norms(model: ModelSection, adapter: AdapterSection, layers: Iterabl
     if "norms" not in adapter.modules_to_save:
         return Parameters()
     final = Parameters(replicated=norm_elements(model, model.hidden_size) if is_last else 0)
-    held = (part.norms(model) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer))
-    return sum(held, start=final)
+    norms = (part.norms(model) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer))
+    return sum(norms, start=final)
 
 
 def _learned_tables(model: ModelSection, adapter: AdapterSection) -> set[str]:
-    # a tied output layer has no own table
+    # a tied output layer has no separate table
     named = _NAMES.keys() & {*adapter.modules_to_save}
     return named - {"output"} if model.tied_embeddings else named
 
@@ -116,16 +117,16 @@ def adapter_parameters_on_rank(
     layers = layout.layers_of_rank(model.num_layers, pp_rank)
     head = Parameters(replicated=head_elements(model) if pp_rank == layout.pp - 1 else 0)
     head += _learned_norms(model, adapter, layers, pp_rank == layout.pp - 1)
-    held = [each for layer in layers for each in in_layer(model, adapter, layer)]
+    matrices = [matrix for layer in layers for matrix in in_layer(model, adapter, layer)]
     ends = {EMBEDDING: 0, OUTPUT: layout.pp - 1}
     padded = model.model_copy(update={"vocab_size": padded_vocab_size(model, layout.tp)})
-    held += [each for each in tables(padded, adapter) if ends[each.linear] == pp_rank]
+    matrices += [matrix for matrix in tables(padded, adapter) if ends[matrix.linear] == pp_rank]
     tabled = Parameters(divided=learned_table_elements(model, adapter, layout, pp_rank) * layout.tp)
-    return sum((each.parameters(adapter) for each in held), start=head + tabled).on_rank(layout)
+    return sum((matrix.parameters(adapter) for matrix in matrices), start=head + tabled).on_rank(layout)
 
 
 def holds_narrow(adapter: AdapterSection | None, precision: str) -> bool:
-    """Says whether matrices and tables of the frozen model have lower precision than the run."""
+    """Says whether the frozen model's matrices and tables have lower precision than the run."""
     return adapter is not None and adapter.base_dtype is not None and precision == "fp32"
 
 
@@ -134,19 +135,19 @@ def is_matrix(name: str, num_axes: int) -> bool:
 
     Args:
         name: Global name of the tensor.
-        num_axes: Number of its axes, not counting those of layers and experts.
+        num_axes: Number of its axes, without those of layers and experts.
     """
     return num_axes > 1 and ".router." not in name
 
 
 def fused_parts(model: ModelSection, adapter: AdapterSection, linear: str) -> tuple[str, ...]:
-    """Returns the parts of a layer's linear module that have their own pair, in the order of its outputs within each
-    query group; empty if it cannot have an adapter."""
+    """Returns the parts of a layer's linear module with a pair each, in the order of its outputs within a query group;
+    empty if the module cannot have an adapter."""
     return tuple(dict.fromkeys(map(adapter.pair_of, model_parts(model, linear))))
 
 
 def fused_rows(model: ModelSection, adapter: AdapterSection, linear: str, num_rows: int) -> tuple[int, ...]:
-    """Returns the rows of each of `fused_parts` in the block that a module's rows repeat.
+    """Returns the rows of each of `fused_parts` in the repeating block of a module's rows.
 
     Args:
         num_rows: Rows of the module's weight, on a rank or in the whole model.
@@ -156,11 +157,11 @@ def fused_rows(model: ModelSection, adapter: AdapterSection, linear: str, num_ro
         return (num_rows,)
     single = model_parts(model, linear)
     rows = dict(zip(single, segments(model, linear.rpartition(".")[2], num_rows), strict=True))
-    return tuple(sum(rows[each] for each in single if adapter.pair_of(each) == part) for part in parts)
+    return tuple(sum(rows[name] for name in single if adapter.pair_of(name) == part) for part in parts)
 
 
 def model_parts(model: ModelSection, linear: str) -> tuple[str, ...]:
     """Returns the smallest parts of a layer's linear module, in the order of its outputs."""
-    own = linear.rpartition(".")[2]
-    found = (each for part in present(model) for each in part.adapted(model) if not each.num_experts)
-    return tuple(dict.fromkeys(each.part for each in found if each.linear.rpartition(".")[2] == own))
+    module = linear.rpartition(".")[2]
+    matrices = (matrix for part in present(model) for matrix in part.adapted(model) if not matrix.num_experts)
+    return tuple(dict.fromkeys(matrix.part for matrix in matrices if matrix.linear.rpartition(".")[2] == module))

@@ -26,26 +26,26 @@ _PEAK_FLOPS = {
 
 
 def num_attended_pairs(seq_length: int, window: int | None) -> int:
-    """Counts the pairs (query, key) of a causal sequence; a window counts the token itself."""
+    """Counts the pairs (query, key) of a causal sequence; `window` includes the token itself."""
     width = seq_length if window is None else min(window, seq_length)
     return width * (width + 1) // 2 + (seq_length - width) * width
 
 
 def flops_per_token(model: ModelSection, seq_length: int) -> float:
-    """Counts the floating-point operations of training on one token: forward, and backward at twice the forward.
+    """Counts the floating-point operations of training on one token: the forward pass, and twice as many backward.
 
-    Forward, as 2 operations for each multiply-add, summed over layers:
+    Forward, at 2 operations per multiply-add, summed over layers:
 
         2 x (h (H + 2 G) d + H d h + 3 h f)        matrices; 2 h f without a gate
       + 4 x H d x pairs / s                        scores and their product with the values, causal pairs only
       + 6 x heads x d x d'                         of a delta net instead: its state, read twice and corrected
 
-    and 2 x h V for the logits. With experts, the router, a token's k experts and the shared ones replace 3 h f; latent
-    attention's projections replace the first two terms. Each MTP depth adds a layer, a projection of 2 x 2 h h, and
-    logits.
+    and 2 x h V for the logits. With experts, 3 h f becomes the router, a token's k experts and the shared experts; with
+    latent attention, its projections replace the first two terms. Each MTP depth adds a layer, a projection of
+    2 x 2 h h, and logits.
 
-    Recomputation, padding, norms, sinks, softmax and the optimizer do not count; isolated documents count as if
-    attention crossed them.
+    Recomputation, padding, norms, sinks, softmax and the optimizer do not count; isolated documents count as one
+    sequence.
     """
     layers = [*range(model.num_layers), *model.layers_ahead]
     forward: float = sum(
@@ -61,7 +61,8 @@ def flops_per_token(model: ModelSection, seq_length: int) -> float:
 
 
 def run_flops_per_token(config: Sections) -> float:
-    """Counts, like `flops_per_token`, what a run trains: the whole model, or adapters of a frozen one."""
+    """Counts the operations per token as `flops_per_token` does, also for adapters on a frozen model and for losses
+    that compare sequences."""
     model, seq = config.model, config.data.seq_length
     windowed = num_attended_pairs(seq, model.sliding_window)
     work = Work(seq, num_attended_pairs(seq, None), windowed, seq * model.num_predictions)
@@ -70,16 +71,16 @@ def run_flops_per_token(config: Sections) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """Work in a batch, by its lengths and masks."""
+    """Work in a batch, which follows from its lengths and masks."""
 
     tokens: int
     """Positions with text."""
     pairs: int
-    """Pairs (query, key) that attend within a document, in layers without a window."""
+    """Pairs (query, key) within documents, in layers without a window."""
     window_pairs: int
-    """Pairs (query, key) that attend within a document, in layers with a window."""
+    """Pairs (query, key) within documents, in layers with a window."""
     outputs: int
-    """Positions whose logits some term counts, plus those of MTP depths."""
+    """Positions whose logits a loss term counts, plus those of MTP depths."""
 
 
 def flops_of_step(
@@ -87,15 +88,14 @@ def flops_of_step(
 ) -> float:
     """Counts the floating-point operations of training on a batch.
 
-    Unlike `flops_per_token`, only existing work counts: matrices for tokens with text, attention for pairs inside
-    documents, logits that a term counts. A matrix has three products: forward, the gradient of its input and its own. A
-    frozen one under an adapter lacks the last, so it counts twice and its adapter's pair three times. An embedding
-    lookup counts nothing.
+    Unlike `flops_per_token`, it counts only what the batch contains: matrices for tokens with text, attention for pairs
+    inside documents, logits that a term counts. A matrix has three products: forward, the gradient of its input and its
+    own. A frozen matrix under an adapter lacks the last, so it counts twice and the adapter's pair three times.
+    Embedding lookups do not count.
 
     Args:
         adapter: Section of the adapter on a frozen model; None if the whole model is trained.
-        is_scored: Whether a pass without gradients precedes, as when sequences are compared; it adds one forward
-            product.
+        is_scored: Whether a forward pass without gradients precedes, as for losses that compare sequences.
     """
     layers = [*range(model.num_layers), *model.layers_ahead]
     parts = [(part, layer) for layer in layers for part in LAYER_PARTS if part.is_in(model, layer)]
@@ -108,7 +108,7 @@ def flops_of_step(
     attention += work.tokens * sum(part.state_products(model) for part, _ in parts)
     products = work.tokens * matrices + work.outputs * model.hidden_size * model.output.rows
     adapted: float = 0 if adapter is None else _adapter_products(model, adapter, work)
-    if adapter is not None:  # a head, and an output layer that learns whole, are trained together with the adapter
+    if adapter is not None:  # a head or a fully trained output layer is trained alongside the adapter
         learned = work.outputs * model.hidden_size * model.output.rows if learns_output(model, adapter) else 0
         products, adapted = products - learned, adapted + learned
     once = products + attention + adapted if is_scored else 0
@@ -116,11 +116,11 @@ def flops_of_step(
 
 
 def _adapter_products(model: ModelSection, adapter: AdapterSection, work: Work) -> int:
-    layers = (each for layer in range(model.num_layers) for each in in_layer(model, adapter, layer))
-    of_tokens = sum(each.multiplied(adapter) for each in layers)
-    of_tables = {each.linear: each.multiplied(adapter) for each in tables(model, adapter)}
-    of_tokens += of_tables.get(EMBEDDING, 0)
-    return work.tokens * of_tokens + work.outputs * of_tables.get(OUTPUT, 0)
+    layers = (matrix for layer in range(model.num_layers) for matrix in in_layer(model, adapter, layer))
+    per_token = sum(matrix.multiplied(adapter) for matrix in layers)
+    per_table = {matrix.linear: matrix.multiplied(adapter) for matrix in tables(model, adapter)}
+    per_token += per_table.get(EMBEDDING, 0)
+    return work.tokens * per_token + work.outputs * per_table.get(OUTPUT, 0)
 
 
 def sees_everything(model: ModelSection, layer: int) -> bool:
@@ -147,7 +147,7 @@ def mfu(flops: float, seconds: float, peak_flops: float) -> float:
 def peak_flops(device_name: str, precision: Precision) -> float | None:
     """Returns the dense peak of a GPU in bf16 and fp16, in FLOP/s; None if unknown, or in fp32.
 
-    Source: the makers' data sheets, without sparsity, SXM or OAM form.
+    Source: the vendors' data sheets, without sparsity, SXM or OAM form.
     """
     match precision:
         case "fp32":

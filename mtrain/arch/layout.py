@@ -1,7 +1,7 @@
-"""Arithmetic of a layout: which rank does what.
+"""Arithmetic of a layout: the ranks' coordinates, layers and microbatches.
 
 Ranks are numbered in Megatron's default order tp-cp-ep-dp-pp: tensor-parallel neighbours are adjacent, then context,
-then data, then pipeline. Pure integers; process groups are opened elsewhere.
+then data, then pipeline. All functions are pure; process groups are created elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mtrain.config import Config, rules
 from mtrain.config.schema.layout import CpComm, LayoutSection
 
 GIVEN_DEGREES = ("tp", "sp", "pp", "vpp", "cp", "cp_comm", "ep", "etp")
-"""Fields of a layout that are keys of the section `layout`; all others follow."""
+"""Fields of a layout that are keys of the section `layout`; the others follow from them and the world size."""
 _GROUP_KEY = "microbatch_group_size_per_vp_stage"
 
 
@@ -42,14 +42,14 @@ class Layout:
     etp: int = 1
     cp_comm: CpComm = "allgather"
     stage_layers: tuple[int, ...] | None = None
-    """Layers of every (virtual) stage in model order; None if they divide evenly."""
+    """Number of layers of every (virtual) stage in model order; None if they divide evenly."""
 
     @classmethod
     def from_config(cls, config: Config, world_size: int) -> Layout:
         """Builds the configured layout on `world_size` ranks.
 
         Raises:
-            ConfigError: Rules are broken; the message lists all of them.
+            ConfigError: Rules are broken; the message lists all broken rules.
         """
         if broken := broken_rules(config, world_size):
             raise ConfigError("\n".join(broken))
@@ -97,17 +97,17 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Replicas of an expert within a pipeline stage."""
+        """Number of replicas of an expert within a pipeline stage."""
         return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     def num_microbatches(self, global_batch_size: int, micro_batch_size: int) -> int:
-        """Counts the forward passes of a data-parallel rank in one step."""
-        num, rest = divmod(global_batch_size, self.dp * micro_batch_size)
-        assert not rest, "broken_rules refuses a global batch that does not divide"
+        """Returns the number of forward passes of a data-parallel rank in one step."""
+        num, remainder = divmod(global_batch_size, self.dp * micro_batch_size)
+        assert not remainder, "broken_rules refuses a global batch that does not divide"
         return num
 
     def stage(self, pp_rank: int, vpp_rank: int) -> int:
-        """Returns the number, in model order, of the stage that chunk `vpp_rank` of pipeline rank `pp_rank` holds."""
+        """Returns the index, in model order, of the stage that chunk `vpp_rank` of pipeline rank `pp_rank` holds."""
         return vpp_rank * self.pp + pp_rank
 
     def layers_per_stage(self, num_layers: int) -> tuple[int, ...]:
@@ -117,24 +117,24 @@ class Layout:
         return (num_layers // self.num_stages,) * self.num_stages
 
     def layers(self, num_layers: int, pp_rank: int, vpp_rank: int) -> range:
-        """Returns the numbers, from 0, of the layers that chunk `vpp_rank` of pipeline rank `pp_rank` holds."""
+        """Returns the indices, from 0, of the layers that chunk `vpp_rank` of pipeline rank `pp_rank` holds."""
         counts = self.layers_per_stage(num_layers)
         stage = self.stage(pp_rank, vpp_rank)
         first = sum(counts[:stage])
         return range(first, first + counts[stage])
 
     def layers_of_rank(self, num_layers: int, pp_rank: int) -> list[int]:
-        """Returns the numbers of the layers that all chunks of pipeline rank `pp_rank` hold."""
+        """Returns the indices of the layers that all chunks of pipeline rank `pp_rank` hold."""
         return [layer for chunk in range(self.vpp) for layer in self.layers(num_layers, pp_rank, chunk)]
 
 
 def model_parallel_size(section: LayoutSection) -> int:
-    """Counts the ranks that share one copy of the model and of a batch's sequences."""
+    """Returns the number of ranks that hold one copy of the model and work on the same sequences: tp x pp x cp."""
     return section.tp * section.pp * section.cp
 
 
 def broken_rules(config: Config, world_size: int) -> list[str]:
-    """Describes everything that keeps `config` from running on `world_size` ranks."""
+    """Returns a message for every rule that `config` breaks on `world_size` ranks."""
     section = config.layout
     return [
         *rules.tensor_parallel(config.model, section),
@@ -147,8 +147,8 @@ def broken_rules(config: Config, world_size: int) -> list[str]:
 def _ranks(config: Config, world_size: int) -> Iterator[str]:
     """Checks that ranks divide into copies of the model, and the global batch into their microbatches."""
     section, train = config.layout, config.train
-    dp, rest = divmod(world_size, model_parallel_size(section))
-    if world_size < 1 or rest:
+    dp, remainder = divmod(world_size, model_parallel_size(section))
+    if world_size < 1 or remainder:
         yield (
             f"world size {world_size} must be a multiple of {model_parallel_size(section)} = layout.tp={section.tp} x "
             f"layout.pp={section.pp} x layout.cp={section.cp}; start more ranks or shrink the layout"
@@ -156,12 +156,12 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
         return
     yield from _experts(section, world_size)
     if config.data.packing is not None:
-        # the number of rows of a step follows from its samples; ranks get as many as the schedule needs
+        # the rows of a step follow from its samples; every rank gets a number of rows that the schedule accepts
         yield from _interleaved_schedule(config, microbatches_come_in(config))
     elif config.sequences_per_step % (dp * train.micro_batch_size):
-        each = f" of {config.sequences_per_sample} sequences each" if config.sequences_per_sample > 1 else ""
+        sequences = f" of {config.sequences_per_sample} sequences each" if config.sequences_per_sample > 1 else ""
         yield (
-            f"train.global_batch_size={train.global_batch_size}{each} must be a multiple of "
+            f"train.global_batch_size={train.global_batch_size}{sequences} must be a multiple of "
             f"{dp * train.micro_batch_size} = dp={dp} (world size {world_size}) x train.micro_batch_size="
             f"{train.micro_batch_size}; change one of them"
         )
@@ -170,20 +170,22 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
 
 
 def microbatches_come_in(config: Config) -> int:
-    """Returns a divisor of a packed step's number of microbatches: interleaved schedules pass them on in groups."""
+    """Returns the group size that must divide a packed step's number of microbatches, for interleaved schedules; 1
+    otherwise."""
     if config.layout.vpp == 1:
         return 1
-    given = config.model.megatron.get(_GROUP_KEY)
-    return given if isinstance(given, int) and given > 0 else config.layout.pp
+    group = config.model.megatron.get(_GROUP_KEY)
+    return group if isinstance(group, int) and group > 0 else config.layout.pp
 
 
 def most_microbatches(config: Config, layout: Layout) -> int:
-    """Counts the most forward passes of a data-parallel rank in a step; packed samples count as one row each."""
+    """Returns the largest number of forward passes of a data-parallel rank in a step; each packed sample may need its
+    own row."""
     train = config.train
     if config.data.packing is None:
         return layout.num_microbatches(config.sequences_per_step, train.micro_batch_size)
-    a_round = layout.dp * train.micro_batch_size * microbatches_come_in(config)
-    return -(-config.sequences_per_step // a_round) * microbatches_come_in(config)
+    per_group = layout.dp * train.micro_batch_size * microbatches_come_in(config)
+    return -(-config.sequences_per_step // per_group) * microbatches_come_in(config)
 
 
 def _experts(section: LayoutSection, world_size: int) -> Iterator[str]:
@@ -195,31 +197,31 @@ def _experts(section: LayoutSection, world_size: int) -> Iterator[str]:
 
 
 def _interleaved_schedule(config: Config, num_microbatches: int) -> Iterator[str]:
-    """Checks that groups of microbatches, which pass a virtual stage together, are at least as large as the pipeline.
+    """Checks that the groups in which microbatches pass a virtual stage are at least as large as the pipeline.
 
     Source: megatron-core 0.16.1, pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving.
     """
     section = config.layout
     if section.vpp == 1:
         return
-    given = config.model.megatron.get(_GROUP_KEY)
-    group = given if isinstance(given, int) else section.pp
+    setting = config.model.megatron.get(_GROUP_KEY)
+    group = setting if isinstance(setting, int) else section.pp
     last = num_microbatches % group if group > 0 else 0
     if not section.pp <= group <= num_microbatches or 0 < last < section.pp:
-        name = f"model.megatron.{_GROUP_KEY}={group}" if isinstance(given, int) else f"layout.pp={group}"
+        name = f"model.megatron.{_GROUP_KEY}={group}" if isinstance(setting, int) else f"layout.pp={group}"
         yield (
-            f"layout.vpp={section.vpp} passes microbatches on in groups of {name}, but there are {num_microbatches} "
-            f"microbatches a step, and no group may be smaller than layout.pp={section.pp}; change "
+            f"layout.vpp={section.vpp} passes microbatches on in groups of {name}, but a step has {num_microbatches} "
+            f"microbatches, and no group may be smaller than layout.pp={section.pp}; change "
             "train.global_batch_size or train.micro_batch_size, or set layout.vpp to 1"
         )
 
 
 def uneven_stages(section: LayoutSection, num_layers: int) -> tuple[int, ...] | None:
-    """Returns the layers of every stage of an uneven split, in model order; None if they divide evenly."""
+    """Returns the number of layers of every stage of an uneven split, in model order; None if layers divide evenly."""
     first, last = section.first_stage_layers, section.last_stage_layers
     if section.stage_layers is not None or (first is None and last is None):
         return section.stage_layers
     ends = [count for count in (first, last) if count is not None]
     num_middle = section.pp * section.vpp - len(ends)
-    each = (num_layers - sum(ends)) // num_middle if num_middle else 0
-    return (*([] if first is None else [first]), *[each] * num_middle, *([] if last is None else [last]))
+    middle_layers = (num_layers - sum(ends)) // num_middle if num_middle else 0
+    return (*([] if first is None else [first]), *[middle_layers] * num_middle, *([] if last is None else [last]))

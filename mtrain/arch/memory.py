@@ -25,13 +25,13 @@ from mtrain.config.schema.train import AdamWSection, MuonSection, TrainSection
 
 _MOMENTS_BYTES = 2 * FP32_BYTES
 MOMENTS_AT_ONCE_BYTES = 2**29
-"""Largest size of moments that an update with train.offload_optimizer moves together, unless one parameter's are
-larger: ten milliseconds of PCIe."""
+"""Largest size of the moments that an update with train.offload_optimizer moves together, unless one parameter's
+moments are larger; PCIe takes about ten milliseconds for them."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank; activations and update are estimates, the rest follows from the parameters."""
+    """Bytes on one rank; activations and update are estimates, the others follow from the parameters."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -43,7 +43,8 @@ class MemoryEstimate:
     host_bytes: int = 0
     """Pinned host memory for offloaded activations and moments; not in the total."""
     adapter_bytes: int = 0
-    """Part of the first three that belongs to the adapters; each further adapter of this shape takes as much."""
+    """Part of weights, gradients and optimizer that belongs to the adapter; each further adapter of this shape needs as
+    much."""
 
     @property
     def total_bytes(self) -> int:
@@ -56,16 +57,17 @@ def memory_per_rank(config: Config, layout: Layout, pp_rank: int) -> MemoryEstim
     """Estimates the memory of a rank of pipeline rank `pp_rank`.
 
     Gradients are summed in fp32. The optimizer keeps fp32 moments, and fp32 main weights under bf16 and fp16; the
-    distributed optimizer divides them over DP x CP, for experts over their replicas. A frozen model has only weights.
+    distributed optimizer divides them over DP x CP, and those of experts over their replicas. A frozen model has only
+    weights.
     """
-    held = trained_parameters(config, layout, pp_rank)
+    trained = trained_parameters(config, layout, pp_rank)
     rank, activations = _StageRank(config, layout, pp_rank), Activations(config, layout)
-    kept = rank.kept_numbers(held)
+    state_numbers = rank.kept_numbers(trained)
     largest = rank.largest_trained()
-    updated = own_shard(config.train, layout, held)
+    updated = own_shard(config.train, layout, trained)
     moved = _MOMENTS_BYTES * updated if config.train.offload_optimizer else 0
-    learned_bytes, gradients_bytes = held.total * element_bytes(config.train), held.total * FP32_BYTES
-    optimizer_bytes = FP32_BYTES * own_shard(config.train, layout, kept) - moved
+    learned_bytes, gradients_bytes = trained.total * element_bytes(config.train), trained.total * FP32_BYTES
+    optimizer_bytes = FP32_BYTES * own_shard(config.train, layout, state_numbers) - moved
     return MemoryEstimate(
         weights_bytes=learned_bytes + rank.frozen_bytes(),
         gradients_bytes=gradients_bytes,
@@ -93,7 +95,7 @@ class _StageRank:
     pp_rank: int
 
     def frozen_bytes(self) -> int:
-        """Bytes of weights with neither gradient nor state."""
+        """Returns the bytes of frozen weights."""
         config, layout, pp_rank = self.config, self.layout, self.pp_rank
         if config.adapter is None:
             return 0
@@ -107,18 +109,20 @@ class _StageRank:
         return whole * element_bytes(config.train) - narrow * (element_bytes(config.train) - BF16_BYTES)
 
     def largest_trained(self) -> int:
-        """Elements on a rank of the largest trained parameter."""
+        """Returns the elements of the largest trained parameter on a rank."""
         model, adapter, layout = self.config.model, self.config.adapter, self.layout
         if adapter is None:
             return padded_vocab_size(model, layout.tp) // layout.tp * model.hidden_size
-        sizes = (adapter.rank_of(each.part) * max(each.rows, each.columns) for each in all_matrices(model, adapter))
+        sizes = (
+            adapter.rank_of(matrix.part) * max(matrix.rows, matrix.columns) for matrix in all_matrices(model, adapter)
+        )
         tables = learned_table_elements(model, adapter, layout, self.pp_rank)
         return max(max(sizes, default=0), head_elements(model), tables)
 
-    def kept_numbers(self, held: RankParameters) -> RankParameters:
-        """Counts the fp32 numbers that the optimizer keeps for a rank's parameters, before they are divided."""
-        # Both moments, and main weights in half precision.
-        each = 2 if element_bytes(self.config.train) == FP32_BYTES else 3
+    def kept_numbers(self, trained: RankParameters) -> RankParameters:
+        """Counts the fp32 numbers of the optimizer's state for a rank's parameters, before DP ranks divide them."""
+        # both moments, and main weights in half precision
+        per_parameter = 2 if element_bytes(self.config.train) == FP32_BYTES else 3
         match self.config.optimizer:
             case AdamWSection():
                 spared = RankParameters(0, 0)
@@ -126,23 +130,29 @@ class _StageRank:
                 spared = matrices_on_rank(self.config.model, self.layout, self.pp_rank)
             case _:
                 assert_never(self.config.optimizer)
-        return RankParameters(each * held.dense - spared.dense, each * held.experts - spared.experts)
+        return RankParameters(
+            per_parameter * trained.dense - spared.dense, per_parameter * trained.experts - spared.experts
+        )
 
 
 def own_shard(train: TrainSection, layout: Layout, numbers: RankParameters) -> int:
-    """Returns how many of `numbers` this rank's shard of the optimizer holds."""
+    """Returns how many of `numbers` a rank's shard of the optimizer holds."""
     if not train.distributed_optimizer:
         return numbers.total
     return numbers.dense // (layout.dp * layout.cp) + numbers.experts // layout.edp
 
 
 def _moments_at_once(moved: int, largest: int) -> int:
-    """Returns the bytes of moments on the device in an update: those being updated (of at most `largest` elements),
-    their predecessors and successors, out of `moved` bytes."""
+    """Returns the bytes of moments on the device during an update: the current ones, the previous and the next.
+
+    Args:
+        moved: Bytes of all offloaded moments.
+        largest: Elements of the largest parameter.
+    """
     return min(moved, max(MOMENTS_AT_ONCE_BYTES, _MOMENTS_BYTES * largest) + 2 * MOMENTS_AT_ONCE_BYTES)
 
 
 def _update_bytes(state_elements: int, largest: int) -> int:
-    """Returns the bytes for a copy of one parameter's gradient, which some optimizers make; clipping and fused AdamW
-    make none."""
+    """Returns the bytes of a copy of one parameter's gradient, which some optimizers make (clipping and fused AdamW do
+    not)."""
     return FP32_BYTES * min(largest, state_elements)

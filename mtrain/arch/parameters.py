@@ -1,6 +1,6 @@
-"""Parameter counts: of a model, of what one token passes, and of a rank.
+"""Parameter counts of a model, of the parameters active for one token, and of a rank.
 
-Replicated parameters count once in a model, and once on each rank.
+Replicated parameters count once in a model's total, and once on each rank.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.config.schema.output import HeadOutput, TokenOutput
 
 PADDED_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tensors with a row for each token, and more rows as padding, whose number depends on tensor parallelism."""
+"""Tensors with a row per token and padding rows, whose number depends on tensor parallelism."""
 
 
 def padded_vocab_size(model: ModelSection, tp: int) -> int:
@@ -25,7 +25,7 @@ def padded_vocab_size(model: ModelSection, tp: int) -> int:
 
 
 def output_columns(model: ModelSection, tp: int) -> int:
-    """Returns the outputs per token on a rank of TP: its part of the padded vocabulary, or all labels of a head."""
+    """Returns the outputs per token on a TP rank: its part of the padded vocabulary, or all labels of a head."""
     match model.output:
         case TokenOutput():
             return padded_vocab_size(model, tp) // tp
@@ -46,17 +46,19 @@ def num_padded_parameters(model: ModelSection, tp: int) -> int:
 
 
 def num_active_parameters(model: ModelSection) -> int:
-    """Counts the parameters that one token passes to the main logits, without padding, other experts and MTP.
+    """Counts the parameters that one token uses for the main logits, without padding, unchosen experts and MTP.
 
-    Both tables count entirely; some model cards omit the embedding table.
+    Both tables count in full; some model cards omit the embedding table.
     """
     if model.experts is None:
         return num_parameters(model.model_copy(update={"mtp_depths": 0}))
-    met = model.experts.model_copy(update={"num_experts": model.experts.top_k})
-    without_others = model.model_copy(update={"experts": met, "mtp_depths": 0})
-    unmet_rows = router_parameters(model).total - router_parameters(without_others).total  # every token asks every row
+    active = model.experts.model_copy(update={"num_experts": model.experts.top_k})
+    active_model = model.model_copy(update={"experts": active, "mtp_depths": 0})
+    inactive_rows = (
+        router_parameters(model).total - router_parameters(active_model).total
+    )  # every token uses all rows of a router
     num_routers = sum(model.has_experts(layer) for layer in range(model.num_layers))
-    return num_parameters(without_others) + num_routers * unmet_rows
+    return num_parameters(active_model) + num_routers * inactive_rows
 
 
 def layer_parameters(model: ModelSection, layer: int) -> Parameters:
@@ -66,8 +68,8 @@ def layer_parameters(model: ModelSection, layer: int) -> Parameters:
 
 def _ahead(model: ModelSection) -> Parameters:
     """Counts the parameters of all MTP depths with their layers."""
-    each = (joint_parameters(model) + layer_parameters(model, layer) for layer in model.layers_ahead)
-    return sum(each, start=Parameters())
+    depths = (joint_parameters(model) + layer_parameters(model, layer) for layer in model.layers_ahead)
+    return sum(depths, start=Parameters())
 
 
 def layer_matrices(model: ModelSection, layer: int) -> Parameters:
@@ -90,14 +92,14 @@ def _with_vocabulary(model: ModelSection, vocab_size: int) -> int:
 def parameters_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
     """Counts the parameters on a rank of pipeline rank `pp_rank`, with vocabulary padding.
 
-    With a pipeline, the first and the last stage each hold a copy of a table that both use: a tied table, and the
-    embeddings under MTP.
+    In a pipeline, the first and the last stage each hold a copy of a table that both use: a tied table, or the
+    embeddings with MTP.
     """
-    held = _of_layers(model, layout.layers_of_rank(model.num_layers, pp_rank))
+    parameters = _of_layers(model, layout.layers_of_rank(model.num_layers, pp_rank))
     if pp_rank == layout.pp - 1:
-        held += Parameters(replicated=norm_elements(model, model.hidden_size) + head_elements(model))
-        held += _ahead(model)
-    return (held + Parameters(divided=_table_elements(model, layout, pp_rank))).on_rank(layout)
+        parameters += Parameters(replicated=norm_elements(model, model.hidden_size) + head_elements(model))
+        parameters += _ahead(model)
+    return (parameters + Parameters(divided=_table_elements(model, layout, pp_rank))).on_rank(layout)
 
 
 def table_elements_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> int:
@@ -110,7 +112,7 @@ def _table_elements(model: ModelSection, layout: Layout, pp_rank: int) -> int:
 
 
 def tables_on_stage(model: ModelSection, layout: Layout, pp_rank: int) -> set[str]:
-    """Names the vocabulary tables of a stage: embedding, output."""
+    """Returns the names of the vocabulary tables on a stage: embedding, output."""
     tables = {"embedding"} if pp_rank == 0 else set()
     if pp_rank == layout.pp - 1:
         tables |= {"embedding"} if model.layers_ahead or model.output.is_tied else set()
@@ -119,19 +121,19 @@ def tables_on_stage(model: ModelSection, layout: Layout, pp_rank: int) -> set[st
 
 
 def head_elements(model: ModelSection) -> int:
-    """Counts the elements of the head on the last stage, which every rank of TP holds whole."""
+    """Counts the elements of the head on the last stage, which every TP rank holds whole; 0 without a head."""
     return model.output.head_rows * model.hidden_size
 
 
 def matrices_on_rank(model: ModelSection, layout: Layout, pp_rank: int) -> RankParameters:
     """Counts the matrices of the layers on a rank, without tables, routers, norms, biases and sinks."""
-    held = sum(
+    matrices = sum(
         (layer_matrices(model, layer) for layer in layout.layers_of_rank(model.num_layers, pp_rank)), start=Parameters()
     )
     if pp_rank == layout.pp - 1:
         projection = Parameters(divided=2 * model.hidden_size**2)
-        held = sum((projection + layer_matrices(model, layer) for layer in model.layers_ahead), start=held)
-    return held.on_rank(layout)
+        matrices = sum((projection + layer_matrices(model, layer) for layer in model.layers_ahead), start=matrices)
+    return matrices.on_rank(layout)
 
 
 def _of_layers(model: ModelSection, layers: Iterable[int]) -> Parameters:

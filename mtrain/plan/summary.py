@@ -10,7 +10,7 @@ from mtrain.config.derived import data_phases
 _GIB, _MIB = 2**30, 2**20
 _COLUMNS = ("pp rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "update", "total")
 _HOST_COLUMN = ("pinned on the host",)
-"""Column that is added if activations or moments move to the host."""
+"""Additional column if activations or moments move to the host."""
 
 
 def plan_lines(config: Config, world_size: int, notes_on_folder: Sequence[str] = ()) -> list[str]:
@@ -24,17 +24,19 @@ def plan_lines(config: Config, world_size: int, notes_on_folder: Sequence[str] =
     for pp_rank in range(layout.pp):
         memory = arch.memory_per_rank(config, layout, pp_rank)
         names = ("weights", "gradients", "optimizer", "activations", "update", "total")
-        bytes_of = [getattr(memory, f"{name}_bytes") for name in names] + [memory.host_bytes] * moves_to_host
+        sizes = [getattr(memory, f"{name}_bytes") for name in names]
+        if moves_to_host:
+            sizes.append(memory.host_bytes)
         layers = sum(len(layout.layers(num_layers, pp_rank, chunk)) for chunk in range(layout.vpp))
         parameters = arch.parameters_on_rank(config.model, layout, pp_rank).total
-        gibs = (f"{count / _GIB:.3f}" for count in bytes_of)
+        gibs = (f"{size / _GIB:.3f}" for size in sizes)
         rows.append((str(pp_rank), str(layers), f"{parameters:,}", *gibs))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return lines + ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _facts(config: Config, layout: Layout) -> dict[str, str]:
-    """Returns the printed facts of layout, batch and model, by name."""
+    """Returns name -> printed fact about layout, batch and model."""
     train, model = config.train, config.model
     at_most = "" if config.data.packing is None else "at most "
     tokens = config.sequences_per_step * (config.row_width if config.steps_count_rows else config.data.seq_length)
@@ -63,8 +65,8 @@ def _facts(config: Config, layout: Layout) -> dict[str, str]:
         facts["each adapter"] = f"{most / _MIB:.3f} MiB of a rank: {state}"
     flops = arch.run_flops_per_token(config)
     facts |= {"FLOPs per token": f"{flops:.4e}", "FLOPs per step": f"{at_most}{flops * tokens:.4e}"}
-    facts |= {f"data, phase {number}": str(each) for number, each in enumerate(data_phases(config.data), start=1)}
+    facts |= {f"data, phase {number}": str(phase) for number, phase in enumerate(data_phases(config.data), start=1)}
     if model.megatron:
-        passed = ", ".join(f"{name}={value}" for name, value in model.megatron.items())
-        facts["passed to megatron"] = f"{passed} (each proven by tests/parity; no other field passes)"
+        fields = ", ".join(f"{name}={value}" for name, value in model.megatron.items())
+        facts["passed to megatron"] = f"{fields} (each proven by tests/parity; no other field passes)"
     return facts

@@ -55,7 +55,7 @@ LAYER_PARTS: tuple[LayerPart, ...] = (
 
 
 def alike(model: ModelSection, layers: Iterable[int]) -> dict[int, int]:
-    """Returns one layer of each kind -> number of layers with the same parts, and so the same cost."""
+    """Returns one layer of each kind -> number of layers with the same parts and therefore the same cost."""
     return Counter(map(kinds(model).__getitem__, layers))
 
 
@@ -69,18 +69,19 @@ def kinds(model: ModelSection) -> tuple[int, ...]:
 
 @once_a_model
 def present(model: ModelSection) -> tuple[LayerPart, ...]:
-    """Returns the parts that some layer has."""
+    """Returns the parts that at least one layer has."""
     return tuple(part for part in LAYER_PARTS if part.is_anywhere(model))
 
 
 def segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-    """Returns the rows of each matrix within the block that a linear module's rows repeat; all rows if it fuses none.
+    """Returns the rows of each fused matrix in the repeating block of a linear module's rows; all rows of an unfused
+    module.
 
     Args:
         num_rows: Rows of the module's weight, on a rank or in the whole model.
     """
-    found = (part.segments(model, linear, num_rows) for part in present(model))
-    return next(filter(None, found), (num_rows,))
+    rows = (part.segments(model, linear, num_rows) for part in present(model))
+    return next(filter(None, rows), (num_rows,))
 
 
 FEATURES: tuple[Feature, ...] = (

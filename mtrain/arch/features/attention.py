@@ -28,7 +28,7 @@ class GroupedQueryAttention(LayerPart):
         return model.attention(layer) == "grouped"
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
-        """Names the key that makes yarn's factor of cos and sin differ from a factor of scores."""
+        """Names rope.partial with yarn, whose factor of cos and sin then differs from a factor of the scores."""
         is_partial = model.rope.scaling == "yarn" and model.rope.partial != 1
         return "model.rope.partial with model.rope.scaling=yarn" if is_partial else None
 
@@ -59,20 +59,20 @@ class GroupedQueryAttention(LayerPart):
             "k_proj": model.query_groups * size,
             "v_proj": model.query_groups * size,
         }
-        for part, own in rows.items():
-            yield AdaptedMatrix("self_attention.linear_qkv", part, own, model.hidden_size)
+        for part, num_rows in rows.items():
+            yield AdaptedMatrix("self_attention.linear_qkv", part, num_rows, model.hidden_size)
         output = model.hidden_size, heads * size
         yield AdaptedMatrix("self_attention.linear_proj", "proj", *output, is_row_parallel=True)
 
     def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
-        """Counts elements that only a CPU spares: it writes queries, keys and values separately and frees their
-        projection; the second projection reads a copy, which a frozen one does not keep."""
+        """Counts elements that only a CPU frees: it writes queries, keys and values separately and frees their
+        projection; the output projection reads a copy, which a frozen projection does not save."""
         if on_gpu or layout.cp > 1 or "proj" in targets:
             return 0
         return (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-        """Returns the rows of one group's queries with gates, keys and values."""
+        """Returns the rows of queries (with gates), keys and values of one query group."""
         if linear != "linear_qkv":
             return ()
         return _query_rows(model) // model.query_groups * model.head_size, model.head_size, model.head_size
@@ -81,12 +81,12 @@ class GroupedQueryAttention(LayerPart):
         return 2 * model.num_attention_heads * model.head_size
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts rotated queries and keys, the projection, which the values view, and the attention's output."""
+        """Counts rotated queries and keys, the projection (the values are a view of it), and attention's output."""
         return 3 * (model.num_attention_heads + model.query_groups) * model.head_size // layout.tp
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Returns the widths of queries and output; then of keys and projection, or of its pieces if whole rows replace
-        them."""
+        """Returns the widths of queries and output; then of keys and projection, or of the projection's pieces if
+        context parallelism gathers whole rows."""
         queries, keys = (
             number * model.head_size // layout.tp for number in (model.num_attention_heads, model.query_groups)
         )
@@ -98,10 +98,11 @@ class GroupedQueryAttention(LayerPart):
         return 2 * length * model.query_groups * model.head_size // layout.tp, 0
 
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
-        """Counts, under context parallelism, keys and values of whole rows, and the output a second time in pieces.
+        """Counts, under context parallelism, the keys and values of whole rows, and a second copy of the output in
+        pieces.
 
-        They replace this rank's own keys and values, which are all that a ring keeps. On a GPU gathered keys and values
-        are repeated for their query heads, for each of a rank's two runs of queries.
+        They replace the rank's own keys and values, which are all that a ring saves. On a GPU, gathered keys and values
+        are repeated for their query heads, for each of the rank's two blocks of queries.
         """
         heads, groups, cp = model.num_attention_heads, model.query_groups, layout.cp
         if cp == 1:
@@ -114,7 +115,7 @@ class GroupedQueryAttention(LayerPart):
                 repeated = heads * (2 * cp + 1) if on_gpu else 0
                 return ((2 * cp - 3) * groups + repeated) * model.head_size // layout.tp
             case "ring":
-                return 2 * heads // layout.tp  # log-sums in float32 instead of rows
+                return 2 * heads // layout.tp  # log-sum-exps in float32 instead of rows
             case _:
                 assert_never(layout.cp_comm)
 
@@ -140,7 +141,7 @@ class QkNorm(LayerPart):
 
 @final
 class FullWidthQkNorm(LayerPart):
-    """A norm over all query heads at once and one over all key heads, with a weight for each element."""
+    """One norm over all query heads together and one over all key heads, with a weight per element."""
 
     torch_only = "model.qk_norm_width=full"
 
@@ -157,7 +158,7 @@ class FullWidthQkNorm(LayerPart):
 
 @final
 class AttentionGate(LayerPart):
-    """A gate of each element of the attention's output; `GroupedQueryAttention` counts its rows."""
+    """A gate for each element of attention's output; `GroupedQueryAttention` counts its rows."""
 
     torch_only = "model.attention_gate=true"
 
@@ -165,13 +166,13 @@ class AttentionGate(LayerPart):
         return model.attention(layer) == "grouped" and model.attention_gate
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the gates, which the projection holds, their sigmoid, and the gated output."""
+        """Counts the gates (part of the projection), their sigmoid, and the gated output."""
         return 3 * model.num_attention_heads * model.head_size // layout.tp
 
 
 @final
 class AttentionTemperature(LayerPart):
-    """A factor of each query that grows with its position."""
+    """A factor for each query that grows with its position."""
 
     torch_only = "model.rope.attention_temperature"
 
@@ -179,7 +180,7 @@ class AttentionTemperature(LayerPart):
         return model.attention(layer) == "grouped" and model.rope.attention_temperature > 0
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Lets short rows exceed the original length more than once."""
+        """Shortens the original context, so that short rows exceed it several times."""
         if not self.is_anywhere(model):
             return {}
         return {"rope": model.rope.model_dump() | {"original_max_positions": max(1, small.seq_length // 4)}}
@@ -198,7 +199,7 @@ class AttentionSinks(LayerPart):
         return Parameters(divided=model.num_attention_heads)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the dimensions that heads get for the sink, an additional key."""
+        """Counts the dimensions that the sink, an additional key, adds to the heads."""
         return 2 * (model.num_attention_heads + model.query_groups) * _SINK_WIDTH // layout.tp
 
 
@@ -207,7 +208,7 @@ class SlidingWindow(Feature):
     """A window in all layers, or in all but every n-th layer."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
-        """Names keys that scale the scores of both kinds of layer differently."""
+        """Names the keys that scale the scores of layers with and without a window differently."""
         if model.rope.local_base is None or model.rope.scaling != "yarn":
             return None
         return "model.rope.local_base with model.rope.scaling=yarn"
@@ -216,7 +217,7 @@ class SlidingWindow(Feature):
         return 1 if model.global_attention_every is None else model.global_attention_every
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Keeps the window's share of the row, but covers a whole row only if the user's window did."""
+        """Keeps the window's share of the row; the window covers a whole row only if the user's did."""
         window, old, new = model.sliding_window, small.user_seq_length, small.seq_length
         if window is None:
             return {}
@@ -234,12 +235,12 @@ class UnrotatedLayers(Feature):
         return "model.megatron.no_rope_freq with model.rope.scaling=yarn"
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Chooses which of the few layers have none; at least one if the user's model has any."""
-        given = model.megatron.get("no_rope_freq")
-        if given is None:
+        """Chooses the unrotated layers among the few; at least one if the user's model has any."""
+        no_rope = model.megatron.get("no_rope_freq")
+        if no_rope is None:
             return {}
-        if isinstance(given, int):
-            given = [int((layer + 1) % given == 0) for layer in range(model.num_layers)]
-        kept = given[: small.num_layers]
-        pattern = [*kept[:-1], max(kept[-1], max(given) - max(kept))]
+        if isinstance(no_rope, int):
+            no_rope = [int((layer + 1) % no_rope == 0) for layer in range(model.num_layers)]
+        small_pattern = no_rope[: small.num_layers]
+        pattern = [*small_pattern[:-1], max(small_pattern[-1], max(no_rope) - max(small_pattern))]
         return {"megatron": {**model.megatron, "no_rope_freq": pattern}}

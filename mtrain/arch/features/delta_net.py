@@ -1,4 +1,4 @@
-"""The gated delta net in place of attention."""
+"""The gated delta net, which replaces attention."""
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -11,7 +11,7 @@ from mtrain.config.schema.model import ModelSection
 _CHUNK = 64
 """Tokens of a chunk of the delta rule (mtrain/core/layers/attention/delta_net.py)."""
 _KEPT_OF_OUTPUT, _KEPT_OF_RATES = 6, 6
-"""Tensors of the output's width, and of the value heads' number, that backward needs."""
+"""Numbers of tensors with the output's width, and with one element per value head, that the backward pass needs."""
 
 
 @final
@@ -40,14 +40,14 @@ class GatedDeltaNet(LayerPart):
         return model.hidden_size * (net.num_key_heads * sum(_rows_of_key_head(net)) + net.value_width)
 
     def state_products(self, model: ModelSection) -> int:
-        """Counts the convolution, and reading the state at a key, correcting it, and reading it at a query."""
+        """Counts the convolution, and three products with the state: read by the key, correction, read by the query."""
         net = required(model.delta_net)
         convolved = (2 * net.key_width + net.value_width) * net.conv_kernel
         return convolved + 3 * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Letters: K key heads, r value heads of each, p rows of a key head in the projection, w rows that the
-        convolution reads, i its tokens, x dimensions of a key head, y of a value head."""
+        """Letters: K key heads, r value heads per key head, p rows per key head in the projection, w rows among these
+        that the convolution reads, i tokens of the convolution, x dimensions of a key head, y of a value head."""
         net = required(model.delta_net)
         rows = _rows_of_key_head(net)
         return {
@@ -73,7 +73,7 @@ class GatedDeltaNet(LayerPart):
         return _rows_of_key_head(required(model.delta_net)) if linear == "in_proj" else ()
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the gate, its silu, the heads before and after their norm, and the output; steps and decays."""
+        """Counts the gate, its SiLU, the heads before and after their norm, the output, steps and decays."""
         net = required(model.delta_net)
         return (_KEPT_OF_OUTPUT * net.value_width + _KEPT_OF_RATES * net.num_value_heads) // layout.tp
 
@@ -83,21 +83,22 @@ class GatedDeltaNet(LayerPart):
         return inputs // layout.tp, net.value_width * net.key_head_dim // layout.tp
 
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
-        """Counts inputs of the convolution, with and without those before the row, and its output before silu."""
+        """Counts the convolution's input with and without the tokens before the row, and its output before SiLU."""
         net = required(model.delta_net)
         return 3 * (2 * net.key_width + net.value_width) // layout.tp
 
     def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts what the delta rule keeps of a chunk: products of token pairs, and keys, values and corrections, by
-        value head and key head; and the state at its start."""
+        """Counts the elements that the delta rule saves per chunk: products of token pairs, keys, values and
+        corrections for each value head and key head, and the state at the chunk's start."""
         net = required(model.delta_net)
         keys, values = net.key_head_dim, net.value_head_dim
-        of_value_head = 4 * _CHUNK + 3 * keys + 4 * values + 2 * keys * values // _CHUNK + 3
-        of_key_head = 2 * _CHUNK + 8 * keys + 4
-        return (net.num_value_heads * of_value_head + net.num_key_heads * of_key_head) // layout.tp
+        per_value_head = 4 * _CHUNK + 3 * keys + 4 * values + 2 * keys * values // _CHUNK + 3
+        per_key_head = 2 * _CHUNK + 8 * keys + 4
+        return (net.num_value_heads * per_value_head + net.num_key_heads * per_key_head) // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Makes heads small, and keys and values different; keeps the ratio of value heads to key heads."""
+        """Makes heads small, with different sizes of keys and values; keeps the ratio of value to key heads, up to
+        two."""
         if model.delta_net is None:
             return {}
         net = model.delta_net
@@ -112,7 +113,7 @@ class GatedDeltaNet(LayerPart):
 
 
 def _rows_of_key_head(net: DeltaNetSection) -> tuple[int, ...]:
-    """Counts the projection's rows for one key head: query, key and values; their gates; steps; decays."""
+    """Returns the projection's rows per key head: query, key and values; output gates; steps; decays."""
     shared = net.num_value_heads // net.num_key_heads
     values = shared * net.value_head_dim
     return 2 * net.key_head_dim + values, values, shared, shared

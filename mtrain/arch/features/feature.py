@@ -1,9 +1,9 @@
-"""A feature of a model, as far as it needs no torch.
+"""Features of a model, without torch.
 
-A feature is one object with its contribution to the parameters, arithmetic and memory of a layer, and the way to shrink
-it for verification. Sums ask every feature, so a new feature is a new object, not a new case in many places.
-`mtrain/core/layers/layer_parts.py` has the modules that compute it; `mtrain/config/schema/model.py` its keys and their
-rules.
+A feature is one object that knows its contribution to the parameters, FLOPs and memory of a layer, and how to shrink
+itself for verification. Sums go over all features, so a new feature is a new object, not a new case in many places.
+`mtrain/core/layers/layer_parts.py` has the modules that compute a feature; `mtrain/config/schema/model.py` has its keys
+and their rules.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mtrain.config.schema.model import ModelSection
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters, by how ranks hold them."""
+    """Numbers of parameters, by the way in which ranks divide them."""
 
     divided: int = 0
-    """Divided over the ranks of a TP group."""
+    """Parameters that TP divides."""
     replicated: int = 0
-    """Held whole by every rank."""
+    """Parameters that every TP rank holds whole."""
     experts: int = 0
-    """Parameters of experts, divided over EP, and each expert over ETP."""
+    """Parameters of experts that EP divides, and ETP within each expert."""
     whole_experts: int = 0
-    """Parameters of experts, divided over EP, but whole on every rank of ETP."""
+    """Parameters of experts that EP divides, but every ETP rank holds whole."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(
@@ -48,11 +48,11 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Parameters of all kinds."""
+        """Number of all parameters."""
         return self.divided + self.replicated + self.experts + self.whole_experts
 
     def on_rank(self, layout: Layout) -> RankParameters:
-        """Counts the parameters that one rank holds."""
+        """Returns the numbers of parameters that one rank holds."""
         experts = self.experts // (layout.ep * layout.etp) + self.whole_experts // layout.ep
         return RankParameters(dense=self.divided // layout.tp + self.replicated, experts=experts)
 
@@ -62,13 +62,13 @@ class RankParameters:
     """Numbers of parameters on one rank."""
 
     dense: int
-    """Parameters that are copied over DP x CP."""
+    """Parameters replicated over DP x CP."""
     experts: int
-    """Parameters that are copied over the replicas of an expert."""
+    """Parameters replicated over the replicas of an expert."""
 
     @property
     def total(self) -> int:
-        """Parameters of both kinds."""
+        """Number of all parameters."""
         return self.dense + self.experts
 
 
@@ -80,7 +80,7 @@ class AdaptedMatrix:
     """A matrix with a low-rank pair: a projection, or a part of a fused one."""
 
     linear: str
-    """Module that holds it, named within a layer; for a table, within the model."""
+    """Name of its module within a layer; for a table, within the model."""
     part: str
     rows: int
     """Outputs: hidden size for the embedding, vocabulary size for `output`."""
@@ -89,34 +89,34 @@ class AdaptedMatrix:
     is_row_parallel: bool = False
     """Whether TP divides its columns instead of its rows."""
     is_replicated: bool = False
-    """Whether every rank of TP holds all of it."""
+    """Whether every TP rank holds the whole matrix."""
     num_experts: int = 0
-    """Matrices of this size in a layer, one per expert; 0 for a matrix outside experts."""
+    """Number of experts in a layer, each with such a matrix; 0 for a matrix outside experts."""
     num_chosen: int = 1
-    """Matrices of this size that multiply one token."""
+    """Number of such matrices that multiply one token."""
 
     def parameters(self, adapter: AdapterSection) -> Parameters:
         """Counts the parameters of the pair and of the magnitudes."""
         rank = adapter.rank_of(self.part)
-        of_a, of_b = rank * self.columns, rank * self.rows
+        size_a, size_b = rank * self.columns, rank * self.rows
         if self.num_experts:
-            return Parameters(experts=self.num_experts * (of_a + of_b))
+            return Parameters(experts=self.num_experts * (size_a + size_b))
         magnitudes = self.rows if adapter.has_magnitudes else 0
         if self.is_replicated:
-            return Parameters(replicated=of_a + of_b + magnitudes)
+            return Parameters(replicated=size_a + size_b + magnitudes)
         if self.is_row_parallel:
-            return Parameters(divided=of_a, replicated=of_b + magnitudes)
-        return Parameters(divided=of_b + magnitudes, replicated=of_a)
+            return Parameters(divided=size_a, replicated=size_b + magnitudes)
+        return Parameters(divided=size_b + magnitudes, replicated=size_a)
 
     def multiplied(self, adapter: AdapterSection) -> int:
-        """Counts the elements of the pair that multiply one token."""
+        """Counts the elements of the pair that multiply one token; an embedding lookup multiplies none of A."""
         rank = adapter.rank_of(self.part)
         looked_up = rank * self.columns if self.linear == EMBEDDING else 0
         return self.num_chosen * rank * (self.rows + self.columns) - looked_up
 
 
 SMALL_HEAD_DIM = 8
-"""Dimensions of a head in models that are made small."""
+"""Dimensions of a head in shrunk models."""
 
 
 T = TypeVar("T")
@@ -124,61 +124,62 @@ _MODELS_AT_ONCE = 8
 
 
 def once_a_model(function: Callable[[ModelSection], T]) -> Callable[[ModelSection], T]:
-    """Caches the result of `function` for the last models: a search asks about the same model thousands of times.
+    """Caches results of `function` for a few models: a search calls it thousands of times with the same model.
 
-    Models are immutable and compared by identity; comparing all keys would cost more than is saved.
+    Models are immutable and compared by identity, since comparing all keys would cost more than the cache saves.
     """
-    kept: dict[int, tuple[ModelSection, T]] = {}
+    cache: dict[int, tuple[ModelSection, T]] = {}
 
     @wraps(function)
-    def asked(model: ModelSection) -> T:
-        found = kept.get(id(model))
-        if found is None:
-            if len(kept) == _MODELS_AT_ONCE:
-                kept.clear()
-            found = kept[id(model)] = model, function(model)  # holds the model, so no other one gets its id
-        return found[1]
+    def cached(model: ModelSection) -> T:
+        entry = cache.get(id(model))
+        if entry is None:
+            if len(cache) == _MODELS_AT_ONCE:
+                cache.clear()
+            entry = cache[id(model)] = model, function(model)  # the entry keeps the model alive, so its id stays unique
+        return entry[1]
 
-    return asked
+    return cached
 
 
 @dataclass(frozen=True)
 class SmallRun:
-    """Sizes of the verification run that a model is shrunk for."""
+    """Sizes of the verification run for which a model is shrunk."""
 
     tp: int
-    """Degree of TP; every size that TP divides must be a multiple of it. The same holds for `ep` and `etp`."""
+    """Degree of TP; sizes that TP divides must be multiples of it. The same holds for `ep` and `etp`."""
     ep: int
     etp: int
     user_seq_length: int
     seq_length: int
     num_layers: int
     query_groups: int
-    """Key/value heads, in the user's ratio to query heads."""
+    """Number of key/value heads, in the user's ratio to query heads."""
     head_dim: int | None
-    """Dimensions of a head; None if it is the hidden size divided by the number of heads."""
+    """Dimensions of a head; None: the hidden size divided by the number of heads."""
     epsilon_factor: float = 1.0
-    """Factor of what norms add to a mean square."""
+    """Factor of the norms' epsilon."""
 
 
 class Feature:
-    """One feature of a model; contributions that it does not define are zero."""
+    """One feature of a model; contributions that a class does not define are zero."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
-        """Names the keys, as a user writes them, that TransformerEngine's layers cannot follow; None if there are
-        none."""
+        """Names the keys that TransformerEngine's layers do not support, as the user writes them; None if they support
+        all."""
         return None
 
     def needs_certificate(self, model: ModelSection) -> str | None:
-        """Names the keys that TransformerEngine's layers follow only with a certificate of `mtrain verify backend`."""
+        """Names the keys that TransformerEngine's layers support only with a certificate of `mtrain verify backend`;
+        None if they need none."""
         return None
 
     def num_layers_at_least(self, model: ModelSection) -> int:
-        """Returns the fewest layers that contain every part of its pattern."""
+        """Returns the smallest number of layers that contains the feature's whole pattern."""
         return 1
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Returns the changed keys of `model.*` that keep the feature and make its sizes small."""
+        """Returns key of `model.*` -> new value, such that the feature stays and its sizes become small."""
         return {}
 
 
@@ -198,7 +199,7 @@ class LayerPart(Feature, ABC):
         return self.matrices(model) + self.norms(model)
 
     def norms(self, model: ModelSection) -> Parameters:
-        """Counts the parameters of norms, which are among `parameters`."""
+        """Counts the parameters of norms, which `parameters` includes."""
         return Parameters()
 
     def matrices(self, model: ModelSection) -> Parameters:
@@ -210,23 +211,23 @@ class LayerPart(Feature, ABC):
         return 0
 
     def pair_products(self, model: ModelSection) -> int:
-        """Counts the multiply-adds for each pair of a token and one that it attends to."""
+        """Counts the multiply-adds for each pair (query, key)."""
         return 0
 
     def state_products(self, model: ModelSection) -> int:
-        """Counts the multiply-adds of each token with a state that a layer carries from token to token."""
+        """Counts the multiply-adds per token with the state of a recurrent layer."""
         return 0
 
     torch_only: str | None = None
-    """Key, as a user writes it, that TransformerEngine's layers cannot follow where a layer has the part."""
+    """Key, as the user writes it, that TransformerEngine's layers do not support if any layer has the part."""
     num_hidden_norms: int = 0
-    """Norms over the hidden size that the part adds to a layer."""
+    """Number of norms over the hidden size that the part adds to a layer."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
         return self.torch_only if self.torch_only is not None and self.is_anywhere(model) else None
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the elements per token and rank that backward needs."""
+        """Counts the elements per token and rank that are saved for the backward pass."""
         return 0
 
     def inner_elements(self, model: ModelSection, layout: Layout) -> int:
@@ -234,18 +235,16 @@ class LayerPart(Feature, ABC):
         return 0
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Returns the widths of tensors among `kept_elements` that are at most about as wide as a hidden state: in
+        """Returns the widths of tensors among `kept_elements` that are at most about as wide as a hidden state; in
         short rows they are too small to move to the host."""
         return ()
 
     def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
-        """Counts the part of `kept_elements` that a module keeps between input and output, by its name in
-        train.recompute_modules."""
+        """Returns module in train.recompute_modules -> the part of `kept_elements` between its input and output."""
         return {}
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Returns the sizes of axes that only this part's tensors have, by their letters in the tables of
-        `mtrain/hf/schema`."""
+        """Returns letter in the tables of `mtrain/hf/schema` -> size, for axes that only this part's tensors have."""
         return {}
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
@@ -253,41 +252,41 @@ class LayerPart(Feature, ABC):
         return iter(())
 
     def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
-        """Counts the part of `kept_elements` that backward does not need if only these targets are trained and the
-        weights are frozen."""
+        """Counts the part of `kept_elements` that need not be saved if the weights are frozen and only these targets
+        have adapters."""
         return 0
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-        """Returns the rows of each matrix that a linear module fuses, within the block that its rows repeat.
+        """Returns the rows of each fused matrix in the repeating block of a linear module's rows.
 
-        The matrices are those of the model, as its papers and Hugging Face name them.
+        The matrices are those that the model's paper and Hugging Face name.
 
         Args:
             num_rows: Rows of the module's weight, on a rank or in the whole model.
 
         Returns:
-            Numbers of rows; empty if the module belongs to another part or holds one matrix.
+            Numbers of rows; empty if the module belongs to another part or is not fused.
         """
         return ()
 
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
-        """Counts the elements per token and rank that core attention keeps in addition to `kept_elements`, unless
+        """Counts the elements per token and rank that core attention saves in addition to `kept_elements`, unless it is
         recomputed."""
         return 0
 
     def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
-        """Counts the elements that a rank keeps of a sequence of `length` tokens while it generates: in the precision
-        of the run, and in float32."""
+        """Counts the elements that a rank caches for a sequence of `length` tokens during generation: in the run's
+        precision, and in float32."""
         return 0, 0
 
     def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts, like `core_elements`, those that are float32 in any precision."""
+        """Counts the elements as `core_elements` does, but those that are float32 in any precision."""
         return 0
 
 
 def required(section: T | None) -> T:
-    """Returns the section of a part, which a model has where a layer has the part."""
-    assert section is not None, "asked only where a layer has it"
+    """Returns the section of a part; call it only for a model that has the part."""
+    assert section is not None, "only called if a layer has the part"
     return section
 
 
@@ -303,11 +302,11 @@ def norm_elements(model: ModelSection, size: int) -> int:
 
 
 def hidden_local(model: ModelSection, layout: Layout) -> int:
-    """Counts the elements per token and rank of hidden states between the parts of a layer."""
+    """Returns the elements per token and rank of hidden states between the parts of a layer."""
     return model.hidden_size // layout.tp if layout.sp else model.hidden_size
 
 
 def multiple_from(least: int, divisors: Sequence[int]) -> int:
-    """Returns the smallest common multiple of the divisors that is at least `least`."""
+    """Returns the smallest common multiple of `divisors` that is at least `least`."""
     multiple = math.lcm(*divisors)
     return -(-least // multiple) * multiple

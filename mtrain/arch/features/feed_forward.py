@@ -1,4 +1,4 @@
-"""Feed-forward parts: dense, and a router with experts."""
+"""Feed-forward parts: dense ones, and a router with experts."""
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -34,7 +34,7 @@ class DenseFeedForward(LayerPart):
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
         """Counts the elements between the projections."""
-        return _kept_widths(model) * model.ffn_hidden_size // layout.tp
+        return _num_saved_widths(model) * model.ffn_hidden_size // layout.tp
 
     def inner_elements(self, model: ModelSection, layout: Layout) -> int:
         return model.ffn_hidden_size // layout.tp
@@ -43,7 +43,7 @@ class DenseFeedForward(LayerPart):
         return _adapted(model, "mlp", model.ffn_hidden_size)
 
     def spared_elements(self, model: ModelSection, layout: Layout, targets: frozenset[str], on_gpu: bool) -> int:
-        """Counts the input of the second projection, which only the gradient of its weight needs."""
+        """Counts the input of the second projection, which is saved only for the gradient of its weight."""
         return 0 if "fc2" in targets else model.ffn_hidden_size // layout.tp
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
@@ -85,14 +85,14 @@ class ExpertFeedForward(LayerPart):
         return model.hidden_size * columns + _gate_elements(model)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts inputs and outputs of experts, a copy for each expert of a token; assumes a balanced load."""
-        return sum(self._kept(model, layout))
+        """Counts inputs and outputs of experts, with a copy for each expert of a token; assumes a balanced load."""
+        return sum(self._activation_elements(model, layout))
 
     def inner_elements(self, model: ModelSection, layout: Layout) -> int:
         return _width(required(model.experts)) // layout.tp
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Letters: E experts, e the feed-forward width of one, t that of all shared experts."""
+        """Letters: E experts, e feed-forward width of an expert, t width of all shared experts together."""
         experts = required(model.experts)
         return {"E": experts.num_experts, "e": experts.ffn_hidden_size, "t": experts.shared_ffn_hidden_size}
 
@@ -117,19 +117,19 @@ class ExpertFeedForward(LayerPart):
         return _segments(model, linear, num_rows)
 
     def module_elements(self, model: ModelSection, layout: Layout) -> dict[str, int]:
-        routed, shared = self._kept(model, layout)
+        routed, shared = self._activation_elements(model, layout)
         return {"moe": routed + shared, "shared_experts": shared}
 
-    def _kept(self, model: ModelSection, layout: Layout) -> tuple[int, int]:
-        """Returns the elements of chosen experts, and of shared ones."""
-        experts, num = required(model.experts), _kept_widths(model)
+    def _activation_elements(self, model: ModelSection, layout: Layout) -> tuple[int, int]:
+        """Returns the elements per token that routed experts save, and those that shared experts save."""
+        experts, num = required(model.experts), _num_saved_widths(model)
         routed = experts.top_k * (2 * layout.etp * model.hidden_size + num * experts.ffn_hidden_size)
-        # the gate keeps the output that it multiplies
+        # the gate saves the output that it multiplies
         shared = num * experts.shared_ffn_hidden_size + _gate_elements(model)
         return routed // layout.tp, shared // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Makes experts few and small, keeps how the user chooses them, and lets every layout divide them."""
+        """Makes experts few and small; keeps the kind of routing, and lets every layout divide the experts."""
         if model.experts is None:
             return {}
         experts = model.experts
@@ -150,7 +150,7 @@ class ExpertFeedForward(LayerPart):
 
 @final
 class BranchNorms(LayerPart):
-    """Norms before and after the shared and the chosen experts, and the router's scales."""
+    """Norms before and after the shared and the routed experts, and the router's scales."""
 
     torch_only = "model.experts.branch_norms=true"
     num_hidden_norms = 4
@@ -182,20 +182,20 @@ def _adapted(model: ModelSection, module: str, width: int) -> Iterator[AdaptedMa
 
 
 def _segments(model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-    # all gates before all ups: on a rank, and in the global tensor whatever tp is
+    # all gate rows precede all up rows, on a rank and in the global tensor at any tp
     return (num_rows // 2, num_rows // 2) if linear == "linear_fc1" and model.is_gated else ()
 
 
-def _kept_widths(model: ModelSection) -> int:
-    """Returns the number of kept widths. Our SwiGLU keeps the projection, the activated half and the product; autograd
-    also keeps the halves."""
+def _num_saved_widths(model: ModelSection) -> int:
+    """Returns the saved elements per token in multiples of the width. Our SwiGLU saves the projection, the activated
+    half and the product; for other activations autograd also saves the halves."""
     if model.activation == "swiglu":
         return 4
     return 5 if model.is_gated else 2
 
 
 def router_parameters(model: ModelSection) -> Parameters:
-    """Counts a row for each expert."""
+    """Counts the router's parameters: a row, and possibly a bias, per expert."""
     experts = required(model.experts)
     return Parameters(replicated=experts.num_experts * (model.hidden_size + experts.router_bias))
 
@@ -210,15 +210,15 @@ def _gate_elements(model: ModelSection) -> int:
 
 
 def _few_groups(experts: ExpertsSection) -> dict[str, int]:
-    """Returns few groups, ranked as the user's are, with enough experts; empty without groups."""
+    """Returns keys for few groups, ranked as the user's groups, with enough experts; empty without groups."""
     if experts.num_groups is None or experts.group_top_k is None:
         return {}
     num_groups, group_top_k = min(experts.num_groups, 4), min(experts.group_top_k, 2)
     score = {} if experts.group_score_top_k is None else {"group_score_top_k": min(2, experts.group_score_top_k)}
-    # up to 3, so that a score of 2 does not become the default, top_k / group_top_k, by accident
-    of_each = min(3 if score else 2, experts.top_k // experts.group_top_k)
-    sizes = {"num_groups": num_groups, "group_top_k": group_top_k, "top_k": group_top_k * of_each}
-    return sizes | score | {"num_experts": num_groups * max(2, of_each)}
+    # up to 3, so that group_score_top_k=2 does not happen to equal the default, top_k / group_top_k
+    per_group = min(3 if score else 2, experts.top_k // experts.group_top_k)
+    sizes = {"num_groups": num_groups, "group_top_k": group_top_k, "top_k": group_top_k * per_group}
+    return sizes | score | {"num_experts": num_groups * max(2, per_group)}
 
 
 def _network(model: ModelSection, width: int) -> Parameters:

@@ -1,4 +1,4 @@
-"""Attention with its own heads in layers without a window, and other parts of Gemma 4."""
+"""Attention with different heads in layers without a window, and other parts of Gemma 4."""
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -21,7 +21,7 @@ _GROUPED = GroupedQueryAttention()
 
 @final
 class GlobalAttention(LayerPart):
-    """Projections of queries and of keys, which serve as values, the norms of both, and the output projection."""
+    """Projections of queries and of keys, which also serve as values, norms of both, and the output projection."""
 
     torch_only = "model.global_attention"
 
@@ -35,7 +35,7 @@ class GlobalAttention(LayerPart):
         return _GROUPED.matrix_elements(_wide(model)) - model.hidden_size * _key_width(model)
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Letters: g key heads, D their dimensions, S the queries of a group and its key."""
+        """Letters: g key heads, D dimensions of a head, S heads in a group: its queries and its key."""
         wide = _wide(model)
         return {
             "g": wide.query_groups,
@@ -44,12 +44,12 @@ class GlobalAttention(LayerPart):
         }
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
-        for each in _GROUPED.adapted(_wide(model)):
-            match each.part:
+        for matrix in _GROUPED.adapted(_wide(model)):
+            match matrix.part:
                 case "q_proj" | "k_proj":
-                    yield AdaptedMatrix("self_attention.linear_qk", each.part, each.rows, each.columns)
+                    yield AdaptedMatrix("self_attention.linear_qk", matrix.part, matrix.rows, matrix.columns)
                 case "proj":
-                    yield each
+                    yield matrix
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
         """Returns the rows of one group's queries and key."""
@@ -59,7 +59,7 @@ class GlobalAttention(LayerPart):
         return _GROUPED.pair_products(_wide(model))
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts what grouped-query attention keeps, with a copy of the key projection as values."""
+        """Counts as grouped-query attention does; the values are a copy of the key projection."""
         return _GROUPED.kept_elements(_wide(model), layout)
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class GlobalAttention(LayerPart):
         return _GROUPED.core_elements(_wide(model), layout, on_gpu)
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Keeps heads of both kinds of layer different in size, and in number if the user's are."""
+        """Gives heads of the two kinds of layer different sizes, and different numbers if the user's differ."""
         if model.global_attention is None:
             return {}
         differs = model.global_attention.num_query_groups != model.query_groups and small.query_groups > small.tp
@@ -101,13 +101,13 @@ class ValueNorm(LayerPart):
         return model.value_norm and model.attention(layer) in ("grouped", "global")
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the values after the norm, if heads of both kinds of layer have the same width."""
+        """Counts the values after the norm, as if heads of both kinds of layer had the same width."""
         return model.query_groups * model.head_size // layout.tp
 
 
 @final
 class LayerScalar(LayerPart):
-    """A number that multiplies the output of a layer; a buffer, not a parameter."""
+    """A number that multiplies the output of a layer; it is a buffer, not a parameter."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.layer_scalar

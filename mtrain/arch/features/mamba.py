@@ -1,4 +1,4 @@
-"""Mamba-2 in place of attention, and its pattern of sublayers."""
+"""Mamba-2, which replaces attention, and the pattern of sublayers."""
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -19,7 +19,7 @@ from mtrain.config.schema.model import ModelSection
 _CHUNK = 64
 """Tokens of a chunk (mtrain/core/layers/attention/recurrent/core.py)."""
 _KEPT_OF_OUTPUT, _KEPT_OF_STEPS = 5, 5
-"""Tensors of the output's width, and of the heads' number, that backward needs."""
+"""Numbers of tensors with the output's width, and with one element per head, that the backward pass needs."""
 
 
 @final
@@ -43,13 +43,13 @@ class Mamba(LayerPart):
         return model.hidden_size * (mamba.num_groups * sum(rows_of_group(mamba)) + mamba.width)
 
     def state_products(self, model: ModelSection) -> int:
-        """Counts the convolution, and decaying, writing and reading the state."""
+        """Counts the convolution, and three products with the state: decay, write and read."""
         mamba = required(model.mamba)
         return mamba.channels * mamba.conv_kernel + 3 * mamba.width * mamba.state_dim
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Letters: K groups, r heads of each, p rows of a group in the projection, w rows that the convolution reads, i
-        its tokens, x dimensions of B and C, y of a head."""
+        """Letters: K groups, r heads per group, p rows per group in the projection, w rows among these that the
+        convolution reads, i tokens of the convolution, x dimensions of B and C, y of a head."""
         mamba = required(model.mamba)
         rows = rows_of_group(mamba)
         return {
@@ -69,7 +69,7 @@ class Mamba(LayerPart):
         yield AdaptedMatrix("self_attention.out_proj", "out_proj", model.hidden_size, mamba.width, is_row_parallel=True)
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the gate, the gated heads before and after their norm, and the output; steps and decays."""
+        """Counts the gate, the gated heads before and after their norm, the output, steps and decays."""
         mamba = required(model.mamba)
         return (_KEPT_OF_OUTPUT * mamba.width + _KEPT_OF_STEPS * mamba.num_heads) // layout.tp
 
@@ -78,20 +78,20 @@ class Mamba(LayerPart):
         return (mixer.conv_kernel - 1) * mixer.channels // layout.tp, mixer.width * mixer.state_dim // layout.tp
 
     def core_elements(self, model: ModelSection, layout: Layout, on_gpu: bool) -> int:
-        """Counts inputs of the convolution, with and without those before the row, and its output before silu."""
+        """Counts the convolution's input with and without the tokens before the row, and its output before SiLU."""
         return 3 * required(model.mamba).channels // layout.tp
 
     def wide_core_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts what the rule keeps of a chunk: decays of token pairs and their products with those of B and C,
-        inputs, and state writes and reads, by head; and the state at its start."""
+        """Counts the elements saved per chunk: for each head, decays of token pairs, their products with B C, inputs,
+        writes and reads of the state, and the state at the chunk's start."""
         mamba = required(model.mamba)
         size, heads = mamba.state_dim, mamba.head_dim
-        of_head = 2 * _CHUNK + 2 * size + 4 * heads + 2 * size * heads // _CHUNK + 3
-        of_group = _CHUNK + 4 * size
-        return (mamba.num_heads * of_head + mamba.num_groups * of_group) // layout.tp
+        per_head = 2 * _CHUNK + 2 * size + 4 * heads + 2 * size * heads // _CHUNK + 3
+        per_group = _CHUNK + 4 * size
+        return (mamba.num_heads * per_head + mamba.num_groups * per_group) // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Makes heads small, and B and C of another size; keeps the ratio of heads to groups, up to two."""
+        """Makes heads small, with another size of B and C; keeps the ratio of heads to groups, up to two."""
         if model.mamba is None:
             return {}
         mamba = model.mamba
@@ -106,7 +106,7 @@ class Mamba(LayerPart):
 
 @final
 class OneSublayer(Feature):
-    """Layers of one sublayer each, by a pattern."""
+    """Layers with one sublayer each, by a pattern."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
         return None if model.layer_pattern is None else "model.layer_pattern"
@@ -115,20 +115,19 @@ class OneSublayer(Feature):
         return 1 if model.layer_pattern is None else len(set(model.layer_pattern))
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Keeps the beginning of the pattern; letters that would be missing replace the last ones."""
+        """Keeps the beginning of the pattern; missing letters replace repeated ones, from the end."""
         pattern = model.layer_pattern
         if pattern is None:
             return {}
-        kept = (pattern * small.num_layers)[: small.num_layers]
-        missing = [letter for letter in dict.fromkeys(pattern) if letter not in kept]
+        small_pattern = (pattern * small.num_layers)[: small.num_layers]
+        missing = [letter for letter in dict.fromkeys(pattern) if letter not in small_pattern]
         while missing:
-            # a letter that stands more than once gives way, from the end
-            place = max(place for place, letter in enumerate(kept) if kept.count(letter) > 1)
-            kept = kept[:place] + missing.pop() + kept[place + 1 :]
-        return {"layer_pattern": kept}
+            last = max(index for index, letter in enumerate(small_pattern) if small_pattern.count(letter) > 1)
+            small_pattern = small_pattern[:last] + missing.pop() + small_pattern[last + 1 :]
+        return {"layer_pattern": small_pattern}
 
 
 def rows_of_group(mamba: MambaSection) -> tuple[int, ...]:
-    """Counts the projection's rows for one group: C, B and inputs; gates; steps."""
+    """Returns the projection's rows per group: C, B and inputs; gates; steps."""
     shared = mamba.num_heads // mamba.num_groups
     return 2 * mamba.state_dim + shared * mamba.head_dim, shared * mamba.head_dim, shared

@@ -18,7 +18,7 @@ from mtrain.config.schema.model import ModelSection
 
 @final
 class MultiHeadLatentAttention(LayerPart):
-    """Projections down to the ranks of queries and of keys and values, their norms, and the projections up."""
+    """Down-projections to the latents of queries and of keys and values, their norms, and the up-projections."""
 
     def is_in(self, model: ModelSection, layer: int) -> bool:
         return model.attention(layer) == "latent"
@@ -42,8 +42,8 @@ class MultiHeadLatentAttention(LayerPart):
         return _down(model) + up + heads * mla.v_head_dim * model.hidden_size
 
     def axes(self, model: ModelSection) -> dict[str, int]:
-        """Letters: q rank of queries, k rank of keys and values, m the latter with the rotary key, x dimensions of a
-        query head, y of a key head's part without position and its value, v of a value head."""
+        """Letters: q rank of queries, k rank of keys and values, m that rank with the rotary key, x dimensions of a
+        query head, y of a key head without position and its value head, v of a value head."""
         mla = required(model.mla)
         return {
             "q": mla.q_lora_rank or 0,
@@ -55,7 +55,7 @@ class MultiHeadLatentAttention(LayerPart):
         }
 
     def adapted(self, model: ModelSection) -> Iterator[AdaptedMatrix]:
-        """Yields projections down to latents, whole on every rank of TP, and up from them by heads."""
+        """Yields down-projections, which every TP rank holds whole, and up-projections, which TP divides by heads."""
         mla, hidden, heads = required(model.mla), model.hidden_size, model.num_attention_heads
         queries, values = heads * mla.query_head_dim, heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         if mla.q_lora_rank is None:
@@ -71,7 +71,7 @@ class MultiHeadLatentAttention(LayerPart):
         yield AdaptedMatrix("self_attention.linear_proj", "proj", *output, is_row_parallel=True)
 
     def segments(self, model: ModelSection, linear: str, num_rows: int) -> tuple[int, ...]:
-        """Returns the rows without and with positions, or of keys and of values."""
+        """Returns the rows of a head without and with position, the latent and the rotary key, or keys and values."""
         mla = required(model.mla)
         match linear:
             case "linear_q_proj" | "linear_q_up_proj":
@@ -87,16 +87,17 @@ class MultiHeadLatentAttention(LayerPart):
 
     def remembered(self, model: ModelSection, layout: Layout, length: int) -> tuple[int, int]:
         mla = required(model.mla)
-        return length * (mla.kv_lora_rank + mla.qk_rope_head_dim), 0  # latents, whole on every rank
+        return length * (mla.kv_lora_rank + mla.qk_rope_head_dim), 0  # every rank caches whole latents
 
     def kept_elements(self, model: ModelSection, layout: Layout) -> int:
-        """Counts the latents, whole on every rank of TP, and what grouped-query attention keeps."""
+        """Counts the latents, whole on every TP rank, and queries, keys, values and output as for grouped-query
+        attention."""
         mla = required(model.mla)
         latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim
         return 2 * latents + 2 * model.num_attention_heads * (mla.query_head_dim + mla.v_head_dim) // layout.tp
 
     def shrunk(self, model: ModelSection, small: SmallRun) -> dict[str, Any]:
-        """Makes ranks and heads small and all different."""
+        """Makes ranks and heads small, all of different sizes."""
         if model.mla is None:
             return {}
         ranks = {
@@ -108,11 +109,11 @@ class MultiHeadLatentAttention(LayerPart):
             "qk_rope_head_dim": SMALL_HEAD_DIM // 2,
             "v_head_dim": SMALL_HEAD_DIM + 2,
         }
-        own = model.mla.norm_epsilon
-        return {"mla": ranks | heads | {"norm_epsilon": None if own is None else own * small.epsilon_factor}}
+        epsilon = model.mla.norm_epsilon
+        return {"mla": ranks | heads | {"norm_epsilon": None if epsilon is None else epsilon * small.epsilon_factor}}
 
 
 def _down(model: ModelSection) -> int:
-    """Counts the projections to latents, which every rank of TP holds whole."""
+    """Counts the elements of the down-projections, which every TP rank holds whole."""
     mla = required(model.mla)
     return model.hidden_size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)

@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers after the last one."""
+"""Multi-token prediction (MTP): additional layers after the last one."""
 
 from typing import Any, final
 
@@ -10,8 +10,8 @@ _MAX_SMALL_DEPTHS = 2
 
 @final
 class MultiTokenPrediction(Feature):
-    """Depths that predict further tokens. Each joins two inputs, and has a layer like the model's last one and its own
-    norm."""
+    """Depths that predict further tokens. Each joins two inputs with a projection, and has a layer like the model's
+    last one and a norm."""
 
     def needs_torch_layers(self, model: ModelSection) -> str | None:
         if model.mtp_depths == 0 or model.global_attention_every is None:
@@ -23,5 +23,5 @@ class MultiTokenPrediction(Feature):
 
 
 def joint_parameters(model: ModelSection) -> Parameters:
-    """Counts the parameters of a depth without its layer: norms of inputs and output, and the input projection."""
+    """Counts a depth's parameters outside its layer: norms of both inputs and the output, and the input projection."""
     return Parameters(divided=2 * model.hidden_size**2, replicated=3 * norm_elements(model, model.hidden_size))

@@ -42,7 +42,7 @@ class _InputNorm(LayerPart):
         return hidden_local(model, layout)
 
     def narrow_tensors(self, model: ModelSection, layout: Layout) -> tuple[int, ...]:
-        """Returns the width of the output; the residual stream counts the input."""
+        """Returns the width of the norm's output; the residual stream counts its input."""
         return (hidden_local(model, layout),)
 
 

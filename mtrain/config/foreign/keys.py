@@ -1,4 +1,4 @@
-"""Keys of other programs that people type here, with ours; for the messages about unknown keys."""
+"""Keys of other programs, with ours, for the messages about unknown keys."""
 
 from mtrain.config.megatron_fields import TYPED_KNOBS
 from mtrain.config.tables import by_name, table
@@ -14,8 +14,8 @@ OURS = {
     **{name.replace("-", "_"): key for name, key in _ROWS.items()},
     **by_name(_HINTS["ours"]),
 }
-"""Name in another program -> our equivalent, in whichever section it is typed."""
+"""Name in another program -> our equivalent, in any section."""
 SYNONYMS = {key: frozenset(names.split()) for key, names in _HINTS["synonyms"].items()}
-"""Our key -> its synonyms in sections that have it."""
+"""Our key -> its synonyms, in sections that have the key."""
 FOLLOWING = by_name(_HINTS["following"])
-"""Name in another program without an equivalent -> what its value follows from here."""
+"""Name in another program without an equivalent -> our keys that its value follows from."""

@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM's `pretrain_gpt.py`, listed in tables/megatron_lm.toml, as a configuration."""
+"""Translation of arguments of Megatron-LM's `pretrain_gpt.py`, listed in tables/megatron_lm.toml."""
 
 import math
 import re
@@ -19,56 +19,56 @@ _RECOMPUTED = {"core_attn", "mlp", "moe", "shared_experts"}
 TABLE = table("megatron_lm")
 REFUSED, WITHOUT_EFFECT = frozenset(TABLE["refused"].split()), frozenset(TABLE["without_effect"].split())
 FLAGS = frozenset((*TABLE["switches"], *TABLE["flags"].split()))
-"""Translated arguments without a value."""
+"""Translated arguments that take no value."""
 _SECTIONS = ("rows", "latent_attention", "delta_net", "experts")
 TRANSLATED = FLAGS.union(TABLE["read"].split(), *(TABLE[section] for section in _SECTIONS))
 _EVERY = TRANSLATED | REFUSED | WITHOUT_EFFECT
 
 
 def from_megatron_lm(arguments: Sequence[str]) -> Translation:
-    """Translates the arguments of a start of Megatron-LM; the result is not checked yet.
+    """Translates arguments of Megatron-LM; `Translation.checked` checks the result.
 
     Args:
         arguments: Arguments as a shell passes them; a launcher before them, such as `torchrun ... pretrain_gpt.py`, is
             skipped.
     """
-    found = Translation("Megatron-LM")
-    given = _given(found, arguments)
-    found.without_effect += [f"--{name}" for name in given if name in WITHOUT_EFFECT]
-    found.lost += [
-        f"{' '.join([f'--{name}', *given[name]])}: it changes training, and has no counterpart here"
-        for name in given
+    config = Translation("Megatron-LM")
+    arguments_by_name = _read_arguments(config, arguments)
+    config.without_effect += [f"--{name}" for name in arguments_by_name if name in WITHOUT_EFFECT]
+    config.lost += [
+        f"{' '.join([f'--{name}', *arguments_by_name[name]])}: it changes training, and has no equivalent here"
+        for name in arguments_by_name
         if name in REFUSED
     ]
-    _Megatron(given, found).translate()
-    return found
+    _Megatron(arguments_by_name, config).translate()
+    return config
 
 
-def _given(found: Translation, arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the values of each argument, empty for flags; reports wrong ones."""
-    given, before = options(after_launcher(arguments)[1], str)
+def _read_arguments(config: Translation, arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Returns argument -> its values, empty for flags; reports wrong arguments."""
+    by_name, before = options(after_launcher(arguments)[1], str)
     for word in before:
-        found.wrong.append(f"{word}: an argument of Megatron-LM begins with --; remove what comes before it")
-    for name, values in given.items():
+        config.wrong.append(f"{word}: an argument of Megatron-LM begins with --; remove this word")
+    for name, values in by_name.items():
         if name not in _EVERY:
             near = meant(name, _EVERY)
             hint = f"did you mean --{near}?" if near else "remove it"
-            found.wrong.append(f"--{name} is no argument of Megatron-LM (August 2026); {hint}")
+            config.wrong.append(f"--{name} is not an argument of Megatron-LM (August 2026); {hint}")
         if variables := [value for value in values if is_variable(value)]:
-            found.wrong.append(f"--{name} {' '.join(variables)}: this is a variable of the shell; write its value")
+            config.wrong.append(f"--{name} {' '.join(variables)}: this is a shell variable; write its value")
         if name in FLAGS and values:
-            found.wrong.append(f"--{name} {' '.join(values)}: --{name} takes no value; remove it")
-    return given
+            config.wrong.append(f"--{name} {' '.join(values)}: --{name} takes no value; remove it")
+    return by_name
 
 
 class _Megatron:
-    def __init__(self, given: Mapping[str, list[str]], found: Translation) -> None:
-        self._given, self._found = given, found
+    def __init__(self, arguments: Mapping[str, list[str]], config: Translation) -> None:
+        self._arguments, self._config = arguments, config
         self._read: set[str] = set()
 
     def _values(self, name: str) -> list[str] | None:
         self._read.add(name)
-        return self._given.get(name)
+        return self._arguments.get(name)
 
     def _text(self, name: str) -> str | None:
         values = self._values(name)
@@ -79,8 +79,8 @@ class _Megatron:
 
     def _refuse(self, line: str) -> None:
         name = line.split()[0]
-        if not any(each.split()[0] == name for each in self._found.wrong):  # one reason for each argument
-            self._found.wrong.append(line)
+        if not any(earlier.split()[0] == name for earlier in self._config.wrong):  # one reason for each argument
+            self._config.wrong.append(line)
 
     def _value(self, name: str, default: Any = None) -> Any:
         text = self._text(name)
@@ -95,31 +95,31 @@ class _Megatron:
 
     def _degree(self, name: str) -> int:
         """Returns a degree of parallelism; 1 if absent or illegal, which the rules of `layout` then report."""
-        found = self._number(name)
-        return 1 if found is None else max(1, found)
+        degree = self._number(name)
+        return 1 if degree is None else max(1, degree)
 
     def _is_on(self, name: str) -> bool:
         return self._values(name) is not None
 
     def _origin(self, *names: str) -> str:
-        given = [f"--{name}" for name in names if name in self._given]
-        return ", ".join(given) if given else f"Megatron-LM's default of --{', --'.join(names)}"
+        explicit = [f"--{name}" for name in names if name in self._arguments]
+        return ", ".join(explicit) if explicit else f"Megatron-LM's default of --{', --'.join(names)}"
 
     def _put(self, name: str, key: str, default: Any = None) -> None:
-        """Puts a given value, else Megatron-LM's default, if any."""
+        """Sets `key` from an argument, otherwise from Megatron-LM's default, if any."""
         self._put_value(key, self._value(name, default), name)
 
     def _put_value(self, key: str, value: Any, *names: str) -> None:
-        """Puts a value that follows from arguments, or refuses an illegal one."""
+        """Sets `key` to a value that follows from arguments, or refuses an illegal value."""
         try:
-            self._found.put(key, value, self._origin(*names))
+            self._config.put(key, value, self._origin(*names))
         except (ValueError, ArithmeticError):
             self._refuse(
-                f"--{names[0]} {' '.join(self._values(names[0]) or [])} is not a value that Megatron-LM takes; fix it"
+                f"--{names[0]} {' '.join(self._values(names[0]) or [])} is not a value that Megatron-LM accepts; fix it"
             )
 
     def _put_all(self, section: str) -> None:
-        """Puts the arguments of a section of the table."""
+        """Sets the keys of a section of the table."""
         for name, row in TABLE[section].items():
             if isinstance(row, str):
                 self._put(name, row)
@@ -131,16 +131,16 @@ class _Megatron:
             self._put_value(key, True, name)
 
     def _unused(self, *names: str) -> None:
-        self._found.without_effect += [f"--{name}" for name in names if self._is_on(name)]
+        self._config.without_effect += [f"--{name}" for name in names if self._is_on(name)]
 
     def _lost(self, name: str, why: str) -> None:
-        """Reports an argument without equivalent, if it is given."""
+        """Reports an argument without an equivalent, if it is given."""
         values = self._values(name)
         if values is not None:
-            self._found.lost.append(f"--{name} {' '.join(values)}: {why}")
+            self._config.lost.append(f"--{name} {' '.join(values)}: {why}")
 
     def translate(self) -> None:
-        """Puts every argument under its key, and Megatron-LM's defaults that differ from ours."""
+        """Sets the keys of all arguments and of Megatron-LM's defaults."""
         self._simple()
         self._model()
         self._rope()
@@ -151,15 +151,15 @@ class _Megatron:
         self._precision()
         self._recomputation()
         self._data()
-        self._places()
+        self._paths()
         if not self._is_on("calculate-per-token-loss"):
-            self._found.notes.append(
+            self._config.notes.append(
                 "Megatron-LM averages the means of microbatches and data-parallel ranks unless it has "
-                "--calculate-per-token-loss; loss.aggregation=token-mean is that mean, under every layout"
+                "--calculate-per-token-loss; loss.aggregation=token-mean is the mean over all tokens, on any layout"
             )
-        self._found.lost += [
-            f"{' '.join([f'--{name}', *values])}: no other given argument uses it"
-            for name, values in self._given.items()
+        self._config.lost += [
+            f"{' '.join([f'--{name}', *values])}: no other argument uses it"
+            for name, values in self._arguments.items()
             if name in TRANSLATED and name not in self._read
         ]
 
@@ -170,7 +170,7 @@ class _Megatron:
         for name, key in TABLE["switches"].items():
             self._switch(name, key)
         if self._number("tensor-model-parallel-size", 1) == 1:
-            self._found.drop("layout.sp")  # Megatron-LM ignores it then
+            self._config.drop("layout.sp")  # Megatron-LM then ignores it
 
     def _model(self) -> None:
         hidden, gated = self._number("hidden-size"), self._is_on("swiglu")
@@ -187,7 +187,7 @@ class _Megatron:
         if self._value("softmax-type", "vanilla") == "learnable":
             self._put_value("model.attention_sinks", True, "softmax-type")
         elif self._value("softmax-type", "vanilla") != "vanilla":
-            self._lost("softmax-type", "attention has its softmax, or learned sinks")
+            self._lost("softmax-type", "attention has a plain softmax or learned sinks here")
         self._window()
         self._attention()
         if self._value("transformer-impl") == "local":
@@ -206,20 +206,21 @@ class _Megatron:
             self._put_value("model.activation", "gelu_tanh", fused)
         else:
             self._put_value("model.activation", "gelu", *(name for name in (bias, fused) if self._is_on(name)))
-        used = self._found.origins["model.activation"]
+        used = self._config.origins["model.activation"]
         self._unused(*(name for name in ("openai-gelu", fused) if f"--{name}" not in used))
 
     def _attention(self) -> None:
         if self._is_on("multi-latent-attention"):
             self._put_all("latent_attention")
-            self._found.drop("model.head_dim")  # Megatron-LM reads its own sizes in latent attention
+            self._config.drop("model.head_dim")  # latent attention has its own sizes in Megatron-LM
             if self._is_on("qk-layernorm"):
-                self._found.origins["model.mla.kv_lora_rank"] += "; --qk-layernorm normalises latents, as always here"
-                self._found.content["model"].pop("qk_norm")
-                self._found.origins.pop("model.qk_norm")
+                self._config.origins["model.mla.kv_lora_rank"] += "; --qk-layernorm normalises latents, as always here"
+                self._config.content["model"].pop("qk_norm")
+                self._config.origins.pop("model.qk_norm")
             else:
-                self._found.lost.append(
-                    "--multi-latent-attention without --qk-layernorm: latents are not normalised there, but always here"
+                self._config.lost.append(
+                    "--multi-latent-attention without --qk-layernorm: Megatron-LM then does not normalise latents, but "
+                    "they are always normalised here"
                 )
         kind = self._value("experimental-attention-variant")
         if kind in ("gdn", "gated_delta_net"):
@@ -228,14 +229,14 @@ class _Megatron:
             self._lost("experimental-attention-variant", "only gated_delta_net (gdn) is supported here")
 
     def _window(self) -> None:
-        given = self._text("window-size")
-        sides = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", given or "")
-        if given is None:
+        text = self._text("window-size")
+        sides = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text or "")
+        if text is None:
             return
         if sides is None or int(sides[2]) != 0 or int(sides[1]) < 0:
-            self._lost("window-size", "a window has so many tokens to the left and 0 to the right")
+            self._lost("window-size", "a window here has tokens to the left and 0 to the right, as in 4096,0")
             return
-        self._found.put("model.sliding_window", int(sides[1]) + 1, "--window-size, and the token itself")
+        self._config.put("model.sliding_window", int(sides[1]) + 1, "--window-size, and the token itself")
         every = self._value("window-attn-skip-freq")
         if isinstance(every, int):
             self._put("window-attn-skip-freq", "model.global_attention_every")
@@ -251,8 +252,8 @@ class _Megatron:
         if is_rotary:
             self._unused("max-position-embeddings")
         else:
-            self._lost("max-position-embeddings", "there is no table of positions here")
-            self._found.lost.append(f"{self._origin('position-embedding-type')}, {kind}: positions are rotary here")
+            self._lost("max-position-embeddings", "no table of positions exists here")
+            self._config.lost.append(f"{self._origin('position-embedding-type')}, {kind}: positions are rotary here")
         self._put("rotary-base", "model.rope.base", 10000)
         self._put("rotary-percent", "model.rope.partial", 1.0)
         is_latent = self._is_on("multi-latent-attention")
@@ -272,14 +273,14 @@ class _Megatron:
         self._put("rotary-scaling-factor", "model.rope.factor", 1.0)
         length = "model.rope.original_max_positions"
         if is_latent:
-            self._found.put(length, 4096, "Megatron-LM's default in latent attention")
+            self._config.put(length, 4096, "Megatron-LM's default in latent attention")
         else:
             self._put("yarn-original-max-position-embeddings", length, 4096)
             self._put("yarn-beta-fast", "model.rope.beta_fast", 32.0)
             self._put("yarn-beta-slow", "model.rope.beta_slow", 1.0)
         scale, whole = self._value("mscale", 1.0), self._value("mscale-all-dim", 0.0)
         factor = self._value("rotary-scaling-factor", 1.0)
-        if not all(isinstance(each, int | float) for each in (scale, whole, factor)):
+        if not all(isinstance(number, int | float) for number in (scale, whole, factor)):
             self._refuse("--mscale, --mscale-all-dim and --rotary-scaling-factor need numbers; fix them")
         elif whole:
             self._put("mscale", "model.rope.mscale", 1.0)
@@ -294,7 +295,7 @@ class _Megatron:
         if not self._is_on("num-experts"):
             return
         self._put_all("experts")
-        put, ffn = self._put_value, self._found.get("model.ffn_hidden_size")
+        put, ffn = self._put_value, self._config.get("model.ffn_hidden_size")
         self._put("moe-ffn-hidden-size", "model.experts.ffn_hidden_size", ffn)
         self._switch("moe-shared-expert-gate", "model.experts.shared_gate")
         self._switch("moe-router-pre-softmax", "model.experts.pre_softmax")
@@ -306,31 +307,33 @@ class _Megatron:
         put("model.experts.dispatcher", name, "moe-token-dispatcher-type")
         self._layers_with_experts()
         self._balance()
-        permit_layout_dependent(self._found)
+        permit_layout_dependent(self._config)
 
     def _layers_with_experts(self) -> None:
-        given = self._text("moe-layer-freq")
-        pattern = re.fullmatch(r"\(?\[0\]\s*\*\s*(\d+)\s*\+\s*\[1\]\s*\*\s*\d+\)?", (given or "").replace(" ", ""))
-        if given is not None and given.isdigit():
+        text = self._text("moe-layer-freq")
+        pattern = re.fullmatch(r"\(?\[0\]\s*\*\s*(\d+)\s*\+\s*\[1\]\s*\*\s*\d+\)?", (text or "").replace(" ", ""))
+        if text is not None and text.isdigit():
             self._put("moe-layer-freq", "model.experts.every")
         elif pattern is not None:
-            self._found.put("model.experts.first_dense_layers", int(pattern[1]), "--moe-layer-freq")
-        elif given is not None:
-            self._lost("moe-layer-freq", "layers with experts are every so many, or all after the first so many")
+            self._config.put("model.experts.first_dense_layers", int(pattern[1]), "--moe-layer-freq")
+        elif text is not None:
+            self._lost(
+                "moe-layer-freq", "layers with experts are every n-th layer, or all layers after the first n here"
+            )
 
     def _balance(self) -> None:
         kinds = self._values("moe-router-load-balancing-type") or ["aux_loss"]
         coefficients = [scalar(text) for text in self._values("moe-aux-loss-coeff") or []]
-        if not all(isinstance(each, int | float) for each in coefficients):
+        if not all(isinstance(number, int | float) for number in coefficients):
             self._refuse(f"--moe-aux-loss-coeff {' '.join(map(str, coefficients))}: numbers are needed; fix it")
             return
         if len(coefficients) > len(kinds) or any(kind not in BALANCE for kind, _ in zip(kinds, coefficients)):
-            self._lost("moe-aux-loss-coeff", f"each one is of one of {', '.join(BALANCE)}")
+            self._lost("moe-aux-loss-coeff", f"each coefficient belongs to one of {', '.join(BALANCE)}")
         for kind, coefficient in zip(kinds, coefficients):
             if kind in BALANCE and coefficient:
-                self._found.put(BALANCE[kind], coefficient, f"--moe-aux-loss-coeff of {kind}")
+                self._config.put(BALANCE[kind], coefficient, f"--moe-aux-loss-coeff of {kind}")
         if any(kind not in (*BALANCE, "none") for kind in kinds):
-            self._lost("moe-router-load-balancing-type", f"known are {', '.join(BALANCE)} and none")
+            self._lost("moe-router-load-balancing-type", f"only {', '.join(BALANCE)} and none are translated")
 
     def _layout(self) -> None:
         put, tp = self._put_value, self._degree("tensor-model-parallel-size")
@@ -339,8 +342,12 @@ class _Megatron:
         layers = self._number("num-layers")
         if self._is_on("num-layers-per-virtual-pipeline-stage") and layers is not None:
             stages = layers // self._degree("pipeline-model-parallel-size")
-            each = self._number("num-layers-per-virtual-pipeline-stage")
-            put("layout.vpp", stages // each if each else 0, "num-layers-per-virtual-pipeline-stage")
+            layers_per_stage = self._number("num-layers-per-virtual-pipeline-stage")
+            put(
+                "layout.vpp",
+                stages // layers_per_stage if layers_per_stage else 0,
+                "num-layers-per-virtual-pipeline-stage",
+            )
             self._lost("num-virtual-stages-per-pipeline-rank", "the layers of a stage are also given; keep one")
         if self._degree("context-parallel-size") > 1 and self._is_on("cp-comm-type"):
             ways = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
@@ -348,7 +355,7 @@ class _Megatron:
             if len(kinds) == 1 and kinds <= ways.keys():
                 put("layout.cp_comm", ways[kinds.pop()], "cp-comm-type")
             else:
-                self._lost("cp-comm-type", f"one of {', '.join(ways)} for all layers is known")
+                self._lost("cp-comm-type", f"only one of {', '.join(ways)}, for all layers, is translated")
 
     def _steps(self) -> None:
         size = self._number("global-batch-size")
@@ -361,7 +368,7 @@ class _Megatron:
         ):
             samples = self._number(name)
             if samples is not None and size:
-                self._found.put(key, -(-samples // size), f"--{name} / --global-batch-size")
+                self._config.put(key, -(-samples // size), f"--{name} / --global-batch-size")
             elif samples is not None:
                 self._lost(name, f"{key} counts steps; also give --global-batch-size")
 
@@ -371,20 +378,22 @@ class _Megatron:
         if style in known:
             put("optimizer.schedule", known[style], "lr-decay-style")
         else:
-            self._lost("lr-decay-style", f"known are {', '.join(known)}")
+            self._lost("lr-decay-style", f"only {', '.join(known)} are translated")
         if style == "WSD":
-            self._found.content["optimizer"].pop("decay_steps", None)  # where all decay ends is the end of the run here
+            self._config.content["optimizer"].pop(
+                "decay_steps", None
+            )  # here wsd always decays until the end of the run
             samples, size = self._number("lr-wsd-decay-samples"), self._number("global-batch-size")
             self._put("lr-wsd-decay-iters", "optimizer.decay_steps")
             if samples is not None and size:
                 put("optimizer.decay_steps", -(-samples // size), "lr-wsd-decay-samples", "global-batch-size")
             if (fall := self._value("lr-wsd-decay-style", "exponential")) != "linear":
-                self._found.lost.append(f"{self._origin('lr-wsd-decay-style')}, {fall}: wsd falls linearly here")
+                self._config.lost.append(f"{self._origin('lr-wsd-decay-style')}, {fall}: wsd falls linearly here")
         fraction = self._value("lr-warmup-fraction")
         if fraction is not None and not isinstance(fraction, int | float):
             self._refuse(f"--lr-warmup-fraction {fraction}: a number is needed; fix it")
         elif fraction is not None:
-            steps = self._found.content["optimizer"].get("decay_steps") if style != "WSD" else None
+            steps = self._config.content["optimizer"].get("decay_steps") if style != "WSD" else None
             if steps is None:
                 put("optimizer.warmup_ratio", fraction, "lr-warmup-fraction")
             else:
@@ -404,7 +413,9 @@ class _Megatron:
             self._put("initial-loss-scale", "train.initial_loss_scale", 2.0**32)
         self._put("fp8-format", "train.fp8")
         if self._is_on("fp8-format") and self._value("fp8-recipe", "delayed") == "delayed":
-            self._found.lost.append(f"{self._origin('fp8-recipe')}, delayed: its scales are in no checkpoint here")
+            self._config.lost.append(
+                f"{self._origin('fp8-recipe')}, delayed: checkpoints here do not contain its scales"
+            )
         elif self._is_on("fp8-format"):
             self._put("fp8-recipe", "train.fp8_recipe")
         name, minutes = "use-distributed-optimizer", self._number("distributed-timeout-minutes", 10)
@@ -419,16 +430,18 @@ class _Megatron:
         put("train.recompute", kind, "recompute-activations", "recompute-granularity")
         if kind == "full" and self._value("recompute-method") == "block":
             self._put("recompute-num-layers", "train.recompute_layers")
-        elif kind == "full":  # layers that are recomputed at one time
+        elif kind == "full":  # the number of layers per checkpoint, which only affects memory
             self._unused("recompute-num-layers")
         modules = self._values("recompute-modules") if kind == "selective" else None
         if modules is not None:
             put("train.recompute_modules", [module for module in modules if module in _RECOMPUTED], "recompute-modules")
-            if others := [module for module in modules if module not in _RECOMPUTED]:
-                self._found.lost.append(f"--recompute-modules {' '.join(others)}: not recomputed here; memory only")
+            if unsupported := [module for module in modules if module not in _RECOMPUTED]:
+                self._config.lost.append(
+                    f"--recompute-modules {' '.join(unsupported)}: not recomputed here; memory only"
+                )
 
     def _data(self) -> None:
-        put, sources = self._put_value, self._found.content.setdefault("data", {})
+        put, sources = self._put_value, self._config.content.setdefault("data", {})
         if self._value("tokenizer-type") in _KNOWN_BY_THEIR_FILES:
             self._unused("tokenizer-type")
         else:
@@ -450,12 +463,14 @@ class _Megatron:
             try:
                 put("data.split", shares(text), "split")
             except (ValueError, ArithmeticError):
-                self._refuse(f"--split {text}: three numbers with commas between them are needed; fix it")
+                self._refuse(f"--split {text}: three numbers separated by commas are needed; fix it")
         reset = [self._is_on(f"reset-{name}") for name in ("position-ids", "attention-mask")]
         if all(reset):
             put("data.isolate_documents", True, "reset-position-ids", "reset-attention-mask")
         elif any(reset):
-            self._found.lost.append("one of --reset-position-ids and --reset-attention-mask alone: documents have both")
+            self._config.lost.append(
+                "only one of --reset-position-ids and --reset-attention-mask: data.isolate_documents does both"
+            )
         self._validation(sources)
 
     def _validation(self, data: Mapping[str, Any]) -> None:
@@ -469,29 +484,29 @@ class _Megatron:
             return
         self._put("eval-interval", "valid.interval_steps", 1000)
         if size is None:
-            given = " ".join(self._values("eval-iters") or [])
-            self._found.lost.append(
-                f"--eval-iters {given}: valid.max_samples counts samples; also give --global-batch-size"
+            text = " ".join(self._values("eval-iters") or [])
+            self._config.lost.append(
+                f"--eval-iters {text}: valid.max_samples counts samples; also give --global-batch-size"
             )
         else:
             self._put_value("valid.max_samples", (count or 0) * size, "eval-iters")
 
-    def _places(self) -> None:
+    def _paths(self) -> None:
         put, load = self._put_value, self._text("load")
         other = load if load != self._text("save") else None
         origin = self._text("pretrained-checkpoint") or other
         if other != origin and other is not None:
-            self._lost("load", "a run begins from --pretrained-checkpoint and resumes from its own folder")
+            self._lost("load", "a run starts from --pretrained-checkpoint and resumes from its own folder")
         put("checkpoint.initialize_from", origin, "pretrained-checkpoint", "load")
         if origin is not None and not self._is_on("finetune"):
-            self._found.notes.append(
-                f"a run resumes from its own folder; {origin} gives the weights alone, without optimizer and step"
+            self._config.notes.append(
+                f"a run resumes from its own folder; {origin} only gives the weights, without optimizer and step"
             )
         name = "persistent-save-interval" if self._is_on("persistent-save-interval") else "save-interval"
         self._put(name, "checkpoint.interval_steps")
         if self._is_on(name) and not self._is_on("save-retain-interval"):
             self._put(name, "checkpoint.keep_every_steps")
-            self._found.origins["checkpoint.keep_every_steps"] = "Megatron-LM keeps every checkpoint"
+            self._config.origins["checkpoint.keep_every_steps"] = "Megatron-LM keeps every checkpoint"
         put("checkpoint.async_save", self._is_on("async-save"), "async-save")
         put("metrics.tensorboard", self._is_on("tensorboard-dir"), "tensorboard-dir")
         if self._is_on("wandb-project"):
@@ -500,12 +515,12 @@ class _Megatron:
         if self._is_on("profile"):
             steps = [self._number(f"profile-step-{name}", default) for name, default in (("start", 10), ("end", 12))]
             put("metrics.profile_steps", steps, "profile-step-start", "profile-step-end")
-            ranks = [scalar(each) for each in self._values("profile-ranks") or []]
+            ranks = [scalar(rank) for rank in self._values("profile-ranks") or []]
             put("metrics.profile_ranks", ranks or None, "profile-ranks")
 
 
 def _blend(words: Sequence[str]) -> list[dict[str, Any]]:
     """Reads `[WEIGHT PATH]...` or `PATH...`."""
-    if len(words) > 1 and len(words) % 2 == 0 and all(isinstance(scalar(each), int | float) for each in words[::2]):
+    if len(words) > 1 and len(words) % 2 == 0 and all(isinstance(scalar(word), int | float) for word in words[::2]):
         return [{"path": path, "weight": float(weight)} for weight, path in zip(words[::2], words[1::2])]
     return [{"path": path} for path in words]

@@ -1,4 +1,4 @@
-"""A configuration from another program: keys with their origins, what could not be carried over, and what it lacks."""
+"""A configuration translated from another program, with the origin of every key, what was lost and what is missing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mtrain.config.kinds import merged
 from mtrain.config.load import MergedContent, Resolve
 from mtrain.config.schema.root import Config
 
-_MOST_ROUNDS = 40
-"""Most faults in a row to search for, far more than a person's file has."""
+_MAX_ROUNDS = 40
+"""Limit of the search for faults that hide each other, far above what a person's file needs."""
 _KEY = re.compile(r"[a-z_]\w*(?:\.\w+)*")
 _FOLDER = "model.hf"
 _STAND_INS: Mapping[str, Any] = {
@@ -27,12 +27,12 @@ _STAND_INS: Mapping[str, Any] = {
     "data": {"seq_length": 65536, "tokenizer": "tokenizer", "train": [{"path": "corpus"}]},
     "loss": {"norm_length": 1024},
 }
-"""Stand-ins for keys that a person may still have to give, to judge the rest."""
+"""Values for keys that the user may still have to add, so that all others can be checked."""
 
 
 @dataclass
 class Translation:
-    """Translated keys, in our terms."""
+    """Keys of a configuration, translated from the settings of `program`."""
 
     program: str
     content: dict[str, Any] = field(default_factory=dict)
@@ -41,85 +41,85 @@ class Translation:
     lost: list[str] = field(default_factory=list)
     """Lines on settings that could not be carried over."""
     notes: list[str] = field(default_factory=list)
-    """Lines on keys with another meaning or default."""
+    """Lines on keys whose meaning or default differs."""
     without_effect: list[str] = field(default_factory=list)
-    """Names of settings that do not change what is trained."""
+    """Names of settings that do not affect training."""
     wrong: list[str] = field(default_factory=list)
-    """Lines on what the program itself would refuse."""
+    """Lines on settings that the program itself would refuse."""
     missing: list[str] = field(default_factory=list)
-    """Lines on what the configuration still lacks; `checked` finds them."""
+    """Lines on keys that the configuration still lacks; `checked` finds them."""
 
     def put(self, key: str, value: Any, origin: str) -> None:
-        """Sets a dotted key; a default of the program gives way to a value given under another name.
+        """Sets a dotted key; a default of the program does not override a setting.
 
         Args:
-            value: Value; None omits the key.
-            origin: Text for the comment next to the key.
+            value: Value of the key; None leaves the key unset.
+            origin: Text of the comment next to the key.
 
         Raises:
-            ValueError: A key of this type does not take the value.
+            ValueError: The key's type does not accept the value.
         """
         if value is None:
             return
         value = fitting(key, value)
         *parents, name = key.split(".")
-        place = self.content
+        section = self.content
         for parent in parents:
-            place = place.setdefault(parent, {})
-        earlier, known = place.get(name), self.origins.get(key, origin)
+            section = section.setdefault(parent, {})
+        earlier, known = section.get(name), self.origins.get(key, origin)
         is_grown = isinstance(earlier, dict) and isinstance(value, dict) and earlier.items() <= value.items()
         is_grown |= isinstance(earlier, list) and isinstance(value, list) and value[: len(earlier)] == earlier
         if known != origin and self.is_default(origin) and not is_grown:
             return
-        place[name], self.origins[key] = value, origin
+        section[name], self.origins[key] = value, origin
         if known == origin or (self.is_default(known) and not is_grown):
             return
         if earlier == value or is_grown:
             self.origins[key] = f"{known}; {origin}"
         else:
-            self.lost.append(f"{known}: {origin} gives another {key}, which is kept")
+            self.lost.append(f"{known}: {origin} gives another {key}, which is used")
 
     def get(self, key: str) -> Any:
-        """Returns the value of a dotted key, if any."""
+        """Returns the value of a dotted key, or None."""
         return value_at(self.content, key)
 
     def is_default(self, origin: str) -> bool:
-        """Says whether an origin is a default of the program instead of a given value."""
+        """Says whether an origin is a default of the program rather than a setting."""
         return origin.startswith(f"{self.program}'s default")
 
     def drop(self, key: str, *, is_named: bool = True) -> None:
-        """Drops a key or section; `is_named` reports its origin among what has no effect."""
+        """Drops a key or section; `is_named` adds its origins to `without_effect`."""
         *parents, name = key.split(".")
-        place = self.content
+        section = self.content
         for parent in parents:
-            place = place.get(parent, {})
-        if place.pop(name, None) is not None:
-            gone = [dotted for dotted in self.origins if dotted == key or dotted.startswith(f"{key}.")]
-            given = [each for each in map(self.origins.pop, gone) if not self.is_default(each)]
-            self.without_effect += given if is_named else []
-            if parents and not place:
+            section = section.get(parent, {})
+        if section.pop(name, None) is not None:
+            dropped = [dotted for dotted in self.origins if dotted == key or dotted.startswith(f"{key}.")]
+            explicit = [origin for origin in map(self.origins.pop, dropped) if not self.is_default(origin)]
+            self.without_effect += explicit if is_named else []
+            if parents and not section:
                 self.drop(".".join(parents))
 
     def drop_same_defaults(self) -> None:
-        """Drops the program's defaults that equal ours."""
+        """Drops the program's defaults that equal mtrain's."""
         for key, origin in list(self.origins.items()):
             if self.is_default(origin) and is_same(self.get(key), default_of(key)):
                 self.drop(key)
 
-    def names_all_of(self, given: Mapping[str, Any]) -> None:
-        """Reports given keys that appear nowhere among what has no effect."""
+    def report_unmentioned(self, explicit: Mapping[str, Any]) -> None:
+        """Adds settings that no origin or line mentions to `without_effect`."""
         text = "\n".join([*self.origins.values(), *self.lost, *self.notes, *self.wrong, *self.without_effect])
         self.without_effect += [
-            name for name in given if not re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-]*\w)", text)
+            name for name in explicit if not re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-]*\w)", text)
         ]
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines of the YAML file: what was lost, then each key with its origin."""
-        yield f"# Translated from {self.program} by `mtrain from`; `mtrain check` says what it makes of it."
+        """Yields the lines of the YAML file: comments on the translation, then each key with its origin."""
+        yield f"# Translated from {self.program} by `mtrain from`; `mtrain check` shows the resulting run."
         yield from _listed("Not carried over", self.lost)
         yield from _listed("Differs", self.notes)
         if self.without_effect:
-            yield f"# Without effect on what is trained: {', '.join(map(one_line, self.without_effect))}"
+            yield f"# No effect on training: {', '.join(map(one_line, self.without_effect))}"
         yield from _listed("To be completed", self.missing)
         yield from self._section(self.content, "", "")
 
@@ -133,16 +133,17 @@ class Translation:
                 yield f"{indent}{name}: {json.dumps(value)}  # {one_line(self.origins[key])}"
 
     def checked(self, resolve: Resolve) -> Translation:
-        """Returns the translation, without defaults that equal ours.
+        """Returns the translation, without defaults that equal mtrain's.
 
         Args:
-            resolve: Fills in what folders say that the configuration names.
+            resolve: Fills in keys from folders that the configuration names.
 
         Raises:
-            ConfigError: The program would refuse its input, or `mtrain check` the result; one line per reason.
+            ConfigError: The program would refuse its input, or `mtrain check` would refuse the result; one line per
+                reason.
         """
         self.drop_same_defaults()
-        self.missing, faults = found_faults(self.content, resolve)
+        self.missing, faults = find_faults(self.content, resolve)
         wrong = [self._with_origins(line) for line in faults]
         if reasons := list(dict.fromkeys((*self.wrong, *wrong))):
             raise ConfigError("\n".join(reasons))
@@ -160,65 +161,71 @@ def _listed(title: str, lines: list[str]) -> Iterator[str]:
 
 
 def one_line(text: str) -> str:
-    """Returns a text on one line of printable characters, for a comment."""
-    return "".join(each if each.isprintable() else " " for each in text)
+    """Replaces unprintable characters, including newlines, with spaces, for a comment."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 Put = Callable[[Translation, Any, str], None]
-"""Puts the value of a foreign key; raises ValueError or TypeError for illegal values."""
+"""Function that sets keys from a setting (translation, value, name); raises ValueError or TypeError for illegal
+values."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Treatment of one key of another program."""
+    """Translation of one setting of another program."""
 
     put: Put
     default: Any = None
-    """The program's default; None: no consequence."""
+    """Default in the other program; None: nothing is set."""
 
 
 Table = Mapping[str, Row]
-"""Key of another program -> treatment."""
+"""Setting of another program -> its translation."""
 
 
 def to(key: str, default: Any = None, change: Callable[[Any], Any] = lambda value: value) -> Row:
-    """Puts the value under `key`, changed by `change`, which returns None for nothing."""
-    return Row(lambda found, value, name: found.put(key, change(fitting(key, value)), name), default)
+    """Returns a row that sets `key` to `change` of the value; None leaves the key unset."""
+    return Row(lambda config, value, name: config.put(key, change(fitting(key, value)), name), default)
 
 
 def choice(key: str, values: Mapping[Any, Any], default: Any = None) -> Row:
-    """Puts what `values` has for the value, nothing for None; other values are lost."""
+    """Returns a row that sets `key` to the counterpart of the value in `values`; None leaves the key unset.
+
+    Other values are reported as lost.
+    """
 
     is_switch = values.keys() == {True, False}
 
-    def put(found: Translation, value: Any, name: str) -> None:
+    def put(config: Translation, value: Any, name: str) -> None:
         value = boolean(value) if is_switch else value
         if isinstance(value, str | bool) and value in values:
-            found.put(key, values[value], name if found.is_default(name) else f"{name}={value}")
+            config.put(key, values[value], name if config.is_default(name) else f"{name}={value}")
         else:
-            known = ", ".join(dict.fromkeys(str(each) for each in values.values() if each is not None))
-            found.lost.append(f"{name}={value}: {key} takes {known}")
+            known = ", ".join(
+                dict.fromkeys(str(choice_value) for choice_value in values.values() if choice_value is not None)
+            )
+            config.lost.append(f"{name}={value}: {key} takes {known}")
 
     return Row(put, default)
 
 
 def lost(why: str, default: Any = False) -> Row:
-    """Reports a key without equivalent, unless it has its neutral value `default`."""
+    """Returns a row of a setting without equivalent: reports it, unless it has its neutral value `default`."""
 
-    def put(found: Translation, value: Any, name: str) -> None:
+    def put(config: Translation, value: Any, name: str) -> None:
         if not is_same(value, default):
-            found.lost.append(f"{name}={value}: {why}")
+            config.lost.append(f"{name}={value}: {why}")
 
     return Row(put)
 
 
-def later(check: Callable[[Any], Any], default: Any = None) -> Row:
-    """Row of a key that is read together with others after the table; `check` refuses illegal values."""
-    return Row(lambda found, value, name: check(value) and None, default)
+def deferred(check: Callable[[Any], Any], default: Any = None) -> Row:
+    """Returns a row of a setting that code after the table combines with others; `check` refuses illegal values."""
+    return Row(lambda config, value, name: check(value) and None, default)
 
 
 def above_0(value: Any) -> Any:
-    """Returns a number above 0; None for 0 and negative numbers, which switch something off."""
+    """Returns a number above 0; None for 0 and negative numbers, which mean off."""
     return value if value > 0 else None
 
 
@@ -227,24 +234,24 @@ def unless_0(value: Any) -> Any:
     return value or None
 
 
-def no_effect(found: Translation, value: Any, name: str) -> None:
-    """Leaves a key that does not change what is trained; the file's head names it."""
+def no_effect(config: Translation, value: Any, name: str) -> None:
+    """Sets nothing, for a setting that does not affect training; the head of the written file names it."""
 
 
 UNUSED = Row(no_effect)
-"""Row of a key that does not change what is trained."""
+"""Row of a setting that does not affect training."""
 
 
 def rows_of(content: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, Row]:
     """Builds the rows of a table in `mtrain/config/tables`.
 
     Args:
-        content: `rows` by name; `read`, a check -> names that are read together with others; `unused` names.
-        functions: Functions by the names that the table has for them.
+        content: `rows` by name; `read`, a check -> names of settings that are combined with others; `unused` names.
+        functions: Functions by their names in the table.
     """
     rows = {name: _row(entry, functions) for name, entry in content["rows"].items()}
     for check, names in content.get("read", {}).items():
-        rows |= dict.fromkeys(names.split(), later(functions[check]))
+        rows |= dict.fromkeys(names.split(), deferred(functions[check]))
     return rows | dict.fromkeys(content.get("unused", "").split(), UNUSED)
 
 
@@ -256,7 +263,7 @@ def _row(entry: str | Mapping[str, Any], functions: Mapping[str, Callable[..., A
         case {"lost": why}:
             return lost(why, entry.get("neutral", False))
         case {"read": check}:
-            return later(functions[check], default)
+            return deferred(functions[check], default)
         case {"put": name, "of": argument}:
             return Row(functions[name](argument), default)
         case {"put": name}:
@@ -271,30 +278,30 @@ def _row(entry: str | Mapping[str, Any], functions: Mapping[str, Callable[..., A
             return to(key, default, functions[name])
         case {"to": key}:
             return to(key, default)
-    raise AssertionError(f"{entry} has no form of a row")
+    raise AssertionError(f"{entry} is not a row")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a program: given ones and defaults."""
+    """Settings of a program, explicit or default."""
 
     program: str
-    given: Mapping[str, Any]
-    """Given settings, without empty and wrong ones."""
+    explicit: Mapping[str, Any]
+    """Settings that the user gave, without empty and wrong ones."""
     defaults: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        return self.given.get(name, self.defaults.get(name))
+        return self.explicit.get(name, self.defaults.get(name))
 
     def origin(self, *names: str) -> str:
-        """Names the given ones of several keys that a value follows from."""
-        given = [name for name in names if name in self.given]
-        return ", ".join(given) if given else f"{self.program}'s default of {', '.join(names)}"
+        """Returns the origin of a value that follows from several settings: the explicit ones, or the defaults."""
+        explicit = [name for name in names if name in self.explicit]
+        return ", ".join(explicit) if explicit else f"{self.program}'s default of {', '.join(names)}"
 
-    def said(self, *names: str) -> str:
-        """Returns `origin` with the given values."""
-        given = [f"{name}={self.given[name]}" for name in names if name in self.given]
-        return ", ".join(given) if given else self.origin(*names)
+    def described(self, *names: str) -> str:
+        """Returns the explicit settings among `names` with their values; without any, their `origin`."""
+        explicit = [f"{name}={self.explicit[name]}" for name in names if name in self.explicit]
+        return ", ".join(explicit) if explicit else self.origin(*names)
 
 
 def is_nothing(value: Any) -> bool:
@@ -302,51 +309,51 @@ def is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
-def translated(found: Translation, given: Mapping[str, Any], table: Table) -> Settings:
-    """Puts every given value, then the program's defaults; returns both, without wrong ones."""
-    kept: dict[str, Any] = {}
-    for name, value in given.items():
+def translated(config: Translation, settings: Mapping[str, Any], table: Table) -> Settings:
+    """Translates every setting, then the program's defaults; returns both, without wrong settings."""
+    explicit: dict[str, Any] = {}
+    for name, value in settings.items():
         row = table.get(name)
         if is_nothing(value):
             continue
         if row is None:
-            found.lost.append(f"{name}={value}: no key here corresponds")
-        if row is None or tried(found, row.put, value, name):
-            kept[name] = value
-    defaults = {name: row.default for name, row in table.items() if row.default is not None and name not in kept}
+            config.lost.append(f"{name}={value}: no key here corresponds")
+        if row is None or try_put(config, row.put, value, name):
+            explicit[name] = value
+    defaults = {name: row.default for name, row in table.items() if row.default is not None and name not in explicit}
     for name, value in defaults.items():
-        table[name].put(found, value, f"{found.program}'s default of {name}")
-    return Settings(found.program, kept, defaults)
+        table[name].put(config, value, f"{config.program}'s default of {name}")
+    return Settings(config.program, explicit, defaults)
 
 
-def tried(found: Translation, put: Put, value: Any, name: str) -> bool:
-    """Puts a value, or reports it as wrong; says whether it is legal."""
+def try_put(config: Translation, put: Put, value: Any, name: str) -> bool:
+    """Sets keys from a value, or reports the value as wrong; returns whether it is legal."""
     try:
-        put(found, value, name)
+        put(config, value, name)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
-        found.wrong.append(f"{name}={value!r} is not a value that {found.program} takes; fix it")
+        config.wrong.append(f"{name}={value!r} is not a value that {config.program} accepts; fix it")
         return False
     return True
 
 
 class Faults(NamedTuple):
     missing: list[str]
-    """Keys without a value, and a model that was not downloaded."""
+    """Messages on keys without a value, and on a model that is not downloaded."""
     wrong: list[str]
 
 
-def found_faults(content: Mapping[str, Any], resolve: Resolve) -> Faults:
-    """Finds every fault of sections; repairs faults that hide others during the search.
+def find_faults(content: Mapping[str, Any], resolve: Resolve) -> Faults:
+    """Finds every fault of sections, by repairing a copy until no fault hides another.
 
     Args:
         content: Sections with their keys; not changed.
-        resolve: Fills in what folders say that the sections name.
+        resolve: Fills in keys from folders that the sections name.
     """
     sections: dict[str, Any] = copy.deepcopy(dict(content))
-    found = Faults([], [])
+    faults = Faults([], [])
     known: set[str] = set()
     is_stand_in = False
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         try:
             MergedContent(sections, ()).config(resolve)
             break
@@ -354,30 +361,30 @@ def found_faults(content: Mapping[str, Any], resolve: Resolve) -> Faults:
             lines = str(error).splitlines()
         keys = [_key_of(line) for line in lines]
         for key, line in zip(keys, lines):
-            is_of_repair = known.intersection((key, *keys_in(line))) or (is_stand_in and _names_stand_in(content, line))
-            if not is_of_repair:
-                _record(sections, key, line, found)
+            is_known = not known.isdisjoint((key, *keys_in(line)))
+            if not is_known and not (is_stand_in and _names_stand_in(content, line)):
+                _record(sections, key, line, faults)
         is_stand_in |= _FOLDER in keys
         repaired = [_repair(sections, key, line) for key, line in zip(keys, lines)]
         if not any(repaired):
             break
         known.update(keys)
-    return found
+    return faults
 
 
 def keys_in(line: str) -> list[str]:
     """Returns the dotted keys that a message names."""
-    return [each for each in _KEY.findall(line) if each.partition(".")[0] in Config.model_fields]
+    return [key for key in _KEY.findall(line) if key.partition(".")[0] in Config.model_fields]
 
 
 def _key_of(line: str) -> str:
-    """Returns the key at the beginning of a message; `model.hf` if it begins with a file in that folder."""
+    """Returns the key at the beginning of a message; `model.hf` if the message begins with a file of that folder."""
     match = _KEY.match(line)
     return match[0] if match is not None and match[0] in keys_in(line) else _FOLDER
 
 
 def _names_stand_in(content: Mapping[str, Any], line: str) -> bool:
-    """Says whether a message is about a missing model's sizes, of which only given ones can be wrong."""
+    """Says whether a message names a size of the model that only a stand-in gives."""
     return any(key.startswith("model.") and value_at(content, key) is None for key in keys_in(line))
 
 
@@ -387,8 +394,8 @@ def _is_missing(sections: Mapping[str, Any], key: str) -> bool:
     return value_at(sections, key) is None and _stand_in(sections, key) is not None
 
 
-def _record(sections: Mapping[str, Any], key: str, line: str, found: Faults) -> None:
-    lines = found.missing if _is_missing(sections, key) else found.wrong
+def _record(sections: Mapping[str, Any], key: str, line: str, faults: Faults) -> None:
+    lines = faults.missing if _is_missing(sections, key) else faults.wrong
     if line not in lines:
         lines.append(line)
 
@@ -401,15 +408,16 @@ def _repair(sections: dict[str, Any], key: str, line: str) -> bool:
         return is_new
     if _is_missing(sections, key):
         return _fill(sections, key)
-    return any(_remove(sections, each) for each in (key, *(each for each in keys_in(line) if "." in each)))
+    candidates = [key, *(other for other in keys_in(line) if "." in other)]
+    return any(_remove(sections, candidate) for candidate in candidates)
 
 
 def value_at(sections: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a dotted key, if any."""
-    place: Any = sections
+    """Returns the value of a dotted key, or None."""
+    value: Any = sections
     for part in key.split("."):
-        place = place.get(part) if isinstance(place, Mapping) else None
-    return place
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _stand_in(sections: Mapping[str, Any], key: str) -> Any:
@@ -425,8 +433,8 @@ def _fill(sections: dict[str, Any], key: str) -> bool:
 
 def _remove(sections: dict[str, Any], key: str) -> bool:
     *parents, name = key.split(".")
-    place = value_at(sections, ".".join(parents)) if parents else sections
-    if not isinstance(place, dict) or place.pop(name, None) is None:
+    section = value_at(sections, ".".join(parents)) if parents else sections
+    if not isinstance(section, dict) or section.pop(name, None) is None:
         return False
     if parents[:1] == ["model"] and "hf" not in sections["model"]:
         sections["model"] = merged(_model_for(sections), sections["model"])

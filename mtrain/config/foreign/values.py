@@ -1,4 +1,4 @@
-"""Values of other programs, possibly texts, as values of our keys."""
+"""Conversion of other programs' values, possibly texts, to values of our keys."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -15,10 +15,10 @@ _FALSE = frozenset(("false", "f", "no", "n", "off", "0"))
 
 
 def boolean(value: Any) -> bool:
-    """Reads true or false like argument classes of Python programs.
+    """Reads true or false as Hugging Face's argument parser does.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The value is neither.
     """
     if isinstance(value, bool):
         return value
@@ -29,16 +29,16 @@ def boolean(value: Any) -> bool:
 
 
 def number(value: Any) -> int | float:
-    """Reads a number; false is 0, as for argument classes, and integral numbers are int.
+    """Reads a number; false is 0, as in Hugging Face's argument parser, and a text of digits is an int.
 
     Raises:
-        ValueError: It is not a number.
+        ValueError: The value is not a number.
     """
     if isinstance(value, str):
         return int(value) if value.strip().lstrip("+-").isdigit() else float(value)
     if isinstance(value, int | float) and value is not True:
         return value + 0
-    raise ValueError(f"{value!r} is no number")
+    raise ValueError(f"{value!r} is not a number")
 
 
 def listed(value: Any) -> list[Any]:
@@ -47,7 +47,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """Says whether two values are equal, also as text, or as a tuple instead of a list."""
+    """Says whether two values are equal; a text may stand for a number or a switch, a tuple for a list."""
     if isinstance(other, list | tuple):
         return list(value if isinstance(value, list | tuple) else [value]) == list(other)
     try:
@@ -62,7 +62,7 @@ def is_same(value: Any, other: Any) -> bool:
 
 @cache
 def _field(key: str) -> tuple[frozenset[type], Any]:
-    """Returns the plain types of our key, and its default; none for names of the user's own."""
+    """Returns the plain types of our key, and its default; no types for a name of the user's."""
     *parents, name = key.split(".")
     for section in sections_at(tuple(parents)):
         if name in section.model_fields:
@@ -72,15 +72,15 @@ def _field(key: str) -> tuple[frozenset[type], Any]:
 
 
 def _plain_types(annotation: Any) -> Iterator[type]:
-    for each in alternatives(annotation):
-        if get_origin(each) is Literal:
+    for member in alternatives(annotation):
+        if get_origin(member) is Literal:
             yield str
-        elif each is not type(None):
-            yield each if each in (int, float, bool, str) else object
+        elif member is not type(None):
+            yield member if member in (int, float, bool, str) else object
 
 
 def default_of(key: str) -> Any:
-    """Returns the default of our key; without one, something that equals nothing."""
+    """Returns the default of our key; without one, PydanticUndefined, which equals no value."""
     return _field(key)[1]
 
 
@@ -88,25 +88,25 @@ def fitting(key: str, value: Any) -> Any:
     """Converts a value to the type of our key, such as a number from text.
 
     Raises:
-        ValueError: It cannot be converted.
+        ValueError: The value cannot be converted.
     """
     plain = _field(key)[0]
     if plain == {bool}:
         return boolean(value)
     if plain and plain <= {int, float}:
-        found = number(value)
+        parsed = number(value)
         if float not in plain:
-            return int(found) if found == int(found) else found
-        return found if int in plain else float(found)
+            return int(parsed) if parsed == int(parsed) else parsed
+        return parsed if int in plain else float(parsed)
     if plain == {str} and not isinstance(value, str):
         if isinstance(value, bool | list | dict):
-            raise ValueError(f"{value!r} is no text")
+            raise ValueError(f"{value!r} is not text")
         return str(value)
     return value
 
 
 def scalar(text: str) -> Any:
-    """Reads a command-line value like YAML: a number, true, null or a text."""
+    """Reads a command-line value as YAML: a number, true, null or a text."""
     try:
         return read_yaml(text).content
     except ValueError:
@@ -114,7 +114,7 @@ def scalar(text: str) -> Any:
 
 
 def shares(text: str) -> list[float]:
-    """Turns "949,50,1" into three shares of 1."""
-    numbers = [float(each) for each in text.split(",")]
+    """Turns a text such as "949,50,1" into three shares that add up to 1."""
+    numbers = [float(part) for part in text.split(",")]
     numbers += [0.0] * (3 - len(numbers))
-    return [each / sum(numbers) for each in numbers]
+    return [part / sum(numbers) for part in numbers]

@@ -1,1 +1,1 @@
-"""Search for the layout of a run: legal layouts, their memory, and the time of a step by a stated model."""
+"""Search for the layout of a run: legal layouts, their memory, and the step time that a cost model predicts."""

@@ -1,11 +1,11 @@
 """Time of a step, by components: pure functions of a configuration, a layout and a cluster.
 
-Every part is a roofline. Products of matrices run at the device's peak times an efficiency that falls with their
-smallest dimension, and not faster than memory feeds them; fused attention has its own efficiency; everything else is
-bound by memory. A step takes as long as its slowest pipeline stage needs for all microbatches, plus the bubble, exposed
-transfers, and the update. Assumed to overlap with computation: reductions of gradients with the last backward pass and
-gathers of parameters with the first forward pass, if the configuration overlaps them; transfers between stages of an
-interleaved schedule except for its warm-up; half of the tensor-parallel transfers of a backward pass, with the
+Every component is a roofline. Matrix products run at the device's peak times an efficiency that falls with their
+smallest dimension, limited by memory bandwidth; fused attention has its own efficiency; everything else is
+memory-bound. A step takes as long as its slowest pipeline stage needs for all microbatches, plus the bubble, exposed
+transfers, and the update. These are assumed to overlap with computation: gradient reductions with the last backward
+pass and parameter gathers with the first forward pass, if the configuration overlaps them; transfers between stages of
+an interleaved schedule except during its warm-up; half of the tensor-parallel transfers of a backward pass, with the
 gradients of weights.
 """
 
@@ -27,22 +27,23 @@ from mtrain.config.schema.model import ModelSection
 from mtrain.plan.search.hardware import Cluster, Group, Transfer, exchanged, gathered, reduced, sent
 
 HALF_EFFICIENT = 160
-"""Smallest dimension of a product that halves the efficiency: tiles of 128 x 256 elements fill a device partly."""
+"""Smallest dimension at which a product has half the efficiency, since tiles of 128 x 256 elements then fill a device
+only partly."""
 LAUNCHES = 45
-"""Kernels of a layer in one direction."""
+"""Kernel launches of a layer per direction."""
 TOUCHES = 2.5
-"""How often elementwise kernels read or write, forward, each element that the backward pass keeps."""
+"""How often elementwise kernels of the forward pass read or write each element that is saved for the backward pass."""
 UPDATE_BYTES = 30
 """Bytes read and written per updated parameter: gradient, main weight, both moments, weight."""
 
 
 class PackedSteps(NamedTuple):
-    """Means over the steps of a run whose samples share rows."""
+    """Means over the steps of a run with packed rows."""
 
     num_microbatches: float
-    """Forward passes of a rank in a step."""
+    """Forward passes of a rank per step."""
     attended_share: float
-    """Pairs of tokens that attention sees, each sample alone, relative to rows of one sample."""
+    """Pairs of tokens that attend to each other in packed rows, relative to rows with one sample."""
 
 
 class Workload(NamedTuple):
@@ -52,7 +53,7 @@ class Workload(NamedTuple):
     layout: Layout
     cluster: Cluster
     packed: PackedSteps | None = None
-    """Means over the steps if the lengths of samples are known; None: as if no samples shared a row."""
+    """Means over the steps if the lengths of samples are known; None: every row counts as one full sample."""
 
     @property
     def num_microbatches(self) -> float:
@@ -60,18 +61,18 @@ class Workload(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        """Counts the positions of a microbatch on one rank, not divided by sequence parallelism."""
+        """Positions of a microbatch on one rank, before sequence parallelism divides them."""
         return self.config.train.micro_batch_size * self.config.row_width / self.layout.cp
 
     @property
     def tokens_of_step(self) -> int:
-        """Counts the positions of all rows of a step, each full."""
+        """Positions of all rows of a step, with every row full."""
         num = most_microbatches(self.config, self.layout)
         return num * self.config.train.micro_batch_size * self.config.row_width * self.layout.dp
 
     @property
     def flops(self) -> float:
-        """Returns the device's peak at the run's precision, in FLOP/s."""
+        """Device's peak at the run's precision, in FLOP/s."""
         gpu = self.cluster.gpu
         return gpu.fp32_flops if self.config.train.precision == "fp32" else gpu.flops
 
@@ -87,9 +88,9 @@ class StepTime:
     matrices: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
-    """Norms, activations, the logits' losses, and the host if it needs longer."""
+    """Norms, activations and losses, and the time by which kernel launches exceed the kernels."""
     recompute: float = 0.0
-    """Forward passes of layers or modules that run again, with their transfers."""
+    """Repeated forward passes of layers or modules, with their transfers."""
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
@@ -97,11 +98,11 @@ class StepTime:
     """Transfers between stages."""
     bubble: float = 0.0
     dp: float = 0.0
-    """Exposed time of gradients and parameters."""
+    """Exposed time of gradient reductions and parameter gathers."""
     update: float = 0.0
 
     def parts(self) -> dict[str, float]:
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
     @property
     def total(self) -> float:
@@ -112,7 +113,7 @@ class StepTime:
 class StepCost:
     time: StepTime = field(default_factory=StepTime)
     sent: Transfer = field(default_factory=Transfer)
-    """What a rank sends; its seconds are those without overlap."""
+    """Bytes that a rank sends, and their seconds without overlap."""
 
     @property
     def bubble_share(self) -> float:
@@ -122,44 +123,48 @@ class StepCost:
 def step_cost(work: Workload) -> StepCost:
     """Predicts the cost of a step in which every row is full."""
     config, layout, cluster, _ = work
-    stage = max(_stages(work), key=lambda each: each.time.total)
+    stage = max(_stages(work), key=lambda cost: cost.time.total)
     num = work.num_microbatches
     p2p = _between_stages(work) if layout.pp > 1 else Transfer()
     exposed = 2 * num if layout.vpp == 1 else 2 * (layout.pp - 1)
-    held = trained_parameters(config, layout, 0)
-    sums, hidden = _data_parallel(work, stage.time, held)
+    parameters = trained_parameters(config, layout, 0)
+    sums, hidden = _data_parallel(work, stage.time, parameters)
     time = StepTime(**{name: num * seconds for name, seconds in stage.time.parts().items()})
     time.p2p = exposed * p2p.seconds
     time.bubble = (layout.pp - 1) / layout.vpp * stage.time.total
     time.dp = sums.seconds - hidden
-    time.update = own_shard(config.train, layout, held) * UPDATE_BYTES / cluster.gpu.memory_bandwidth
+    time.update = own_shard(config.train, layout, parameters) * UPDATE_BYTES / cluster.gpu.memory_bandwidth
     return StepCost(time, stage.sent * num + p2p * (2 * num * layout.vpp) + sums)
 
 
 def least_microbatch_seconds(work: Workload) -> float:
-    """Predicts the seconds of all stages together for one microbatch, forward and backward, without recomputation."""
+    """Predicts the sum of all stages' seconds for one microbatch, forward and backward, without recomputation."""
     return sum(stage.time.total for stage in _stages(work))
 
 
 def step_mfu(work: Workload, seconds: float) -> float:
-    """Computes the share of the peak that the model's own arithmetic takes; recomputation does not count."""
+    """Computes the model FLOPs utilisation (MFU) of a step; recomputation does not count as model FLOPs."""
     flops = run_flops_per_token(work.config) * work.tokens_of_step
     return mfu(flops, seconds, work.flops * work.layout.world_size)
 
 
 def _stages(work: Workload) -> list[StepCost]:
-    """Predicts one microbatch, forward and backward, on every pipeline rank; layers of one kind cost the same."""
+    """Predicts the cost of one microbatch, forward and backward, on every pipeline rank; layers of one kind cost the
+    same."""
     model, layout = work.config.model, work.layout
-    of_layers, before = _kinds(model)
-    costs = {kind: layer_cost(work, kind) for kind in before}
+    kind_of_layer, counts_before = _kinds(model)
+    costs = {kind: layer_cost(work, kind) for kind in counts_before}
     logits = logits_seconds(work) * model.num_predictions
     ends = list(accumulate(layout.layers_per_stage(model.num_layers), initial=0))
     stages = []
     for pp_rank in range(layout.pp):
         chunks = [layout.stage(pp_rank, chunk) for chunk in range(layout.vpp)]
-        counts = {kind: sum(of[ends[each + 1]] - of[ends[each]] for each in chunks) for kind, of in before.items()}
+        counts = {
+            kind: sum(before[ends[chunk + 1]] - before[ends[chunk]] for chunk in chunks)
+            for kind, before in counts_before.items()
+        }
         if pp_rank == layout.pp - 1:
-            counts[of_layers[-1]] += len(model.layers_ahead)
+            counts[kind_of_layer[-1]] += len(model.layers_ahead)
         stage, total = StepCost(), sum(counts.values())
         for kind, count in counts.items():
             _add(stage, work, costs[kind], count, count / total * _num_again(work, total))
@@ -172,18 +177,20 @@ def _stages(work: Workload) -> list[StepCost]:
 
 @once_a_model
 def _kinds(model: ModelSection) -> tuple[list[int], dict[int, list[int]]]:
-    """Returns, for each layer, the first that costs the same, and the count of each kind among the first n layers."""
+    """Returns the kind of each layer (the first layer that costs the same), and kind -> its count among the first n
+    layers, for n from 0."""
     first: dict[tuple[int, bool], int] = {}
     keys = ((parts, sees_everything(model, layer)) for layer, parts in enumerate(kinds(model)))
-    found = [first.setdefault(key, layer) for layer, key in enumerate(keys)]
-    return found, {kind: list(accumulate((each == kind for each in found), initial=0)) for kind in first.values()}
+    kind_of_layer = [first.setdefault(key, layer) for layer, key in enumerate(keys)]
+    counts = {kind: list(accumulate((other == kind for other in kind_of_layer), initial=0)) for kind in first.values()}
+    return kind_of_layer, counts
 
 
 def _accumulation_seconds(work: Workload, pp_rank: int) -> float:
-    """Predicts how long it takes to add the gradients of one microbatch to their float32 sums.
+    """Predicts the time to add the gradients of one microbatch to their float32 sums.
 
-    A sum is read and written. A gradient that a product has written is read once more; a product that adds to the sum
-    writes no gradient.
+    A sum is read and written. A gradient that a product wrote is read once more; a fused product adds to the sum
+    directly and writes no gradient.
     """
     trained = trained_parameters(work.config, work.layout, pp_rank).total
     is_fused = work.config.model.megatron.get("gradient_accumulation_fusion", False)
@@ -192,7 +199,7 @@ def _accumulation_seconds(work: Workload, pp_rank: int) -> float:
 
 
 def _num_again(work: Workload, num_layers: int) -> int:
-    """Counts the layers of a rank that run again as a whole."""
+    """Counts the layers of a rank that full recomputation repeats."""
     train = work.config.train
     if train.recompute != "full":
         return 0
@@ -201,28 +208,28 @@ def _num_again(work: Workload, num_layers: int) -> int:
 
 
 def _backward(work: Workload) -> float:
-    """Returns the products of a backward pass for each of a forward pass, of inputs and of trained weights."""
+    """Returns the number of backward products per forward product: for inputs and, if trained, for weights."""
     return 2.0 if work.config.adapter is None else 1.0
 
 
-def _add(stage: StepCost, work: Workload, cost: LayerCost, count: int, again: float) -> None:
+def _add(stage: StepCost, work: Workload, cost: LayerCost, count: int, num_again: float) -> None:
     time, train = stage.time, work.config.train
-    slow = cost.compute - (cost.matrices + cost.attention + cost.elementwise)
+    launch_excess = cost.compute - (cost.matrices + cost.attention + cost.elementwise)
     time.matrices += count * cost.matrices * (1 + _backward(work))
     time.attention += count * cost.attention * 3.5  # backward computes the scores once more
-    time.elementwise += count * 3 * (cost.elementwise + slow)
-    time.tp += count * cost.tp.seconds * 2  # backward has another transfer, behind the gradients of weights
+    time.elementwise += count * 3 * (cost.elementwise + launch_excess)
+    time.tp += count * cost.tp.seconds * 2  # half of backward's transfers hide behind the gradients of weights
     time.cp += count * (cost.cp.seconds + cost.cp_backward.seconds)
     time.ep += count * cost.ep.seconds * 2
-    # if sequences are divided, backward gathers the inputs of a part once more for the gradients of weights
+    # with sequence parallelism, backward gathers the inputs once more for the gradients of weights
     transfers = cost.tp * (2.5 if work.layout.sp else 2) + cost.cp + cost.cp_backward + cost.ep * 2
     stage.sent += transfers * count
     match train.recompute:
         case "none":
             return
         case "full":
-            time.recompute += again * (cost.compute + cost.tp.seconds + cost.cp.seconds + cost.ep.seconds)
-            stage.sent += (cost.tp + cost.cp + cost.ep) * again
+            time.recompute += num_again * (cost.compute + cost.tp.seconds + cost.cp.seconds + cost.ep.seconds)
+            stage.sent += (cost.tp + cost.cp + cost.ep) * num_again
         case "selective":
             time.recompute += count * _selected(work, cost)
         case _:
@@ -230,7 +237,7 @@ def _add(stage: StepCost, work: Workload, cost: LayerCost, count: int, again: fl
 
 
 def _selected(work: Workload, cost: LayerCost) -> float:
-    """Predicts the seconds of the modules that run again; a feed-forward part is two thirds of a layer's products."""
+    """Predicts the seconds of selectively recomputed modules; a feed-forward part counts as two thirds of a layer."""
     modules = work.config.train.recompute_modules or ("core_attn",)
     seconds = cost.attention + cost.cp.seconds if "core_attn" in modules else 0.0
     if {"mlp", "moe"} & set(modules):
@@ -245,12 +252,12 @@ def _between_stages(work: Workload) -> Transfer:
     return sent(work.cluster, layout.tp * layout.cp * layout.dp, size)
 
 
-def _data_parallel(work: Workload, stage: StepTime, held: RankParameters) -> tuple[Transfer, float]:
-    """Predicts sums of gradients and gathering of parameters, and the seconds of both that computation hides."""
+def _data_parallel(work: Workload, stage: StepTime, parameters: RankParameters) -> tuple[Transfer, float]:
+    """Predicts the transfers of gradients and parameters, and the seconds of them that computation hides."""
     layout, cluster, train = work.layout, work.cluster, work.config.train
     groups = (
-        (held.dense, Group(layout.dp * layout.cp, layout.tp)),
-        (held.experts, Group(layout.edp, layout.etp * layout.ep)),
+        (parameters.dense, Group(layout.dp * layout.cp, layout.tp)),
+        (parameters.experts, Group(layout.edp, layout.etp * layout.ep)),
     )
     sums, gathers = Transfer(), Transfer()
     for number, group in groups:
@@ -267,13 +274,13 @@ def _data_parallel(work: Workload, stage: StepTime, held: RankParameters) -> tup
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Seconds of the forward pass of one microbatch; backward is a multiple of it."""
+    """Seconds of a layer's forward pass of one microbatch; the backward pass is a multiple of it."""
 
     matrices: float
     attention: float
     elementwise: float
     least: float
-    """Seconds in which the host launches all kernels."""
+    """Seconds that the host needs to launch all kernels."""
     tp: Transfer
     cp: Transfer
     cp_backward: Transfer
@@ -285,7 +292,7 @@ class LayerCost:
 
 
 def product_seconds(work: Workload, rows: float, width: float, depth: float) -> float:
-    """Predicts the time of [rows, depth] x [depth, width]."""
+    """Predicts the seconds of the product [rows, depth] x [depth, width]."""
     gpu = work.cluster.gpu
     flops = 2 * rows * width * depth
     smallest = min(rows, width, depth)
@@ -305,8 +312,8 @@ def layer_cost(work: Workload, layer: int) -> LayerCost:
     pairs *= 1.0 if packed is None or window is not None else packed.attended_share
     products = sum(part.pair_products(model) for part in parts)
     attention = 2 * products * pairs / (work.flops * cluster.gpu.attention_efficiency)
-    kept = sum(part.kept_elements(model, layout) for part in parts)
-    moved = TOUCHES * work.tokens * (kept + 4 * hidden_local(model, layout)) * work.element_bytes
+    saved_elements = sum(part.kept_elements(model, layout) for part in parts)
+    moved = TOUCHES * work.tokens * (saved_elements + 4 * hidden_local(model, layout)) * work.element_bytes
     tp, ep = _transfers(work, layer)
     cp, cp_backward = _context_transfers(work, layer, attention)
     launches = LAUNCHES * cluster.launch_s
@@ -314,7 +321,7 @@ def layer_cost(work: Workload, layer: int) -> LayerCost:
 
 
 def logits_seconds(work: Workload) -> float:
-    """Predicts the output layer's forward pass for one predicted token, and the losses, which read the logits."""
+    """Predicts the seconds of the output layer's forward pass and the loss, for one predicted token per position."""
     width = output_columns(work.config.model, work.layout.tp)
     product = product_seconds(work, work.tokens, width, work.config.model.hidden_size)
     return product + TOUCHES * work.tokens * width * 4 / work.cluster.gpu.memory_bandwidth
@@ -322,19 +329,19 @@ def logits_seconds(work: Workload) -> float:
 
 def _matrix_seconds(work: Workload, part: LayerPart) -> float:
     model, layout, tokens = work.config.model, work.layout, work.tokens
-    found = part.matrices(model)
+    sizes = part.matrices(model)
     hidden, seconds = model.hidden_size, 0.0
-    if found.divided:
-        # two products, such as qkv and proj or fc1 and fc2, that together have this many columns
-        width = found.divided / layout.tp / hidden
+    if sizes.divided:
+        # two products, such as qkv and proj or fc1 and fc2, have this many columns together
+        width = sizes.divided / layout.tp / hidden
         seconds += 2 * product_seconds(work, tokens, width / 2, hidden)
-    if found.replicated:
-        own = tokens / layout.tp if layout.sp else tokens
-        seconds += product_seconds(work, own, found.replicated / hidden, hidden)
-    if found.experts and model.experts is not None:
+    if sizes.replicated:
+        local_tokens = tokens / layout.tp if layout.sp else tokens
+        seconds += product_seconds(work, local_tokens, sizes.replicated / hidden, hidden)
+    if sizes.experts and model.experts is not None:
         local = model.experts.num_experts / layout.ep
         rows = tokens / layout.tp * layout.ep * layout.etp * model.experts.top_k / model.experts.num_experts
-        width = found.experts / model.experts.num_experts / layout.etp / hidden
+        width = sizes.experts / model.experts.num_experts / layout.etp / hidden
         seconds += local * 2 * product_seconds(work, rows, width / 2, hidden) / work.cluster.gpu.grouped_share
     return seconds
 
@@ -342,28 +349,33 @@ def _matrix_seconds(work: Workload, part: LayerPart) -> float:
 def _transfers(work: Workload, layer: int) -> tuple[Transfer, Transfer]:
     layout, cluster, model = work.layout, work.cluster, work.config.model
     hidden_bytes = work.tokens * model.hidden_size * work.element_bytes
-    # before a part all tokens are gathered, and after it scattered; experts get theirs otherwise
+    # tokens are gathered before attention and dense feed-forward parts, and scattered after; experts use dispatch
     num_parts = (model.attention(layer) != "none") + model.has_dense(layer)
     tp = gathered(cluster, Group(layout.tp, 1), hidden_bytes) * (2 * num_parts)
     if model.experts is None or not model.has_experts(layer):
         return tp, Transfer()
-    own = hidden_bytes / layout.tp * model.experts.top_k
-    # there and back; the ranks of etp gather what each of them got
-    there = exchanged(cluster, Group(layout.ep, layout.etp), own)
-    return tp, there * 2 + gathered(cluster, Group(layout.etp, 1), own * layout.etp) * 2
+    local_bytes = hidden_bytes / layout.tp * model.experts.top_k
+    # to the experts and back; etp ranks gather the tokens that each of them received
+    dispatch = exchanged(cluster, Group(layout.ep, layout.etp), local_bytes)
+    return tp, dispatch * 2 + gathered(cluster, Group(layout.etp, 1), local_bytes * layout.etp) * 2
 
 
 def _context_transfers(work: Workload, layer: int, attention: float) -> tuple[Transfer, Transfer]:
-    """Predicts the transfers of cp, forward and backward; `attention` are the seconds of its products forward."""
+    """Predicts the transfers of cp, forward and backward.
+
+    Args:
+        attention: Seconds of attention's products in the forward pass, behind which a ring hides.
+    """
     layout, cluster, tokens = work.layout, work.cluster, work.tokens
     model, size, cp = work.config.model, work.element_bytes, layout.cp
     group = Group(cp, layout.tp)
     if cp == 1:
         return Transfer(), Transfer()
-    wide = model.global_attention if model.attention(layer) == "global" else None
-    head_size = model.head_size if wide is None else wide.head_dim
+    global_heads = model.global_attention if model.attention(layer) == "global" else None
+    head_size = model.head_size if global_heads is None else global_heads.head_dim
     heads = tokens * model.num_attention_heads * head_size / layout.tp
-    groups = tokens * (model.query_groups if wide is None else wide.num_query_groups) * head_size / layout.tp
+    num_groups = model.query_groups if global_heads is None else global_heads.num_query_groups
+    groups = tokens * num_groups * head_size / layout.tp
     match layout.cp_comm:
         case "ulysses":
             exchange = exchanged(cluster, group, (2 * heads + 2 * groups) * size)
@@ -372,9 +384,9 @@ def _context_transfers(work: Workload, layer: int, attention: float) -> tuple[Tr
             gather = gathered(cluster, group, cp * 2 * groups * size)
             return gather, gather
         case "ring":
-            # hops to all other ranks, each during the products of the hop before
+            # hops to all other ranks, each during the products of the previous hop
             hops = gathered(cluster, group, cp * 2 * groups * size)
-            # gradients travel all the way home, in float32, together with the keys and values
+            # float32 gradients travel around the whole ring, together with the keys and values
             home = gathered(cluster, group, cp * 2 * groups * 4) * (cp / (cp - 1))
             hidden = attention * (cp - 1) / cp
             return _behind(hops, hidden), _behind(hops + home, 2.5 * hidden)
@@ -383,5 +395,5 @@ def _context_transfers(work: Workload, layer: int, attention: float) -> tuple[Tr
 
 
 def _behind(transfer: Transfer, seconds: float) -> Transfer:
-    """Returns the part of the transfer that `seconds` of arithmetic do not hide."""
+    """Subtracts `seconds` of computation, which hides them, from the transfer's time."""
     return replace(transfer, seconds=max(0.0, transfer.seconds - seconds))

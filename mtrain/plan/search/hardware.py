@@ -1,11 +1,11 @@
-"""GPUs and their links according to their makers, and the shares of these rates that programs reach.
+"""GPUs and their links according to data sheets, and the shares of these rates that programs reach.
 
-Everything here is an assumption that can be overridden, links within a node by a measurement;
+Everything here is an assumption that the user can override, links within a node by a measurement;
 docs/machines/planning.md has the sources and the check against published numbers.
 
 Transfers between ranks follow the alpha-beta model: a latency, and bytes over a bandwidth. Ranks are numbered with tp
 innermost, then cp, dp, pp (mtrain/arch/layout.py). A group whose members are `stride` ranks apart fits into a node if
-stride x size does; else the members that share a node use as many network cards together.
+stride x size does; otherwise its members in a node use one network card each.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from mtrain.base.plain_files import parsed_json, read_plain_file
 
 GIB = 2**30
 USABLE_MEMORY = 0.9
-"""Share of a GPU's memory that the estimate may fill; libraries, buffers and fragmentation take the rest."""
+"""Share of a GPU's memory that the estimate may fill; the remainder is for libraries, buffers and fragmentation."""
 MEASURED = "machine.json"
 """Name of the file with measured links that `mtrain verify machine` writes."""
 _MOST_BYTES = 64 << 20
@@ -32,7 +32,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2*
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device; rates per second, bandwidths in one direction."""
+    """One device, with rates per second and bandwidths in one direction."""
 
     name: str
     flops: float
@@ -40,18 +40,18 @@ class Gpu:
     fp32_flops: float
     memory_bytes: int
     memory_bandwidth: float
-    """Bytes a second between a GPU and its memory."""
+    """Bytes per second between the GPU and its memory."""
     nvlink_bandwidth: float
-    """Bytes a second between this GPU and the others of its node."""
+    """Bytes per second between this GPU and the others of its node."""
     network_bandwidth: float
-    """Bytes a second between this GPU and other nodes, with a network card for each GPU."""
+    """Bytes per second between this GPU and other nodes, with one network card per GPU."""
     matrix_efficiency: float
     """Share of the peak that a product of large matrices reaches under the device's power limit."""
     attention_efficiency: float
     """Share of the peak that fused attention reaches, forward and backward together."""
     grouped_share: float = 0.5
-    """Rate of a grouped product of experts, relative to one product of an expert's size. Fitted to the only step of a
-    model with experts that was measured, on an h100, so it also covers the permutation of tokens."""
+    """Rate of a grouped product of experts, relative to a single product of an expert's size. Fitted to the only
+    measured step of a model with experts, on an h100, so it also covers the permutation of tokens."""
 
 
 GPUS = {
@@ -61,11 +61,11 @@ GPUS = {
     "h200": Gpu("h200", 989e12, 67e12, 140 * GIB, 4.8e12, 450e9, 50e9, 0.64, 0.42),
     "b200": Gpu("b200", 2250e12, 75e12, 180 * GIB, 8.0e12, 900e9, 50e9, 0.62, 0.38),
 }
-"""Known GPUs by name, from NVIDIA's data sheets (SXM, dense), whose GB of memory are about as many GiB."""
+"""Known GPUs by name, from NVIDIA's data sheets (SXM, dense), whose GB of memory are closer to GiB."""
 
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv"]
-"""Transfers between ranks that the model of costs predicts."""
+"""Transfer between ranks that the cost model predicts."""
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(gt=0)]
 
@@ -74,11 +74,11 @@ _Count = Annotated[int, Field(gt=0)]
 class MeasuredTransfer:
     collective: Collective
     num_bytes: _Count
-    """Bytes of the whole tensor of a rank, as the model of costs counts them."""
+    """Bytes of a rank's whole tensor, as the cost model counts them."""
     seconds: _Positive
     """Median of the slowest rank's time."""
     assumed_s: _Positive | None
-    """Prediction of `mtrain plan` without this measurement; None for a device that it does not know."""
+    """Seconds that `mtrain plan` predicts without this measurement; None for an unknown device."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class MeasuredLinks:
     """Name of the GPUs, such as `NVIDIA H100 80GB HBM3`; `cpu` for gloo."""
     num_ranks: Annotated[int, Field(ge=2, le=1024)]
     bandwidth: _Positive
-    """Bytes a second of a rank in large transfers."""
+    """Bytes per second of a rank in large transfers."""
     latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     transfers: tuple[MeasuredTransfer, ...]
     pairs: tuple[Pair, ...]
@@ -109,11 +109,11 @@ class MeasuredLinks:
 
     @property
     def fingerprint(self) -> str:
-        """Returns a name that differs wherever a number does."""
+        """Short hash of all measured numbers."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
-        """Says what was measured where and when, in one line."""
+        """Describes the measurement in one line: ranks, device, date and speed."""
         return (
             f"{self.num_ranks} x {self.device}, measured by mtrain verify machine on {self.created[:10]} (fingerprint "
             f"{self.fingerprint}): large transfers reach {self.bandwidth / 1e9:.3g} GB/s, after "
@@ -130,34 +130,34 @@ class Cluster:
     nvlink_latency_s: float = 10e-6
     network_latency_s: float = 30e-6
     launch_s: float = 4e-6
-    """Time in which the host launches a kernel."""
+    """Seconds that the host needs to launch a kernel."""
     links: MeasuredLinks | None = None
-    """Origin of the node's bandwidth and latency; None: assumed."""
+    """Measured links of a node; None: bandwidth and latency are assumed."""
 
     def measured(self, links: MeasuredLinks) -> Self:
         """Returns the cluster with these links inside its nodes.
 
         Raises:
-            ConfigError: They are those of CPUs or of another GPU.
+            ConfigError: The links were measured on CPUs or another GPU.
         """
         known = known_gpu(links.device)
         if links.device == "cpu":
             raise ConfigError(
-                "--measured names links of CPUs over gloo, which say nothing about those of GPUs; run mtrain verify "
-                "machine on a node with GPUs"
+                "--measured names links of CPUs over gloo, which say nothing about GPUs; run mtrain verify machine on "
+                "a node with GPUs"
             )
         if known is not None and known.name != self.gpu.name:
             raise ConfigError(
                 f"--measured names links of {links.device}, but --gpu is {self.gpu.name}; write --gpu {known.name}, or "
                 f"measure a node of {self.gpu.name}"
             )
-        # transfers take `link_efficiency` of a bandwidth, which is the network's as well
+        # transfers multiply by `link_efficiency`, which also applies to the network
         gpu = replace(self.gpu, nvlink_bandwidth=links.bandwidth / self.link_efficiency)
         return replace(self, gpu=gpu, nvlink_latency_s=links.latency_s, links=links)
 
 
 def read_links(path: Path) -> MeasuredLinks:
-    """Reads the links in a file of `mtrain verify machine`.
+    """Reads the links from a file that `mtrain verify machine` wrote.
 
     Raises:
         DataError: The file is missing or damaged, or has no measured links.
@@ -170,13 +170,13 @@ def read_links(path: Path) -> MeasuredLinks:
         raise DataError(f"--measured {path} cannot be read as JSON ({reason}); {needed}") from None
     links = content.get("links") if isinstance(content, dict) else None
     if links is None:
-        raise DataError(f"--measured {path} holds no measured links; {needed}")
+        raise DataError(f"--measured {path} contains no measured links; {needed}")
     try:
         return TypeAdapter(MeasuredLinks).validate_json(json.dumps(links), strict=True)
     except ValidationError as fault:
         first = fault.errors(include_url=False)[0]
-        place = ".".join(map(str, ("links", *first["loc"])))
-        raise DataError(f"--measured {path} is damaged: {place}: {first['msg']}; {needed}") from None
+        location = ".".join(map(str, ("links", *first["loc"])))
+        raise DataError(f"--measured {path} is damaged: {location}: {first['msg']}; {needed}") from None
 
 
 def known_gpu(device: str) -> Gpu | None:
@@ -203,7 +203,7 @@ def memory_size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that one rank sends, and the seconds that it takes."""
+    """Bytes that one rank sends, and the seconds that they take."""
 
     seconds: float = 0.0
     nvlink_bytes: float = 0.0
@@ -224,7 +224,7 @@ class Transfer:
 class Group:
     size: int
     stride: int
-    """Distance of neighbours in the order of ranks."""
+    """Difference between the ranks of neighbours."""
 
     def members_in_a_node(self, cluster: Cluster) -> int:
         return max(1, min(self.size, cluster.gpus_per_node // self.stride))
@@ -239,7 +239,7 @@ def gathered(cluster: Cluster, group: Group, whole_bytes: float) -> Transfer:
     if local == group.size:
         bandwidth = cluster.gpu.nvlink_bandwidth * cluster.link_efficiency
         return Transfer(cluster.nvlink_latency_s + sent / bandwidth, nvlink_bytes=sent)
-    # the ring enters and leaves a node through all cards of its members there
+    # rings enter and leave a node through the network cards of all members there
     cards = min(cluster.gpu.nvlink_bandwidth, local * cluster.gpu.network_bandwidth) * cluster.link_efficiency
     latency = cluster.network_latency_s * math.log2(group.size / local) + cluster.nvlink_latency_s
     return Transfer(latency + sent / cards, nvlink_bytes=sent * (local - 1) / local, network_bytes=sent / local)
@@ -251,7 +251,7 @@ def reduced(cluster: Cluster, group: Group, whole_bytes: float) -> Transfer:
 
 
 def exchanged(cluster: Cluster, group: Group, own_bytes: float) -> Transfer:
-    """Predicts an all-to-all in which each rank has `own_bytes`, an equal part for every rank."""
+    """Predicts an all-to-all in which each rank sends an equal part of its `own_bytes` to every rank."""
     if group.size == 1:
         return Transfer()
     local = group.members_in_a_node(cluster)
@@ -263,7 +263,7 @@ def exchanged(cluster: Cluster, group: Group, own_bytes: float) -> Transfer:
 
 
 def sent(cluster: Cluster, stride: int, num_bytes: float) -> Transfer:
-    """Predicts a transfer to the rank `stride` higher."""
+    """Predicts a transfer to the rank that is `stride` higher."""
     if stride < cluster.gpus_per_node:
         bandwidth = cluster.gpu.nvlink_bandwidth * cluster.link_efficiency
         return Transfer(cluster.nvlink_latency_s + num_bytes / bandwidth, nvlink_bytes=num_bytes)

@@ -1,4 +1,4 @@
-"""Results of a search, for people and for programs, and as a configuration file that states its machine."""
+"""Output of a search: a table, JSON, and a configuration file that states its machine."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ from mtrain.config import Config
 from mtrain.config.schema.train import TrainSection
 from mtrain.plan.search.cost import Workload, step_mfu
 from mtrain.plan.search.hardware import GIB, USABLE_MEMORY, Cluster, MeasuredLinks
-from mtrain.plan.search.search import Choice, Found
+from mtrain.plan.search.search import Choice, SearchResult
 
 _GB = 10**9
 _NAMES = {
-    "matrices": "products of matrices",
+    "matrices": "matrix products",
     "attention": "attention",
     "elementwise": "elementwise kernels",
     "recompute": "recomputation",
@@ -26,7 +26,7 @@ _NAMES = {
     "ep": "transfers of tokens to experts",
     "p2p": "transfers between stages",
     "bubble": "the pipeline's bubble",
-    "dp": "exposed sums of gradients",
+    "dp": "exposed gradient reductions",
     "update": "the update",
 }
 _HEADER = ("", "layout", "micro-batch", "recompute", "GiB", "bubble", "NVLink GB", "network GB", "step s", "MFU")
@@ -38,8 +38,8 @@ def recompute_name(train: TrainSection) -> str:
     return "+".join(train.recompute_modules)
 
 
-def lines(found: Found, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Iterator[str]:
-    """Yields the lines of the table, and why the first row comes first."""
+def lines(result: SearchResult, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Iterator[str]:
+    """Yields the lines of the table, and how each alternative compares with the first."""
     gpu = cluster.gpu
     yield (
         f"{num_gpus} x {gpu.name} of {memory_bytes / GIB:.0f} GiB, {cluster.gpus_per_node} a node: "
@@ -48,10 +48,10 @@ def lines(found: Found, num_gpus: int, cluster: Cluster, memory_bytes: int) -> I
     )
     if cluster.links is not None:
         yield f"links in a node: {cluster.links}"
-    counts = found.counts
+    counts = result.counts
     yield f"{counts.bounded:,} layouts, {counts.tried:,} not excluded by a bound, {counts.measured:,} memory estimates"
     yield ""
-    rows = [_HEADER, *(_row(number, each, cluster) for number, each in enumerate(found.choices, 1))]
+    rows = [_HEADER, *(_row(number, choice, cluster) for number, choice in enumerate(result.choices, 1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     for row in rows:
         aligned = (
@@ -60,7 +60,7 @@ def lines(found: Found, num_gpus: int, cluster: Cluster, memory_bytes: int) -> I
         )
         yield "  ".join(aligned).rstrip()
     yield ""
-    yield from _explained(found.choices)
+    yield from _explained(result.choices)
 
 
 def _mfu(choice: Choice, cluster: Cluster) -> float:
@@ -84,13 +84,13 @@ def _row(number: int, choice: Choice, cluster: Cluster) -> tuple[str, ...]:
 
 
 def _explained(choices: list[Choice]) -> Iterator[str]:
-    """Yields what each alternative costs compared with the first."""
+    """Yields the largest components of the first choice, and how much slower each alternative is, and why."""
     first = choices[0]
     parts = first.cost.time.parts()
     largest = sorted(parts, key=lambda name: -parts[name])[:3]
     shares = ", ".join(f"{_NAMES[name]} {parts[name] / first.cost.time.total:.0%}" for name in largest)
-    of_memory = ", ".join(f"{name} {count / GIB:.1f}" for name, count in _bytes_of(first.memory).items())
-    yield f"1 spends its step on {shares}; GiB of its heaviest rank: {of_memory}."
+    memory = ", ".join(f"{name} {count / GIB:.1f}" for name, count in _bytes_of(first.memory).items())
+    yield f"1 spends its step on {shares}; GiB of its heaviest rank: {memory}."
     for number, other in enumerate(choices[1:], 2):
         more = {name: seconds - parts[name] for name, seconds in other.cost.time.parts().items()}
         slower = other.cost.time.total / first.cost.time.total - 1
@@ -103,21 +103,21 @@ def _bytes_of(memory: MemoryEstimate) -> dict[str, int]:
 
 
 def _difference(more: dict[str, float]) -> str:
-    """Names the component that costs most in addition, and the one that saves most."""
+    """Names the component that adds most time, and the one that saves most."""
     worst = max(more, key=lambda name: more[name])
     best = min(more, key=lambda name: more[name])
     text = f"{more[worst]:.3f} s more for {_NAMES[worst]}"
     return text if more[best] > -5e-4 else f"{text}, {-more[best]:.3f} s less for {_NAMES[best]}"
 
 
-def as_json(found: Found, cluster: Cluster) -> dict[str, Any]:
-    """Returns the results for programs: seconds, bytes and shares."""
+def as_json(result: SearchResult, cluster: Cluster) -> dict[str, Any]:
+    """Returns the results as JSON content; times are in seconds, sizes in bytes, shares from 0 to 1."""
     return {
-        "counts": vars(found.counts),
+        "counts": vars(result.counts),
         "gpu": vars(cluster.gpu),
         "links": None if cluster.links is None else _summary(cluster.links),
-        "choices": [_plain(choice, cluster) for choice in found.choices],
-        "closest": None if found.closest is None else _plain(found.closest, cluster),
+        "choices": [_plain(choice, cluster) for choice in result.choices],
+        "closest": None if result.closest is None else _plain(result.closest, cluster),
     }
 
 
@@ -145,9 +145,9 @@ def _plain(choice: Choice, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def nothing_fits(config: Config, found: Found, num_gpus: int, memory_bytes: int) -> ConfigError:
-    """Builds the error that names the closest choice, and what it lacks."""
-    if found.closest is None:
+def nothing_fits(config: Config, result: SearchResult, num_gpus: int, memory_bytes: int) -> ConfigError:
+    """Builds the error for a search without choices: names the closest one, and the memory that it lacks."""
+    if result.closest is None:
         batch = config.train.global_batch_size
         fitting = next((count for count in range(num_gpus, 0, -1) if batch % count == 0), 1)
         larger = -(-batch // num_gpus) * num_gpus
@@ -156,15 +156,15 @@ def nothing_fits(config: Config, found: Found, num_gpus: int, memory_bytes: int)
             f"and a global batch of {batch}: data parallelism must divide the batch; use --global-batch-size "
             f"{larger}, or --gpus {fitting}"
         )
-    closest, usable = found.closest, memory_bytes * USABLE_MEMORY
+    closest, usable = result.closest, memory_bytes * USABLE_MEMORY
     needed = closest.memory.total_bytes
     parts = _bytes_of(closest.memory)
     largest = max(parts, key=lambda name: parts[name])
     return ConfigError(
-        f"nothing fits: of {num_gpus} GPUs with {usable / GIB:.1f} GiB to use each, the closest layout is "
+        f"nothing fits {num_gpus} GPUs with {usable / GIB:.1f} usable GiB each: the closest layout is "
         f"{closest.layout} with micro-batch {closest.config.train.micro_batch_size} and everything recomputed, which "
-        f"needs {needed / GIB:.1f} GiB, {(needed - usable) / GIB:.1f} too many; most of it are {largest} "
-        f"({parts[largest] / GIB:.1f} GiB): take {_remedy(largest)}"
+        f"needs {needed / GIB:.1f} GiB, {(needed - usable) / GIB:.1f} too many; the largest part is {largest} "
+        f"({parts[largest] / GIB:.1f} GiB): use {_remedy(largest)}"
     )
 
 
@@ -175,7 +175,7 @@ def _remedy(largest: str) -> str:
 
 
 _MACHINE = re.compile(r"^# GPUs: (\d+) x (\w+) (\d+(?:\.\d+)?) ?Gi?B\b", re.MULTILINE)
-"""Line that states the machine; GB of a GPU are GiB, as its maker writes them."""
+"""Line that states the machine; GB means GiB here, since data sheets write GB."""
 _HEAD_BYTES = 4096
 
 
@@ -188,27 +188,35 @@ class StatedMachine(NamedTuple):
 
 
 def stated_machine(paths: Iterable[Path]) -> StatedMachine | None:
-    """Reads the machine that the last of the files states; None if none does."""
-    found = None
+    """Reads the machine from the last file that states one; None if none does."""
+    machine = None
     for path in paths:
         if path.is_file():
             with disk_faults(f"read {path}"), path.open("rb") as file:
                 match = _MACHINE.search(file.read(_HEAD_BYTES).decode(errors="replace"))
             if match is not None:
-                found = StatedMachine(int(match[1]), int(float(match[3]) * GIB), match[2])
-    return found
+                machine = StatedMachine(int(match[1]), int(float(match[3]) * GIB), match[2])
+    return machine
 
 
 _CHOSEN = ("micro_batch_size", "recompute", "recompute_modules", "recompute_layers")
-"""Keys of `train` that a plan chooses besides `layout`; every other key is the user's."""
+"""Keys of `train` that a plan chooses in addition to `layout`; all other keys are the user's."""
 
 
 def write_choice(
-    choice: Choice, given: Mapping[str, Any], left_out: Sequence[str], cluster: Cluster, memory_bytes: int, path: Path
+    choice: Choice, sections: Mapping[str, Any], missing: Sequence[str], cluster: Cluster, memory_bytes: int, path: Path
 ) -> None:
-    """Writes the user's sections with the chosen keys; names the keys of `left_out`; overwrites nothing."""
+    """Writes the user's sections with the chosen keys to a new file.
+
+    Args:
+        sections: The user's sections.
+        missing: Keys that a run also needs, named in a comment.
+
+    Raises:
+        ConfigError: The file exists.
+    """
     if path.exists():
-        raise ConfigError(f"{path} exists, and nothing is overwritten; name another file, or move it away")
+        raise ConfigError(f"{path} already exists; name another file, or move it away")
     head = (
         f"# GPUs: {choice.layout.world_size} x {cluster.gpu.name} {memory_bytes / GIB:.4g} GiB\n"
         f"# {choice.layout}: {choice.memory.total_bytes / GIB:.1f} GiB on the heaviest rank; predicted by mtrain plan: "
@@ -216,14 +224,14 @@ def write_choice(
     )
     if cluster.links is not None:
         head += f"# links in a node: {cluster.links}\n"
-    if left_out:
-        head += f"# a run also needs {', '.join(left_out)}, which the plan was not given\n"
-    write_atomically(path, head + yaml_text(chosen_content(choice, given)))
+    if missing:
+        head += f"# a run also needs {', '.join(missing)}\n"
+    write_atomically(path, head + yaml_text(chosen_content(choice, sections)))
 
 
-def chosen_content(choice: Choice, given: Mapping[str, Any]) -> dict[str, Any]:
+def chosen_content(choice: Choice, user_sections: Mapping[str, Any]) -> dict[str, Any]:
     layout = choice.config.layout.model_dump(exclude_defaults=True)
-    others = {key: value for key, value in given["train"].items() if key not in _CHOSEN}
-    train = {**choice.config.train.model_dump(include=set(_CHOSEN), exclude_defaults=True), **others}
-    sections = {**given, "layout": layout, "train": train}
+    unchanged = {key: value for key, value in user_sections["train"].items() if key not in _CHOSEN}
+    train = {**choice.config.train.model_dump(include=set(_CHOSEN), exclude_defaults=True), **unchanged}
+    sections = {**user_sections, "layout": layout, "train": train}
     return {name: sections[name] for name in sections if name != "layout" or layout}

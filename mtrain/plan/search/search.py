@@ -1,5 +1,5 @@
-"""Searches the fastest layouts that fit: candidates are tried in the order of a lower bound of their time, and only as
-far as that bound requires."""
+"""Search for the fastest layouts that fit. Candidates are tried by ascending lower bound of their step time, until the
+bound exceeds the best times found."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,52 +32,52 @@ class Choice:
     config: Config
     layout: Layout
     memory: MemoryEstimate
-    """Memory of the rank that needs most."""
+    """Memory of the heaviest rank."""
     cost: StepCost
 
 
 @dataclass
 class Counts:
     bounded: int = 0
-    """Divisions of the ranks, with micro-batch sizes, that have a lower bound."""
+    """Number of candidates: layouts with a micro-batch size and a lower bound."""
     tried: int = 0
-    """Divisions that the bound did not exclude and that `mtrain train` would accept."""
+    """Number of candidates that the bound did not exclude and that `mtrain train` would accept."""
     measured: int = 0
-    """Memory estimates."""
+    """Number of memory estimates."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     choices: list[Choice]
-    """Choices with different layouts, the fastest first; empty if nothing fits."""
+    """Choices with different layouts, fastest first; empty if nothing fits."""
     closest: Choice | None
-    """If nothing fits, the choice that needs least memory; None if no layout is legal."""
+    """The choice that needs least memory if nothing fits; None if something fits, or no layout is legal."""
     counts: Counts
 
 
-def search(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int, num_choices: int = 5) -> Found:
-    """Finds the fastest choices that fit; layout, micro-batch size and recomputation of `config` are to be chosen.
+def search(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int, num_choices: int = 5) -> SearchResult:
+    """Finds the fastest choices that fit; replaces layout, micro-batch size and recomputation of `config`.
 
     Args:
         memory_bytes: Memory of one GPU; the estimate may fill USABLE_MEMORY of it.
     """
     counts, usable = Counts(), int(memory_bytes * USABLE_MEMORY)
-    ordered = sorted(candidates(config, num_gpus, cluster, usable), key=lambda each: each.least_seconds)
+    ordered = sorted(candidates(config, num_gpus, cluster, usable), key=lambda candidate: candidate.least_seconds)
     counts.bounded = len(ordered)
     best = _Best(num_choices)
-    for each in ordered:
-        if each.least_seconds >= best.limit:
+    for candidate in ordered:
+        if candidate.least_seconds >= best.limit:
             break
-        given = with_layout(config, section_of(each.layout, config.model.num_layers), each.micro_batch_size)
-        if next(iter(broken_rules(given, num_gpus)), None) is None:
+        tried = with_layout(config, section_of(candidate.layout, config.model.num_layers), candidate.micro_batch_size)
+        if next(iter(broken_rules(tried, num_gpus)), None) is None:
             counts.tried += 1
-            _try(Workload(given, Layout.from_config(given, num_gpus), cluster), usable, best, counts)
+            _try(Workload(tried, Layout.from_config(tried, num_gpus), cluster), usable, best, counts)
     closest = None if best.choices else _closest(config, num_gpus, cluster, counts)
-    return Found(best.choices, closest, counts)
+    return SearchResult(best.choices, closest, counts)
 
 
 def with_layout(config: Config, section: LayoutSection, micro_batch_size: int) -> Config:
-    """Returns the configuration under another layout, still without recomputation; every other key stays."""
+    """Returns the configuration with another layout and micro-batch size, and without recomputation."""
     changes = {
         "micro_batch_size": micro_batch_size,
         "recompute": "none",
@@ -89,46 +89,46 @@ def with_layout(config: Config, section: LayoutSection, micro_batch_size: int) -
 
 @dataclass
 class _Best:
-    """The fastest choices so far, one for each layout of weights."""
+    """The fastest choices so far, one per division of the weights."""
 
     size: int
     choices: list[Choice] = field(default_factory=list)
 
     @property
     def limit(self) -> float:
-        """Returns the time that a choice has to undercut."""
+        """Step time in seconds that a new choice must beat."""
         return self.choices[-1].cost.time.total if len(self.choices) == self.size else float("inf")
 
     def add(self, choice: Choice) -> None:
         """Keeps the choice if it is among the fastest."""
         key = _weights_key(choice.layout)
-        same = [each for each in self.choices if _weights_key(each.layout) == key]
+        same = [other for other in self.choices if _weights_key(other.layout) == key]
         if same and same[0].cost.time.total <= choice.cost.time.total:
             return
-        others = [each for each in self.choices if each not in same]
-        self.choices = sorted([*others, choice], key=lambda each: each.cost.time.total)[: self.size]
+        remaining = [other for other in self.choices if other not in same]
+        self.choices = sorted([*remaining, choice], key=lambda other: other.cost.time.total)[: self.size]
 
 
 def _weights_key(layout: Layout) -> tuple[int, ...]:
-    """Returns a key that is equal for layouts with the same weights on a rank, whatever the schedule."""
+    """Returns a key that is equal for layouts with the same division of weights, under any schedule."""
     return layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
 
 
 def _try(work: Workload, usable: int, best: _Best, counts: Counts) -> None:
-    """Tries the layout with the least recomputation with which it fits, if it can be among the best."""
-    for given in recomputations(work.config):
-        cost = step_cost(work._replace(config=given))
+    """Adds the layout with the least recomputation that fits, if it can be among the best."""
+    for config in recomputations(work.config):
+        cost = step_cost(work._replace(config=config))
         if cost.time.total >= best.limit:
             return
         counts.measured += 1
-        memory = heaviest(given, work.layout, usable)
-        if memory.total_bytes <= usable and is_legal(given):
-            best.add(Choice(given, work.layout, memory, cost))
+        memory = heaviest(config, work.layout, usable)
+        if memory.total_bytes <= usable and is_legal(config):
+            best.add(Choice(config, work.layout, memory, cost))
             return
 
 
 def recomputations(config: Config) -> Iterator[Config]:
-    """Yields ways to recompute, from nothing to everything, each slower than the one before."""
+    """Yields the configuration with ever more recomputation, from none to full."""
     has_dense = any(config.model.has_dense(layer) for layer in dict.fromkeys(kinds(config.model)))
     parts = (["mlp"] if has_dense else []) + (["moe"] if config.model.experts is not None else [])
     for recompute, modules in (
@@ -142,7 +142,7 @@ def recomputations(config: Config) -> Iterator[Config]:
 
 
 def is_legal(config: Config) -> bool:
-    """Says whether the configuration keeps every rule, also for keys that were changed without validation."""
+    """Says whether the configuration keeps every rule; validates again, since `model_copy` does not."""
     try:
         Config.model_validate(config.model_dump())
     except ValidationError:
@@ -151,33 +151,35 @@ def is_legal(config: Config) -> bool:
 
 
 def heaviest(config: Config, layout: Layout, usable: int = _NO_LIMIT) -> MemoryEstimate:
-    """Estimates the rank that needs most memory; stops at the first rank above `usable`."""
-    found: list[MemoryEstimate] = []
-    for pp_rank in sorted(range(layout.pp), key=lambda each: (each not in (0, 1, layout.pp - 1), each)):
-        found.append(memory_per_rank(config, layout, pp_rank))
-        if found[-1].total_bytes > usable:
-            return found[-1]
-    return max(found, key=lambda each: each.total_bytes)
+    """Estimates the memory of the heaviest rank; stops at the first rank above `usable`."""
+    estimates: list[MemoryEstimate] = []
+    for pp_rank in sorted(range(layout.pp), key=lambda rank: (rank not in (0, 1, layout.pp - 1), rank)):
+        estimates.append(memory_per_rank(config, layout, pp_rank))
+        if estimates[-1].total_bytes > usable:
+            return estimates[-1]
+    return max(estimates, key=lambda estimate: estimate.total_bytes)
 
 
 _NUM_CLOSEST = 20
 
 
 def _closest(config: Config, num_gpus: int, cluster: Cluster, counts: Counts) -> Choice | None:
-    """Finds the choice that needs least memory, with everything recomputed, among those that hold least between
-    steps."""
-    found: list[Choice] = []
-    for weights in sorted(divisions(config.model, num_gpus, cluster), key=lambda each: state_bytes(config, each)):
-        if len(found) >= _NUM_CLOSEST:
+    """Finds the choice that needs least memory with full recomputation, among those with the least state between
+    steps; None if no layout is legal."""
+    choices: list[Choice] = []
+    for weights in sorted(
+        divisions(config.model, num_gpus, cluster), key=lambda division: state_bytes(config, division)
+    ):
+        if len(choices) >= _NUM_CLOSEST:
             break
         if stage_split(config.model.num_layers, weights.pp, 1) is None:
             continue
         for ranks, size, _ in batches(config, weights):
-            given = with_layout(config, section_of(ranks, config.model.num_layers), size)
-            if size > 1 or broken_rules(given, num_gpus):
+            tried = with_layout(config, section_of(ranks, config.model.num_layers), size)
+            if size > 1 or broken_rules(tried, num_gpus):
                 continue
-            *_, given = recomputations(given)
-            layout = Layout.from_config(given, num_gpus)
+            *_, tried = recomputations(tried)
+            layout = Layout.from_config(tried, num_gpus)
             counts.measured += 1
-            found.append(Choice(given, layout, heaviest(given, layout), step_cost(Workload(given, layout, cluster))))
-    return min(found, key=lambda each: each.memory.total_bytes, default=None)
+            choices.append(Choice(tried, layout, heaviest(tried, layout), step_cost(Workload(tried, layout, cluster))))
+    return min(choices, key=lambda choice: choice.memory.total_bytes, default=None)

@@ -1,4 +1,4 @@
-"""Says whether a run fits into a GPU's memory, and what to change if it does not."""
+"""Verdict on whether a run fits into a GPU's memory, and what to change if it does not."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,23 +28,24 @@ class Remedy:
     choice: Choice
 
     def __str__(self) -> str:
-        """Writes the keys as overrides of a command line."""
+        """Writes the keys as command-line overrides."""
         return " ".join(f"{key}={_shown(value)}" for key, value in self.keys.items())
 
 
 def smallest_change(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> Remedy | None:
-    """Finds one change that makes the run fit, else two together, the fastest of those; None if two are not enough."""
+    """Finds the fastest change of one key, otherwise of two, that makes the run fit; None if two are not enough."""
     single = list(_changes(config, num_gpus, cluster))
     pairs = ({**one, **other} for one, other in combinations(single, 2) if not one.keys() & other.keys())
     for group in (single, pairs):
-        fitting = [found for keys in group if (found := _tried(config, keys, num_gpus, cluster, memory_bytes))]
+        remedies = [_evaluated(config, keys, num_gpus, cluster, memory_bytes) for keys in group]
+        fitting = [remedy for remedy in remedies if remedy is not None]
         if fitting:
-            return min(fitting, key=lambda each: each.choice.cost.time.total)
+            return min(fitting, key=lambda remedy: remedy.choice.cost.time.total)
     return None
 
 
 def _changes(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """Yields changes that need less memory, or may."""
+    """Yields changes that may need less memory."""
     train, layout = config.train, config.layout
     size = train.micro_batch_size
     while size > 1:
@@ -71,7 +72,7 @@ def _changes(config: Config, num_gpus: int, cluster: Cluster) -> Iterator[dict[s
             degree *= 2
 
 
-def _tried(
+def _evaluated(
     config: Config, keys: Mapping[str, Any], num_gpus: int, cluster: Cluster, memory_bytes: int
 ) -> Remedy | None:
     """Evaluates a change; None if it is illegal or does not fit."""
@@ -101,30 +102,34 @@ def with_keys(config: Config, keys: Mapping[str, Any]) -> Config | None:
 def _shown(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def verdict(config: Config, num_gpus: int, cluster: Cluster, memory_bytes: int) -> str:
-    """Says that the run fits, and with how much room; the estimate may fill USABLE_MEMORY of `memory_bytes`.
+    """Returns the line that the run fits; the estimate may fill USABLE_MEMORY of `memory_bytes`.
 
     Raises:
-        ConfigError: The run does not fit; the message names the smallest change with which it does.
+        ConfigError: The run does not fit; the message names the smallest change that makes it fit.
     """
     layout = Layout.from_config(config, num_gpus)
     needed, usable = heaviest(config, layout).total_bytes, memory_bytes * USABLE_MEMORY
-    of_memory = f"{usable / GIB:.1f} GiB ({USABLE_MEMORY:.0%} of {memory_bytes / GIB:.1f})"
+    limit = f"{usable / GIB:.1f} GiB ({USABLE_MEMORY:.0%} of {memory_bytes / GIB:.1f})"
     if needed <= usable:
-        return f"fits: the heaviest rank needs {needed / GIB:.1f} of {of_memory}"
-    begin = f"does not fit: the heaviest rank needs {needed / GIB:.1f} GiB, but may fill {of_memory}; "
+        return f"fits: the heaviest rank needs {needed / GIB:.1f} of {limit}"
+    begin = f"does not fit: the heaviest rank needs {needed / GIB:.1f} GiB, but may fill {limit}; "
     change = smallest_change(config, num_gpus, cluster, memory_bytes)
     if change is not None:
         slower = change.choice.cost.time.total / step_cost(Workload(config, layout, cluster)).time.total - 1
-        then = change.choice.memory.total_bytes / GIB
-        raise ConfigError(f"{begin}set {change}, which needs {then:.1f} GiB ({slower:+.0%} predicted time of a step)")
-    found = search(config, num_gpus, cluster, memory_bytes, 1)
-    if not found.choices:
-        raise ConfigError(begin + str(nothing_fits(config, found, num_gpus, memory_bytes)))
-    best = found.choices[0]
+        new_gib = change.choice.memory.total_bytes / GIB
+        raise ConfigError(
+            f"{begin}set {change}, which needs {new_gib:.1f} GiB ({slower:+.0%} predicted time of a step)"
+        )
+    result = search(config, num_gpus, cluster, memory_bytes, 1)
+    if not result.choices:
+        raise ConfigError(begin + str(nothing_fits(config, result, num_gpus, memory_bytes)))
+    best = result.choices[0]
     raise ConfigError(
         f"{begin}no change of two keys is enough; {best.layout} with train.micro_batch_size="
         f"{best.config.train.micro_batch_size} and recompute {recompute_name(best.config.train)} needs "

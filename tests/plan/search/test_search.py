@@ -123,7 +123,7 @@ def test_what_fits_nowhere_says_what_is_closest() -> None:
     assert found.closest is not None
     text = str(nothing_fits(given, found, 64, 80 * GIB))
     assert f"the closest layout is {found.closest.layout}" in text
-    assert "too many; most of it are optimizer" in text
+    assert "too many; the largest part is optimizer" in text
 
 
 def test_a_batch_that_no_layout_divides_says_which_would() -> None:
