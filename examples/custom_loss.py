@@ -1,9 +1,9 @@
-"""Train with a loss function of your own: focal loss, which looks away from tokens that are predicted well.
+"""Train with your own loss function: focal loss, which gives less weight to tokens that are predicted well.
 
 A loss function returns a pair of sums, never a mean: the engine adds the pairs of all microbatches and ranks and
-divides once, so the loss does not depend on how the batch is cut. `weigh` turns losses of tokens into such a pair.
+divides once, so the loss does not depend on how the batch is split. `weigh` turns token losses into such a pair.
 
-`mtrain train` takes the same function from its configuration, with this folder on PYTHONPATH:
+With this folder on PYTHONPATH, `mtrain train` uses the same function by its configuration:
     loss.function=custom_loss:focal_loss loss.options.gamma=1.5
 """
 
@@ -27,12 +27,12 @@ SETTINGS = [
 
 def focal_loss(inputs: TermInputs, gamma: float = 2.0) -> LossPair:
     """Weighs (1 - p)^gamma x -log p of each label (Lin et al. 2017); gamma = 0 is the usual loss."""
-    losses = inputs.logits.cross_entropy(inputs.labels)  # [batch, seq] nats; the vocabulary may lie on several ranks
+    losses = inputs.logits.cross_entropy(inputs.labels)  # [batch, seq] nats; the vocabulary may be split over ranks
     return weigh((1 - (-losses).exp()) ** gamma * losses, inputs)
 
 
 def main() -> None:
-    """Trains four steps on one batch; the usual loss falls as well, though another one is minimised."""
+    """Trains four steps on one batch; the usual loss also falls, although another one is minimised."""
     batch = [Datum(range(start, start + 20)) for start in (3, 500, 1000, 1500)]
     with Engine(load_config([TINY], SETTINGS + sys.argv[1:])) as engine:
         for _ in range(engine.config.train.num_steps):

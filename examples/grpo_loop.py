@@ -1,6 +1,6 @@
 """GRPO: a model that has seen a few sums learns from rewards alone to add two digits; a minute on two cores:
 `torchrun --nproc-per-node 2 examples/grpo_loop.py layout.tp=2`. The engine that trains also draws the answers
-(where vLLM is installed, that does): they, the rewards and the curve are the same under any layout."""
+(or vLLM, if it is installed); answers, rewards and the curve are the same under any layout."""
 
 import random
 import sys
@@ -14,7 +14,7 @@ SETTINGS = [
     "model={num_layers: 2, hidden_size: 64, ffn_hidden_size: 256, num_attention_heads: 4, vocab_size: 12}",
     "train={global_batch_size: 256, micro_batch_size: 64, num_steps: 70, precision: fp32}",
     "optimizer={kind: muon, lr: 3.0e-3, schedule: constant, weight_decay: 0.0}",
-    "loss={function: ppo, aggregation: token-mean}",  # GRPO by the advantages below
+    "loss={function: ppo, aggregation: token-mean}",  # GRPO, with the advantages below
     "data={kind: mock, seq_length: 5}",  # the samples come from this program
 ]
 PLUS, EQUALS, GROUP_SIZE, WARM_UP_STEPS, COUNTS = 10, 11, 8, 15, [0, 0, 0, 0, 1, 1]
@@ -31,13 +31,13 @@ def rollouts(draw: Draw, step: int) -> tuple[list[Datum], float]:
     for number, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
         group = rewards[number - number % GROUP_SIZE :][:GROUP_SIZE]
         advantage = (rewards[number] - mean(group)) / (pstdev(group) + 1e-4)
-        old = [0.0] * 4 + answer.log_probs  # one a token; those of the prompt are not read
+        old = [0.0] * 4 + answer.log_probs  # one per token; the prompt's are not read
         data.append(Datum(prompt + answer.token_ids, COUNTS, extras={"advantages": advantage, "old_logprobs": old}))
     return data, mean(rewards)
 
 
 def train(config: Config) -> list[float]:
-    """Returns the mean reward of each step; some supervised steps come first, so that answers are worth comparing."""
+    """Returns the mean reward of each step, after some supervised steps that make answers worth comparing."""
     found = []
     with Engine(config) as engine, drawing(engine) as draw:
         for step in range(config.train.num_steps):

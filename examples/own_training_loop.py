@@ -1,8 +1,8 @@
-"""Train with a loop of your own: `python examples/own_training_loop.py`, or on two ranks with
+"""Train with your own loop: `python examples/own_training_loop.py`, or on two ranks with
 
     torchrun --nproc-per-node 2 examples/own_training_loop.py layout.tp=2
 
-The losses are the same, to the rounding of float32, under any layout that two ranks allow: try layout.pp=2.
+The losses are the same, up to float32 rounding, under any layout that two ranks allow: try layout.pp=2.
 """
 
 import random
@@ -34,9 +34,9 @@ def main() -> None:
     """Trains six steps of two calls each, then validates."""
     with Engine(load_config([TINY], SETTINGS + sys.argv[1:])) as engine:
         for step in range(engine.config.train.num_steps):
-            batch = batch_of(step)  # the whole batch on every rank: the engine takes this rank's part of it
+            batch = batch_of(step)  # pass the whole batch on every rank: the engine takes this rank's part
             engine.forward_backward(batch[:4])
-            engine.forward_backward(batch[4:])  # adds up; the same bits as one call with all eight
+            engine.forward_backward(batch[4:])  # accumulates; the same bits as one call with all eight
             done = engine.optim_step()  # one division by the denominator of both calls, clipping, AdamW
             if engine.rank == 0:
                 print(f"step {done.step}  loss {done.loss:.6f}  grad_norm {done.grad_norm:.4f}  lr {done.lr:.1e}")

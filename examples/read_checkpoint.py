@@ -1,6 +1,7 @@
 """Read the weights of a checkpoint into numpy: `python examples/read_checkpoint.py runs/first`.
 
-No ranks, no GPU and no configuration, whatever layout has saved it. Every byte is compared with its checksum first.
+This needs no ranks, GPU or configuration, whichever layout saved the checkpoint. Checksums of all bytes are verified
+first.
 """
 
 import sys
@@ -11,9 +12,9 @@ from mtrain import read_weights
 
 
 def main(path: str) -> None:
-    """Prints the shape and the size of each weight, and looks into one of them."""
+    """Prints the shape and the size of each weight, and the tokens nearest to token 0."""
     weights = read_weights(path)  # a run folder (its newest checkpoint) or one checkpoint
-    for name, values in weights.items():  # each is read when it is asked for
+    for name, values in weights.items():  # each is read on access
         rms = float(np.sqrt(np.mean(values**2)))
         print(f"{name:60} {'x'.join(map(str, values.shape)):>16}  rms {rms:.4f}")
 

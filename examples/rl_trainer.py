@@ -1,8 +1,8 @@
-"""mtrain as the trainer of a reinforcement learning framework: `python examples/rl_trainer.py`, or on two ranks with
+"""mtrain as the trainer of a reinforcement-learning framework: `python examples/rl_trainer.py`, or on two ranks with
 
     torchrun --nproc-per-node 2 examples/rl_trainer.py layout.tp=2
 
-Rollouts come from another program, which gets the weights before each step: here transformers, where vLLM would stand.
+Rollouts come from another program, which gets the weights before each step: here transformers, in place of vLLM.
 """
 
 import sys
@@ -28,27 +28,27 @@ SETTINGS = [
 
 
 def datum(ids: list[int], *extras: float | list[float]) -> Datum:
-    named = dict(zip(("advantages", "old_logprobs", "ref_logprobs"), extras))  # one a sequence, or one a token
-    return Datum(ids, [0.0] * (len(ids) - LENGTH) + [1.0] * LENGTH, extras=named)  # a prompt counts nothing
+    named = dict(zip(("advantages", "old_logprobs", "ref_logprobs"), extras))  # one per sequence, or one per token
+    return Datum(ids, [0.0] * (len(ids) - LENGTH) + [1.0] * LENGTH, extras=named)  # the prompt has weight 0
 
 
 def main() -> None:
     server = LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=2, intermediate_size=64, rms_norm_eps=1e-5))
     with Engine(load_config([], SETTINGS + sys.argv[1:])) as engine:
         while engine.step < engine.config.train.num_steps:
-            for name, tensor in engine.named_hf_tensors(everywhere=False):  # other ranks take part and get none
+            for name, tensor in engine.named_hf_tensors(everywhere=False):  # other ranks take part but get no tensors
                 server.get_parameter(name).data.copy_(tensor)
             torch.manual_seed(engine.step)
             drawn = server.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), **SAMPLING)
             dist.broadcast(drawn, src=0)
-            rewards = (drawn[:, -LENGTH:] == 7).float().mean(1)  # the part of an answer that is token 7
+            rewards = (drawn[:, -LENGTH:] == 7).float().mean(1)  # the share of token 7 in an answer
             advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).tolist()
             rollouts = [datum(ids) for ids in drawn.tolist()]
             old = [[0.0, *found.tolist()] for found in engine.forward(rollouts).log_probs]
-            with engine.adapters_off():  # the reference model, without a second one in memory
+            with engine.adapters_off():  # the reference model, without a second model in memory
                 ref = [[0.0, *found.tolist()] for found in engine.forward(rollouts).log_probs]
             batch = [datum(*each) for each in zip(drawn.tolist(), advantages, old, ref)]
-            for _ in range(2):  # two updates by the same rollouts
+            for _ in range(2):  # two updates on the same rollouts
                 engine.forward_backward(batch, "ppo", {"clip_high": 0.28})
                 done = engine.optim_step()
             if engine.rank == 0:

@@ -1,4 +1,4 @@
-"""Rollouts for examples/grpo_loop.py: by vLLM (0.32), which runs in the trainer's processes, else by the engine."""
+"""Rollouts for examples/grpo_loop.py: by vLLM (0.32) in the trainer's processes, or by the engine without vLLM."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ def drawing(engine: Engine) -> Iterator[Draw]:
     if importlib.util.find_spec("vllm") is None:
         yield functools.partial(engine.generate, max_sequences=256)
         return
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its worker is in this process, so it can be given tensors
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its worker is in this process and can get tensors
     vllm: Any = importlib.import_module("vllm")
     Path(engine.config.run.dir).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=engine.config.run.dir) as folder:
@@ -38,9 +38,9 @@ def drawing(engine: Engine) -> Iterator[Draw]:
         deltas, copy = engine.weight_deltas(), WeightCopy()
 
         def draw(prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
-            if [copy.apply(part) for part in deltas.parts(everywhere=True)]:  # what has changed since the last time
+            if [copy.apply(part) for part in deltas.parts(everywhere=True)]:  # changes since the last call
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copy.tensors.items()})
-                llm.reset_prefix_cache()  # it holds keys and values of the old weights
+                llm.reset_prefix_cache()  # it has keys and values of the old weights
             asked: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
             asked |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "stop_token_ids": [*sampling.stop_token_ids]}
             asked |= {"logprobs": 0, "ignore_eos": True, "detokenize": False}  # 0 besides that of the drawn token
@@ -50,7 +50,7 @@ def drawing(engine: Engine) -> Iterator[Draw]:
             return [_completion(output.outputs[0]) for output in llm.generate(given, each, use_tqdm=False)]
 
         yield draw
-        llm.llm_engine.engine_core.shutdown()  # closes torch.distributed too: only Engine.close may follow
+        llm.llm_engine.engine_core.shutdown()  # also closes torch.distributed: only Engine.close may follow
 
 
 def _completion(found: Any) -> Completion:

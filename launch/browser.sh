@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sees to the browser in which the tests open the pages that `mtrain` writes: $MTRAIN_BROWSER, or one on PATH, or
-# Debian's chromium, which root installs here. A moment where there is one. Where there can be none, as for a user without
-# root, it says so and the tests say which of them did not run; with MTRAIN_REQUIRE_ALL_TESTS=1, as in CI, it ends with 7.
+# Provides the browser in which tests open the pages that `mtrain` writes: $MTRAIN_BROWSER, or one on PATH, or Debian's
+# chromium, which this script installs as root. If no browser can be had, for instance without root, it says so, and the
+# suite lists the tests that did not run; with MTRAIN_REQUIRE_ALL_TESTS=1, as in CI, it exits with 7.
 set -euo pipefail
 
 if [[ -n ${MTRAIN_BROWSER:-} ]]; then

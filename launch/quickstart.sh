@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pretrains and finetunes a small language model on this machine, from nothing, through the real Megatron-Core.
-# Everything it makes lies in .quickstart; a second call skips what is done.
+# All output is in .quickstart; a second call skips finished steps.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -f launch/setup.sh ]]; then # a checkout installs itself
@@ -16,7 +16,7 @@ fi
 
 work=.quickstart
 started=$SECONDS
-export CUDA_VISIBLE_DEVICES= # CPUs train a model this small in minutes; two ranks would need two GPUs
+export CUDA_VISIBLE_DEVICES= # CPUs train so small a model in minutes; two ranks would need two GPUs
 step() { printf '\n== %s\n' "$*"; }
 mtrain() { "$python" -W ignore -m mtrain "$@"; }
 

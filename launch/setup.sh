@@ -1,37 +1,37 @@
 # shellcheck shell=bash
-# To be sourced from the repository root: sets $python to an interpreter that has the package and its tools installed.
+# Source this from the repository root: it sets $python to an interpreter with the package and its tools installed.
 #
-# The virtual environment is .venv, or $MTRAIN_VENV. It is made where it is missing and installed into where
-# pyproject.toml has changed since the last time; otherwise this takes a moment.
+# The virtual environment is .venv, or $MTRAIN_VENV. It is created if it is missing, and updated if pyproject.toml has
+# changed since the last call; otherwise this takes a moment.
 #
-# Torch is chosen once. Where the interpreter, or the environment, has one already, as in NVIDIA's containers, that one
-# stays: it is built for its CUDA, and other packages there for it. Where there is none and no GPU either, the newest one
-# that pyproject.toml allows would bring 3 to 6 GB of CUDA libraries that nothing can use; the wheel for CPUs has 0.2 GB.
-# So $cpu_torch is taken there, the version that the tests run with day by day, from the index of CPU wheels or
-# from where pip's own settings find it, and a Python that has such a wheel. With a GPU, or where there is no such wheel, pip takes the
-# newest that is allowed.
+# Torch is chosen once. If the interpreter or the environment already has torch, as in NVIDIA's containers, it stays: it
+# is built for its CUDA, and other packages are built for it. Without torch and without a GPU, the newest torch that
+# pyproject.toml allows would bring 3 to 6 GB of CUDA libraries that nothing can use; the CPU wheel has 0.2 GB. So in
+# that case this installs $cpu_torch, the version of the daily tests, from the index of CPU wheels or from wherever
+# pip's settings find it, with a Python that has such a wheel. With a GPU, or if no such wheel exists, pip takes the
+# newest version that is allowed.
 cpu_torch=2.13.0
 
-python_facts() { # of an interpreter that can make an environment: its rank among others, version, torch or -, path
+python_facts() { # prints rank, version, torch or -, and path of an interpreter that can create an environment
   "$1" -c '
 import ensurepip, importlib.metadata, sys, venv
 major, minor = sys.version_info[:2]
 (major, minor) >= (3, 11) or sys.exit(1)
-rank = minor if minor <= 13 else 0  # the newest one that megatron-core has wheels for
+rank = minor if minor <= 13 else 0  # the newest one with megatron-core wheels
 torch = [found.version for found in importlib.metadata.distributions(name="torch")][:1] or ["-"]
 print(rank, sys.version.split()[0], *torch, sys.executable)' 2>/dev/null
 }
 
-has_cpu_torch() { # whether pip offers an interpreter torch's wheel for CPUs; downloads nothing
+has_cpu_torch() { # whether pip offers torch's CPU wheel to an interpreter; downloads nothing
   [[ $("$1" -m pip --disable-pip-version-check index versions torch ${index:+"$index"} 2>/dev/null) == *" $cpu_torch+cpu"* ]]
 }
 
-# Sets $base to the interpreter of a new environment, and says which one it is and why:
-# 1. $MTRAIN_PYTHON, where it is set; `newest` means 4;
-# 2. python3, where it has a torch, as in a container: that torch is to stay;
-# 3. without a GPU, the newest one for which pip offers torch's wheel for CPUs;
+# Sets $base to the interpreter of a new environment, and prints which one it is and why:
+# 1. $MTRAIN_PYTHON, if it is set; `newest` means 4;
+# 2. python3, if it has torch, as in a container: that torch must stay;
+# 3. without a GPU, the newest one for which pip offers torch's CPU wheel;
 # 4. the newest one.
-# Candidates are on PATH or in pyenv's folder. One that megatron-core has no wheels for yet comes last.
+# Candidates are on PATH or in pyenv's folder. Interpreters without megatron-core wheels come last.
 find_python() {
   local rank version torch candidate facts why found=()
   if [[ ${MTRAIN_PYTHON:-newest} != newest ]]; then
@@ -73,14 +73,14 @@ find_python() {
   echo "Python $version ($base), $why; MTRAIN_PYTHON can name another one"
 }
 
-torch_index() { # of the wheels for CPUs, unless it is out of reach
+torch_index() { # pip's option for the index of CPU wheels, if it can be reached
   local index=https://download.pytorch.org/whl/cpu
   if "$1" -c "import urllib.request as u; u.urlopen('$index/torch/', timeout=5)" 2>/dev/null; then
     echo "--extra-index-url=$index"
   fi
 }
 
-version_of_torch() { # of an interpreter; empty where it has none
+version_of_torch() { # torch's version in an interpreter; empty without torch
   "$1" -c 'import importlib.metadata as m; print(*[found.version for found in m.distributions(name="torch")][:1])'
 }
 
@@ -98,7 +98,7 @@ setup_environment() {
   if [[ ! -f $stamp || $(<"$stamp") != "$now" ]]; then
     echo "installing into $venv (minutes the first time)"
     torch=$(version_of_torch "$python")
-    if [[ -f $stamp ]]; then # it was chosen here; pip goes on with it as long as pyproject.toml allows it
+    if [[ -f $stamp ]]; then # this script chose it; pip keeps it as long as pyproject.toml allows it
       torch=
     elif [[ -z $torch ]] && ! command -v nvidia-smi >/dev/null; then
       index=${index:-$(torch_index "$python")}
@@ -111,11 +111,11 @@ setup_environment() {
   fi
 }
 
-install_commit_hook() { # in a clone with no commit-msg hook of its own: the one that keeps CONTRIBUTING.md's form
+install_commit_hook() { # in a clone without a commit-msg hook: installs the one that checks CONTRIBUTING.md's form
   local hook
   hook=$(git rev-parse --git-path hooks/commit-msg 2>/dev/null) || return 0
   [[ -e $hook || -n $(git config core.hooksPath) || ! -w $(dirname "$hook") ]] && return 0
-  # an older commit has no such check, and can be worked on without it
+  # older commits have no such check, and work without it
   printf '#!/bin/sh\n[ ! -x tests/commit_message.sh ] || exec tests/commit_message.sh "$1"\n' >"$hook"
   chmod +x "$hook"
 }

@@ -21,7 +21,7 @@ def answer(model: Any, tokenizer: Any, question: str) -> str:
 
 
 def main() -> None:
-    """Prints each question with both answers; ends with 1 where they differ."""
+    """Prints each question with both answers; exits with 1 if any differ."""
     merged_folder, base, adapter, questions = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(merged_folder)
     merged = AutoModelForCausalLM.from_pretrained(merged_folder, dtype=torch.float32)

