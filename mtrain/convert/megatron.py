@@ -22,7 +22,7 @@ from mtrain.checkpoint.state.start_weights import (
     shards_of,
 )
 from mtrain.checkpoint.store.megatron_checkpoint import check_run_config
-from mtrain.config.load import Given, read_file
+from mtrain.config.load import MergedContent, read_file
 from mtrain.config.schema.model import ModelSection
 from mtrain.hf.configuration import resolved
 from mtrain.hf.schema.description import described_model
@@ -110,4 +110,4 @@ def model_of(folder: Path, described: Path | None) -> ModelSection:
     given = read_file(described)
     if not isinstance(given.content.get("model"), dict):
         raise ConfigError(f"{described}: there is no section `model`; name a file such as configs/model/llama3_8b.yaml")
-    return Given({**_ANY_RUN, "model": given.content["model"]}, (given,)).config(resolved).model
+    return MergedContent({**_ANY_RUN, "model": given.content["model"]}, (given,)).config(resolved).model

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mtrain.base.errors import ConfigError, DataError, NothingToLearnError
 from mtrain.config import Config
 from mtrain.config.derived import compared, label_columns
-from mtrain.config.load import Given, whole
+from mtrain.config.load import MergedContent, whole
 from mtrain.config.schema.data import (
     FilesSection,
     IndexedSection,
@@ -435,4 +435,4 @@ def with_num_steps(config: Config) -> Config:
     content = config.model_dump()
     content["data"]["packing"] = None if epochs.packing is None else epochs.packing.model_dump()
     content["train"] |= {"num_epochs": None, "num_steps": epochs.num_steps(num_sequences)}
-    return Given(content, ()).config(whole)
+    return MergedContent(content, ()).config(whole)

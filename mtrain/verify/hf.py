@@ -126,13 +126,13 @@ def _tolerances(sizes: Sizes) -> tuple[Tolerance, ...]:
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class _StepInputs:
     step: StepInput
     adds_exactly: bool
     """Whether float64 adds the denominator without rounding."""
 
 
-def _inputs(config: Config, num_steps: int) -> list[_Inputs]:
+def _inputs(config: Config, num_steps: int) -> list[_StepInputs]:
     texts = texts_of(config, SamplePlan(num_steps, 0, config.model.vocab_size))
     if texts.order_faults:
         raise DataError(f"the order of samples is wrong: {texts.order_faults[0]}; report this")
@@ -142,7 +142,7 @@ def _inputs(config: Config, num_steps: int) -> list[_Inputs]:
         weights = token_weights(rows.weights, rows.sample_weights, config.loss)
         shares = divisor(rows.weights, rows.sample_weights, config.loss)
         lr = published_rate(number, config.optimizer, config.train.num_steps)
-        inputs.append(_Inputs(StepInput(list(_documents(rows, weights)), shares.value, lr), shares.is_exact))
+        inputs.append(_StepInputs(StepInput(list(_documents(rows, weights)), shares.value, lr), shares.is_exact))
     return inputs
 
 
@@ -154,7 +154,9 @@ def _documents(rows: Rows, weights: Tensor) -> Iterator[TrainingRows]:
             yield TrainingRows(*(field[row, is_document].unsqueeze(0) for field in (rows.tokens, rows.labels, weights)))
 
 
-def _reference(config: Config, inputs: Sequence[_Inputs], progress: Progress) -> tuple[LayoutResult, tuple[str, ...]]:
+def _reference(
+    config: Config, inputs: Sequence[_StepInputs], progress: Progress
+) -> tuple[LayoutResult, tuple[str, ...]]:
     """Runs the steps in transformers; returns the result, and a note if the model was changed for it."""
     assert config.model.hf is not None, "the command line names it"
     assert isinstance(config.optimizer, AdamWSection), "`comparable` sets AdamW"
@@ -191,7 +193,7 @@ def _dtypes(model: ModelSection) -> list[torch.dtype]:
 class _Runs:
     """Runs the layouts, each from the weights of the Hugging Face checkpoint."""
 
-    inputs: Sequence[_Inputs]
+    inputs: Sequence[_StepInputs]
     expected: Sequence[StepValues]
     tolerances: Mapping[str, float]
     request: Request

@@ -15,7 +15,7 @@ from mtrain.config.foreign.axolotl import AXOLOTL
 from mtrain.config.foreign.keys import OURS, SYNONYMS
 from mtrain.config.foreign.megatron_lm import REFUSED, WITHOUT_EFFECT, from_megatron_lm
 from mtrain.config.foreign.ms_swift import MEGATRON, MS_SWIFT
-from mtrain.config.foreign.translation import Row, Translation, tried
+from mtrain.config.foreign.translation import Row, Translation, try_put
 from mtrain.config.foreign.verl import VERL
 from mtrain.config.keys import described_keys
 from mtrain.config.kinds import sections_at
@@ -270,7 +270,7 @@ def put_by(table: Mapping[str, Row], name: str) -> set[str]:
     ):
         before = Translation("another program")
         before.content = {"optimizer": {"lr": 1.0}, "adapter": {"kind": "lora"}}
-        tried(before, table[name].put, value, name)
+        try_put(before, table[name].put, value, name)
         found |= {f"{section}.{key}" for section, keys in before.content.items() for key in keys}
         found |= set(before.content)
     return found

@@ -161,7 +161,7 @@ def small_copies(user: Config) -> int:
         for trial in trials:
             assert_legal(prepared(trial, small).config, trial)
     plan = planned(user, Request(None, 6, 8, None, "mtrain verify resume", 3), 8)
-    resumed = (plan.base, plan.comparable, plan.one, *plan.others)
+    resumed = (plan.base, plan.comparable, plan.one, *plan.other_layouts)
     for each in resumed:
         assert_legal(each.config, None)
     assert_legal(small_run(user, Request(None, 6, 8, None, "mtrain verify preempt"), 8)[1].config, None)

@@ -81,7 +81,7 @@ def gone_on(
     plan = planned(user, Request(layouts, 3, max_ranks, None, "", 2), max_ranks)
     check = ResumeCheck(plan, 2, folder, pool)
     check.prepare()
-    results = [check.on_same_layout(None), *(check.on_other_layout(trial, None) for trial in plan.others)]
+    results = [check.on_same_layout(None), *(check.on_other_layout(trial, None) for trial in plan.other_layouts)]
     assert len(results) > 1
     assert all(case.passed for case in results), [(case.name, case.error, case.first_failure()) for case in results]
     return check, results
@@ -222,7 +222,7 @@ def test_other_layouts_are_held_to_the_files_and_to_exact_steps(kept: KeptPool, 
     plan = planned(config(), Request("dp2", 3, 2, None, "", 2), 2)
     faulty = Faulty(plan, 2, tmp_path, kept)
     for name, kind in (("moments-not-restored", "exp_avg"), ("stale-shard", "weights"), ("adam-step-shared", "update")):
-        result = faulty.resumed(name, on=plan.others[0])
+        result = faulty.resumed(name, on=plan.other_layouts[0])
         first = result.first_failure()
         assert result.error is None
         assert first is not None

@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 from mtrain.core.loss.vocab_parallel.chunks import sum_over_chunks
 from mtrain.core.loss.vocab_parallel.logits import VocabParallelLogits
-from mtrain.core.step.loss import places
+from mtrain.core.step.loss import true_positions
 
 
 class Sizes(NamedTuple):
@@ -81,7 +81,7 @@ def in_chunks(given: Given, size: int, counted_only: bool) -> Tensor:
     """Computes the loss with `size` tokens at a time."""
     hidden, labels, counted = given.hidden, given.labels, given.counted
     if counted_only:
-        index = places(counted, int(counted.sum()))
+        index = true_positions(counted, int(counted.sum()))
         hidden, labels, counted = hidden.index_select(0, index), labels[:, index], counted[:, index]
 
     def loss_of_chunk(number: int, rows: slice, local: Tensor) -> Tensor:
