@@ -1,1 +1,2 @@
-"""Foundations for every package: errors, files, signals, the environment. No torch, no configuration."""
+"""Foundations of every package: errors, files, signals, the environment. Imports neither torch nor the
+configuration."""

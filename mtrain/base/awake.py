@@ -1,14 +1,14 @@
-"""Clock that stops while its process is suspended."""
+"""A clock that stops while its process is suspended."""
 
 import time
 from collections.abc import Callable
 
 
 class AwakeClock:
-    """Clock of the seconds in which this process was not suspended; read it often."""
+    """Counts the seconds in which this process was not suspended; call it often to read it."""
 
     def __init__(self, longest_gap_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """A gap between two readings longer than `longest_gap_s` means that the process was suspended."""
+        """Starts at 0; a gap above `longest_gap_s` between two readings means that the process was suspended."""
         self._longest_gap_s, self._clock = longest_gap_s, clock
         self._read_s, self._awake_s = clock(), 0.0
 

@@ -1,4 +1,4 @@
-"""Daemon threads for work next to training; the end of the process waits for none of them."""
+"""Daemon threads for work in parallel to training; the process does not wait for them when it ends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 
 def started(action: Callable[[], Result], name: str) -> Future[Result]:
-    """Runs an action in its own daemon thread.
+    """Runs an action in a new daemon thread and returns its future.
 
-    A thread that hangs on a dead disk delays neither the end of the program nor a later action, as a thread of an
-    executor would.
+    Unlike a thread of an executor, a thread that hangs on a dead disk delays neither the end of the program nor later
+    actions.
     """
     from concurrent.futures import Future  # imports logging; the command line imports this module before all others
 
@@ -28,13 +28,13 @@ def started(action: Callable[[], Result], name: str) -> Future[Result]:
     def run() -> None:
         try:
             result = action()
-        except BaseException as fault:  # whatever it is, it belongs to the caller who asks for the result
+        except BaseException as fault:  # raised again for the caller who asks for the result
             future.set_exception(fault)
         else:
             future.set_result(result)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    _threads.add(thread)  # dropped with its last reference, which the thread itself holds while it runs
+    _threads.add(thread)  # a running thread holds a reference to itself, so it stays in this weak set
     thread.start()
     return future
 
@@ -43,9 +43,9 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def is_anything_running() -> bool:
-    """Says whether a thread of `started` is still at work; the program must then end with os._exit.
+    """Says whether a thread of `started` is still running; the program must then end with os._exit.
 
-    Otherwise the interpreter would wait for pools that the thread has opened, and abort when it returns from torch.
+    Otherwise the interpreter would wait for pools that the thread opened, and abort when the thread returns from torch.
     """
     return any(thread.is_alive() for thread in list(_threads))
 
@@ -53,8 +53,8 @@ def is_anything_running() -> bool:
 def mapped(action: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
     """Applies the action to every item and returns the results in order.
 
-    With one thread the caller does the work. Python waits for pools when the program ends, so work that a stop may
-    abandon must not start one.
+    With one thread the caller does the work. Python waits for thread pools when the program ends, so work that a stop
+    may abandon must use one thread.
     """
     if num_threads <= 1:
         return [action(item) for item in items]

@@ -14,22 +14,22 @@ from mtrain.base.files import disk_faults, write_atomically
 FORMAT = 1
 VARIABLE = "MTRAIN_CERTIFICATES"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Version of the driver of this machine's GPUs; missing without one."""
+"""File with the version of this machine's GPU driver; missing without a driver."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of one candidate: the layers of one library, for every kind of layer in a model."""
+    """Result of one candidate: a library's layers, compared with ours for every kind of layer in a model."""
 
     passed: bool
     ms: float
-    """Milliseconds of a forward and backward pass of one layer of each kind, weighted by their numbers."""
+    """Milliseconds of a forward and backward pass, summed over the kinds of layer, weighted by their numbers."""
     own_ms: float
-    """Time of our torch layers, measured alternately with the candidate's."""
+    """Milliseconds of our torch layers, measured alternately with the candidate's."""
     cases: tuple[Mapping[str, Any], ...] = ()
-    """Shapes, times, and both errors and the tolerance of every tensor, by kind of layer."""
+    """Shapes, times, and every tensor's tolerance and both errors, for each kind of layer."""
     error: str | None = None
-    """Why the candidate could not finish; None if it did."""
+    """Reason why the candidate did not finish; None if it did."""
 
     @property
     def is_faster(self) -> bool:
@@ -46,17 +46,17 @@ class Certificate:
     machine: Mapping[str, str]
     """GPU, driver, and versions of packages that can change numbers or times."""
     layers: Mapping[str, Any]
-    """Keys of the configuration that the layers depend on."""
+    """Configuration keys that the layers depend on, with their values."""
     candidates: Mapping[str, Comparison]
 
     @property
     def name(self) -> str:
-        """File name; one for each machine and kind of layers."""
+        """File name, which follows from the machine and the layers."""
         content = json.dumps([self.machine, self.layers], sort_keys=True)
         return f"backend-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
 
     def save(self, folder: Path) -> Path:
-        """Writes the certificate; replaces an earlier one of the same machine and layers.
+        """Writes the certificate, replacing an earlier one of the same machine and layers, and returns its path.
 
         Raises:
             MachineError: The folder cannot be written.
@@ -74,8 +74,8 @@ def certificates(folder: Path) -> Iterator[Certificate]:
         try:
             content = json.loads(path.read_text())
             if content.pop("format") == FORMAT:
-                found = {name: _comparison(each) for name, each in content.pop("candidates").items()}
-                yield Certificate(candidates=found, **content)
+                candidates = {name: _comparison(comparison) for name, comparison in content.pop("candidates").items()}
+                yield Certificate(candidates=candidates, **content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
 
@@ -85,27 +85,27 @@ def _comparison(content: dict[str, Any]) -> Comparison:
 
 
 def certificate_folder() -> Path:
-    """Returns the folder that MTRAIN_CERTIFICATES names, by default `certificates` in the user's cache folder.
+    """Returns the folder in the variable MTRAIN_CERTIFICATES, by default `certificates` in the user's cache folder.
 
     Raises:
         MachineError: The user has no home folder.
     """
-    given = os.environ.get(VARIABLE)
-    return Path(given) if given else cache_folder(f"certificates; set {VARIABLE}") / "certificates"
+    folder = os.environ.get(VARIABLE)
+    return Path(folder) if folder else cache_folder(f"certificates; set {VARIABLE}") / "certificates"
 
 
 def cache_folder(purpose: str) -> Path:
     """Returns `$XDG_CACHE_HOME/mtrain`, by default `~/.cache/mtrain`.
 
     Args:
-        purpose: End of the error message: what the folder is for, and how to do without.
+        purpose: End of the error message: the purpose of the folder, and the alternative.
 
     Raises:
         MachineError: The user has no home folder.
     """
-    given = os.environ.get("XDG_CACHE_HOME")
-    if given and Path(given).is_absolute():  # other values are to be ignored, as the XDG specification says
-        return Path(given) / "mtrain"
+    folder = os.environ.get("XDG_CACHE_HOME")
+    if folder and Path(folder).is_absolute():  # the XDG specification says to ignore relative paths
+        return Path(folder) / "mtrain"
     try:
         return Path.home() / ".cache" / "mtrain"
     except RuntimeError as fault:

@@ -1,4 +1,4 @@
-"""Environment of this process: its rank (from torchrun, srun or alone), cores and software versions."""
+"""Environment of this process: its rank (under torchrun, srun or alone), cores and software versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 _GIT_TIMEOUT_S = 10
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _BETWEEN_STEPS = 3571
-"""Stride between the ports of a job's steps; prime to the number of ports, so neighbouring steps and jobs differ."""
+"""Stride between the ports of a job's steps; coprime to the number of ports, so neighbouring steps and jobs differ."""
 
 
 def program_versions() -> dict[str, str]:
@@ -31,17 +31,18 @@ def program_versions() -> dict[str, str]:
 
 @cache
 def _versions() -> Mapping[str, str]:
-    import importlib.metadata  # imports the e-mail parser, the format of metadata
+    import importlib.metadata  # here, because it imports the e-mail parser
 
-    found = {"mtrain": __version__, "python": platform.python_version()}
+    versions = {"mtrain": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         for distribution in importlib.metadata.distributions(name=name):
-            found[name] = distribution.version
+            versions[name] = distribution.version
             break
     for name, package in (("torch", found_torch()), ("megatron-core", found_megatron())):
-        if package is not None and package.version is not None:  # what is imported may not be what was installed,
-            found[name] = package.version  # and metadata of PyPI's torch leave out its CUDA
-    return found
+        # the imported package may not be the installed one, and metadata of PyPI's torch omit its CUDA version
+        if package is not None and package.version is not None:
+            versions[name] = package.version
+    return versions
 
 
 def with_package(environ: Mapping[str, str]) -> dict[str, str]:
@@ -57,7 +58,7 @@ class GitCheckout(NamedTuple):
 
 
 def git_checkout(source: Path = Path(__file__)) -> GitCheckout | None:
-    """Returns the commit of this program's source; None if git does not track it, as in an installed package."""
+    """Returns the commit of this program's source; None if git does not track it, such as in an installed package."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(source.parent), *arguments]
@@ -72,7 +73,7 @@ def git_checkout(source: Path = Path(__file__)) -> GitCheckout | None:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Rank, world size and rendezvous address from the launcher."""
+    """Rank, world size and rendezvous address, from the launcher."""
 
     rank: int
     world_size: int
@@ -96,7 +97,7 @@ class RankEnvironment:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RankEnvironment:
-        """Reads the variables of torchrun, else of an srun step, else assumes a single process.
+        """Reads the variables of torchrun or an srun step; without either, returns a single rank.
 
         Raises:
             MachineError: A variable is missing or not a number.
@@ -109,23 +110,23 @@ class RankEnvironment:
 
 
 def cores_of_rank(environ: Mapping[str, str], allowed: int | None = None) -> int:
-    """Counts the cores that a rank may keep busy during start-up.
+    """Returns the number of cores that a rank may keep busy during start-up.
 
-    A task of srun owns SLURM_CPUS_PER_TASK cores; otherwise the ranks of a machine share the available ones. An
-    OMP_NUM_THREADS above 1 is an upper bound; launchers set 1 on any machine, which says nothing.
+    A task of srun has SLURM_CPUS_PER_TASK cores to itself; otherwise the ranks of a machine share the available cores.
+    OMP_NUM_THREADS is an upper bound if it is above 1; launchers set 1 on any machine, so 1 is ignored.
 
     Args:
-        allowed: Cores available to the process; None asks the operating system.
+        allowed: Number of cores available to the process; None asks the operating system.
 
     Raises:
         MachineError: A launcher's variable is missing, not a number, or contradicts another.
     """
     cores = len(os.sched_getaffinity(0)) if allowed is None else allowed
-    of_task, threads = (environ.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "OMP_NUM_THREADS"))
-    if of_task.isdecimal():
-        cores = min(cores, int(of_task))
-    is_own = of_task.isdecimal() and "RANK" not in environ and "WORLD_SIZE" not in environ
-    if not is_own:  # under torchrun the task is the launcher, and its cores are shared by all its ranks
+    task_cores, threads = (environ.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "OMP_NUM_THREADS"))
+    if task_cores.isdecimal():
+        cores = min(cores, int(task_cores))
+    has_own_cores = task_cores.isdecimal() and "RANK" not in environ and "WORLD_SIZE" not in environ
+    if not has_own_cores:  # under torchrun the task is the launcher, and all its ranks share its cores
         cores //= RankEnvironment.from_environ(environ).local_world_size
     if threads.isdecimal() and int(threads) > 1:
         cores = min(cores, int(threads))
@@ -145,7 +146,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _from_srun(environ: Mapping[str, str]) -> RankEnvironment:
-    """Reads srun's variables, unless MASTER_ADDR or MASTER_PORT is set; each step of a job gets its own port."""
+    """Reads srun's variables; MASTER_ADDR and MASTER_PORT take precedence, and each step of a job gets its own port."""
     return RankEnvironment(
         rank=_number(environ, "SLURM_PROCID"),
         world_size=_number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"),
@@ -162,7 +163,8 @@ def _port_of_step(environ: Mapping[str, str]) -> int:
 
 
 def _is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Says whether this is the script of sbatch, a single process that sees SLURM_PROCID=0 and the job's task count."""
+    """Says whether this process is an sbatch script: a single process, although it sees SLURM_PROCID=0 and the job's
+    task count."""
     return environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
 
 
@@ -186,7 +188,8 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int:
 
 
 def _first_node(environ: Mapping[str, str]) -> str:
-    """Returns Slurm's first node (`n[003-005,9]-ib,m1` -> `n003-ib`), else the node that called srun."""
+    """Returns the first node of Slurm's list (`n[003-005,9]-ib,m1` -> `n003-ib`), otherwise the node that called
+    srun."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(name):
             first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", environ[name])

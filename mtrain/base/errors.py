@@ -1,7 +1,7 @@
-"""Errors that a user can meet, one class for each exit code.
+"""Errors for users, one class per exit code.
 
-A message says what was given, what is needed and what to change. `cli` prints it once, without a traceback, and exits
-with `exit_code`.
+A message says what was given, what is needed and what to change. The command line prints it once, without a traceback,
+and exits with `exit_code`.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ class MtrainError(Exception):
 
     exit_code = 1
     on_every_rank = False
-    """Whether rank 0 raises this error as well and alone shows it; may be set on an instance."""
+    """Whether rank 0 also raises this error and is the only rank to show it; may be set on an instance."""
     is_shown_elsewhere = False
-    """Whether another rank of the launch shows this instance, so this rank stays silent."""
+    """Whether another rank shows this instance, so this rank stays silent."""
 
 
 class ConfigError(MtrainError):
@@ -31,20 +31,20 @@ class DataError(MtrainError):
 
 
 class NothingToLearnError(DataError):
-    """No training sample has a token in the loss, so no step would change the model."""
+    """No training sample has a token in the loss, so training would not change the model."""
 
 
 class NumericError(MtrainError):
-    """Training stopped because a number can no longer be trusted (non-finite loss, wrong denominator)."""
+    """Training stopped because a number cannot be trusted (non-finite loss, wrong denominator)."""
 
     exit_code = 4
     on_every_rank = True
 
 
 class BadStepError(NumericError):
-    """The gradient of a step must not be applied; weights and optimizer state are as before the step.
+    """The gradient of a step must not be applied; weights and optimizer state are those before the step.
 
-    Raised on all ranks, so train.on_nonfinite and train.on_spike decide alike.
+    All ranks raise it, so that all react alike to train.on_nonfinite and train.on_spike.
     """
 
     totals: Any = None
@@ -52,7 +52,7 @@ class BadStepError(NumericError):
 
 
 class NonFiniteError(BadStepError):
-    """A loss or the gradient is nan or inf, or leaves the range of float32."""
+    """A loss or the gradient is nan, inf or beyond float32."""
 
 
 class SpoiledStateError(NonFiniteError):
@@ -60,25 +60,25 @@ class SpoiledStateError(NonFiniteError):
 
 
 class SpikeError(BadStepError):
-    """A loss or the gradient norm lies far above those of earlier steps (train.on_spike)."""
+    """A loss or the gradient norm is far above those of earlier steps (train.on_spike)."""
 
 
 class StopRequestedError(MtrainError):
-    """A stop signal has ended work that a later start continues.
+    """A stop signal ended work that a later start continues.
 
-    The command writes the marker REQUEUE and exits with 0; a program that called the trainer gets this error or
+    The command line writes the marker REQUEUE and exits with 0; a program that calls the trainer gets this error or
     KeyboardInterrupt.
     """
 
 
 class RankLostError(MtrainError):
-    """A rank died or no longer answers."""
+    """A rank died or does not answer."""
 
     exit_code = 5
 
 
 class RunFolderError(MtrainError):
-    """Another process uses the run folder, or it holds a run of another configuration."""
+    """The run folder is in use by another process, or belongs to a run with another configuration."""
 
     exit_code = 6
     on_every_rank = True
@@ -91,13 +91,13 @@ class MachineError(MtrainError):
 
 
 class UnfinishedError(MtrainError):
-    """A check could not finish and proves nothing: a rank died, or the program has a fault."""
+    """A check did not finish and proves nothing: a rank died, or the program has a fault."""
 
     exit_code = 8
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the reason of a failure in one line, with the type of an unforeseen error."""
+    """Returns the reason for a failure in one line; for unforeseen errors, with their type."""
     lines = str(error).strip().splitlines()
     if isinstance(error, MtrainError) and lines:
         return lines[0]

@@ -1,7 +1,7 @@
-"""Places where tests make a process fail for real.
+"""Points in the code at which tests make a process fail for real.
 
 The environment variable MTRAIN_TEST_FAULT names a fault, rank, step and phase, such as `kill rank=1 step=4
-phase=write.2`. It is for tests only.
+phase=write.2`. For tests only.
 """
 
 import errno
@@ -19,23 +19,23 @@ REACHED = "MTRAIN_TEST_REACHED"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "usr1": signal.SIGUSR1}
 _POLL_S = 0.05
 _HEARTBEAT_S = 1.0
-"""Seconds in which a heartbeat with the new phase is certainly written."""
+"""Seconds after which a heartbeat with the new phase has certainly been written."""
 
 
 class InjectedFault(NamedTuple):
     kind: str
     """Kind of the fault.
 
-    gil: never releases the interpreter's lock. loop: loops for ever. kill: SIGKILL. stop: SIGSTOP, after a heartbeat.
-    usr1: SIGUSR1. hang: sleeps for ever. slow: takes an extra second every time. await_stop: creates the file named by
-    the environment variable REACHED and waits for a stop signal. full: the disk is full. nan, huge, flip: one element
-    of the training state becomes nan or 3e38, or its lowest bit flips.
+    gil: never releases the interpreter's lock. loop: loops forever. kill: SIGKILL. stop: SIGSTOP, after a heartbeat.
+    usr1: SIGUSR1. hang: sleeps forever. slow: takes an additional second every time. await_stop: creates the file that
+    the environment variable REACHED names and waits for a stop signal. full: the disk is full. nan, huge, flip: one
+    element of the training state becomes nan or 3e38, or its lowest bit flips.
     """
     rank: int
     step: int
     phase: str
-    """Phase of a save; for nan, huge and flip `KEY:INDEX`, a tensor's checkpoint key and an index in this rank's
-    part."""
+    """Phase of the step or save; for nan, huge and flip `KEY:INDEX`, a tensor's checkpoint key and an index in this
+    rank's part."""
 
     def __str__(self) -> str:
         return f"{self.kind} rank={self.rank} step={self.step} phase={self.phase}"
@@ -43,20 +43,20 @@ class InjectedFault(NamedTuple):
     @classmethod
     def parsed(cls, text: str) -> "InjectedFault":
         """Parses the text that `str` writes."""
-        kind, *rest = text.split()
-        values = dict(item.split("=", 1) for item in rest)
+        kind, *items = text.split()
+        values = dict(item.split("=", 1) for item in items)
         return cls(kind, int(values["rank"]), int(values["step"]), values["phase"])
 
 
 def wanted_fault(rank: int, step: int) -> InjectedFault | None:
-    """Returns the fault for this rank and step, in any phase."""
+    """Returns the fault for this rank and step, in any phase; None without one."""
     text = os.environ.get(VARIABLE)
     fault = None if text is None else InjectedFault.parsed(text)
     return fault if fault is not None and (fault.rank, fault.step) == (rank, step) else None
 
 
 def fault_point(phase: str, rank: int, step: int) -> None:
-    """Fails here if a test asks for it.
+    """Fails if a test requests a fault in this phase, rank and step.
 
     Raises:
         OSError: ENOSPC, if the fault is a full disk.

@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, synced folders, locks, and readable disk errors."""
+"""Crash-safe file operations: atomic writes, synced folders, locks, and readable disk errors."""
 
 import enum
 import errno
@@ -17,7 +17,7 @@ def disk_faults(doing: str) -> Iterator[None]:
     """Turns an OSError of the block into a MachineError.
 
     Args:
-        doing: Attempted action, as it follows "could not": "write the run folder /a/b".
+        doing: Attempted action, as the words after "could not": "write the run folder /a/b".
 
     Raises:
         MachineError: The block raised an OSError.
@@ -28,12 +28,12 @@ def disk_faults(doing: str) -> Iterator[None]:
         where = f" ({fault.filename})" if fault.filename else ""
         cause = f"{fault.strerror or fault}{where}"
         raise MachineError(
-            f"could not {doing}: {cause}; free space, fix the permissions or choose another place"
+            f"could not {doing}: {cause}; free space, fix the permissions or choose another path"
         ) from fault
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the folder's list of names, not the content of its files, is on disk."""
+    """Waits until the folder's list of names is on disk; the content of its files may not be."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -42,7 +42,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Waits until the file's content is on disk, whichever process wrote it."""
+    """Waits until the file's content is on disk; any process may have written it."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -52,7 +52,7 @@ def sync_file(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields the path of a new file, which replaces `path` atomically at the end of the block.
+    """Yields the path of a new file that replaces `path` atomically at the end of the block.
 
     If the block raises, the old file stays. A crash can leave a file named `.new-*`.
     """
@@ -84,18 +84,18 @@ class LockOutcome(enum.Enum):
     TAKEN = enum.auto()
     BUSY = enum.auto()
     UNSUPPORTED = enum.auto()
-    """The file system has no such locks (some NFS and Lustre mounts), so nobody is kept out."""
+    """The file system does not support locks (some NFS and Lustre mounts), so nothing is locked."""
 
 
 def try_lock(descriptor: int, kind: int) -> LockOutcome:
-    """Asks for a `flock` lock without waiting.
+    """Tries to take a `flock` lock without waiting.
 
     Args:
         descriptor: Open file; closing it releases the lock.
         kind: fcntl.LOCK_SH or fcntl.LOCK_EX.
 
     Raises:
-        OSError: The operating system refuses for another reason.
+        OSError: The operating system fails for another reason.
     """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""Supported versions of torch and megatron-core, checked as an import would find them.
+"""Supported versions of torch and megatron-core, checked on the packages that an import would load.
 
 Results depend on how megatron-core sums, splits and marks tensors, so only two exact versions are accepted; others
-would silently train another run. An import may take a source tree or an unpacked wheel on PYTHONPATH instead of the
-installed distribution, so the source that an import would take is read, without running it.
+would silently train another run. An import may load a source tree or an unpacked wheel on PYTHONPATH instead of the
+installed distribution, so the version is read from the source that an import would load, without running it.
 """
 
 import ast
@@ -15,53 +15,54 @@ from typing import Any, NamedTuple
 from mtrain.base.errors import MachineError
 
 MEGATRON_CORES = ("0.16.1", "0.19.2")
-"""Proven versions; pip offers the second only to Python 3.12 and later."""
+"""Tested versions; pip offers the second only to Python 3.12 and later."""
 OLDEST_TORCH, TOO_NEW_TORCH = (2, 9), (2, 16)
 
 
-class Found(NamedTuple):
-    """Package that an import would take."""
+class LocatedPackage(NamedTuple):
+    """Package that an import would load."""
 
-    place: str
+    location: str
     version: str | None
-    """Version that the source states, if any."""
+    """Version that the source states; None if it states none."""
 
 
 def require_ground(is_another_machine: bool = False) -> None:
-    """Refuses versions that this program is not proven with; imports neither package.
+    """Refuses untested versions of torch and megatron-core; imports neither package.
 
     Args:
-        is_another_machine: Whether the run is for another machine, so packages may be missing here. A package that is
-            present is checked anyway: names of fields are read from its source.
+        is_another_machine: Whether the run is for another machine, so packages may be missing here. A present package
+            is still checked, because names of fields are read from its source.
 
     Raises:
-        MachineError: torch or megatron-core is missing or has another version; the first rank of each machine shows it.
+        MachineError: torch or megatron-core is missing or has an untested version; the first rank of each machine shows
+            the error.
     """
-    found = (_fault_of_torch, found_torch()), (_fault_of_megatron, found_megatron())
-    faults = [fault_of(package) for fault_of, package in found if package is not None or not is_another_machine]
+    packages = (_fault_of_torch, found_torch()), (_fault_of_megatron, found_megatron())
+    faults = [fault_of(package) for fault_of, package in packages if package is not None or not is_another_machine]
     if any(faults):
         error = MachineError("; ".join(filter(None, faults)))
-        # not rank 0 alone: each machine has its own installation
+        # not only rank 0, since each machine has its own installation
         error.on_every_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
         raise error
 
 
-def found_megatron() -> Found | None:
-    """Locates the megatron-core that this process has imported or would import."""
-    found = _found("megatron.core", "package_info", _version_of_megatron)
-    if found is None or found.version is None:
-        return found
-    # once imported, 0.19 adds the commit of any git checkout that its folder is in, such as that of a user's .venv
-    return found._replace(version=found.version.partition("+")[0])
+def found_megatron() -> LocatedPackage | None:
+    """Locates the megatron-core that this process imported or would import; None if it is missing."""
+    package = _located("megatron.core", "package_info", _version_of_megatron)
+    if package is None or package.version is None:
+        return package
+    # once imported, 0.19 appends the commit of any git checkout around its folder, such as one around the user's .venv
+    return package._replace(version=package.version.partition("+")[0])
 
 
-def found_torch() -> Found | None:
-    """Locates the torch that this process has imported or would import."""
-    return _found("torch", "version", lambda constants: constants.get("__version__"))
+def found_torch() -> LocatedPackage | None:
+    """Locates the torch that this process imported or would import; None if it is missing."""
+    return _located("torch", "version", lambda constants: constants.get("__version__"))
 
 
 def source_of(name: str) -> str | None:
-    """Reads the source of a module that an import would take, if any."""
+    """Reads the source of a module that an import would load; None if it is missing or unreadable."""
     spec = _spec_of(name)
     get_source: Any = getattr(spec.loader if spec is not None else None, "get_source", None)
     try:
@@ -70,47 +71,47 @@ def source_of(name: str) -> str | None:
         return None
 
 
-def _fault_of_torch(found: Found | None) -> str | None:
-    oldest, too_new = (".".join(map(str, each)) for each in (OLDEST_TORCH, TOO_NEW_TORCH))
+def _fault_of_torch(package: LocatedPackage | None) -> str | None:
+    oldest, too_new = (".".join(map(str, version)) for version in (OLDEST_TORCH, TOO_NEW_TORCH))
     needed = f"torch>={oldest},<{too_new}"
-    if found is None:
+    if package is None:
         return f"torch is not installed, but {needed} is needed; install it"
-    numbers = (found.version or "").split(".")[:2]
+    numbers = (package.version or "").split(".")[:2]
     is_known = len(numbers) == 2 and all(map(str.isdecimal, numbers))
     if is_known and OLDEST_TORCH <= tuple(map(int, numbers)) < TOO_NEW_TORCH:
         return None
-    return f"{_named('torch', found)}, but this program is proven with {needed} alone; install one of these"
+    return f"{_named('torch', package)}, but mtrain is tested only with {needed}; install one of these"
 
 
-def _fault_of_megatron(found: Found | None) -> str | None:
+def _fault_of_megatron(package: LocatedPackage | None) -> str | None:
     proven = " or ".join(MEGATRON_CORES)
-    of_this_python = MEGATRON_CORES[sys.version_info >= (3, 12)]  # as in pyproject.toml
-    install = f"install it with `pip install megatron-core=={of_this_python}`"
-    if found is None:
+    preferred = MEGATRON_CORES[sys.version_info >= (3, 12)]  # as in pyproject.toml
+    install = f"install it with `pip install megatron-core=={preferred}`"
+    if package is None:
         above = _spec_of("megatron")
         hidden = "" if above is None or above.origin is None else f" ({above.origin} comes first and has no core)"
         return f"megatron-core is not installed{hidden}, but {proven} is needed; {install}"
-    if found.version in MEGATRON_CORES:
+    if package.version in MEGATRON_CORES:
         return None
     return (
-        f"{_named('megatron-core', found)}, but this program is proven with {proven} alone; {install}, and take any "
-        "other off PYTHONPATH"
+        f"{_named('megatron-core', package)}, but mtrain is tested only with {proven}; {install}, and remove any other "
+        "from PYTHONPATH"
     )
 
 
-def _named(name: str, found: Found) -> str:
-    version = found.version or "of unknown version"
-    return f"{name} {version} would be imported from {found.place}"
+def _named(name: str, package: LocatedPackage) -> str:
+    version = package.version or "of unknown version"
+    return f"{name} {version} would be imported from {package.location}"
 
 
-def _found(package: str, part: str, version_in: Callable[[Mapping[str, Any]], object]) -> Found | None:
+def _located(package: str, part: str, version_in: Callable[[Mapping[str, Any]], object]) -> LocatedPackage | None:
     spec = _spec_of(package)
-    if spec is None or spec.origin is None:  # a folder without a module, such as an uninstalled package leaves
+    if spec is None or spec.origin is None:  # a folder without a module, such as the remains of an uninstalled package
         return None
-    place = next(iter(spec.submodule_search_locations or ()), spec.origin)
+    location = next(iter(spec.submodule_search_locations or ()), spec.origin)
     loaded = getattr(sys.modules.get(package), "__version__", None)
     version = loaded if loaded is not None else version_in(_constants(source_of(f"{package}.{part}") or ""))
-    return Found(place, None if version is None else str(version))
+    return LocatedPackage(location, None if version is None else str(version))
 
 
 def _version_of_megatron(constants: Mapping[str, Any]) -> str | None:
@@ -120,20 +121,22 @@ def _version_of_megatron(constants: Mapping[str, Any]) -> str | None:
 
 
 def _constants(source: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
-        return found
+        return constants
     for node in body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
         value = getattr(node, "value", None)
         for target in targets:
             if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
-                found[target.id] = value.value
-    return found
+                constants[target.id] = value.value
+    return constants
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
@@ -144,7 +147,7 @@ def _spec_of(name: str) -> ModuleSpec | None:
     path = None
     if parent:
         above = _spec_of(parent)
-        # a folder without __init__.py is also a package, but finding `path` of a nested one needs an import: give up
+        # a folder without __init__.py is also a package, but finding `path` of a nested one needs an import
         if above is None or above.submodule_search_locations is None or (above.origin is None and "." in parent):
             return None
         path = list(above.submodule_search_locations)

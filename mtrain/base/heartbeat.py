@@ -1,11 +1,11 @@
-"""What a rank is doing: its pulse, in memory shared with its node's watchdog, and its heartbeat, in the run folder.
+"""State of a rank: its pulse, in memory shared with its node's watchdog, and its heartbeat, in the run folder.
 
-Writing a pulse takes a microsecond, waits for no disk and needs no thread, so it stays true for a rank that is stopped,
-loops for ever, or holds the interpreter's lock in C.
+Writing a pulse takes a microsecond, waits for no disk and needs no thread, so the pulse stays correct for a rank that
+is stopped, loops forever, or holds the interpreter's lock in C.
 
 A heartbeat is a small file that a thread of each rank writes every few seconds and soon after a change of phase.
-Training never waits for it, ranks send each other nothing, and a full disk costs only the heartbeats. A rank whose file
-stops changing is stopped or gone; a rank that beats but lags behind is the one that the others wait for.
+Training never waits for it, ranks send nothing to each other, and a full disk only stops the heartbeats. A rank whose
+file stops changing is stopped or gone; the others wait for a rank that beats but lags behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Phase(StrEnum):
 
     START = "start"
     BUILD = "build"
-    """Builds model and data, and loads a checkpoint."""
+    """Building the model and data, and loading a checkpoint."""
     DATA = "data"
     FORWARD_BACKWARD = "forward_backward"
     UPDATE = "update"
@@ -47,7 +47,7 @@ _ORDER = tuple(Phase)
 
 @dataclass(frozen=True)
 class Beat:
-    """State of a rank; times of a pulse are seconds of its node's monotonic clock, not Unix times."""
+    """State of a rank at one time. In a pulse, all times are seconds of the node's monotonic clock, not Unix times."""
 
     rank: int
     pid: int
@@ -64,23 +64,24 @@ class Beat:
     pace_step: int = 0
     """Last step of the window of `pace_s`; 0 before the first window."""
     pace_s: float = 0.0
-    """Seconds per step in which the rank worked, without waiting for others."""
+    """Seconds per step in which the rank worked, without waiting for other ranks."""
     stage: int = 0
     """Pipeline stage of `pace_s`."""
     start: int = 0
-    """Number of the run's start; a resumed run has a higher one."""
+    """Number of the run's start; each restart has a higher number."""
     changed_s: float = 0.0
-    """Monotonic time, on the rank's node, of its last progress; other ranks only check whether it changes."""
+    """Time of the last progress on the rank's monotonic clock; other ranks only check whether it changes."""
     call: str | None = None
-    """Collective or message that the rank waits for, with the rank's count of it; None outside one."""
+    """Collective or message that the rank waits for, with its count on this rank; None if it waits for none."""
     calls: int = 0
-    """Collectives and messages that the rank has waited for, including the last; 0 in the run folder."""
+    """Number of collectives and messages that the rank has waited for, including the current one; 0 in the run
+    folder."""
     last_call: str | None = None
     """Last collective or message; None before the first, and in the run folder."""
 
     @property
     def place(self) -> str:
-        """Phase, step and pending collective in words."""
+        """Phase, step and current or last collective, in words."""
         inside = f"{self.phase} of step {self.step}" if self.step else self.phase
         if self.call is not None:
             return f"{inside}, waiting in {self.call}"
@@ -95,13 +96,13 @@ class Beat:
 _SIZE = 4096
 _HEAD = struct.Struct("=8sII")
 _PLACE = struct.Struct("=Qqq20s")
-"""Place: time of the change (ns), start number of the run, step, phase."""
+"""Record of the phase: time of the change (ns), start number of the run, step, phase."""
 _CALL = struct.Struct("=QQi?")
-"""Last call: time of the change (ns), number, kind, whether the rank waits in it."""
+"""Record of the last call: time of the change (ns), number, kind, whether the rank waits in it."""
 _NUMBER = struct.Struct("=QQ")
 _TEXT = struct.Struct("=64s")
 _AT_PLACE, _AT_CALL, _AT_TICK, _AT_BEAT, _AT_END = 64, 128, 192, 256, 320
-"""Offsets of the records, one for each writer (training thread, waiting thread, any, heartbeat)."""
+"""Offsets of the records, each with its own writer (training thread, waiting thread, any thread, heartbeat)."""
 _MAGIC = b"mtpulse1"
 _TRIES = 5
 
@@ -110,18 +111,18 @@ OPERATIONS = (
     *("scatter", "reduce-scatter", "all-to-all", "all-to-all", "send", "receive", "receive", "barrier"),
     *("reduce-scatter", "several operations", "all-reduce"),
 )
-"""Names of operations in messages, by their numbers in torch's c10d::OpType."""
+"""Names of operations in messages, indexed by torch's c10d::OpType."""
 _NO_CALL = -1
 
 
 class Pulse:
     def __init__(self, path: Path, rank: int) -> None:
-        """Creates the file, in a folder in memory (`mtrain.watch.node`); raises OSError if that fails."""
+        """Creates the file, in an in-memory folder (`mtrain.watch.node`); raises OSError if that fails."""
         self.path, self.start_number, self.opened_s = path, 0, time.monotonic()
         new = path.with_name(f".{path.name}-{os.getpid()}")
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, _SIZE)  # a full memory disk refuses here, and not by SIGBUS later
+            os.posix_fallocate(descriptor, 0, _SIZE)  # fails here on a full disk, instead of with SIGBUS later
             self._memory = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
@@ -130,33 +131,33 @@ class Pulse:
         _CALL.pack_into(self._memory, _AT_CALL, 0, 0, _NO_CALL, False)
         self.enter("start", 0)
         self.beat()
-        # from here on a reader who finds a pulse whose process has ended considers the rank lost
+        # from here on, a reader that finds the pulse of an ended process considers the rank lost
         at_interrupt(self.leave)
-        new.rename(path)  # a reader never finds a part of it
+        new.rename(path)  # a reader never sees a partial file
 
     def enter(self, phase: str, step: int) -> None:
         now = time.monotonic_ns()
         _PLACE.pack_into(self._memory, _AT_PLACE, now, self.start_number, step, phase.encode())
 
     def begin_wait(self, kind: int) -> None:
-        """Notes that the rank waits for a collective or message; `kind` is an index of OPERATIONS."""
+        """Records that the rank waits for a collective or message; `kind` is an index of OPERATIONS."""
         self._calls += 1
         _CALL.pack_into(self._memory, _AT_CALL, time.monotonic_ns(), self._calls, kind, True)
 
     def end_wait(self, kind: int) -> None:
-        """Notes that the collective or message has completed."""
+        """Records that the collective or message has completed."""
         _CALL.pack_into(self._memory, _AT_CALL, time.monotonic_ns(), self._calls, kind, False)
 
     def tick(self) -> None:
-        """Notes progress inside the phase; may be called from any thread."""
+        """Records progress inside the phase; any thread may call it."""
         _NUMBER.pack_into(self._memory, _AT_TICK, time.monotonic_ns(), next(self._ticks))
 
     def beat(self) -> None:
-        """Notes that the interpreter runs; called from a thread that does nothing else."""
+        """Records that the interpreter runs; the heartbeat thread calls it."""
         _NUMBER.pack_into(self._memory, _AT_BEAT, time.monotonic_ns(), 0)
 
     def leave(self, how: str) -> None:
-        """Notes how the rank ends: `done`, or its error."""
+        """Records how the rank ends: `done`, or its error."""
         _TEXT.pack_into(self._memory, _AT_END, how.encode()[:63])
 
     @property
@@ -165,10 +166,10 @@ class Pulse:
 
 
 def read_pulse(path: Path) -> Beat | None:
-    """Reads the pulse once; None if there is none."""
+    """Reads a pulse; None if the file is missing or not a pulse."""
     try:
         data = path.read_bytes()
-        for _ in range(_TRIES):  # read again until it was not written meanwhile
+        for _ in range(_TRIES):  # until two reads agree, so that no write is in progress
             again = path.read_bytes()
             if again == data:
                 break
@@ -181,7 +182,7 @@ def read_pulse(path: Path) -> Beat | None:
 def _unpacked(data: bytes) -> Beat:
     magic, pid, rank = _HEAD.unpack_from(data, 0)
     if magic != _MAGIC:
-        raise ValueError("no pulse")
+        raise ValueError("not a pulse")
     place_ns, start, step, phase = _PLACE.unpack_from(data, _AT_PLACE)
     call_ns, calls, kind, is_waiting = _CALL.unpack_from(data, _AT_CALL)
     tick_ns, _ = _NUMBER.unpack_from(data, _AT_TICK)
@@ -205,12 +206,12 @@ def _unpacked(data: bytes) -> Beat:
 
 
 _pulses: list[Pulse] = []
-"""Pulses of this process; the last one counts. Like a log, it is written from anywhere."""
+"""Pulses of this process; the last one is current. Global, like a logger, since code anywhere reports progress."""
 
 
 @contextlib.contextmanager
 def beating(pulse: Pulse) -> Iterator[Pulse]:
-    """Makes `pulse` this process's pulse inside the block, and notes how the block ended."""
+    """Makes `pulse` this process's pulse inside the block, and records how the block ended."""
     _pulses.append(pulse)
     how = "done"
     try:
@@ -224,12 +225,12 @@ def beating(pulse: Pulse) -> Iterator[Pulse]:
 
 
 def current_pulse() -> Pulse | None:
-    """Returns the pulse of this process; None if nobody watches it."""
+    """Returns the pulse of this process; None without a watchdog."""
     return _pulses[-1] if _pulses else None
 
 
 def tick() -> None:
-    """Notes progress of this process: a microbatch, a file, a thousand samples."""
+    """Records progress of this process, such as a microbatch, a file or a thousand samples."""
     if _pulses:
         _pulses[-1].tick()
 
@@ -238,16 +239,16 @@ os.register_at_fork(after_in_child=_pulses.clear)
 
 _BEATS_PER_TIMEOUT = 20
 _INTERVALS_S = (0.2, 1.0)
-"""Shortest and longest interval between beats of a small run."""
+"""Shortest and longest interval between beats in a small run."""
 _MAX_BEATS_PER_S = 500
-"""Beats per second of all ranks together, to spare a shared file system."""
+"""Limit of beats per second over all ranks, to spare a shared file system."""
 _CHANGES_PER_INTERVAL = 10
-"""Most phase changes written in an interval."""
+"""Limit of phase changes written per interval."""
 _INTERVALS_OF_SILENCE = 2.5
-"""Intervals without a beat after which a rank counts as silent."""
+"""Number of intervals without a beat after which a rank counts as silent."""
 _SHORTEST_SILENCE_S = 1.0
 _NUM_BYTES = 512
-"""Size of every file from the first beat on, so later beats need no more disk space."""
+"""Size of a heartbeat file from its first beat, so that later beats need no more disk space."""
 _MAX_NAMED = 8
 
 
@@ -256,7 +257,7 @@ def heartbeat_file(folder: Path, rank: int) -> Path:
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:
-    """Reads the rank's latest beat; None if there is none or it is being written."""
+    """Reads the rank's latest beat; None if it is missing or being written."""
     try:
         return _parsed(heartbeat_file(folder, rank).read_bytes())
     except OSError:
@@ -272,20 +273,20 @@ def _parsed(text: bytes) -> Beat | None:
 
 
 class Heartbeat:
-    """Writes this rank's beats, in a thread that runs inside the `with` block."""
+    """Writes this rank's beats from a thread that runs inside the `with` block."""
 
     def __init__(self, folder: Path, rank: int, world_size: int, timeout_s: float, start: int = 0) -> None:
         """
         Args:
-            timeout_s: Longest time that ranks wait for each other; beats are much shorter.
-            start: Number of this start of the run; the thread stops writing when a later start beats.
+            timeout_s: Longest time that ranks wait for each other; the interval between beats is much shorter.
+            start: Number of this start of the run; the thread stops writing once a later start beats.
         """
         self._folder, self._world_size = folder, world_size
         self.on_beat: list[Callable[[], None]] = []
-        """Actions of the thread at every beat, in this order; they may raise OSError."""
+        """Actions that the thread calls in order at every beat; they may raise OSError."""
         shortest, longest = _INTERVALS_S
-        own_s = min(max(timeout_s / _BEATS_PER_TIMEOUT, shortest), longest)
-        self._interval_s = max(own_s, world_size / _MAX_BEATS_PER_S)
+        interval_s = min(max(timeout_s / _BEATS_PER_TIMEOUT, shortest), longest)
+        self._interval_s = max(interval_s, world_size / _MAX_BEATS_PER_S)
         now = time.time()
         self._beat = Beat(rank, os.getpid(), 0, Phase.START, now, now, start=start)
         self._phases_s: dict[str, float] = {}
@@ -318,10 +319,10 @@ class Heartbeat:
         self._beat = replace(self._beat, left_with="done" if kind is None else kind.__name__)
         self._ended.set()
         self._changed.set()
-        self._thread.join(self._interval_s)  # a disk that hangs must not keep the rank
+        self._thread.join(self._interval_s)  # a hanging disk must not keep the rank from ending
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Notes that this rank begins a phase; the thread writes it soon after."""
+        """Records that this rank begins a phase; the thread writes it soon after."""
         if _pulses:
             _pulses[-1].enter(phase, step)
         now, before = time.monotonic(), self._beat.phase
@@ -332,29 +333,29 @@ class Heartbeat:
         fault_point(phase, self._beat.rank, step)
 
     def note_memory(self, memory_bytes: int) -> None:
-        """Notes the memory of this rank's last step for the next beat."""
+        """Records the memory of this rank's last step for the next beat."""
         self._beat = replace(self._beat, memory_bytes=memory_bytes)
 
     def note_pace(self, step: int, stage: int, seconds: float) -> None:
-        """Notes this rank's own working seconds per step, over a window that ends with `step`."""
+        """Records the seconds per step in which this rank worked, over a window that ends with `step`."""
         self._beat = replace(self._beat, pace_step=step, stage=stage, pace_s=seconds)
 
     def of_all(self) -> list[Beat | None]:
-        """Returns the beats of all ranks, then this rank's current one."""
-        return [*self._others(), self._beat]
+        """Returns the beats of all other ranks in order, None where missing, then this rank's current beat."""
+        return [*self._other_beats(), self._beat]
 
     def missing(self) -> str:
-        """Names the ranks that are lost or that the others wait for; empty if the heartbeats do not show it.
+        """Describes the ranks that are lost or that the others wait for; empty if the heartbeats do not show any.
 
-        Takes as long as two beats, to see which ranks still beat.
+        Waits for the time of two beats, to see which ranks still beat.
         """
-        before = self._others()
+        before = self._other_beats()
         time.sleep(max(_SHORTEST_SILENCE_S, _INTERVALS_OF_SILENCE * self._interval_s))
-        after = self._others()
+        after = self._other_beats()
         silent = [new for old, new in zip(before, after) if old == new and new is not None and new.left_with is None]
         return verdict(silent, [beat for beat in [*after, self._beat] if beat is not None])
 
-    def _others(self) -> list[Beat | None]:
+    def _other_beats(self) -> list[Beat | None]:
         ranks = [rank for rank in range(self._world_size) if rank != self._beat.rank]
         return [read_beat(self._folder, rank) for rank in ranks]
 
@@ -362,7 +363,7 @@ class Heartbeat:
         while True:
             has_ended = self._ended.is_set()
             self._changed.clear()
-            with contextlib.suppress(OSError):  # the next beat tries again; training matters more
+            with contextlib.suppress(OSError):  # the next beat tries again; training must go on
                 self._write()
             for action in self.on_beat:
                 with contextlib.suppress(OSError):
@@ -373,7 +374,7 @@ class Heartbeat:
             self._changed.wait(self._interval_s * (1 - 1 / _CHANGES_PER_INTERVAL))
 
     def _write(self) -> None:
-        """Writes the beat; reopens the file each time, so that other nodes of a network file system see it."""
+        """Writes the beat; reopens the file each time, so that other nodes on a network file system see it."""
         beat = replace(self._beat, written_s=time.time())
         if _pulses:
             pulse = _pulses[-1].state
@@ -384,15 +385,15 @@ class Heartbeat:
         try:
             before = _parsed(os.pread(file, _NUM_BYTES, 0))
             if before is not None and before.start > self._beat.start:
-                return  # a later start of the run beats here, as this one was thought to be dead
-            # at once: a process suspended in between would overwrite the beats of a later start
+                return  # a later start of the run beats here, because this one seemed dead
+            # right after the check: a process suspended in between would overwrite the beats of a later start
             os.pwrite(file, text.ljust(_NUM_BYTES - 1).encode() + b"\n", 0)
         finally:
             os.close(file)
 
 
 def verdict(silent: Sequence[Beat], everyone: Sequence[Beat]) -> str:
-    """Describes the missing ranks: the silent ones, else those that failed, else the slowest; else ""."""
+    """Describes the ranks at fault: the silent ones, otherwise the failed ones, otherwise the slowest; "" if none."""
     now = time.time()
     if silent:
         return _listed(silent, lambda beat: f"silent for {now - beat.written_s:.1f} s, in {beat.place}")

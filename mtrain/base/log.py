@@ -1,4 +1,4 @@
-"""Lines of the package's loggers (`mtrain.*`), as the command line shows them; other programs configure `logging`."""
+"""Output of the package's loggers (`mtrain.*`) on the command line; other programs configure `logging` themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class _StandardStreams(logging.Handler):
-    """Writes plain messages to standard output, and from WARNING on to standard error."""
+    """Writes plain messages to standard output; WARNING and above go to standard error."""
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Writes without the handler's lock: a line that hangs on a dead disk must not block other threads."""
@@ -19,19 +19,20 @@ class _StandardStreams(logging.Handler):
         return True
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes to the current streams, which a program may replace; their errors go to the caller."""
+        """Writes to the current streams, which a program may have replaced; errors go to the caller."""
         print(record.getMessage(), file=sys.stdout if record.levelno < logging.WARNING else sys.stderr, flush=True)
 
 
 def show_lines() -> None:
-    """Shows the package's lines on the standard streams and to no other handler."""
+    """Makes the package's loggers write to the standard streams, and to no other handler."""
     logger = logging.getLogger("mtrain")
     logger.setLevel(logging.INFO)
     logger.handlers, logger.propagate = [_StandardStreams()], False
 
 
 def output_console(plain_width: int = 200) -> Console:
-    """Returns a console for standard output; without a terminal its lines are wide, so that no row is broken in two."""
+    """Returns a console for standard output; without a terminal its lines are `plain_width` wide, so that rows do not
+    wrap."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -1,6 +1,6 @@
-"""Readers for files that others wrote: regular files, plain JSON and plain YAML only, up to a size limit.
+"""Readers of untrusted files: only regular files with plain JSON or YAML, up to a size limit.
 
-A folder, device or pipe is refused; reading a pipe would block.
+Folders, devices and pipes are refused; reading a pipe would block.
 """
 
 import errno
@@ -20,9 +20,9 @@ from mtrain.base.steady_files import retried
 NOT_A_PLAIN_FILE = frozenset(
     {errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENOENT, errno.ENOTDIR}
 )
-"""Errors of `open_plain_file` and `read_plain_file` about the file itself, not the disk."""
+"""Numbers of errors in `open_plain_file` and `read_plain_file` that concern the file itself, not the disk."""
 _HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Escape sequence that may be half of a surrogate pair."""
+"""Escape sequence that may be half a surrogate pair."""
 _MOST_DEPTH = 100
 
 
@@ -33,7 +33,7 @@ def open_plain_file(path: Path, follow_link: bool = True) -> BinaryIO:
         follow_link: Whether the path may be a symbolic link.
 
     Raises:
-        OSError: The file cannot be opened; or, with a number of NOT_A_PLAIN_FILE, it is not a regular file.
+        OSError: The file cannot be opened, or is not a regular file (an errno of NOT_A_PLAIN_FILE).
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
     try:
@@ -60,7 +60,7 @@ def read_plain_file(path: Path, most_bytes: int, follow_link: bool = True) -> by
         follow_link: Whether the path may be a symbolic link.
 
     Raises:
-        OSError: The file is not regular, cannot be read, is too large, or grows meanwhile.
+        OSError: The file is not regular, cannot be read, is too large, or grows during the read.
     """
     return retried(lambda: _whole(path, most_bytes, follow_link), path)
 
@@ -71,7 +71,7 @@ def _whole(path: Path, most_bytes: int, follow_link: bool) -> bytes:
         if size > most_bytes:
             raise OSError(errno.EFBIG, f"it has {size} bytes, but at most {most_bytes} are read", str(path))
         parts = []
-        while part := file.read(size + 1):  # a read may give less than was asked for
+        while part := file.read(size + 1):  # a read may return fewer bytes
             parts.append(part)
             size -= len(part)
             if size < 0:
@@ -80,11 +80,11 @@ def _whole(path: Path, most_bytes: int, follow_link: bool) -> bytes:
 
 
 def parsed_json(raw: bytes) -> Any:
-    """Parses JSON text that others wrote.
+    """Parses untrusted JSON.
 
     Raises:
-        ValueError: The text is not standard JSON (NaN, a name twice in an object), is nested too deeply, or holds an
-            unusable number or text.
+        ValueError: The text is not standard JSON (such as NaN, or a name twice in an object), is nested too deeply, or
+            contains an unusable number or text.
     """
     try:
         content = json.loads(
@@ -93,7 +93,7 @@ def parsed_json(raw: bytes) -> Any:
             parse_constant=_no_number,
             parse_float=_finite_number,
         )
-        if _HALF_OF_A_PAIR.search(raw):  # half of a surrogate pair can neither be printed nor be part of a name
+        if _HALF_OF_A_PAIR.search(raw):  # half a surrogate pair can neither be printed nor be part of a file name
             json.dumps(content, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -104,23 +104,23 @@ def parsed_json(raw: bytes) -> Any:
 
 
 def _check_depth(content: Any) -> None:
-    """Refuses deep nesting, so that a message can show the value; the parser accepts ten times as much."""
+    """Refuses deep nesting, so that messages can show the value; the parser itself accepts ten times as much."""
     level = [content]
     for _ in range(_MOST_DEPTH):
-        held = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [value for values in held for value in values]
+        containers = [value for value in level if isinstance(value, dict | list)]
+        level = [item for value in containers for item in (value.values() if isinstance(value, dict) else value)]
         if not level:
             return
     raise ValueError("it is nested too deeply")
 
 
 def parsed_yaml(raw: bytes) -> Any:
-    """Parses YAML text that others wrote.
+    """Parses untrusted YAML.
 
     Raises:
         ValueError: The text is not YAML, or `read_yaml` refuses it.
     """
-    from mtrain.base.yaml_text import read_yaml  # only here: a YAML reader takes longer to load than all the rest
+    from mtrain.base.yaml_text import read_yaml  # here, because a YAML reader takes long to load
 
     return read_yaml(raw.decode("utf-8-sig")).content
 
@@ -145,10 +145,10 @@ def _finite_number(text: str) -> float:
 
 
 def map_plain_file(path: Path) -> mmap.mmap:
-    """Maps a file read-only; it may be larger than memory, because only writable pages need memory reserved.
+    """Maps a file read-only; the file may be larger than memory, since only writable pages reserve memory.
 
     Raises:
-        OSError: `open_plain_file` cannot open it, or the system refuses.
+        OSError: `open_plain_file` cannot open the file, or the system cannot map it.
         ValueError: The file is empty.
     """
     with open_plain_file(path) as file:
@@ -157,19 +157,19 @@ def map_plain_file(path: Path) -> mmap.mmap:
 
 
 class _Bytes:
-    """Bytes of a mapped file that numpy takes for a writable array."""
+    """Bytes of a mapped file, presented to numpy as a writable array."""
 
     def __init__(self, content: mmap.mmap) -> None:
-        import numpy as np  # only here: the lowest layers load without
+        import numpy as np  # here, because the lowest packages load without numpy
 
-        self._held = np.frombuffer(content, np.uint8)
-        self.__array_interface__ = {**self._held.__array_interface__, "data": (self._held.ctypes.data, False)}
+        self._array = np.frombuffer(content, np.uint8)
+        self.__array_interface__ = {**self._array.__array_interface__, "data": (self._array.ctypes.data, False)}
 
 
 def bytes_of(content: mmap.mmap) -> Any:
-    """Returns a mapped file as a numpy array, which keeps the mapping alive and must not be written to.
+    """Returns a mapped file as a uint8 numpy array, which keeps the mapping alive and must not be written to.
 
-    It claims to be writable, because torch has no read-only tensors and would warn of each array.
+    The array claims to be writable, because torch has no read-only tensors and would warn of each array.
     """
     import numpy as np
 
@@ -177,12 +177,12 @@ def bytes_of(content: mmap.mmap) -> Any:
 
 
 def read_ahead(content: mmap.mmap, start: int, stop: int) -> None:
-    """Asks the system to read these bytes of a mapped file ahead in large pieces; does not wait.
+    """Asks the system to read bytes [start, stop) of a mapped file ahead in large pieces; does not wait.
 
-    Without it each first access to a page waits for its own small read.
+    Otherwise each first access to a page waits for its own small read.
     """
     first = start - start % mmap.PAGESIZE
-    size = min(stop, len(content)) - first  # a damaged file may end early; its reader reports that
+    size = min(stop, len(content)) - first  # a damaged file may end early, which its reader reports
     if size > 0:
-        with suppress(OSError):  # where the file system does not support it, the content is the same
+        with suppress(OSError):  # only a hint, which some file systems do not support
             content.madvise(mmap.MADV_WILLNEED, first, size)

@@ -1,7 +1,7 @@
-"""Requests to stop: signals of Slurm and torchrun, a closed terminal, and Ctrl-C.
+"""Stop requests: signals from Slurm and torchrun, a closed terminal, and Ctrl-C.
 
-A handler may run between any two instructions, so it only notes the signal. Ranks check for it before the first step
-and after every step, agree, save and exit.
+A handler may run between any two instructions, so it only records the signal. Ranks check for it before the first step
+and after every step, agree to stop, save and exit.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class StopSignal:
-    """Remembers a stop signal inside the block instead of ending the process.
+    """Context manager that records stop signals instead of ending the process.
 
-    Nested blocks see all signals that the outermost block has received. A second Ctrl-C raises KeyboardInterrupt at
-    once. SIGHUP stays ignored if it was, as under `nohup`. Signals that a launcher has blocked are unblocked after the
-    handlers are installed.
+    Nested blocks see all signals that the outermost block received. A second Ctrl-C raises KeyboardInterrupt at once.
+    SIGHUP stays ignored if it was ignored before, as under `nohup`. Signals that a launcher blocked are unblocked after
+    the handlers are installed.
 
-    Python allows handlers only in the main thread. In another thread the block sees the signals of an enclosing block
-    of the main thread; without one, signals end the process as usual.
+    Python allows handlers only in the main thread. In another thread a block sees the signals of the main thread's
+    enclosing block; without such a block, signals end the process as usual.
     """
 
     def __init__(self) -> None:
@@ -42,25 +42,25 @@ class StopSignal:
 
     @property
     def sent(self) -> Sequence[signal.Signals]:
-        """Stop signals that this process has received, in order."""
+        """Stop signals that this process received, in order."""
         return self._sent if self._outer is None else self._outer.sent
 
     @property
     def received(self) -> signal.Signals | None:
-        """First stop signal of this rank; other ranks may have received none."""
+        """First stop signal that this process received, or None; other ranks may differ."""
         return next(iter(self.sent), None)
 
     @property
     def is_outermost(self) -> bool:
-        """Whether no other block encloses this one, so nobody else will see its signals."""
+        """Whether no other block encloses this one, so only this block sees its signals."""
         return self._outer is None
 
     @contextlib.contextmanager
     def interrupt_held(self) -> Iterator[None]:
         """Delays the KeyboardInterrupt of a second Ctrl-C to the end of the block.
 
-        The handler does it: blocking the signal would deliver it to another thread, and still run the handler in the
-        main one.
+        The handler implements the delay: if the signal were blocked, another thread would receive it, and the handler
+        would still run in the main thread.
         """
         owner = self if self._outer is None else self._outer
         num_before = owner._num_interrupts()
@@ -85,7 +85,7 @@ class StopSignal:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            # None: the handler was not installed from Python and cannot be put back by it.
+            # None: the handler was not installed from Python, so Python cannot restore it
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
@@ -99,13 +99,13 @@ class StopSignal:
 
 
 def leave_if_stopped(what: str) -> None:
-    """Raises if a stop signal has come; long work before the first step calls it often, from any depth.
+    """Raises if this process received a stop signal; long work before the first step calls it often.
 
     Args:
-        what: Current work, as it follows "while" in the message.
+        what: Current work, as the words after "while" in the message.
 
     Raises:
-        StopRequestedError: A StopSignal of this process has seen a signal.
+        StopRequestedError: A StopSignal block of this process received a signal.
     """
     owner = _enclosing()
     if owner is not None and owner.sent:
@@ -113,20 +113,20 @@ def leave_if_stopped(what: str) -> None:
 
 
 def end_at_interrupt() -> None:
-    """Makes Ctrl-C end this process anywhere, as Python's handler does, and sets `was_interrupted`."""
+    """Makes Ctrl-C raise KeyboardInterrupt, also where Python would lose it, and set `was_interrupted`."""
     signal.signal(signal.SIGINT, _interrupt)
 
 
 def was_interrupted() -> bool:
-    """Says whether Ctrl-C has asked this process to end at once, even if a library changed the exception."""
+    """Says whether Ctrl-C raised KeyboardInterrupt in this process, even if a library replaced the exception."""
     return bool(_interrupts)
 
 
 def at_interrupt(action: Callable[[str], object]) -> None:
-    """Registers an action to call with the reason when Ctrl-C ends this process, before anything else.
+    """Registers an action that is called first, with the reason, when Ctrl-C ends this process.
 
     Args:
-        action: Safe between any two instructions, such as a write to memory.
+        action: Function that is safe between any two instructions, such as a write to memory.
     """
     _last_words.append(action)
 
@@ -139,27 +139,27 @@ def _interrupt(number: int = signal.SIGINT, frame: FrameType | None = None) -> N
     _interrupts.append(number)
     for action in _last_words:
         action(KeyboardInterrupt.__name__)
-    # where Python cannot raise it, as in a finalizer or compiled code, it would print it and forget it
+    # in a finalizer or compiled code, Python cannot raise the exception; it would print and forget it
     sys.unraisablehook = functools.partial(_raise_later, sys.unraisablehook)
     raise KeyboardInterrupt
 
 
-def _raise_later(others: Callable[[Any], object], unraisable: Any) -> None:
+def _raise_later(previous_hook: Callable[[Any], object], unraisable: Any) -> None:
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-        others(unraisable)
+        previous_hook(unraisable)
         return
 
     def send() -> None:
         time.sleep(0.01)  # inside the hook, the exception would be lost again
         os.kill(os.getpid(), signal.SIGINT)  # to the process: it also ends the main thread's sleep
 
-    # no threading.Thread: its lock may be held by the code that this finalizer has interrupted
+    # not threading.Thread: the code that this finalizer interrupted may hold its lock
     _thread.start_new_thread(send, ())
 
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Hides Ctrl-C, which a terminal sends to all, from processes that the block starts: we end them."""
+    """Blocks Ctrl-C in processes that the block starts; a terminal sends it to all, but we end them ourselves."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -168,12 +168,13 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def hold_stop_signals() -> None:
-    """Remembers stop signals from now on, for every StopSignal that is entered later."""
+    """Records stop signals from now on, for every later StopSignal block."""
     StopSignal().__enter__()
 
 
 def ignore_stop_signals() -> None:
-    """Ignores stop signals at the end of the program: everything is saved, and the interpreter drops its handlers."""
+    """Ignores stop signals at the end of the program, when everything is saved and the interpreter drops its
+    handlers."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

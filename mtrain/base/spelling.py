@@ -1,20 +1,20 @@
-"""The name that a misspelt one means."""
+"""Correction of misspelt names."""
 
 from collections.abc import Iterable
 
 _SHORT = 4
-"""Number of letters up to which a changed letter makes another word, such as text and test."""
+"""Length of words up to which a replaced letter counts as another word, such as text and test."""
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:
-    """Returns the one of `names` that `name` misspells: by case, hyphens, underscores or a single typo.
+    """Returns the only one of `names` that differs from `name` by case, hyphens, underscores or a single typo, if any.
 
-    Ambiguous or more distant names do not count: warmup_step is warmup_steps, but every_steps is not keep_every_steps,
-    and beta3 is not beta2.
+    Ambiguous or more distant names give None: warmup_step means warmup_steps, but every_steps does not mean
+    keep_every_steps, and beta3 does not mean beta2.
     """
     known = list(dict.fromkeys(names))
-    same = [each for each in known if _squeezed(each) == _squeezed(name)]
-    near = same or [each for each in known if _is_slip(plain(name), plain(each))]
+    same = [candidate for candidate in known if _squeezed(candidate) == _squeezed(name)]
+    near = same or [candidate for candidate in known if _is_slip(plain(name), plain(candidate))]
     return near[0] if len(near) == 1 else None
 
 
@@ -27,20 +27,20 @@ def _squeezed(name: str) -> str:
     return plain(name).replace("_", "")
 
 
-def _is_slip(given: str, wanted: str) -> bool:
-    """Says whether one letter was left out, added or replaced, or two neighbours were swapped."""
+def _is_slip(typed: str, intended: str) -> bool:
+    """Says whether one letter is missing, added or replaced, or two neighbours are swapped."""
     start = 0
-    while start < min(len(given), len(wanted)) and given[start] == wanted[start]:
+    while start < min(len(typed), len(intended)) and typed[start] == intended[start]:
         start += 1
     end = 0
-    while end < min(len(given), len(wanted)) - start and given[-1 - end] == wanted[-1 - end]:
+    while end < min(len(typed), len(intended)) - start and typed[-1 - end] == intended[-1 - end]:
         end += 1
-    extra, missing = given[start : len(given) - end], wanted[start : len(wanted) - end]
-    if any(each.isdigit() for each in extra + missing):
+    extra, missing = typed[start : len(typed) - end], intended[start : len(intended) - end]
+    if any(char.isdigit() for char in extra + missing):
         return False
-    if start and (extra + missing) == wanted[start - 1] and min(len(given), len(wanted)) > 1:
-        return True  # a letter was typed twice or not twice, which no other word of a few letters explains
-    word = wanted[wanted.rfind("_", 0, start) + 1 :].partition("_")[0]
+    if start and (extra + missing) == intended[start - 1] and min(len(typed), len(intended)) > 1:
+        return True  # a letter typed twice or once too rarely, which is a typo even in short words
+    word = intended[intended.rfind("_", 0, start) + 1 :].partition("_")[0]
     if len(extra) == len(missing) == 1:
         return len(word) > _SHORT
     is_swap = len(extra) == 2 and missing == extra[::-1]

@@ -1,7 +1,7 @@
-"""Reading from disks that fail for a moment.
+"""Reading from disks with transient errors.
 
 A network disk that fails over to another server answers EIO, ESTALE or a timeout, and the data a second later. Such
-reads are retried with a warning; a lasting fault is raised.
+reads are retried with a warning; a lasting error is raised.
 """
 
 import errno
@@ -32,17 +32,17 @@ TRANSIENT = frozenset(
         errno.ESHUTDOWN,
     }
 )
-"""Errors that may be gone at the next try."""
+"""Numbers of errors that may not occur on the next try."""
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses before retries; together about as long as a file server's failover."""
+"""Pauses before retries; their sum is about as long as a file server's failover."""
 
 
 def retried(read: Callable[[], Result], what: object) -> Result:
-    """Returns the result of `read`, and calls it again after transient errors.
+    """Returns the result of `read`, which is called again after transient errors.
 
     Args:
-        read: Reads from the beginning whenever it is called.
-        what: Name of what is read, for the warnings.
+        read: Function that reads from the beginning in every call.
+        what: Name of the file or object that it reads, for the warnings.
 
     Raises:
         OSError: `read` failed with another error, or in every try.
@@ -66,7 +66,7 @@ def retried(read: Callable[[], Result], what: object) -> Result:
 
 
 class SteadyFile(io.RawIOBase):
-    """Binary file for reading; after a fault it is reopened at the same position."""
+    """Binary file for reading, which is reopened at the same position after a transient error."""
 
     def __init__(self, path: Path) -> None:
         """Opens the file.
@@ -88,10 +88,10 @@ class SteadyFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Moves the position and returns it; reads nothing."""
-        assert self._identity is not None, "it was opened"
+        assert self._identity is not None, "the file was opened"
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._identity[0]}[whence]
         if origin + offset < 0:
-            raise OSError(errno.EINVAL, "there is nothing before the beginning", str(self._path))
+            raise OSError(errno.EINVAL, "the position is before the beginning", str(self._path))
         self._at = origin + offset
         if self._file is not None:
             self._file.seek(self._at)
@@ -101,7 +101,7 @@ class SteadyFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer and returns the number of bytes; OSError if a fault lasts or the file has changed."""
+        """Reads into the buffer and returns the number of bytes; OSError if an error lasts or the file changed."""
         count = retried(lambda: self._read(buffer), self._path)
         self._at += count
         return count
@@ -117,7 +117,7 @@ class SteadyFile(io.RawIOBase):
         try:
             return int(file.readinto(buffer) or 0)
         except OSError:
-            # a handle that is stale stays so
+            # a stale handle stays stale
             self._file = None
             file.close()
             raise
@@ -137,9 +137,9 @@ class SteadyFile(io.RawIOBase):
 
 
 def steady(path: Path) -> io.BufferedReader:
-    """Opens a `SteadyFile` that returns as many bytes as requested, as libraries expect.
+    """Opens a `SteadyFile` with a buffer, so that a read returns as many bytes as requested.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
     return io.BufferedReader(SteadyFile(path))

@@ -1,8 +1,8 @@
-"""Box-shaped part of a tensor.
+"""Box-shaped parts of tensors.
 
 A distributed optimizer cuts parameters at any element of its flat buffer. Such a range is a few slices: the end of a
-first row, whole rows, the beginning of a last row, and so on inwards. Sharded checkpoints consist of slices, so each
-rank writes its own range without gathering whole tensors.
+first row, whole rows, the beginning of a last row, and so on for inner axes. Sharded checkpoints consist of slices, so
+each rank writes its own range without gathering whole tensors.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ class TensorSlice(NamedTuple):
 
     offset: Sizes
     shape: Sizes
-    """Size along each axis of `offset`; a slice with a 0 is empty."""
+    """Size along each axis; a slice with a 0 is empty."""
 
     @classmethod
     def whole(cls, shape: Sizes) -> TensorSlice:
-        """Returns the slice that is a whole tensor of this shape."""
+        """Returns the slice of a whole tensor with this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def num_elements(self) -> int:
-        """Elements in the slice."""
+        """Number of elements in the slice."""
         return math.prod(self.shape)
 
     def intersect(self, other: TensorSlice) -> TensorSlice | None:
-        """Returns the part that two slices of a tensor share; None if it is empty."""
+        """Returns the intersection of two slices of a tensor; None if it is empty."""
         begin = tuple(map(max, self.offset, other.offset))
         ends = (min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True))
         shape = tuple(end - first for end, first in zip(ends, begin))
         return TensorSlice(begin, shape) if all(size > 0 for size in shape) else None
 
     def within(self, outer: TensorSlice) -> TensorSlice:
-        """Returns the same elements with an offset relative to `outer`, which contains them."""
+        """Returns the slice with an offset relative to `outer`, which must contain it."""
         return TensorSlice(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -67,10 +67,10 @@ class TensorSlice(NamedTuple):
 
 
 def slices_of_run(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[int, TensorSlice]]:
-    """Yields the fewest slices, in order, that make up elements [start, end) of a row-major tensor.
+    """Yields the smallest number of slices that make up elements [start, end) of a row-major tensor, in order.
 
     Args:
-        shape: Shape of the tensor; at most 2 x len(shape) - 1 slices result, and none for an empty range.
+        shape: Shape of the tensor; an empty range has no slices, any other at most 2 x len(shape) - 1.
         start: First element.
         end: Index after the last element.
 

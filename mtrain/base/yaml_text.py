@@ -1,7 +1,8 @@
-"""YAML text -> plain values with their line numbers, and back.
+"""Conversion of YAML text to plain values with line numbers, and back.
 
-Values have the types of YAML 1.1 with the floats of 1.2 (`1e-3`), as in version 0.1.0; nothing is interpolated. What no
-configuration needs is refused: depth, aliases that multiply, tags, and numbers that YAML 1.1 misreads.
+Values have the types of YAML 1.1 with the floats of 1.2 (`1e-3`), as in version 0.1.0; nothing is interpolated.
+Features that no configuration needs are refused: deep nesting, aliases that multiply, tags, and numbers that YAML 1.1
+misreads.
 """
 
 import re
@@ -16,7 +17,7 @@ from yaml.reader import ReaderError
 
 MAX_BYTES = 2**20
 MAX_NODES = 10_000
-"""Most values and keys of a text, repetitions by aliases included."""
+"""Limit of values and keys in a text, including repetitions by aliases."""
 MAX_DEPTH = 50
 
 Location = tuple[int | str, ...]
@@ -26,12 +27,12 @@ _MERGE = _STANDARD + "merge"
 _BASE_60 = re.compile(r"[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?")
 _BASE_8 = re.compile(r"[-+]?0[0-7_]+")
 _OTHER_VERSIONS = re.compile(r"[yYnN]|0o[0-7_]+|[-+]?[0-9_]+|[-+]?\.[0-9_]+([eE][-+]?[0-9]+)?|\d{4}-\d\d?-\d.*|=")
-"""Plain scalars that are text here, but not for readers of other versions of YAML."""
+"""Plain scalars that are text here, but not to readers of other YAML versions."""
 _FORMS = {
     first: [(tag, form) for tag, form in forms if tag not in (_STANDARD + "timestamp", _STANDARD + "value")]
     for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-"""Forms of plain scalars that are not text, with their tags, by first character."""
+"""First character -> tags and patterns of plain scalars that are not text."""
 for _first in "-+0123456789":
     _FORMS[_first].append((_STANDARD + "float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")))
 _SHOWN = 20
@@ -49,11 +50,11 @@ _KINDS = {
     SequenceNode: ("seq",),
     MappingNode: ("map",),
 }
-"""Allowed tags, without their prefix, by kind of node."""
+"""Kind of node -> allowed tags, without their prefix."""
 
 
 class YamlTextError(ValueError):
-    """The text holds something that no configuration should."""
+    """The text contains something that no configuration may."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -80,7 +81,7 @@ def read_yaml(text: str) -> YamlText:
 
     Raises:
         NotYamlError: The text is not YAML.
-        YamlTextError: The text holds something that no configuration should.
+        YamlTextError: The text contains something that no configuration may.
     """
     try:
         loader = _Loader(text)
@@ -95,13 +96,13 @@ def read_yaml(text: str) -> YamlText:
 
 
 def yaml_text(content: Mapping[str, Any]) -> str:
-    """Writes nested mappings, sequences and plain values as text that any reader of YAML reads back."""
-    # never wraps: a path is searched for by its whole text
+    """Writes nested mappings, sequences and plain values as YAML that any reader reads back as the same values."""
+    # without line breaks in values, so that searches find whole paths
     return str(yaml.dump(content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=2**20))
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads plain values within limits and keeps their lines; each alias becomes its own value."""
+    """Loads plain values within limits and records their lines; each alias becomes a separate value."""
 
     yaml_implicit_resolvers = _FORMS
 
@@ -111,7 +112,7 @@ class _Loader(yaml.SafeLoader):
         self._depth = self._num_nodes = self._num_values = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        """Stops at the limits while the text is read; `value` counts repetitions by aliases."""
+        """Checks the limits while the text is parsed; `value` also counts repetitions by aliases."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         self._num_nodes += 1
         self._depth += 1
@@ -134,14 +135,14 @@ class _Loader(yaml.SafeLoader):
             case MappingNode():
                 return self._mapping(node, location, depth)
             case SequenceNode():
-                return [self.value(each, (*location, n), depth + 1) for n, each in enumerate(node.value)]
+                return [self.value(item, (*location, n), depth + 1) for n, item in enumerate(node.value)]
             case ScalarNode():
                 return self._scalar(node)
-        raise AssertionError("there are three kinds of nodes")
+        raise AssertionError("a node is a mapping, sequence or scalar")
 
     def _mapping(self, node: MappingNode, location: Location, depth: int) -> dict[Any, Any]:
         merged: dict[Any, Any] = {}
-        own: dict[Any, Any] = {}
+        explicit: dict[Any, Any] = {}
         for key_node, value_node in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
             if key_node.tag == _MERGE:
                 for source in _sources(value_node):
@@ -150,14 +151,14 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key_node, ScalarNode):
                 raise YamlTextError("a list or mapping cannot be a key; quote a text", _line(key_node))
             key = self.value(key_node, (), depth + 1)
-            if key in own:
+            if key in explicit:
                 raise YamlTextError(f"found duplicate key {key}", _line(key_node))
-            own[key] = self.value(value_node, (*location, key), depth + 1)
+            explicit[key] = self.value(value_node, (*location, key), depth + 1)
             self.lines[(*location, key)] = _line(key_node)
-        return merged | own
+        return merged | explicit
 
     def _scalar(self, node: ScalarNode) -> str | bool | int | float | None:
-        """Converts a scalar; refuses numbers that YAML reads as another value than they look like."""
+        """Converts a scalar; refuses numbers whose YAML value differs from what they look like."""
         text, kind = node.value, node.tag.removeprefix(_STANDARD)
         if kind in ("int", "float"):
             for form, meaning in _MISREAD:
@@ -176,9 +177,9 @@ class _Loader(yaml.SafeLoader):
 
 def _refuse_excess(num_nodes: int, depth: int, line: int) -> None:
     if num_nodes > MAX_NODES:
-        raise YamlTextError(f"more than {MAX_NODES:,} values and keys, repeated ones counted", line)
+        raise YamlTextError(f"more than {MAX_NODES:,} values and keys, including repetitions", line)
     if depth > MAX_DEPTH:
-        raise YamlTextError(f"values are nested more than {MAX_DEPTH} deep", line)
+        raise YamlTextError(f"values are nested more than {MAX_DEPTH} levels deep", line)
 
 
 def _sources(node: Node) -> list[MappingNode]:
@@ -195,21 +196,21 @@ def _line(node: Node) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that some version of YAML would not read back as text; writes no aliases."""
+    """Quotes texts that some YAML version would not read back as text; writes no aliases."""
 
     yaml_implicit_resolvers = _FORMS
 
     def represent_text(self, text: str) -> ScalarNode:
         style = None
         if not text.isprintable():
-            style = '"'  # the only style that escapes; in others, readers change some line breaks
+            style = '"'  # the only style with escapes; in other styles readers change some line breaks
         elif _OTHER_VERSIONS.fullmatch(text):
             style = "'"
         return self.represent_scalar(_STANDARD + "str", text, style=style)
 
     def represent_float(self, data: float) -> ScalarNode:
         node = super().represent_float(data)
-        node.value = node.value.replace(".0e", "e")  # as Python and JSON write it
+        node.value = node.value.replace(".0e", "e")  # as Python and JSON write floats
         return node
 
     def ignore_aliases(self, data: object) -> bool:
