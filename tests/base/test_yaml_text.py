@@ -127,9 +127,9 @@ REFUSED = [
     ("a: 1\nb: \x07\n", 2, "unacceptable character"),
     ("a: 1\nb: [\n", 3, "expected the node content"),
     ("a: 1\n--- x\n", 2, "another document"),
-    ("a: " + "[" * 2**17, 1, f"nested more than {MAX_DEPTH} deep"),
+    ("a: " + "[" * 2**17, 1, f"nested more than {MAX_DEPTH} levels deep"),
     ("a: [" + "1," * 2**17, 1, f"more than {MAX_NODES:,} values"),
-    ("a: &a\n  b: *a\n", 2, f"nested more than {MAX_DEPTH} deep"),
+    ("a: &a\n  b: *a\n", 2, f"nested more than {MAX_DEPTH} levels deep"),
 ]
 
 
