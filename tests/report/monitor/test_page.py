@@ -179,7 +179,7 @@ def test_a_single_validation_set_needs_no_name(tmp_path: Path) -> None:
 
 
 def test_events_are_listed_but_for_saves(read: Element) -> None:
-    table = next(each for each in read.all("table") if "What happened" in each.text)
+    table = next(each for each in read.all("table") if "Events except saves" in each.text)
     found = [(row[0], row[1], row[2]) for row in rows(table)[1:]]
     assert ("skipped step", "fp16 overflow", "9") in found
     assert ("alarm", "rank 1 is slow", "700") in found
