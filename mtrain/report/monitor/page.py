@@ -248,7 +248,8 @@ def _facts(run: RunHistory) -> dict[str, str]:
     facts |= {name: str(count) for name, count in counts.items() if count}
     saves = [event for event in run.events if event.kind is EventKind.SAVE]
     if saves:
-        save_seconds = [float(s) for event in saves if isinstance(s := event.facts.get("seconds"), int | float)]
+        known = (event.facts.get("seconds") for event in saves)
+        save_seconds = [float(seconds) for seconds in known if isinstance(seconds, int | float)]
         slowest = f", the slowest in {max(save_seconds):.1f} s" if save_seconds else ""
         facts["saves"] = f"{len(saves)}{slowest}"
     if status.last_checkpoint is not None:

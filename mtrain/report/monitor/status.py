@@ -329,8 +329,9 @@ def read_beats(folder: Path) -> list[Beat]:
         names = os.listdir(folder)
     except OSError:
         return []
-    ranks = sorted(int(match[1]) for name in names if (match := re.fullmatch(r"rank_(\d+)\.json", name)))
-    return [beat for rank in ranks if (beat := read_beat(folder, rank)) is not None]
+    matches = (re.fullmatch(r"rank_(\d+)\.json", name) for name in names)
+    beats = (read_beat(folder, rank) for rank in sorted(int(match[1]) for match in matches if match))
+    return [beat for beat in beats if beat is not None]
 
 
 def _alarms(latest: Sequence[RunEvent], steps: Sequence[StepRecord]) -> list[str]:

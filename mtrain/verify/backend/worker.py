@@ -54,7 +54,7 @@ class CaseResult(NamedTuple):
     own_ms: float
 
 
-class _Inputs(NamedTuple):
+class _LayerInputs(NamedTuple):
     """Inputs of a layer; [batch, seq, hidden]."""
 
     rows: Rows
@@ -143,7 +143,7 @@ class _Layers:
         self._layers = self._model.decoder.layers
         self._model.decoder.final_layernorm = None  # not a part of a layer
 
-    def run(self, layer: int, inputs: _Inputs) -> _Tensors:
+    def run(self, layer: int, inputs: _LayerInputs) -> _Tensors:
         """Runs one layer forward and backward through the block of a run; sums weight gradients over CP."""
         groups, model = self.groups, self._model
         local = _positions(groups, inputs.hidden.shape[1]).to(groups.device)
@@ -167,18 +167,18 @@ class _Layers:
         return _Tensors(output.detach(), hidden.grad, gradients)
 
 
-def _drawn_inputs(config: Config, device: torch.device, num_rows: int, length: int) -> _Inputs:
+def _drawn_inputs(config: Config, device: torch.device, num_rows: int, length: int) -> _LayerInputs:
     generator = torch.Generator().manual_seed(config.train.seed)
     shape = num_rows, length, config.model.hidden_size
     hidden, gradient = (
         torch.randn(shape, generator=generator).to(device, DTYPES[config.train.precision]) for _ in range(2)
     )
-    return _Inputs(rows_like(config.data.isolate_documents, num_rows, length, device), hidden, gradient)
+    return _LayerInputs(rows_like(config.data.isolate_documents, num_rows, length, device), hidden, gradient)
 
 
 def _judged(
     case: Case, config: Config, device: torch.device, weights: Mapping[str, Tensor]
-) -> tuple[_Inputs, _Tensors]:
+) -> tuple[_LayerInputs, _Tensors]:
     """Returns inputs and exact results of a layer.
 
     Tokens whose choice of experts depends on rounding are not compared: another choice in float64 is not an error.

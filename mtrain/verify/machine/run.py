@@ -195,7 +195,8 @@ class MachineCheck:
             ranks = self.pool.run(check_collectives, layout, sizes, self.request.inject)
             return {"deviations": tuple(collective_deviations(ranks))}
 
-        axes = {axis: str(degree) for axis in ("tp", "pp", "cp", "dp", "ep") if (degree := getattr(layout, axis)) > 1}
+        degrees = {axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "dp", "ep")}
+        axes = {axis: str(degree) for axis, degree in degrees.items() if degree > 1}
         result = attempted(f"collectives of {layout}", axes, layout.world_size, find)
         self.progress(summary(result))
         self._add([result], diagnosed([result], lambda result, step: None, MachineReport.text))

@@ -138,7 +138,8 @@ class WatchedStep(TrainingStep):
         if self._start.gathers:
             path = folder.checkpoints / step_name(run.start_step)
             seen.differing_tensors = list(self._differing_tensors(path)) if path.exists() else []
-            seen.initial = {kind: whole for kind in (WEIGHTS, *STATES) if (whole := self._whole(kind))}
+            initial = {kind: self._whole(kind) for kind in (WEIGHTS, *STATES)}
+            seen.initial = {kind: whole for kind, whole in initial.items() if whole is not None}
 
     def forward_backward(self, batches: Sequence[Microbatch] | None, stop_requested: bool = False) -> StepTotals:
         folded = self._folded(batches)
