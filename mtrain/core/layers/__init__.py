@@ -1,3 +1,3 @@
-"""This rank's part of the model, from megatron-core's layers and from ours where theirs are wrong."""
+"""This rank's part of the model, built from megatron-core's layers and from ours where theirs do not suffice."""
 
 import mtrain.core.ranks  # noqa: F401  before megatron-core

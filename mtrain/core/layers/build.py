@@ -1,4 +1,4 @@
-"""Builds this rank's part of the model, and runs it."""
+"""Builds and runs this rank's part of the model."""
 
 import contextlib
 from typing import Any, assert_never
@@ -29,25 +29,25 @@ from mtrain.core.ranks.init import any_rank
 
 
 def build_frozen_model(config: Config, groups: Groups, in_float64: bool = False) -> list[torch.nn.Module]:
-    """Does what `build_chunks` does, for a model that only runs forward: no gradients, no dropout."""
+    """Builds chunks like `build_chunks`, for a model that only runs forward, without gradients and dropout."""
     translated, chunks = build_chunks(config, groups, in_float64)
     for chunk in chunks:
-        chunk.looks_ahead = False  # a teacher's depths are loaded with the rest and never run
-        chunk.replays = False  # batches name the student's experts
+        chunk.looks_ahead = False  # MTP depths of a teacher are loaded but never run
+        chunk.replays = False  # the choices in a batch are those of the student
     # without DDP, whose gradient buffers would cost four bytes per parameter
     return [in_precision(config.train, translated, chunk).eval().requires_grad_(False) for chunk in chunks]
 
 
 def unwrap(chunk: torch.nn.Module) -> LanguageModel:
-    """Returns the LanguageModel inside DDP and the half-precision wrapper."""
+    """Returns the LanguageModel inside DDP and the half-precision wrapper, if present."""
     inner: Any = chunk
-    while not isinstance(inner, LanguageModel):  # which wrappers there are depends on precision and on DDP
+    while not isinstance(inner, LanguageModel):
         inner = inner.module
     return inner
 
 
 def build_with(backend: Backend, config: Config, groups: Groups) -> torch.nn.Module:
-    """Builds this rank's only chunk of layers that the caller chose, weights still to be set, without DDP.
+    """Builds this rank's only chunk with the given backend, without weights and DDP.
 
     Raises:
         ConfigError: megatron-core refuses the configuration.
@@ -59,9 +59,9 @@ def build_with(backend: Backend, config: Config, groups: Groups) -> torch.nn.Mod
 def build_chunks(
     config: Config, groups: Groups, in_float64: bool = False
 ) -> tuple[TransformerConfig, list[LanguageModel]]:
-    """Builds this rank's model chunks, one for each virtual stage, weights still to be drawn or loaded.
+    """Builds this rank's model chunks, one per virtual stage; weights must still be drawn or loaded.
 
-    `in_float64` computes in float64 what the configuration computes in float32; no optimizer applies such gradients.
+    `in_float64` makes a float32 configuration compute in float64, for references without an optimizer.
 
     Raises:
         ConfigError: The backend is not available, or megatron-core refuses the configuration.
@@ -75,10 +75,10 @@ def build_chunks(
 
 
 def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:
-    """Returns layers that all ranks take: certificates are files, which one node may have and another not.
+    """Returns the backend that all ranks use, since certificates are files, which may be missing on some nodes.
 
-    One all-reduce over the world where ranks of GPUs choose for themselves. Raises ConfigError if a rank must use
-    TransformerEngine's layers, but another cannot.
+    One all-reduce over the world if backend is auto on GPUs. Raises ConfigError if one rank must use
+    TransformerEngine's layers but another cannot.
     """
     if (
         config.model.backend != "auto"
@@ -86,11 +86,11 @@ def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:
         or not any_rank(backend == "torch", groups.device)
     ):
         return backend
-    asked = only_by_transformer_engine(config)
-    if backend == "te" and asked:
+    required_key = only_by_transformer_engine(config)
+    if backend == "te" and required_key:
         raise ConfigError(
-            f"{asked} needs TransformerEngine's layers on all ranks, but another rank cannot use them; give all nodes "
-            f"the same packages and certificates (MTRAIN_CERTIFICATES), or remove {asked.split('=')[0]}"
+            f"{required_key} needs TransformerEngine's layers on all ranks, but another rank cannot use them; give all nodes "
+            f"the same packages and certificates (MTRAIN_CERTIFICATES), or remove {required_key.split('=')[0]}"
         )
     return "torch"
 
@@ -114,7 +114,7 @@ def _build_chunk(
 
 
 def in_precision(train: TrainSection, translated: TransformerConfig, chunk: LanguageModel) -> torch.nn.Module:
-    """Wraps a chunk for half precision, to convert its inputs; float32 needs no wrapper."""
+    """Wraps a chunk in half precision to convert its inputs; float32 needs no wrapper."""
     match train.precision:
         case "fp32":
             return chunk
@@ -127,5 +127,5 @@ def in_precision(train: TrainSection, translated: TransformerConfig, chunk: Lang
 def run_chunk(chunk: torch.nn.Module, batch: Microbatch) -> Tensor | Logits:
     """Runs `LanguageModel.forward` on a microbatch sliced for CP; outputs stay in the precision of the run."""
     is_half = isinstance(chunk, Float16Module) or isinstance(getattr(chunk, "module", None), Float16Module)
-    options = {"fp32_output": False} if is_half else {}  # the loss upcasts what it needs
+    options = {"fp32_output": False} if is_half else {}  # the loss itself upcasts
     return chunk(batch, **options)

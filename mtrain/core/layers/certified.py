@@ -1,4 +1,4 @@
-"""Findings of certificates of `mtrain verify backend` about a run's layers on this machine."""
+"""What the certificates of `mtrain verify backend` say about the layers of a run on this machine."""
 
 import functools
 import importlib.metadata
@@ -19,9 +19,9 @@ _OTHER_PACKAGES = (
     *("transformer-engine-torch", "flash-attn", "fla-core", "flash-linear-attention", "flash-qla", "tilelang"),
     *("apex", "triton"),
 )
-_NO_CAUSE = ("python", "numpy")
-"""Packages of `program_versions` that layers do not compute with."""
-_NOT_OF_LAYERS = {
+_IRRELEVANT_PACKAGES = ("python", "numpy")
+"""Packages in `program_versions` that no layer uses."""
+_UNREAD_KEYS = {
     *("hf", "num_layers", "vocab_size", "vocab_multiple", "tied_embeddings", "scale_embeddings", "num_labels"),
     *("mtp_depths", "init_std", "backend"),
 }
@@ -29,31 +29,31 @@ _NOT_OF_LAYERS = {
 
 
 class Finding(NamedTuple):
-    """Finding of the certificates about one candidate."""
+    """What the certificates say about one candidate."""
 
     comparison: Comparison | None
-    """Comparison of these layers on this machine, if any."""
+    """Comparison of these layers on this machine, if a certificate has one."""
     certificate: str
-    """File name of the certificate, or of the nearest one of another machine; empty without any."""
+    """File name of the certificate, or of the one from the most similar machine; "" if none exists."""
     differs: str
-    """Difference between that machine and this one; empty if they are equal."""
+    """Differences between that machine and this one; "" if they are equal."""
 
 
 def finding(config: Sections, device: torch.device, candidate: str) -> Finding:
-    """Looks a candidate up in the certificates of this user."""
-    asked = layers_of(config)
+    """Looks up a candidate in the certificates of this user."""
+    layers = layers_of(config)
     try:
-        known = [certificate for certificate in certificates(certificate_folder()) if certificate.layers == asked]
-    except MachineError:  # without a home folder there are none
-        known = []
-    here = machine_of(device) if known else {}
-    for certificate in known:
+        matching = [certificate for certificate in certificates(certificate_folder()) if certificate.layers == layers]
+    except MachineError:  # no home folder, hence no certificates
+        matching = []
+    here = machine_of(device) if matching else {}
+    for certificate in matching:
         if certificate.machine == here and candidate in certificate.candidates:
             return Finding(certificate.candidates[candidate], certificate.name, "")
-    others = [(_differences(other, here), other.name) for other in known if other.machine != here]
-    if not others:
+    other_machines = [(_differences(other, here), other.name) for other in matching if other.machine != here]
+    if not other_machines:
         return Finding(None, "", "")
-    differences, name = min(others, key=lambda other: (len(other[0]), other[1]))
+    differences, name = min(other_machines, key=lambda other: (len(other[0]), other[1]))
     return Finding(None, name, ", ".join(differences))
 
 
@@ -67,20 +67,20 @@ def _differences(certificate: Certificate, here: Mapping[str, str]) -> list[str]
 
 
 def candidate_of(config: Sections) -> str:
-    """Returns the candidate whose comparison decides about a run's layers: TransformerEngine has no delta nets."""
+    """Returns the candidate whose comparison decides which layers a run uses; TransformerEngine has no delta nets."""
     if config.model.delta_net is not None:
         return "fla"
     return "te-experts" if config.model.has_transformer_engine_experts else "te"
 
 
 def layers_of(config: Sections) -> dict[str, Any]:
-    """Returns the part of a configuration that one layer depends on, as JSON, without the candidate.
+    """Returns the part of a configuration on which single layers depend, as JSON, without the candidate.
 
-    Tensor, expert and pipeline parallelism cut layers that stay the same; context parallelism changes their attention.
+    Tensor, expert and pipeline parallelism divide the same layers; context parallelism changes their attention.
     """
-    model = config.model.model_dump(mode="json", exclude=_NOT_OF_LAYERS)
+    model = config.model.model_dump(mode="json", exclude=_UNREAD_KEYS)
     if config.model.has_transformer_engine_experts:
-        model["experts"]["implementation"] = "auto"  # another candidate for the same layers
+        model["experts"]["implementation"] = "auto"  # the key selects a candidate for the same layers
     adapter = None if config.adapter is None else config.adapter.model_dump(mode="json", exclude={"path"})
     return {
         "model": model,
@@ -95,19 +95,19 @@ def layers_of(config: Sections) -> dict[str, Any]:
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
-    """Returns GPU, driver, and the versions of what can change a layer's numbers or its time."""
+    """Returns the GPU, the driver, and all versions that can change the results or the speed of a layer."""
     return dict(_machine(device.type, device.index or 0))
 
 
 @functools.cache
 def _machine(kind: str, index: int) -> Mapping[str, str]:
-    found = {name: version for name, version in program_versions().items() if name not in _NO_CAUSE}
+    versions = {name: version for name, version in program_versions().items() if name not in _IRRELEVANT_PACKAGES}
     for name in _OTHER_PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
     if kind != "cuda":
-        return found | {"gpu": f"none, {platform.machine()}"}
-    return found | {
+        return versions | {"gpu": f"none, {platform.machine()}"}
+    return versions | {
         "gpu": torch.cuda.get_device_name(index),
         "driver": _driver_version(),
         "cuda": str(torch.version.cuda),

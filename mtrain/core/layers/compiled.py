@@ -1,8 +1,8 @@
-"""Transformer layers compiled by torch.compile, each separately, or only their regions.
+"""Compiles transformer layers, or only their regions, with torch.compile.
 
-Everything that depends on the layout stays outside of the graphs: collectives, the schedules, recomputation, the
-dispatch of tokens to experts, cutting rows into documents. A layer without any of these is one graph. Layers of a kind
-share their graphs.
+Everything that depends on the layout stays outside of the graphs: collectives, schedules, recomputation, dispatch of
+tokens to experts, splitting rows into documents. A layer without any of these is one graph. Layers of the same kind
+share graphs.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ from mtrain.core.ranks.init import any_rank, on_all_ranks
 _log = logging.getLogger(__name__)
 
 _GRAPHS_OF_A_FUNCTION = 64
-"""Most graphs per function, for kinds of layers, training and validation; torch runs further ones uncompiled."""
+"""Most graphs per function, for several kinds of layers, training and validation; torch does not compile more."""
 
 _WORTH_COMPILING = 3e13
-"""FLOPs of a run on CPUs from which regions are compiled: they save about 3 s of 1e12, and start 10 to 30 s later."""
+"""FLOPs from which a run on CPUs compiles regions, which saves about 3 s per 1e12 and starts 10 to 30 s later."""
 
 
 def choose_compilation(config: Sections, device: torch.device) -> tuple[Compiled, str]:
-    """Resolves `train.compile=auto` on this rank; returns the choice, and a note on a GPU."""
+    """Resolves `train.compile=auto` on this rank; returns the choice and, on a GPU, a note that explains it."""
     train = config.train
     if train.compile != "auto":
         return train.compile, ""
@@ -52,29 +52,33 @@ def choose_compilation(config: Sections, device: torch.device) -> tuple[Compiled
     if device.type == "cpu":
         tokens = train.num_steps * train.global_batch_size * config.data.seq_length
         return "regions" if tokens * run_flops_per_token(config) >= _WORTH_COMPILING else "none", ""
-    found = finding(config, device, "regions")
-    if found.comparison is None:
-        cause = f"the certificate {found.certificate} is of {found.differs}" if found.certificate else "no certificate"
+    certified = finding(config, device, "regions")
+    if certified.comparison is None:
+        cause = (
+            f"the certificate {certified.certificate} is of {certified.differs}"
+            if certified.certificate
+            else "no certificate"
+        )
         return "none", f"train.compile=auto compiles nothing: {cause}; `mtrain verify backend` measures this machine"
-    is_taken = found.comparison.passed and found.comparison.is_faster
-    times = f"{found.comparison.ms:.3g} ms a pass, without {found.comparison.own_ms:.3g} ms"
+    is_taken = certified.comparison.passed and certified.comparison.is_faster
+    times = f"{certified.comparison.ms:.3g} ms a pass, without {certified.comparison.own_ms:.3g} ms"
     return (
         "regions" if is_taken else "none",
-        f"train.compile=auto compiles {'regions' if is_taken else 'nothing'} by the certificate {found.certificate} "
-        f"({times if found.comparison.passed else 'their results are wrong'})",
+        f"train.compile=auto compiles {'regions' if is_taken else 'nothing'} by the certificate "
+        f"{certified.certificate} ({times if certified.comparison.passed else 'their results are wrong'})",
     )
 
 
 def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) -> None:
-    """Makes the layers of a rank's chunks, or their regions, compile in their first forward pass: `train.compile`.
+    """Makes the layers of a rank's chunks, or their regions, compile in their first forward pass (`train.compile`).
 
-    Either all ranks compile or none, since compiled sums round differently and TP ranks hold copies that must keep the
-    same bits; a note gives the reason, and names parts that run uncompiled. Collective over the world.
+    Either all ranks compile or none, since compiled sums round differently and copies on TP ranks must keep the same
+    bits. Notes give reasons, and name parts that stay uncompiled. Collective over the world.
     """
     choice, note = choose_compilation(config, groups.device)
     if note:
         _note(groups, note)
-    # certificates are files, which one node may have and another not
+    # certificates are files, which may be missing on some nodes
     if config.train.compile == "auto" and groups.device.type == "cuda" and any_rank(choice == "none", groups.device):
         choice = "none"
     if choice == "none":
@@ -98,71 +102,72 @@ def compile_layers(chunks: Sequence[nn.Module], config: Config, groups: Groups) 
 
 
 def _compile_layer(layer: TransformerLayer, config: Sections, groups: Groups) -> None:
-    for owner, name in _kept_out(layer, config, groups):
+    for owner, name in _uncompiled_methods(layer, config, groups):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]
-    # nn.Module.compile, which renames no parameter
+    # by nn.Module.compile, which renames no parameter
     layer.compile(backend=kernels.BACKEND, dynamic=False)
 
 
 def as_written() -> contextlib.AbstractContextManager[object]:
-    """Turns compilation off inside the block: for passes whose rows all have different lengths."""
-    if "torch._dynamo" not in sys.modules:  # saves seconds in runs that compile nothing
+    """Turns compilation off inside the block, for passes with rows of many different lengths."""
+    if "torch._dynamo" not in sys.modules:  # not imported, which saves seconds in runs that compile nothing
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
-def _kept_out(layer: TransformerLayer, config: Sections, groups: Groups) -> list[tuple[nn.Module, str]]:
-    """Lists methods inside a layer that run uncompiled."""
+def _uncompiled_methods(layer: TransformerLayer, config: Sections, groups: Groups) -> list[tuple[nn.Module, str]]:
+    """Returns the methods inside a layer that run uncompiled."""
     layout, attention, feed_forward = groups.layout, layer.self_attention, layer.mlp
-    # checkpointed parts run again in backward, outside of the graphs: they must run the same way both times
-    kept: list[tuple[nn.Module, str]] = []
+    # checkpointed parts run again in backward, outside of the graphs, and must run the same way both times
+    methods: list[tuple[nn.Module, str]] = []
     if isinstance(attention, SelfAttention):
-        kept.append((attention, "_checkpointed_attention_forward"))
+        methods.append((attention, "_checkpointed_attention_forward"))
     if layer.recompute_mlp:
-        kept.append((layer, "_forward_mlp"))
-    elif isinstance(feed_forward, ExpertsLayer):  # the number of an expert's tokens decides on shapes
-        kept.append((feed_forward, "forward"))
+        methods.append((layer, "_forward_mlp"))
+    elif isinstance(feed_forward, ExpertsLayer):  # shapes depend on the number of tokens of each expert
+        methods.append((feed_forward, "forward"))
     is_divided = layout.tp > 1 or layout.cp > 1
-    # latent attention, norms over the heads of all ranks; one that keeps a tensor on itself during a call
+    # e.g. latent attention and norms over heads of all ranks; TemperedAttention stores a tensor during its call
     if isinstance(attention, IdentityOp):
         pass  # a layer of one sublayer
     elif isinstance(attention, TemperedAttention) or (type(attention) is not RotatingAttention and is_divided):
-        kept.append((attention, "forward"))
+        methods.append((attention, "forward"))
     elif (
         isinstance(attention.core_attention, RecurrentCore)  # a loop over the chunks of a row
         or layout.cp > 1
         or config.data.isolate_documents
         or config.model.attention_dropout
     ):
-        kept.append((attention.core_attention, "forward"))
+        methods.append((attention.core_attention, "forward"))
     if layout.tp > 1:
         linears = (ColumnParallelLinear, RowParallelLinear)
-        kept += [(module, "forward") for module in layer.modules() if isinstance(module, linears)]
-    return kept
+        methods += [(module, "forward") for module in layer.modules() if isinstance(module, linears)]
+    return methods
 
 
 def try_compiler(device: torch.device, choice: Compiled) -> None:
-    """
+    """Compiles a small function, to verify that torch.compile works on this machine.
+
     Raises:
-        MachineError: Forward or backward of a small function cannot be compiled here.
+        MachineError: Forward or backward of the function cannot be compiled.
     """
     import torch._dynamo
 
-    given = torch.ones(8, 8, device=device, requires_grad=True)
-    torch.compiler.set_stance("default")  # where megatron-core was imported early, nothing would be compiled
+    x = torch.ones(8, 8, device=device, requires_grad=True)
+    torch.compiler.set_stance("default")  # an early import of megatron-core has turned compilation off
     try:
         with torch._dynamo.config.patch(suppress_errors=False):
-            loss = torch.compile(_small, backend=kernels.BACKEND, dynamic=False)(given).sum()
+            loss = torch.compile(_small, backend=kernels.BACKEND, dynamic=False)(x).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-    except Exception as error:  # compilers, linkers and drivers fail in ways of their own
+    except Exception as error:  # compilers, linkers and drivers may raise anything
         raise MachineError(
             f"train.compile={choice} is ignored, since torch.compile does not work on this machine "
             f"({_reason(error)}); install a C++ compiler, and triton on a GPU, or set train.compile=none"
         ) from error
 
 
-def _small(given: Tensor) -> Tensor:
-    return torch.nn.functional.silu(given) * given.cos()
+def _small(x: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x) * x.cos()
 
 
 def _settle(groups: Groups, choice: Compiled) -> None:
@@ -171,24 +176,24 @@ def _settle(groups: Groups, choice: Compiled) -> None:
     import torch._functorch.config as functorch
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS_OF_A_FUNCTION)
-    # an epsilon that two kinds of norms have is a constant of two graphs, never an input rounded on its way
+    # an epsilon that differs between norms becomes a constant of two graphs, not an input, which would be rounded
     dynamo.specialize_float = True
-    # megatron-core warns in the middle of a layer, which would end a graph
+    # megatron-core warns in the middle of a layer, which would split the graph
     dynamo.ignore_logging_functions.add(warnings.warn)
-    # a part that cannot be compiled runs uncompiled; torch knows so before any of it has run
+    # a part that cannot be compiled runs uncompiled; torch finds that out before any of the part has run
     dynamo.suppress_errors = functorch.force_non_lazy_backward_lowering = True
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_NoteInPlaceOfTracebacks(groups, choice))
 
 
 class _NoteInPlaceOfTracebacks(logging.Filter):
-    """Reports once that a part of a layer is not compiled; torch would log the traceback of each."""
+    """Reports once that a part of a layer is not compiled, instead of torch's traceback for each such part."""
 
     def __init__(self, groups: Groups, choice: Compiled) -> None:
         super().__init__()
         self._groups, self._choice, self._has_said = groups, choice, False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Lets all other records pass."""
+        """Drops the tracebacks, and lets all other records pass."""
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
         if error is None or record.levelno != logging.WARNING:
             return True

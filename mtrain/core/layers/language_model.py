@@ -1,7 +1,7 @@
-"""One stage of a language model: embedding, transformer block, depths of multi-token prediction, output.
+"""One stage of a language model: embedding, transformer block, MTP depths, output.
 
-megatron-core's parts in a shell of our own. Its own shell, GPTModel, is deprecated from 0.19 on, derives positions from
-lengths, and computes losses as means; names of parameters and checkpoints are the same here.
+Consists of megatron-core's modules, but replaces its GPTModel, which is deprecated from 0.19 on, derives positions from
+lengths, and computes losses as means. Names of parameters and keys of checkpoints are the same.
 """
 
 import functools
@@ -41,22 +41,22 @@ from mtrain.core.ranks.groups import Groups
 
 
 class LanguageModel(LanguageModule):
-    """One stage of a language model; it computes neither logits nor losses.
+    """One stage of a language model; computes neither logits nor losses.
 
-    megatron-core's schedules and reductions of gradients read `model_type`, `pre_process`, `post_process`, `vp_stage`,
+    megatron-core's schedules and gradient reductions read `model_type`, `pre_process`, `post_process`, `vp_stage`,
     `mtp_process`, `share_embeddings_and_output_weights` and `shared_embedding_or_output_weight`.
     """
 
     looks_ahead = True
-    """Whether tokens ahead are predicted, if the model has depths for them and the batch has the tokens."""
+    """Whether MTP depths run, if the model has them and the batch has their tokens."""
     replays = True
-    """Whether layers take the choices that a batch names."""
+    """Whether layers replay the choices in a batch."""
     has_adapters = False
-    """Whether only adapters (and what `learns_whole`) learn, here or on other stages."""
+    """Whether only adapters (and parameters selected by `learns_whole`) are trained, here or on other stages."""
     learns_whole: Callable[[str], bool] | None = None
-    """Function of a global name that says whether the parameter learns itself although adapters do; None: none does."""
+    """Says by global name whether a parameter is fully trained beside adapters; None: none is."""
     base_fingerprint: str | None = None
-    """Fingerprint of the frozen weights, once they are loaded (mtrain/checkpoint/state/base.py)."""
+    """Fingerprint of the frozen weights; None until they are loaded (mtrain/checkpoint/state/base.py)."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class LanguageModel(LanguageModule):
         groups: Groups,
         vp_stage: int | None,
     ) -> None:
-        """Builds the chunk `vp_stage` of this rank; None without virtual stages."""
+        """Builds chunk `vp_stage` of this rank, or its only chunk if that is None."""
         super().__init__(config=config, pg_collection=groups.collection)
         layout = groups.layout
         stage = groups.pp_rank + (vp_stage or 0) * layout.pp  # virtual stages cycle through the ranks
@@ -79,7 +79,7 @@ class LanguageModel(LanguageModule):
         if self.pre_process or self.mtp_process:
             self.embedding = LanguageModelEmbedding(config, rows, 0, "rope", tp_group=groups.collection.tp)
         self._scales_embeddings = model.scale_embeddings
-        # the dtype of activations: parameters of a frozen base may be narrow
+        # the dtype of activations, since parameters of a frozen base may be narrower
         self.rotary = _rotary(model, torch.promote_types(config.pipeline_dtype, torch.float32))
         layers = layout.layers(model.num_layers, groups.pp_rank, vp_stage or 0)
         self.decoder = TransformerBlock(
@@ -102,14 +102,14 @@ class LanguageModel(LanguageModule):
             if isinstance(module, RotatingAttention | FullWidthNormAttention):
                 module.rotation_factor, module.rotary_size = rotation_factor(model), model.rotary_size
         for module in self.modules():
-            # TransformerEngine's
+            # modules of TransformerEngine
             if hasattr(module, "finish_init"):
                 module.finish_init(None)
 
     def _output(self, model: ModelSection, padded: int) -> OutputLayer | ScoreHead:
         match model.output:
             case TokenOutput():
-                # a stage that has the embeddings multiplies by them
+                # a stage with the embedding table uses it as output weight
                 has_table = model.output.is_tied and hasattr(self, "embedding")
                 return OutputLayer(self.config, padded, self.tp_group, has_table, model.logit_softcap)
             case HeadOutput(rows):
@@ -118,23 +118,23 @@ class LanguageModel(LanguageModule):
                 assert_never(never)
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Sets the hidden states that came from the stage before; a schedule calls it before each forward."""
+        """Sets the hidden states received from the previous stage; schedules call it before each forward pass."""
         (hidden_states,) = input_tensor
         self.decoder.set_input_tensor(hidden_states)
 
     def forward(self, batch: Microbatch) -> Tensor | Logits:
-        """Runs this stage on a microbatch that is sliced for context parallelism.
+        """Runs this stage on a microbatch sliced for context parallelism.
 
         Returns:
-            Last stage: logits, not yet computed, of the next token and of all depths of multi-token prediction that the
-            batch has targets of. Other stages: hidden states.
+            Deferred logits of the next token and of all MTP depths for which the batch has targets on the last stage,
+            hidden states on other stages.
         """
         documents, sequence_ids = batch.document_starts, _sequences_of_text(batch)
         # without documents all rows have the same positions
         angles = self.rotary(batch.positions[:1] if documents is None else batch.positions)
-        # neither is a mask, and megatron-core only hands them to every layer, recomputed ones included: our attention
-        # reads the starts of documents in `attention_mask`, routers read `router_marks` in `padding_mask`
-        # by name, so that a hook tells the input from tensors that others hold (offload/activations.py)
+        # megatron-core passes both "masks" unread to every layer, even in recomputation: our attention reads document
+        # starts from `attention_mask`, routers read `router_marks` from `padding_mask`. Arguments by name, so that a
+        # hook can tell the input from tensors that stay alive anyway (offload/activations.py).
         hidden_states = self.decoder(
             hidden_states=self._embed(batch.tokens) if self.pre_process else None,
             attention_mask=documents,
@@ -144,11 +144,11 @@ class LanguageModel(LanguageModule):
         if not self.post_process:
             return hidden_states
         ahead = batch.mtp if self.mtp_process and self.looks_ahead else ()
-        # before the output layer: with overlap_param_gather the embedding waits for a table that both share
+        # before the output layer, since with overlap_param_gather the embedding awaits the table that both share
         embedded = [self._embed(targets.tokens) for targets in ahead]
         main, further = self._logits(hidden_states), []
         for depth, tokens, targets in zip(self.mtp.layers if ahead else (), embedded, ahead):
-            # depths always choose their experts: inference engines report the layers of the model alone
+            # depths always choose their experts, since inference engines report only the layers of the model
             marks = sequence_ids
             if sequence_ids is not None and targets.is_padding is not None:
                 marks = torch.where(targets.is_padding, -1, sequence_ids)
@@ -157,12 +157,12 @@ class LanguageModel(LanguageModule):
         return Logits(main, tuple(further))
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Returns [seq_local, batch, hidden], this rank's part under sequence parallelism."""
+        """Returns embeddings, [seq_local, batch, hidden]; this rank's part under sequence parallelism."""
         embedded: Tensor = self.embedding(tokens, None)
         return scaled(embedded) if self._scales_embeddings else embedded
 
     def _own_part(self, marks: Tensor | None) -> Tensor | None:
-        """Returns the positions of this sequence-parallel rank."""
+        """Slices marks, [batch, seq_local, ...], to the positions of this sequence-parallel rank."""
         if marks is None or not self.config.sequence_parallel:
             return marks
         return marks.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
@@ -173,8 +173,8 @@ class LanguageModel(LanguageModule):
         return DeferredLogits(hidden_states, self.output_layer, table)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """Returns the table of embeddings or of the output; stages that share it sum its gradients. None: this stage
-        has neither."""
+        """Returns the embedding table or the output weight, whose gradients are summed over stages that share it; None
+        if this stage has neither."""
         if self.pre_process or self.mtp_process:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
@@ -182,21 +182,21 @@ class LanguageModel(LanguageModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns the places of this stage's parameters in a checkpoint."""
-        places: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        places.pop(f"{prefix}output_layer._extra_state", None)  # empty, and no checkpoint has it
+        """Describes the parameters of this stage for checkpoints."""
+        tensors: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        tensors.pop(f"{prefix}output_layer._extra_state", None)  # empty, and not in any checkpoint
         if self.mtp_process and not self.pre_process:
-            # a copy of the first stage's, which is saved
-            table = places[f"{prefix}embedding.word_embeddings.weight"]
+            # a replica of the table on the first stage, which is saved
+            table = tensors[f"{prefix}embedding.word_embeddings.weight"]
             table.replica_id = (1, *table.replica_id[1:])
         if self.post_process and isinstance(self.output_layer, ScoreHead):
-            # megatron-core marks it as padded for tp, so that the table of a vocabulary could be read instead
-            places[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
-        return places
+            # megatron-core marks it as padded for tp, so a vocabulary's output weight could be loaded in its place
+            tensors[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
+        return tensors
 
 
 def _sequences_of_text(batch: Microbatch) -> Tensor | None:
-    """Returns [batch, seq_local] int64: the sequence of each position, -1 without text; None without routers."""
+    """Returns the sequence number of each position, [batch, seq_local] int64, -1 at padding; None without routers."""
     if batch.is_padding is None:
         return None
     rows = torch.arange(len(batch.tokens), device=batch.tokens.device).unsqueeze(1).expand_as(batch.tokens)
@@ -213,11 +213,12 @@ def _rotary(model: ModelSection, dtype: torch.dtype) -> Rotary:
 
 
 def scaled(embedded: Tensor) -> Tensor:
-    """Multiplies [seq_local, batch, hidden] by sqrt(hidden), rounded to the run's precision as transformers does."""
+    """Multiplies [seq_local, batch, hidden] by sqrt(hidden), rounded to the dtype of the embeddings as in
+    transformers."""
     return embedded * _rounded_root(embedded.shape[-1], embedded.dtype)
 
 
 @functools.lru_cache(maxsize=8)
 def _rounded_root(size: int, dtype: torch.dtype) -> float:
-    # a number: a tensor would be copied to the GPU in every forward pass, and the host would wait
+    # a number, since a tensor would be copied to the GPU in every forward pass, and the host would wait
     return float(torch.tensor(math.sqrt(size), dtype=dtype))

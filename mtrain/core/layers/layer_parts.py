@@ -1,7 +1,7 @@
 """The modules of each part of a layer: the half of `mtrain/arch/features` that needs megatron-core.
 
-Every part puts its modules into a draft of the layer. Parts come in the order of LAYER_PARTS, so later ones may change
-what earlier ones put there.
+Each part puts its modules into a draft of the layer, in the order of LAYER_PARTS, so later parts may change what
+earlier ones have put there.
 """
 
 import math
@@ -37,7 +37,7 @@ from mtrain.core.layers.norm import OUTPUT_NORM_NAMES, Norm, OutputNormLayer, Sc
 from mtrain.core.ranks.megatron import feed_forward_spec
 
 Backend = Literal["torch", "te", "fla"]
-"""Library whose modules make up a layer; fla: ours, with the delta rule of flash-linear-attention."""
+"""Library of a layer's modules; fla: our modules with the delta rule of flash-linear-attention."""
 
 
 @dataclass
@@ -45,12 +45,12 @@ class LayerDraft:
     """A layer while its parts are assembled."""
 
     module: type[TransformerLayer] = TransformerLayer
-    input_norm: type[Norm | IdentityOp] = IdentityOp  # stays where the layer has no norm before it
+    input_norm: type[Norm | IdentityOp] = IdentityOp  # remains if the layer has no input norm
     feed_forward_norm: type[Norm | IdentityOp] = IdentityOp
     attention: ModuleSpec | None = None
     feed_forward: ModuleSpec | type[ExpertsLayer] | None = None
     checkpoint_names: dict[str, str] = field(default_factory=dict)
-    """Beginning of a name inside the layer -> its replacement in checkpoints."""
+    """Replacements in checkpoints of prefixes of names inside the layer."""
 
     def spec(self) -> ModuleSpec:
         """Returns the spec of the layer; megatron-core skips a missing sublayer."""
@@ -64,7 +64,7 @@ class LayerDraft:
             submodules=TransformerLayerSubmodules(
                 input_layernorm=self.input_norm,
                 pre_mlp_layernorm=self.feed_forward_norm,
-                # TransformerLayer renames with this map when it describes a checkpoint
+                # TransformerLayer renames by this map when it describes itself for checkpoints
                 sharded_state_dict_keys_map=self.checkpoint_names,
                 **sublayers,
             ),
@@ -77,10 +77,10 @@ def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            # bound here, because megatron-core passes only softmax_scale, the same to every layer
+            # bound here, since megatron-core passes only one softmax_scale, the same to every layer
             core_attention=partial(CoreAttention, windowed_scale=windowed_softmax_scale(model)),
             linear_proj=RowParallelLinear,
-            q_layernorm=IdentityOp,  # not None: `_qk_norm` puts Norm in their place
+            q_layernorm=IdentityOp,  # `_qk_norm` may replace both
             k_layernorm=IdentityOp,
         ),
     )
@@ -88,7 +88,7 @@ def _grouped_query_attention(draft: LayerDraft, model: ModelSection) -> None:
 
 def _global_attention(draft: LayerDraft, model: ModelSection) -> None:
     wide = model.with_global_heads()
-    own = {
+    fields = {
         "kv_channels": wide.head_size,
         "num_query_groups": wide.query_groups,
         "softmax_scale": softmax_scale(wide),
@@ -96,7 +96,7 @@ def _global_attention(draft: LayerDraft, model: ModelSection) -> None:
     norm = Norm if model.qk_norm else IdentityOp
     draft.attention = ModuleSpec(
         module=GlobalAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "fields": own, "normalises_values": model.value_norm},
+        params={"attn_mask_type": AttnMaskType.causal, "fields": fields, "normalises_values": model.value_norm},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=CoreAttention,
@@ -120,7 +120,7 @@ def _qk_norm(draft: LayerDraft, model: ModelSection) -> None:
 
 def _full_width_qk_norm(draft: LayerDraft, model: ModelSection) -> None:
     assert draft.attention is not None
-    # the class and not q_layernorm: megatron-core would call that head by head
+    # another class instead of q_layernorm, which megatron-core would apply to each head
     draft.attention.module = FullWidthNormAttention
 
 
@@ -134,7 +134,7 @@ def _latent_attention(draft: LayerDraft, model: ModelSection) -> None:
 
 
 def latent_attention_spec(model: ModelSection, module: type[LatentAttention]) -> ModuleSpec:
-    """Builds the spec of latent attention by one of its classes."""
+    """Builds the spec of latent attention with one of its classes."""
     latent = {"latent": model.mla, "rope": model.rope}
     return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal, **latent})
 
@@ -153,7 +153,7 @@ def _mamba(draft: LayerDraft, model: ModelSection) -> None:
 
 
 def _hybrid_fields(model: ModelSection) -> dict[str, Any]:
-    # layers are stacked in checkpoints only where all are alike, which megatron-core sees of experts alone
+    # checkpoints stack layers only if all are alike, which megatron-core checks only for experts
     return {"hetereogenous_dist_checkpoint": len(set(features.kinds(model))) > 1}
 
 
@@ -168,18 +168,18 @@ def _experts(draft: LayerDraft, model: ModelSection) -> None:
 
 
 class Modules(NamedTuple):
-    """Modules that megatron-core builds for one part of a layer."""
+    """The modules of one part of a layer, and what else the part needs from megatron-core."""
 
     put_into: Callable[[LayerDraft, ModelSection], None] | None = None
     fields: Callable[[ModelSection], dict[str, Any]] | None = None
-    """Fields of TransformerConfig for a model in which some layer has the part."""
+    """Fields of TransformerConfig for a model with the part in some layer."""
     first_values: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
-    """End of a parameter's name -> function that turns numbers uniform between 0 and 1 into its initial values."""
+    """Functions from numbers uniform between 0 and 1 to initial values, by the end of a parameter's name."""
     draft: Mapping[str, Any] = MappingProxyType({})
-    """Values of fields of the draft."""
+    """Fields to set in the draft."""
     checkpoint_names: Mapping[str, str] = MappingProxyType({})
     own_name: str = ""
-    """Name of a norm that TransformerEngine has no single projection to fuse it into."""
+    """Norm that keeps its name in checkpoints, since TransformerEngine has no single projection to fuse it into."""
 
 
 _ATTENTION_NORM_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -194,11 +194,11 @@ FUSED_NAMES: Mapping[str, str] = {
     **OUTPUT_NORM_NAMES,
     **LATENT_NORM_NAMES,
 }
-"""Our norms -> their names in checkpoints: TransformerEngine's, where they are fused into the projection after them,
-and Megatron-Bridge's, where they belong to the projection before them."""
+"""Names of our norms in checkpoints: those of TransformerEngine, which fuses norms into the projection after them, and
+of Megatron-Bridge, where norms belong to the projection before them."""
 
 MODULES: Mapping[type[LayerPart], Modules] = {
-    features.AttentionResidual: Modules(),  # TransformerLayer itself adds it
+    features.AttentionResidual: Modules(),  # part of TransformerLayer
     features.FeedForwardResidual: Modules(),
     features.AttentionNorm: Modules(draft={"input_norm": Norm}, checkpoint_names=_ATTENTION_NORM_NAMES),
     features.FeedForwardNorm: Modules(draft={"feed_forward_norm": Norm}, checkpoint_names=_FEED_FORWARD_NORM_NAMES),
@@ -210,11 +210,11 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     features.GlobalAttention: Modules(_global_attention, _hybrid_fields, own_name="input_layernorm."),
     features.QkNorm: Modules(_qk_norm, lambda model: {"qk_layernorm": True}),
     features.FullWidthQkNorm: Modules(_full_width_qk_norm, checkpoint_names=full_width_norm.CHECKPOINT_NAMES),
-    # one more part of the projection, which `RotatingAttention` multiplies the output by
+    # an additional part of the projection, by which `RotatingAttention` multiplies the output
     features.AttentionGate: Modules(fields=lambda model: {"attention_output_gate": True}),
     features.AttentionTemperature: Modules(_attention_temperature),
     features.ValueNorm: Modules(_value_norm),
-    # core attention builds them if this asks for them
+    # core attention builds sinks if this field is set
     features.AttentionSinks: Modules(fields=lambda model: {"softmax_type": "learnable"}),
     features.MultiHeadLatentAttention: Modules(
         _latent_attention, _latent_fields, checkpoint_names=LATENT_NORM_NAMES, own_name="input_layernorm."
@@ -225,13 +225,14 @@ MODULES: Mapping[type[LayerPart], Modules] = {
     features.Mamba: Modules(_mamba, first_values={".dt_bias": first_step_biases}, own_name="input_layernorm."),
     features.DenseFeedForward: Modules(_dense),
     features.ExpertFeedForward: Modules(_experts, experts_fields, own_name="pre_mlp_layernorm."),
-    features.BranchNorms: Modules(),  # the layer of experts builds them
+    features.BranchNorms: Modules(),  # part of ExpertsLayer
 }
-"""Modules of each of LAYER_PARTS; a test keeps the two in step."""
+"""Modules of each of LAYER_PARTS; a test ensures that none is missing."""
 
 
 def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
-    """Builds the spec of layer `layer`, counted from 0: our modules on torch and megatron-core's parallel linears."""
+    """Builds the spec of layer `layer`, counted from 0, with our modules on torch and megatron-core's parallel
+    linears."""
     draft = LayerDraft()
     for part in LAYER_PARTS:
         modules = MODULES[type(part)]
@@ -250,23 +251,23 @@ def transformer_fields(model: ModelSection) -> dict[str, Any]:
     """Returns the fields of TransformerConfig that the parts of the model's layers need."""
     fields = {} if model.layer_pattern is None else _hybrid_fields(model)
     for part in features.present(model):
-        of_part = MODULES[type(part)].fields
-        fields |= {} if of_part is None else of_part(model)
+        part_fields = MODULES[type(part)].fields
+        fields |= {} if part_fields is None else part_fields(model)
     return fields
 
 
 def softmax_scale(model: ModelSection) -> float:
-    """Returns query_scalar ** -0.5, or 1/sqrt(head_dim) if that is unset, times yarn's attention factor squared if
-    whole heads rotate.
+    """Returns query_scalar ** -0.5, by default 1/sqrt(head_dim), times yarn's squared attention factor if whole heads
+    rotate.
 
-    yarn multiplies cos and sin, hence query and key, by the factor; their product contains it twice.
+    yarn multiplies cos and sin, and hence queries and keys, by the factor, so scores contain it twice.
     """
     factor = 1.0 if _rotates_in_part(model) else inverse_frequencies(model.rope, model.rotary_size)[1]
     return factor**2 / _divisor(model)
 
 
 def rotation_factor(model: ModelSection) -> float:
-    """Returns the factor of cos and sin: yarn's attention factor, unless the scale of scores has it."""
+    """Returns the factor of cos and sin: yarn's attention factor, or 1 if `softmax_scale` contains it."""
     return inverse_frequencies(model.rope, model.rotary_size)[1] if _rotates_in_part(model) else 1.0
 
 
@@ -277,7 +278,7 @@ def _rotates_in_part(model: ModelSection) -> bool:
 
 
 def windowed_softmax_scale(model: ModelSection) -> float:
-    """Returns the scale of layers with a window; yarn does not apply if they have another base."""
+    """Returns the softmax scale of layers with a window; yarn does not apply if they have another base."""
     return softmax_scale(model) if model.rope.local_base is None else 1.0 / _divisor(model)
 
 

@@ -1,4 +1,4 @@
-"""Layer specs: the module of each part of megatron-core's transformer."""
+"""Layer specs, which name the modules of megatron-core's transformer, and the choice between libraries of layers."""
 
 import dataclasses
 from typing import NamedTuple, assert_never
@@ -28,52 +28,53 @@ from mtrain.core.layers.moe.layer import experts_spec
 from mtrain.core.layers.norm import Norm
 
 _STACKED_EXPERTS = "mlp.experts.experts."
-"""Part of the keys of tensors with an axis of all experts."""
+"""Part of the keys of tensors that stack all experts along an axis."""
 
 
-def global_name(key: str, places: tuple[int, ...]) -> str:
-    """Returns the name of a parameter in the whole model, the same for every layout and both backends.
+def global_name(key: str, indices: tuple[int, ...]) -> str:
+    """Returns the name of a parameter in the whole model, the same for every layout and backend.
 
-    A checkpoint key has TransformerEngine's names, with layers stacked (no number) or spelled out; `places` are indices
-    along the stacked axes: the layer, then the expert.
+    Args:
+        key: Checkpoint key, with TransformerEngine's names and layers stacked (no number) or spelled out.
+        indices: Indices along the stacked axes: the layer, then the expert.
     """
-    return spelled_name(canonical_name(key), places)
+    return spelled_name(canonical_name(key), indices)
 
 
-def spelled_name(key: str, places: tuple[int, ...]) -> str:
-    """Returns a checkpoint key with layer and expert; `global_name` renames norms as well."""
+def spelled_name(key: str, indices: tuple[int, ...]) -> str:
+    """Returns a checkpoint key with the numbers of layer and expert; `global_name` also renames norms."""
     if _STACKED_EXPERTS in key:
-        # the expert's axis is the last of the stacked ones; a key with its layer spelled out has no other
-        key, places = key.replace(_STACKED_EXPERTS, f"mlp.experts.{places[-1]}."), places[:-1]
-    return key.replace(".layers.", f".layers.{places[0]}.", 1) if places else key
+        # experts are the last stacked axis, and the only one if the layer is spelled out
+        key, indices = key.replace(_STACKED_EXPERTS, f"mlp.experts.{indices[-1]}."), indices[:-1]
+    return key.replace(".layers.", f".layers.{indices[0]}.", 1) if indices else key
 
 
 def canonical_name(key: str) -> str:
-    """Returns a checkpoint key with norms named like the modules of the local spec."""
+    """Returns a checkpoint key with norms named like the modules of our layers."""
     for ours, theirs in FUSED_NAMES.items():
         key = key.replace(theirs, ours)
     return key
 
 
 def has_transformer_engine() -> bool:
-    """Says whether TransformerEngine can be imported, by megatron-core's own check."""
+    """Says whether TransformerEngine can be imported, by megatron-core's check."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     return bool(gpt_layer_specs.HAVE_TE)
 
 
 class Choice(NamedTuple):
-    """Layers that a run takes."""
+    """The layers that a run uses."""
 
     backend: Backend
     certificate: str = ""
-    """Name of the certificate that decided, or empty."""
+    """Name of the certificate that decided, or ""."""
     note: str = ""
-    """What a certificate decided, or why none did, for the run's output; may be empty."""
+    """Note for the output of the run on what a certificate decided, or why none did; may be ""."""
 
 
 def absent(device: torch.device) -> list[str]:
-    """Lists what keeps this machine from TransformerEngine's layers, whatever the configuration."""
+    """Returns the reasons why this machine cannot use TransformerEngine's layers under any configuration."""
     fault = faulty_gpu_packages().get("transformer_engine")
     reasons = {
         "there is no GPU": device.type != "cuda",
@@ -83,10 +84,10 @@ def absent(device: torch.device) -> list[str]:
 
 
 def unbuildable(config: Sections) -> list[str]:
-    """Lists what keeps a run from TransformerEngine's layers, whatever the machine and a certificate say.
+    """Returns the reasons why a configuration cannot use TransformerEngine's layers on any machine.
 
-    It fuses norms into the following projections, but an adapter must read their inputs, and for context parallelism it
-    cuts every document, while we cut rows.
+    TransformerEngine fuses norms into the following projections, whose inputs adapters need, and under context
+    parallelism it cuts every document, while we cut rows.
     """
     documents = "documents in rows (data.isolate_documents, data.packing) need torch layers"
     is_in_8_bits = config.train.fp8 is not None and config.model.experts is not None
@@ -105,7 +106,8 @@ def unbuildable(config: Sections) -> list[str]:
 
 
 def uncertified(config: Sections) -> list[str]:
-    """Lists what keeps a run from TransformerEngine's layers without a certificate of `mtrain verify backend`."""
+    """Returns the reasons why a run cannot use TransformerEngine's layers without a certificate of `mtrain verify
+    backend`."""
     beyond = release_beyond_bounds()
     reasons = {
         f"transformer_engine cannot be used ({beyond})": beyond is not None,
@@ -121,11 +123,11 @@ def uncertified(config: Sections) -> list[str]:
 def choose(config: Sections, device: torch.device) -> Choice:
     """Resolves `model.backend` on this rank.
 
-    `auto` means te if it can be built and needs no certificate, or if one says that it is right and faster here. Delta
-    nets, which te lacks, use flash-linear-attention if a certificate says the same of it.
+    `auto` means te if it can be built and needs no certificate, or if a certificate says that it is correct and faster
+    here. For delta nets, which te lacks, `auto` means fla if a certificate says that it is correct and faster.
 
     Raises:
-        ConfigError: The run needs TransformerEngine's layers, but they cannot run.
+        ConfigError: The run needs TransformerEngine's layers, but they are not usable.
     """
     choice = _modules_of(config, device)
     is_open = config.model.backend == "auto" and choice.backend == "torch" and config.model.delta_net is not None
@@ -133,51 +135,60 @@ def choose(config: Sections, device: torch.device) -> Choice:
 
 
 def _delta_rule_of(config: Sections, device: torch.device) -> Choice:
-    """Chooses between the delta rules of our layers and of flash-linear-attention."""
+    """Chooses between our delta rule and that of flash-linear-attention."""
     unmet = flash_linear_attention.unable(config)
-    found = Finding(None, "", "") if unmet else finding(config, device, candidate_of(config))
-    if found.comparison is None:
+    certified = Finding(None, "", "") if unmet else finding(config, device, candidate_of(config))
+    if certified.comparison is None:
         needed = unmet or ["flash-linear-attention's delta rule needs a certificate"]
-        return Choice("torch", note=_without_certificate(found, needed, "torch", not unmet, _DELTA_RULE))
-    taken: Backend = "fla" if found.comparison.passed and found.comparison.is_faster else "torch"
-    return Choice(taken, found.certificate, _with_certificate(found.comparison, found.certificate, taken, _DELTA_RULE))
+        return Choice("torch", note=_without_certificate(certified, needed, "torch", not unmet, _DELTA_RULE))
+    chosen: Backend = "fla" if certified.comparison.passed and certified.comparison.is_faster else "torch"
+    return Choice(
+        chosen,
+        certified.certificate,
+        _with_certificate(certified.comparison, certified.certificate, chosen, _DELTA_RULE),
+    )
 
 
 def _modules_of(config: Sections, device: torch.device) -> Choice:
-    """Chooses between the modules of TransformerEngine and ours; see `choose`."""
+    """Chooses between TransformerEngine's modules and ours; see `choose`."""
     backend = config.model.backend
     if backend == "torch":
         return Choice("torch")
-    lacking, opened, asked = absent(device), uncertified(config), only_by_transformer_engine(config)
+    lacking, open_reasons, required_key = absent(device), uncertified(config), only_by_transformer_engine(config)
     unmet = lacking + unbuildable(config)
-    found = Finding(None, "", "") if unmet else finding(config, device, candidate_of(config))
-    is_wrong = found.comparison is not None and not found.comparison.passed
-    if found.comparison is None:
-        unmet += opened
+    certified = Finding(None, "", "") if unmet else finding(config, device, candidate_of(config))
+    is_wrong = certified.comparison is not None and not certified.comparison.passed
+    if certified.comparison is None:
+        unmet += open_reasons
     elif is_wrong:
-        unmet.append(f"transformer_engine failed `mtrain verify backend` ({found.certificate})")
+        unmet.append(f"transformer_engine failed `mtrain verify backend` ({certified.certificate})")
     match backend:
         case "te":
             if unmet:
                 raise ConfigError(f"model.backend=te cannot be used: {'; '.join(unmet)}; use model.backend=auto")
-            return Choice("te", found.certificate if opened else "")
+            return Choice("te", certified.certificate if open_reasons else "")
         case "auto":
-            if unmet and asked:
+            if unmet and required_key:
                 raise ConfigError(
-                    f"{asked} needs TransformerEngine's layers, which cannot be used: {'; '.join(unmet)}; remove "
-                    f"{asked.split('=')[0]}"
+                    f"{required_key} needs TransformerEngine's layers, which cannot be used: {'; '.join(unmet)}; "
+                    f"remove {required_key.split('=')[0]}"
                 )
-            if found.comparison is None:
-                taken: Backend = "torch" if unmet else "te"
-                return Choice(taken, note="" if lacking else _without_certificate(found, unmet, taken, unmet == opened))
-            taken = "te" if not unmet and (found.comparison.is_faster or asked) else "torch"
-            return Choice(taken, found.certificate, _with_certificate(found.comparison, found.certificate, taken))
+            if certified.comparison is None:
+                chosen: Backend = "torch" if unmet else "te"
+                return Choice(
+                    chosen,
+                    note="" if lacking else _without_certificate(certified, unmet, chosen, unmet == open_reasons),
+                )
+            chosen = "te" if not unmet and (certified.comparison.is_faster or required_key) else "torch"
+            return Choice(
+                chosen, certified.certificate, _with_certificate(certified.comparison, certified.certificate, chosen)
+            )
         case _:
             assert_never(backend)
 
 
 def only_by_transformer_engine(config: Sections) -> str:
-    """Names a key that our layers cannot follow, with its value; empty without one."""
+    """Returns a configured key, with its value, that only TransformerEngine's layers support; "" if none is set."""
     if config.train.fp8 is not None:
         return f"train.fp8={config.train.fp8}"
     return "model.experts.implementation=te" if config.model.has_transformer_engine_experts else ""
@@ -191,22 +202,29 @@ _LAYERS = {
 _DELTA_RULE = "flash-linear-attention"
 
 
-def _with_certificate(comparison: Comparison, name: str, taken: Backend, library: str = "TransformerEngine") -> str:
-    """Returns a line on a certificate's decision."""
+def _with_certificate(comparison: Comparison, name: str, chosen: Backend, library: str = "TransformerEngine") -> str:
+    """Returns a note on the decision of a certificate."""
     times = f"{comparison.ms:.3g} ms a pass, torch layers {comparison.own_ms:.3g} ms"
     verdict = times if comparison.passed else "its results are wrong"
-    return f"model.backend=auto takes {_LAYERS[taken]} by the certificate {name} of {library} ({verdict})"
+    return f"model.backend=auto takes {_LAYERS[chosen]} by the certificate {name} of {library} ({verdict})"
 
 
 def _without_certificate(
-    found: Finding, unmet: list[str], taken: Backend, is_openable: bool, library: str = "TransformerEngine"
+    certified: Finding, unmet: list[str], chosen: Backend, is_openable: bool, library: str = "TransformerEngine"
 ) -> str:
-    """Says in one line why no certificate decided, and what one could open; empty if nothing keeps the run from the
-    library's layers. `unmet` lists what does, `is_openable` says whether a certificate would change that."""
-    if found.certificate:
+    """Returns a note on why no certificate decided; "" if the library's layers are usable without one.
+
+    Args:
+        certified: Finding of the certificates.
+        unmet: Reasons why the library's layers are not usable.
+        chosen: Layers that the run uses.
+        is_openable: Whether a certificate would remove these reasons.
+        library: Name of the library.
+    """
+    if certified.certificate:
         return (
-            f"model.backend=auto takes {_LAYERS[taken]} without the certificate {found.certificate}, which is of "
-            f"{found.differs}; `mtrain verify backend` measures this machine"
+            f"model.backend=auto takes {_LAYERS[chosen]} without the certificate {certified.certificate}, which is of "
+            f"{certified.differs}; `mtrain verify backend` measures this machine"
         )
     if not unmet:
         return ""
@@ -215,12 +233,12 @@ def _without_certificate(
 
 
 def chosen_backend(config: Sections, device: torch.device) -> Backend:
-    """Returns the layers that `choose` takes."""
+    """Returns the backend that `choose` chooses."""
     return choose(config, device).backend
 
 
 def block_spec(model: ModelSection, backend: Backend, layers: range) -> TransformerBlockSubmodules:
-    """Builds the spec of a stage's transformer block; `layers` are global numbers, from 0."""
+    """Builds the spec of a stage's transformer block; `layers` are numbers in the whole model, from 0."""
     match backend:
         case "te":
             layer_specs = [transformer_engine_layer(model, layer) for layer in layers]
@@ -233,12 +251,12 @@ def block_spec(model: ModelSection, backend: Backend, layers: range) -> Transfor
 
 
 def transformer_engine_layer(model: ModelSection, layer: int) -> ModuleSpec:
-    """Builds the spec of layer `layer`, counted from 0, of TransformerEngine's modules.
+    """Builds the spec of layer `layer`, counted from 0, with TransformerEngine's modules.
 
-    The norms before router and experts and before latent attention are ours; so are router and dispatcher.
+    Router, dispatcher, and the norms before experts and before latent attention are ours.
     """
     from mtrain.core.layers.transformer_engine import (
-        DocumentAttention,  # a subclass of TransformerEngine's
+        DocumentAttention,  # imports TransformerEngine
         TransformerEngineLatentAttention,
     )
 

@@ -1,9 +1,9 @@
-"""Multi-token prediction: layers after the last one, each predicting a token further ahead.
+"""Multi-token prediction (MTP): layers after the last one, each of which predicts one token further ahead.
 
-Depth k joins the hidden states of depth k - 1 (of the model itself for k = 1) with the embedding of the token k ahead:
-both are normalized, their concatenation is projected to the hidden size, and a transformer layer, a final norm and the
-model's own output layer follow. Tokens and labels come with the batch, and the losses are terms of the objective:
-megatron-core's rolling, masking and dividing are not used. Names in checkpoints are megatron-core's.
+Depth k combines the hidden states of depth k - 1 (of the model itself for k = 1) with the embedding of the token k
+ahead: both are normalized, their concatenation is projected to the hidden size, and a transformer layer, a final norm
+and the output layer of the model follow. Tokens and labels come with the batch, and losses are terms of the objective,
+so megatron-core's rolling, masking and dividing are not used. Names in checkpoints are megatron-core's.
 
 Source: DeepSeek-V3 report (2024), section 2.2.
 """
@@ -33,7 +33,7 @@ from mtrain.core.layers.own_parameters import ShardedOffsets
 
 
 class Depth(MegatronModule):
-    """One depth: two norms, a projection, a transformer layer and a final norm."""
+    """One MTP depth: two norms, a projection, a transformer layer and a final norm."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Depth(MegatronModule):
         config: TransformerConfig,
         backend: Backend,
         groups: ProcessGroupCollection,
-        place: tuple[int, int | None],
+        position: tuple[int, int | None],
     ) -> None:
-        """Takes the number of the layer as TransformerLayer wants it, with the chunk of this rank."""
+        """Makes a depth; `position` has the layer number as TransformerLayer expects it, and the virtual stage."""
         super().__init__(config=config)
         norm, projection, layer = _modules(model, backend)
-        number, vp_stage = place
+        number, vp_stage = position
         self._tp = groups.tp
         self.enorm = norm(config, config.hidden_size, config.layernorm_epsilon)
         self.hnorm = norm(config, config.hidden_size, config.layernorm_epsilon)
@@ -68,7 +68,7 @@ class Depth(MegatronModule):
 
     @property
     def mtp_model_layer(self) -> nn.Module:
-        """Layer by the name that megatron-core's schedules have for it from 0.17 on."""
+        """The layer under the name that megatron-core's schedules use from 0.17 on."""
         return self.transformer_layer
 
     def forward(
@@ -79,14 +79,18 @@ class Depth(MegatronModule):
         rotary_pos_emb: Tensor | None,
         padding_mask: Tensor | None,
     ) -> Tensor:
-        """Computes the hidden states of this depth, under its final norm, from those of the depth before.
+        """Computes the normalized hidden states of this depth from those of the depth before.
 
-        Embeddings are those of the token k ahead of each position, [seq_local, batch, hidden]; angles are those of the
-        positions in the row. `padding_mask` is for routers, negative where there is no token that far ahead.
+        Args:
+            embeddings: Embedding of the token k ahead of each position, [seq_local, batch, hidden].
+            hidden_states: Hidden states of the depth before, [seq_local, batch, hidden].
+            attention_mask: Document starts, see `key_set`.
+            rotary_pos_emb: Angles of the positions.
+            padding_mask: Marks for routers, negative for positions without a token that far ahead.
         """
 
         def computed(embeddings: Tensor, hidden_states: Tensor) -> Tensor:
-            # as TransformerBlock does: under sp, ranks of TP hold other tokens and draw other dropout
+            # like TransformerBlock: under sp, TP ranks hold different tokens and draw different dropout
             is_divided = self.config.sequence_parallel
             with tensor_parallel.get_cuda_rng_tracker().fork() if is_divided else nullcontext():
                 output, _ = self.transformer_layer(
@@ -102,7 +106,8 @@ class Depth(MegatronModule):
         return computed(embeddings, hidden_states)
 
     def _joined(self, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
-        """Returns [seq_local, batch, hidden]; all-gathers the projection's columns over TP, of all tokens under sp."""
+        """Combines both inputs to [seq_local, batch, hidden]; one all-gather over TP of the projection's columns, under
+        sp for all tokens."""
         both = torch.cat((self.enorm(embeddings), self.hnorm(hidden_states)), dim=-1)
         columns, _ = self.eh_proj(both)
         joined: Tensor = gather_from_tensor_model_parallel_region(columns, group=self._tp)
@@ -110,7 +115,7 @@ class Depth(MegatronModule):
 
 
 class Depths(MegatronModule):
-    """All depths of a model, each with its own weights; they are on its last stage."""
+    """All MTP depths of a model, each with weights of its own, on the last stage."""
 
     def __init__(
         self,
@@ -121,7 +126,7 @@ class Depths(MegatronModule):
         vp_stage: int | None,
     ) -> None:
         super().__init__(config=config)
-        # TransformerLayer itself adds the number of layers on earlier stages
+        # TransformerLayer adds the number of layers on earlier stages
         first = config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
         numbered = enumerate(model.layers_ahead, start=first)
         self.layers = nn.ModuleList(Depth(model, config, backend, groups, (number, vp_stage)) for number, _ in numbered)
@@ -129,16 +134,16 @@ class Depths(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns the places of all depths, each under its number."""
-        places: dict[str, Any] = {}
+        """Describes the parameters of all depths, each under its number, for checkpoints."""
+        tensors: dict[str, Any] = {}
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Depth)
-            places |= layer.sharded_state_dict(f"{prefix}layers.{number}.", (), metadata)
-        return places
+            tensors |= layer.sharded_state_dict(f"{prefix}layers.{number}.", (), metadata)
+        return tensors
 
 
 def _modules(model: ModelSection, backend: Backend) -> tuple[Any, Any, ModuleSpec]:
-    """Returns the classes of norms and of the projection, and the layer, which is of the kind of the model's last."""
+    """Returns the classes of norms and projection, and the spec of the layer, which is like the model's last layer."""
     match backend:
         case "te":
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm

@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm for the torch spec, and layers with norms of outputs, as in Gemma and OLMo-2.
+"""RMSNorm and LayerNorm for the torch spec, and layers with output norms, as in Gemma and OLMo-2.
 
-megatron-core's wrapper around the torch norms refuses sequence parallelism (torch_norm.py); these carry the
-`sequence_parallel` mark by which gradients of norm weights are summed over the tensor-parallel group.
+megatron-core's wrapper around torch's norms refuses sequence parallelism (torch_norm.py); these norms have the
+attribute `sequence_parallel`, by which gradients of their weights are summed over the tensor-parallel group.
 """
 
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from mtrain.core.layers.products import widened
 
 
 class Norm(nn.Module):
-    """Normalizes the last dimension as `config.normalization` says.
+    """Normalizes the last dimension according to `config.normalization`.
 
-    Shapes: [..., size] -> [..., size], any float dtype; torch takes statistics in float32. If weights are centred on
-    zero, 1 + weight and the product are float32 as well: in bfloat16 the sum would lose the weight's last bits.
+    Maps [..., size] to [..., size] in any float dtype; statistics are float32. With zero-centred weights, 1 + weight
+    and the product are float32 as well, since in bfloat16 the sum would lose the last bits of the weight.
     """
 
     bias: nn.Parameter | None
@@ -71,7 +71,7 @@ def rms_normed(hidden: Tensor, weight: Tensor, epsilon: float, is_zero_centered:
 
 def _rms_normed(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
-    # a compiler fuses torch's own formula itself
+    # torch's compiler fuses the formula itself
     if hidden.device.type == "cpu" and is_wide and not torch.compiler.is_compiling():
         return RmsNormOnCpu.apply(hidden, weight, epsilon)  # type: ignore[no-untyped-call]
     return functional.rms_norm(hidden, weight.shape, weight, epsilon)
@@ -80,7 +80,7 @@ def _rms_normed(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 class RmsNormOnCpu(torch.autograd.Function):
     """Maps (hidden [..., size], weight [size], epsilon) to [..., size], in float32 or float64.
 
-    Without a kernel, autograd of the formula makes twice the passes and keeps the normalized tokens.
+    Autograd of the plain formula would make twice as many passes and save the normalized tokens.
     """
 
     @staticmethod
@@ -98,29 +98,30 @@ class RmsNormOnCpu(torch.autograd.Function):
         size = hidden.shape[-1]
         normalised = hidden * inverse
         products = (gradient * normalised).reshape(-1, size)
-        of_weight = products.sum(0) if ctx.needs_input_grad[1] else None
+        weight_gradient = products.sum(0) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
-            return None, of_weight, None
+            return None, weight_gradient, None
         # inverse x (g w - y mean(g w y)), where y is the normalized token
         mean = torch.mv(products, weight).div_(-size).view(inverse.shape)
-        return normalised.mul_(mean).addcmul_(gradient, weight).mul_(inverse), of_weight, None
+        return normalised.mul_(mean).addcmul_(gradient, weight).mul_(inverse), weight_gradient, None
 
 
 OutputWithBias: TypeAlias = tuple[Tensor, Tensor | None]
-"""[seq, batch, hidden] output of a part of the layer, and the [hidden] bias that is still to be added."""
+"""Output of a sublayer, [seq, batch, hidden], and a bias, [hidden], that has not been added yet."""
 
 AddToResidual: TypeAlias = Callable[[OutputWithBias, Tensor, float], Tensor]
-"""(output, residual, dropout probability) -> the next residual."""
+"""Maps (output, residual, dropout probability) to the next residual."""
 
 OUTPUT_NORM_NAMES = {
     "post_self_attn_layernorm.": "self_attention.linear_proj.post_layernorm.",
     "post_mlp_layernorm.": "mlp.linear_fc2.post_layernorm.",
 }
-"""Names in checkpoints, which are Megatron-Bridge's: there these norms belong to the projections before them."""
+"""Names in checkpoints, which follow Megatron-Bridge, where these norms belong to the projections before them."""
 
 
 class OutputNormLayer(TransformerLayer):
-    """Computes residual + norm(attention(x)), with x the residual or its norm; likewise for the feed-forward part."""
+    """Computes residual + norm(attention(x)), where x is the residual or its norm, and the same for the feed-forward
+    part."""
 
     def __init__(
         self,
@@ -134,13 +135,13 @@ class OutputNormLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **options)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-        # TransformerLayer calls these where it adds a part to the residual
+        # TransformerLayer calls these to add a sublayer to the residual
         self.self_attn_bda = _normalised(self.post_self_attn_layernorm)
         self.mlp_bda = _normalised(self.post_mlp_layernorm)
 
 
 class ScaledLayer(OutputNormLayer):
-    """Computes an `OutputNormLayer` times a number: a buffer, as in transformers, which is not trained."""
+    """Computes an `OutputNormLayer` times a number, which as in transformers is a buffer and not trained."""
 
     scalar: Tensor
 
@@ -157,14 +158,14 @@ class ScaledLayer(OutputNormLayer):
 
 
 def _normalised(norm: nn.Module) -> Callable[[bool, bool], AddToResidual]:
-    """Wraps megatron-core's factory of functions that add bias and residual, with a norm between the two."""
+    """Wraps megatron-core's factory of functions that add bias and residual, and puts a norm between the two."""
 
     def build(training: bool, fused: bool) -> AddToResidual:
         add: AddToResidual = get_bias_dropout_add(training, fused)
 
         def normalise_and_add(output_with_bias: OutputWithBias, residual: Tensor, probability: float) -> Tensor:
             output, bias = output_with_bias
-            # the norm is of the output with its bias; hence None for the one still to be added
+            # None, since the bias is added before the norm
             return add((norm(output if bias is None else output + bias), None), residual, probability)
 
         return normalise_and_add

@@ -1,7 +1,7 @@
 """The end of a model, its output layer or a head, and logits that are computed on demand.
 
-The last stage passes on hidden states and the table that multiplies them. The caller decides which logits are computed:
-a loss needs those of the tokens that it weighs, generation those of one position.
+The last stage returns hidden states and the weight that multiplies them. The caller decides which logits to compute: a
+loss needs those of weighted tokens, generation those of one position.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ from mtrain.core.layers.products import widened
 
 
 class Operands(NamedTuple):
-    """The factors that the output layer multiplies."""
+    """The factors of the output layer's product."""
 
     hidden: Tensor
-    """[seq, batch, hidden], all that this context-parallel rank holds, the same on all tensor-parallel ranks; backward
-    sums their gradient over these."""
+    """[seq, batch, hidden] of all tokens of this context-parallel rank, the same on all tensor-parallel ranks, over
+    which backward sums the gradient."""
     weight: Tensor
     """[vocab_local, hidden]."""
 
 
 class OutputLayer(ColumnParallelLinear):
-    """megatron-core's output layer, which can also return the factors of its product."""
+    """megatron-core's output layer, extended to return the factors of its product instead of logits."""
 
     compiles_regions = False
 
@@ -45,7 +45,15 @@ class OutputLayer(ColumnParallelLinear):
         takes_embeddings: bool,
         softcap: float | None,
     ) -> None:
-        """Takes the rows of the table on all TP ranks together; none is built if every call passes one."""
+        """Makes an output layer.
+
+        Args:
+            config: Configuration of the model.
+            rows: Rows of the weight over all tensor-parallel ranks.
+            tp: Tensor-parallel group.
+            takes_embeddings: Whether every call passes the weight, so that none is built.
+            softcap: Bound of logits, see `softcapped`; None: unbounded.
+        """
         super().__init__(
             config.hidden_size,
             rows,
@@ -57,7 +65,7 @@ class OutputLayer(ColumnParallelLinear):
             skip_weight_param_allocation=takes_embeddings,
             tp_group=tp,
         )
-        # a table can also have a gradient of `Operands` in the same backward pass, which would be taken for added
+        # fusion would treat a gradient of `Operands` in the same backward pass as already added
         self.gradient_accumulation_fusion = False
         self.softcap = softcap
 
@@ -70,16 +78,16 @@ class OutputLayer(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None] | Operands:
         """Computes logits like megatron-core, or returns `Operands`.
 
-        The latter costs, under sp, one all-gather over TP and in backward one reduce-scatter; else one all-reduce in
+        `Operands` take, under sp, one all-gather over TP and a reduce-scatter in backward; otherwise one all-reduce in
         backward.
         """
-        # in this call, since hooks that wait for parameters are on it
+        # both in one method, since hooks that wait for parameters run in this call
         if not as_operands:
             return super().forward(input_, weight, runtime_gather_output)
-        # a table in lower precision is converted once, for all chunks of the tokens
+        # a weight in lower precision is converted once for all chunks of tokens
         table = (self.weight if weight is None else weight).to(input_.dtype)
         if self.sequence_parallel:
-            # its own default splits the gradient among the ranks; here each has a part of the sum
+            # not False, which would split the gradient, but here each rank has a summand of it
             return Operands(
                 gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group),
                 table,
@@ -88,9 +96,9 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class ScoreHead(MegatronModule):
-    """Head of a model that scores sequences: hidden size -> labels, called like `OutputLayer`; transformers' `score`.
+    """Head of a model that scores sequences, transformers' `score`: hidden size -> labels, called like `OutputLayer`.
 
-    Every rank of TP has the whole matrix and computes the same numbers, so no gradient has to be summed over TP.
+    Every tensor-parallel rank has the whole matrix and computes the same numbers, so no gradient is summed over TP.
     """
 
     softcap, compiles_regions = None, False
@@ -107,7 +115,7 @@ class ScoreHead(MegatronModule):
         """Returns [seq, batch, rows] and no bias, or the operands; one all-gather over TP under sp."""
         assert weight is None, "a head shares its matrix with nothing"
         if self.config.sequence_parallel:
-            # each rank has the whole gradient, and in backward keeps that of its own positions
+            # each rank has the whole gradient; backward selects its own positions
             group = self.tp_group
             input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False, group=group)
         table = self.weight.to(input_.dtype)
@@ -116,39 +124,39 @@ class ScoreHead(MegatronModule):
 
 @dataclass(frozen=True)
 class DeferredLogits:
-    """Logits [seq, batch, vocab_local] of one distribution, still to be computed."""
+    """Logits of one distribution, [seq, batch, vocab_local], that are not computed yet."""
 
     hidden: Tensor
     """[seq_local, batch, hidden]: this rank's part under sequence parallelism."""
     layer: OutputLayer | ScoreHead
     tied: Tensor | None
-    """[vocab_local, hidden] table of the embeddings, if the model ties them; else None."""
+    """Embedding table, [vocab_local, hidden], if the model ties it to the output; else None."""
 
     def whole(self) -> Tensor:
-        """Computes all logits, by megatron-core's own linear layer."""
+        """Computes all logits, by megatron-core's linear layer."""
         logits: Tensor
         logits, _ = self.layer(self.hidden, weight=self.tied)
         return self.capped(logits)
 
     def operands(self) -> Operands:
-        """Returns the factors, for callers that multiply some rows at a time and apply `capped`."""
+        """Returns the factors, for callers that multiply a few rows at a time and apply `capped`."""
         return self.layer(self.hidden, weight=self.tied, as_operands=True)
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Applies the model's bound of logits, if it has one."""
+        """Applies the model's softcap to logits, if it has one."""
         cap = self.layer.softcap
         return logits if cap is None else softcapped.compiled_if(self.layer.compiles_regions)(logits, cap)
 
 
 @region(activations=1)
 def softcapped(logits: Tensor, cap: float) -> Tensor:
-    """Computes c tanh(logits / c), in float32 at least."""
+    """Computes cap x tanh(logits / cap), in at least float32."""
     return cap * torch.tanh(widened(logits) / cap)
 
 
 class Logits(NamedTuple):
-    """Logits of the last stage for one microbatch, none of them computed yet."""
+    """Output of the last stage for one microbatch; no logits are computed yet."""
 
     main: DeferredLogits
     mtp: tuple[DeferredLogits, ...] = ()
-    """Logits of further tokens, by depth from 1."""
+    """Logits of the MTP depths, from depth 1."""

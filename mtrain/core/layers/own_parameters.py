@@ -1,4 +1,4 @@
-"""Modules of our own in megatron-core's tree: how parameters are built and marked, and their places in a checkpoint."""
+"""Our modules inside megatron-core's models: how parameters are built, marked, and described for checkpoints."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 ShardedOffsets = tuple[tuple[int, int, int], ...]
-"""(axis, index, count) of the axes before those of the parameters, such as layers; megatron-core's form."""
+"""(axis, index, count) of stacked axes, such as layers, in front of those of a parameter; megatron-core's form."""
 
 
 def device_of(config: TransformerConfig) -> str | int:
@@ -28,16 +28,16 @@ def device_of(config: TransformerConfig) -> str | int:
 
 
 def divided_parameter(config: TransformerConfig, values: Tensor, axis: int = 0) -> nn.Parameter:
-    """Returns this rank's part of a parameter that is divided over TP: the gradient norm counts those of every rank."""
+    """Returns this rank's shard of a parameter divided over TP; the gradient norm counts the shards of all ranks."""
     parameter = nn.Parameter(values.to(dtype=config.params_dtype, device=device_of(config)))
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
     return parameter
 
 
 def replicated_parameter(config: TransformerConfig, values: Tensor) -> nn.Parameter:
-    """Returns a parameter that is whole on every rank of TP; the gradient norm counts the copy of rank 0 alone."""
+    """Returns a parameter replicated over TP; the gradient norm counts only the copy of tensor-parallel rank 0."""
     parameter: Any = nn.Parameter(values.to(dtype=config.params_dtype, device=device_of(config)))
-    # under sp each rank of TP sees its own tokens: this mark makes finalize_model_grads sum the gradients
+    # under sp each tensor-parallel rank sees its own tokens, so finalize_model_grads must sum the gradients
     parameter.sequence_parallel = config.sequence_parallel
     return cast(nn.Parameter, parameter)
 
@@ -48,18 +48,20 @@ def expert_parameter(config: TransformerConfig, values: Tensor) -> nn.Parameter:
 
 
 def marked(parameter: Any) -> nn.Parameter:
-    """Marks a parameter of experts, as megatron-core's optimizer and gradient norm read it."""
-    parameter.allreduce = False  # its replicas are those of the expert, not of the dense layers
-    parameter.tensor_model_parallel = True  # no other rank holds the same part: counts in the norm everywhere
+    """Sets the attributes by which megatron-core's optimizer and gradient norm recognize a parameter of experts."""
+    parameter.allreduce = False  # its replicas are those of the expert, not of dense layers
+    parameter.tensor_model_parallel = (
+        True  # no tensor-parallel rank has a copy, so every rank's part counts in the norm
+    )
     parameter.partition_dim, parameter.partition_stride = 0, 1
     return cast(nn.Parameter, parameter)
 
 
 class DividedModule(MegatronModule):
-    """A module whose own parameters may be divided over TP."""
+    """A module with parameters that may be divided over TP."""
 
     divided_axes: Mapping[str, int] = MappingProxyType({})
-    """Name of a parameter -> axis that is divided over TP; the others are the same on all ranks."""
+    """Axis that TP divides, by name of the parameter; all other parameters are replicated."""
 
     def __init__(self, config: TransformerConfig, tp: dist.ProcessGroup) -> None:
         super().__init__(config=config)
@@ -68,9 +70,9 @@ class DividedModule(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns the places of all parameters, those of submodules included."""
+        """Describes all parameters, including those of submodules, for checkpoints."""
         assert metadata is not None, "megatron-core passes it to every layer"
-        places: dict[str, ShardedTensor] = make_sharded_tensors_for_checkpoint(
+        tensors: dict[str, ShardedTensor] = make_sharded_tensors_for_checkpoint(
             dict(self.named_parameters(recurse=False)),
             prefix,
             self.divided_axes,
@@ -78,13 +80,13 @@ class DividedModule(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | places
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata) | tensors
 
 
 def input_projection(
     config: TransformerConfig, columns: int, rows: int, tp: dist.ProcessGroup, kind: Any = ColumnParallelLinear
 ) -> Any:
-    """Builds a projection without bias whose `rows` are divided over TP, by a column-parallel class."""
+    """Builds a column-parallel projection without bias; TP divides its `rows`."""
     return kind(
         columns,
         rows,
@@ -101,7 +103,7 @@ def input_projection(
 def output_projection(
     config: TransformerConfig, width: int, tp: dist.ProcessGroup, kind: Any = RowParallelLinear
 ) -> Any:
-    """Builds the projection of heads, `width` channels that are divided over TP, to a layer's output."""
+    """Builds the row-parallel projection from heads to the output of a layer; TP divides its `width` channels."""
     return kind(
         width,
         config.hidden_size,
@@ -122,11 +124,11 @@ class OwnAttention(DividedModule):
 
     def __init__(self, config: TransformerConfig, tp: dist.ProcessGroup) -> None:
         super().__init__(config, tp)
-        # megatron-core recomputes the core only inside its own SelfAttention
+        # megatron-core recomputes the core only in its SelfAttention
         self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def attended(self, *arguments: Any) -> Tensor:
         """Calls the core, which is recomputed in backward if configured."""
         if self.recomputes_core and self.training:
-            return checkpoint(self.core_attention, False, *arguments)  # False: saved tensors are not spread over TP
+            return checkpoint(self.core_attention, False, *arguments)  # False: does not spread saved tensors over TP
         return self.core_attention(*arguments)

@@ -1,4 +1,4 @@
-"""Our configuration in megatron-core's terms."""
+"""Translates our configuration to megatron-core's TransformerConfig."""
 
 from collections.abc import Mapping
 from typing import Any, assert_never
@@ -19,10 +19,10 @@ from mtrain.core.layers.layer_parts import transformer_fields
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HALF_PRECISION: Mapping[Precision, dict[str, bool]] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
-"""Flags of the model's and the optimizer's config; without either, megatron-core computes in fp32."""
+"""Flags in the configurations of model and optimizer; without them megatron-core computes in fp32."""
 
 SMALLEST_LOSS_SCALE = 1.0
-"""Smallest loss scale of fp16; the numerator_scale (`mtrain/core/engine/finalize.py`) keeps gradients near 1."""
+"""Smallest fp16 loss scale; the numerator_scale (`mtrain/core/engine/finalize.py`) keeps gradients near 1."""
 
 
 def gelu_tanh(hidden: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def relu2(hidden: Tensor) -> Tensor:
 
 
 def as_it_is(weight: Tensor) -> Tensor:
-    """Returns the weight unchanged: an initializer for weights that are drawn later."""
+    """Returns the weight unchanged; serves as initializer for weights that are drawn later."""
     return weight
 
 
@@ -51,21 +51,21 @@ _ACTIVATIONS = {
 CP_COMM_TYPES: Mapping[CpComm, str] = {"allgather": "all_gather", "ulysses": "a2a", "ring": "p2p"}
 _NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 _CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
-"""Fields of GPT-OSS: the bound of both projections, and what is added to the one without a gate."""
+"""Fields for GPT-OSS: the bound of both projections, and the number added to the one without activation."""
 
 
 def transformer_config(config: Config, layout: Layout, device: torch.device) -> TransformerConfig:
     """Builds the TransformerConfig of this model under this layout.
 
     Raises:
-        ConfigError: megatron-core refuses a combination, for instance of passed-through fields.
+        ConfigError: megatron-core refuses a combination, for example of fields in `model.megatron`.
     """
     fields = {
         **_architecture(config.model),
         **transformer_fields(config.model),
         **_parallelism(config.model, layout),
         **_execution(config.train, device),
-        **_passed_through(config.model.megatron, layout),  # last: passed-through fields win
+        **_passed_through(config.model.megatron, layout),  # last, so that they override all others
     }
     try:
         return TransformerConfig(**fields)
@@ -74,25 +74,25 @@ def transformer_config(config: Config, layout: Layout, device: torch.device) -> 
 
 
 def compute_in_float64(translated: TransformerConfig) -> None:
-    """Lets what is built with a configuration for float32 compute in float64."""
+    """Changes a configuration for float32 so that modules built with it compute in float64."""
     translated.params_dtype = translated.pipeline_dtype = torch.float64
-    translated.gradient_accumulation_fusion = False  # its products add to float32 alone
+    translated.gradient_accumulation_fusion = False  # fused products only add to float32
 
 
-def _passed_through(given: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Returns the fields of `model.megatron`, without those about transfers that `layout` does not make: a reference of
-    one process, a teacher or a generator has another layout than the run."""
-    overlaps = layout.vpp > 1 and given.get("overlap_p2p_comm") is not False
+def _passed_through(fields: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Returns the fields of `model.megatron` without those for transfers that `layout` does not make, since a reference
+    of one process, a teacher or a generator may have another layout than the run."""
+    overlaps = layout.vpp > 1 and fields.get("overlap_p2p_comm") is not False
     unfit = {
         "overlap_p2p_comm": layout.vpp == 1,
         "overlap_p2p_comm_warmup_flush": not overlaps,
         "batch_p2p_comm": overlaps or (layout.vpp > 1 and layout.pp == 2),
     }
-    return {name: value for name, value in given.items() if not unfit.get(name, False)}
+    return {name: value for name, value in fields.items() if not unfit.get(name, False)}
 
 
 def _architecture(model: ModelSection) -> dict[str, Any]:
-    # megatron-core counts the keys before the query, ours includes the query's own
+    # megatron-core counts the keys before the query's own, we include it
     window = None if model.sliding_window is None else (model.sliding_window - 1, 0)
     return {
         "num_layers": model.num_layers,
@@ -129,11 +129,11 @@ def _parallelism(model: ModelSection, layout: Layout) -> dict[str, Any]:
         "cp_comm_type": CP_COMM_TYPES[layout.cp_comm],
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        # With interleaving a stage exchanges with its next and previous stage at once. At pp = 2 both are one rank, and
-        # batched transfers then pair activations with gradients (p2p_communication.py::_batched_p2p_ops).
+        # With interleaving, a stage exchanges with its next and its previous stage at once. At pp = 2 both are the same
+        # rank, and batched transfers would mix up activations and gradients (p2p_communication.py::_batched_p2p_ops).
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
-        # would wait for the whole GPU after each transfer, against a fault of torch before 1.13
+        # would wait for the whole GPU after each transfer, because of a bug in torch before 1.13
         "batch_p2p_sync": False,
     }
 
@@ -156,23 +156,23 @@ def _execution(train: TrainSection, device: torch.device) -> dict[str, Any]:
         **HALF_PRECISION[train.precision],
         **_in_8_bits(train),
         "params_dtype": dtype,
-        "pipeline_dtype": dtype,  # what a stage receives into; both ends must agree
+        "pipeline_dtype": dtype,  # dtype of transfers between stages; both ends must agree
         "use_cpu_initialization": on_cpu,
-        # init_weights.py draws the weights. perform_initialization stays on: without it megatron-core does not mark its
-        # weights as tensor-parallel, and the gradient norm misses those of tp rank > 0.
+        # init_weights.py draws the weights. perform_initialization stays on, since without it megatron-core does not
+        # mark weights as tensor-parallel, and the gradient norm would miss those of tp rank > 0.
         "init_method": as_it_is,
         "output_layer_init_method": as_it_is,
         "embedding_init_method": as_it_is,
         "deterministic_mode": train.deterministic,
         "calculate_per_token_loss": True,  # gradients are sums; mtrain.core.engine.finalize divides them once
-        # freed while gloo may still be sending it; on a GPU the stream keeps the order
+        # gloo may still be sending an output when it is freed; on a GPU the stream keeps the order
         "deallocate_pipeline_outputs": not on_cpu,
         **_recomputed(train),
     }
 
 
 def _in_8_bits(train: TrainSection) -> dict[str, str]:
-    """Returns fields for 8-bit products alone: parameters, attention and communication stay in bfloat16."""
+    """Returns the fields for 8-bit matrix products; parameters, attention and communication stay in bfloat16."""
     return {} if train.fp8 is None else {"fp8": train.fp8, "fp8_recipe": train.fp8_recipe or "tensorwise"}
 
 
@@ -184,7 +184,7 @@ def _recomputed(train: TrainSection) -> dict[str, Any]:
             modules = ("core_attn",) if train.recompute_modules is None else train.recompute_modules
             return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
         case "full" if train.recompute_layers is None:
-            # not "block", whose other layers lose the padding mask
+            # not "block", which passes no padding mask to layers that are not recomputed
             return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         case "full":
             layers = train.recompute_layers

@@ -1,4 +1,4 @@
-"""TransformerEngine's modules in our layers: attention on documents of a row, latent attention, and experts."""
+"""Wrappers of TransformerEngine's modules: attention inside documents, latent attention, and experts."""
 
 from typing import Any
 
@@ -33,9 +33,9 @@ from mtrain.core.layers.swiglu import Activation, weighted_activated
 
 
 class DocumentAttention(TEDotProductAttention):
-    """TransformerEngine's attention, inside the documents of each row; the same for rows of one document.
+    """TransformerEngine's attention, restricted to the documents of each row.
 
-    Only this module sees the packed form: projections, norms and rotation take rows, as with our own attention.
+    Only this module sees the packed form; projections, norms and rotation see rows, as with our attention.
     """
 
     def forward(
@@ -52,7 +52,7 @@ class DocumentAttention(TEDotProductAttention):
             return super().forward(query, key, value, None, *arguments, **options)
         seq, batch = query.shape[:2]
         segments = key_set(attention_mask, None).segments([(0, seq)], seq, query.device)
-        # [batch * seq, heads, dim]: rows one after the other
+        # concatenated rows, [batch * seq, heads, dim]
         rows = [part.transpose(0, 1).flatten(0, 1) for part in (query, key, value)]
         packed = PackedSeqParams(
             qkv_format="thd",
@@ -66,7 +66,7 @@ class DocumentAttention(TEDotProductAttention):
 
 
 class ReplicatedTELinear(TELinear):
-    """A projection without bias, whole on every tensor-parallel rank: see `ReplicatedLinear`."""
+    """A projection without bias, replicated on every tensor-parallel rank; see `ReplicatedLinear`."""
 
     def __init__(
         self, config: TransformerConfig, num_columns: int, num_rows: int, tp: torch.distributed.ProcessGroup
@@ -81,8 +81,8 @@ class ReplicatedTELinear(TELinear):
             skip_bias_add=False,
             skip_weight_param_allocation=False,
         )
-        self._tp_group = tp  # for checkpoints; it may not be given
-        # TransformerEngine 2.12 marks it as if it were cut: each copy would count in the gradient norm
+        self._tp_group = tp  # for checkpoints; TELinear does not accept it here
+        # TransformerEngine 2.12 marks the weight as divided, so each copy would count in the gradient norm
         weight: Any = self.weight
         weight.tensor_model_parallel, weight.partition_dim = False, -1
 
@@ -92,10 +92,10 @@ class ReplicatedTELinear(TELinear):
 
 
 class TransformerEngineLatentAttention(LatentAttention):
-    """Latent attention with TransformerEngine's products and attention, and with our parameters.
+    """Latent attention with TransformerEngine's projections and attention, and with our parameters.
 
-    Keys and values are computed before the exchange over context-parallel ranks, which its attention makes itself, of
-    whole heads. megatron-core's own module for it is not used: it computes its own rotation angles.
+    Keys and values are computed before the exchange over context-parallel ranks, which TransformerEngine's attention
+    makes itself, with whole heads. megatron-core's module is not used, since it computes rotation angles of its own.
     """
 
     replicated, norm = ReplicatedTELinear, TENorm
@@ -121,7 +121,7 @@ class TransformerEngineLatentAttention(LatentAttention):
         sizes = self.latent
         down = self.linear_kv_down_proj(hidden_states)
         latent, rotary_key = torch.split(down, [sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
-        # the projection's own collective is for the latent alone; backward sums the shared key's gradient over TP
+        # the collective of the projection covers only the latent; this one sums the gradient of the shared key over TP
         if self.config.sequence_parallel:
             rotary_key = gather_from_sequence_parallel_region(rotary_key, group=self.tp_group)
         else:
@@ -131,7 +131,7 @@ class TransformerEngineLatentAttention(LatentAttention):
         nope, value = torch.split(heads, [sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
         shared = self._rotated(rotary_key.unsqueeze(2), angles).expand(*nope.shape[:3], -1)
         query, key = self._queries(hidden_states, angles), torch.cat((nope, shared), dim=-1)
-        # its kernels take whole tensors, and values are a view of every second part of the projection
+        # the kernels need contiguous tensors, and values are a strided view of the projection
         return self.attended(query, key, value.contiguous(), document_starts)
 
     def attended(self, *arguments: Any) -> Tensor:
@@ -142,7 +142,7 @@ SHARED_EXPERTS = MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TER
 
 
 class TransformerEngineExperts(Experts):
-    """Experts with a tensor each, which TransformerEngine multiplies in one call; checkpoints are those of
+    """Experts with a tensor each, which TransformerEngine multiplies in one call; checkpoints are the same as for
     `Experts`."""
 
     def _build(self, groups: ProcessGroupCollection) -> None:
@@ -154,18 +154,19 @@ class TransformerEngineExperts(Experts):
             "is_expert": True,
             "pg_collection": groups,
         }
-        # its sizes are those of all ranks of expert tensor parallelism together
+        # TransformerEngine takes sizes over all expert-tensor-parallel ranks
         count, etp = self.num_local_experts, groups.expt_tp.size()
         self.linear_fc1 = TEColumnParallelGroupedLinear(
             count, hidden_size, fc1_rows * etp, **options, skip_bias_add=False
         )
-        # fc2's bias is returned, since it has to be weighted
+        # the bias of fc2 is returned, since it must be weighted
         self.linear_fc2 = TERowParallelGroupedLinear(count, ffn * etp, hidden_size, **options, skip_bias_add=True)
         for parameter in self.parameters():
             marked(parameter)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """Computes the weighted outputs of all experts like `Experts.forward`; its kernels take sizes on the host."""
+        """Computes the weighted outputs of all experts like `Experts.forward`; the host waits for the sizes, which the
+        kernels need."""
         counts, weights = tokens_per_expert.tolist(), weights.unsqueeze(-1)
         multiple = 1 if self.config.fp8 is None else get_fp8_align_size(self.config.fp8_recipe)
         padded_counts = [-(-count // multiple) * multiple for count in counts]

@@ -1,4 +1,4 @@
-"""Parts that all adapters share: a switch, parameter names, and their slices in a checkpoint."""
+"""The common part of all adapters: a switch, parameter names, and their slices in checkpoints."""
 
 import contextlib
 import math
@@ -21,18 +21,18 @@ from mtrain.core.layers.own_parameters import (
 )
 
 LORA_A, LORA_B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
-"""Endings of parameter names: [rank, inputs], [outputs, rank], [outputs]."""
+"""Endings of the names of parameters with the shapes [rank, inputs], [outputs, rank] and [outputs]."""
 MODULE = "_adapter"
-"""Suffix that makes the name of an adapter from that of its sibling, the frozen module."""
-_OF_TABLE = {f"embedding_{LORA_A}": 0.0, f"embedding_{LORA_B}": 1.0}
-"""Matrix of a table's pair -> standard deviation of its first numbers, as in PEFT: A has a row for each token."""
+"""Suffix of the name of an adapter, after the name of its sibling, the frozen module."""
+_TABLE_DEVIATIONS = {f"embedding_{LORA_A}": 0.0, f"embedding_{LORA_B}": 1.0}
+"""Initial standard deviations of the matrices of a table, as in PEFT; A has a row for each token."""
 
 
 class Adapter(DividedModule):
-    """Trained parameters of a frozen module, next to it in the tree: `linear_qkv_adapter` of `linear_qkv`.
+    """Trained parameters of a frozen module, next to it in the module tree: `linear_qkv_adapter` for `linear_qkv`.
 
-    It is a sibling, so that the frozen module's own names stay those of a model without adapters. All parameters belong
-    to the adapter itself: the wait for gathered parameters happens in the call of the module that owns them.
+    As siblings, adapters do not change the names of frozen parameters. All parameters belong to the adapter itself,
+    since gathered parameters are awaited in the call of the module that owns them.
     """
 
     is_switched_on = True
@@ -61,10 +61,14 @@ class Adapter(DividedModule):
         may_be_padded: bool = False,
         is_halved: bool = False,
     ) -> None:
-        """Adds a parameter of zeros, with an axis that is divided over TP, or the same values on all its ranks.
+        """Adds a parameter of zeros.
 
-        It may have a row for each token, with the padding that TP needs; or a rank may have a share of each half of the
-        divided axis (`is_halved`), as of gate and up.
+        Args:
+            name: Name of the parameter.
+            shape: Shape on this rank.
+            divided_axis: Axis that TP divides; None if the parameter is replicated.
+            may_be_padded: Whether it has a row for each token, with the padding that TP needs.
+            is_halved: Whether a rank has a part of each half of the divided axis, as for gate and up.
         """
         if divided_axis is None:
             parameter = replicated_parameter(self.config, torch.zeros(shape))
@@ -76,7 +80,7 @@ class Adapter(DividedModule):
         self.register_parameter(name, parameter)
 
     def follow(self, module: nn.Module) -> None:
-        """Makes the frozen module return its output with what this adapter adds."""
+        """Makes the frozen module return its output plus that of this adapter."""
         self.hook = module.register_forward_hook(self._after)
 
     def _after(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
@@ -89,21 +93,21 @@ class Adapter(DividedModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns the places of the parameters."""
-        places = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        """Describes the parameters for checkpoints."""
+        tensors = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name in self._padded:
-            places[f"{prefix}{name}"].allow_shape_mismatch = True
+            tensors[f"{prefix}{name}"].allow_shape_mismatch = True
         for name in self._halved:
-            places[f"{prefix}{name}"] = apply_swiglu_sharded_factory(places[f"{prefix}{name}"], sharded_offsets)
-        return places
+            tensors[f"{prefix}{name}"] = apply_swiglu_sharded_factory(tensors[f"{prefix}{name}"], sharded_offsets)
+        return tensors
 
 
 class AdapterSet:
-    """Adapters of a rank's chunks, which take turns with other sets on the same frozen modules."""
+    """The adapters of a rank's chunks, which can take turns with other sets on the same frozen modules."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         holders = [holder for model in models for holder in model.modules()]
-        self._places = [
+        self._positions = [
             (holder, name, child)
             for holder in holders
             for name, child in holder.named_children()
@@ -111,42 +115,42 @@ class AdapterSet:
         ]
 
     def take_out(self) -> None:
-        """Removes the adapters from the tree of modules; their hooks add nothing."""
-        for holder, name, adapter in self._places:
+        """Removes the adapters from the module tree; their hooks then add nothing."""
+        for holder, name, adapter in self._positions:
             delattr(holder, name)
             adapter.is_in_model = False
 
     def put_in(self) -> None:
-        """Puts the adapters back into the tree of modules, in the same order."""
-        for holder, name, adapter in self._places:
+        """Puts the adapters back into the module tree, in the same order."""
+        for holder, name, adapter in self._positions:
             holder.add_module(name, adapter)
             adapter.is_in_model = True
 
     def unhook(self) -> None:
-        """Removes the hooks of adapters that were taken out for good."""
-        for _, _, adapter in self._places:
-            assert adapter.hook is not None, "attach registers one"
+        """Removes the hooks of adapters that have been taken out for good."""
+        for _, _, adapter in self._positions:
+            assert adapter.hook is not None, "attach registers a hook"
             adapter.hook.remove()
 
 
 def is_adapter_key(key: str) -> bool:
-    """Says whether a name, in the model or in a checkpoint, is of an adapter's parameter."""
+    """Says whether a name in the model or in a checkpoint belongs to a parameter of an adapter."""
     return f"{MODULE}." in key
 
 
 def first_deviation(name: str, columns: int) -> float:
-    """Returns the standard deviation of the first numbers of an adapter's parameter, 0 for one that begins at zero.
+    """Returns the initial standard deviation of an adapter's parameter, 0 for one that starts at zero.
 
-    A is drawn with PEFT's variance, by the columns of the whole matrix, and B begins at zero, so that a model begins as
-    its frozen part; for a table it is the other way round.
+    A is drawn with PEFT's variance, which depends on the columns of the whole matrix, and B starts at zero, so that the
+    model starts equal to its frozen part; for a table it is the other way round.
     """
-    own = name.rpartition(".")[2]
-    # that of Kaiming's uniform distribution with a = sqrt(5), nn.Linear's own
-    return _OF_TABLE.get(own, 1 / math.sqrt(3 * columns) if own.endswith(LORA_A) else 0.0)
+    matrix = name.rpartition(".")[2]
+    # as of nn.Linear's initialization, Kaiming's uniform distribution with a = sqrt(5)
+    return _TABLE_DEVIATIONS.get(matrix, 1 / math.sqrt(3 * columns) if matrix.endswith(LORA_A) else 0.0)
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Says whether a chunk belongs to a model that learns by adapters; the chunk itself may have none."""
+    """Says whether a chunk belongs to a model trained by adapters; the chunk itself may have none."""
     return bool(getattr(model, "has_adapters", False))
 
 
@@ -157,12 +161,12 @@ def adapters_of(modules: Iterable[nn.Module]) -> Iterator[Adapter]:
 
 @contextlib.contextmanager
 def adapters_off(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Turns adapters off inside the block, for forward passes of the frozen model without a gradient."""
-    found = list(adapters_of(chunks))
-    for adapter in found:
+    """Turns adapters off inside the block, for forward passes of the frozen model without gradients."""
+    adapters = list(adapters_of(chunks))
+    for adapter in adapters:
         adapter.is_switched_on = False
     try:
         yield
     finally:
-        for adapter in found:
+        for adapter in adapters:
             adapter.is_switched_on = True

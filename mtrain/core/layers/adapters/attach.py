@@ -1,4 +1,4 @@
-"""Freezes a model and attaches adapters to the parts that the configuration names."""
+"""Freezes a model and attaches adapters to the parts named in the configuration."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -28,9 +28,9 @@ from mtrain.core.layers.own_parameters import expert_parameter
 
 
 class EmbeddingAdapter(Adapter):
-    """Row of A for each token, [vocabulary, rank], and B [hidden, rank].
+    """Adapter of the embedding table: A with a row for each token, [vocabulary, rank], and B, [hidden, rank].
 
-    A is divided like the table, its rows over TP, and is the transpose of PEFT's lora_embedding_A.
+    TP divides the rows of A like those of the table; A is the transpose of PEFT's lora_embedding_A.
     """
 
     def __init__(
@@ -48,28 +48,30 @@ class EmbeddingAdapter(Adapter):
         self.add_parameter(f"embedding_{LORA_B}", (hidden, rank), None)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Computes what is added to embeddings of [batch, seq] tokens; one TP collective of `rank` numbers each."""
+        """Computes the summand for the embeddings of [batch, seq] tokens; one collective over TP of `rank` numbers per
+        token."""
         is_here = (tokens >= self._first) & (tokens < self._end)
         local = torch.where(is_here, tokens - self._first, 0)
         table = self.get_parameter(f"embedding_{LORA_A}")
-        # as in megatron-core's table: the gradient of functional.embedding adds rows in any order on a GPU
+        # as in megatron-core's table, since the backward of functional.embedding adds rows in no fixed order on a GPU
         is_ordered = torch.are_deterministic_algorithms_enabled()
-        found = table[local] if is_ordered else functional.embedding(local, table)
-        narrow = torch.where(is_here.unsqueeze(-1), found, 0.0) * self._section.scale_of("embedding")
+        looked_up = table[local] if is_ordered else functional.embedding(local, table)
+        narrow = torch.where(is_here.unsqueeze(-1), looked_up, 0.0) * self._section.scale_of("embedding")
         if self._scatters:
-            # like the table's own output under sp: [seq_local, batch, ...]
+            # like the output of the table under sp, [seq_local, batch, ...]
             narrow = narrow.transpose(0, 1).contiguous()
             narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=self.tp_group)
         else:
             narrow = reduce_from_tensor_model_parallel_region(narrow, group=self.tp_group)
-        # no dropout, as in PEFT: A reads token ids
+        # without dropout, as in PEFT, since A reads token ids
         return functional.linear(narrow, self.get_parameter(f"embedding_{LORA_B}"))
 
 
 class ExpertAdapter(Adapter):
-    """A pair for one of the two projections of every expert: A [experts, rank, inputs] and B [experts, outputs, rank].
+    """Adapter of one of the two projections of all experts: A, [experts, rank, inputs], and B, [experts, outputs,
+    rank].
 
-    Gate and up share A, as in PEFT's form for the fused experts of transformers. `Experts` names the parameters in
+    Gate and up share A, as in PEFT's adapters of transformers' fused experts. `Experts` describes the parameters for
     checkpoints, with an axis of all experts.
     """
 
@@ -91,24 +93,23 @@ class ExpertAdapter(Adapter):
         self.register_parameter(LORA_B, expert_parameter(config, torch.zeros(count, rows, rank)))
 
     def added(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Any:
-        """Adds to the projections of tokens, which are sorted by expert."""
+        """Adds the adapter's output to the projections of tokens, which are sorted by expert."""
         return output + self(*inputs[:2])
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Computes what is added to the projections of [count, columns] tokens, sorted by expert."""
+        """Computes the summand for the projections of [count, columns] tokens, sorted by expert."""
         down, up = self.get_parameter(LORA_A), self.get_parameter(LORA_B)
         product = chosen_product(self._implementation, self._sizes, down)
-        # every token is on one rank here, so each rank draws its own dropout
+        # a token is on only one rank here, so each rank draws dropout of its own
         drops = self._section.dropout > 0 and self.training
-        kept = functional.dropout(tokens, self._section.dropout) if drops else tokens
-        return product(product(kept, down, counts) * self._section.scale_of("experts"), up, counts)
+        dropped = functional.dropout(tokens, self._section.dropout) if drops else tokens
+        return product(product(dropped, down, counts) * self._section.scale_of("experts"), up, counts)
 
 
 def attach(model: Any, section: ModelSection, adapter: AdapterSection, collection: ProcessGroupCollection) -> None:
-    """Freezes every parameter except the fully trained ones and adds the adapters, with B zero, to a stage of torch
-    layers.
+    """Freezes every parameter of a stage except the fully trained ones, and adds adapters, which start as zero.
 
-    Call it before anything lists parameters.
+    Call it before anything lists the parameters. Only for our layers on torch.
     """
     model.requires_grad_(False)
     is_first = not model.has_adapters
@@ -119,7 +120,7 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
         parameter.requires_grad_("norms" in adapter.modules_to_save and plan.is_norm(name))
     builder = _Builder(section, adapter, model.config, collection.tp)
     if model.pre_process:
-        # full recomputation and the pipeline follow gradients from the input on: after a frozen table the adapters
+        # full recomputation and the pipeline need an input that requires a gradient; after a frozen table adapters
         # would get none (megatron-core, tensor_parallel/random.py)
         if is_first:
             model.embedding.register_forward_hook(_with_gradient)
@@ -132,14 +133,14 @@ def attach(model: Any, section: ModelSection, adapter: AdapterSection, collectio
 
 
 def learned_modules(model: Any, section: ModelSection, adapter: AdapterSection) -> list[nn.Module]:
-    """Returns the modules of a stage with matrices that learn whole; see `attach`."""
-    found: list[nn.Module] = []
-    # also the copy of the table on the last stage, where depths of multi-token prediction look up
+    """Returns the modules of a stage with fully trained matrices; see `attach`."""
+    modules: list[nn.Module] = []
+    # including the copy of the table for MTP depths on the last stage
     if "embedding" in adapter.modules_to_save and hasattr(model, "embedding"):
-        found.append(model.embedding)
+        modules.append(model.embedding)
     if model.post_process and plan.learns_output(section, adapter):
-        found.append(model.output_layer)
-    return found
+        modules.append(model.output_layer)
+    return modules
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,8 @@ class _Builder:
     tp: dist.ProcessGroup
 
     def inside(self, layer: nn.Module) -> None:
-        """Adapts the targets in one layer, shared and routed experts among them."""
-        # a list, since adapters are added during the walk
+        """Adapts the targets in one layer, including shared and routed experts."""
+        # a list, since the loop adds adapters
         for holder in list(layer.modules()):
             for name, module in list(holder.named_children()):
                 match module:
@@ -163,7 +164,7 @@ class _Builder:
                         self._adapt_stack(holder, name, module)
 
     def adapt_table(self, embedding: Any) -> None:
-        """Adapts the table of embeddings."""
+        """Adapts the embedding table."""
         adapter = EmbeddingAdapter(self.adapter, self.config, self.tp, embedding.word_embeddings)
         adapter.follow(embedding.word_embeddings)
         embedding.add_module(f"word_embeddings{MODULE}", adapter)
@@ -179,7 +180,7 @@ class _Builder:
         names = plan.fused_parts(self.section, self.adapter, name)
         adapted = frozenset(self.adapter.parts.intersection(names))
         if adapted:
-            # query groups and their heads are never cut
+            # query groups and their heads are never divided
             rows = linear.weight.shape[0]
             sizes = plan.fused_rows(self.section, self.adapter, name, rows)
             fusion = Fusion(rows // sum(sizes), sizes)

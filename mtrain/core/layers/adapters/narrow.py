@@ -1,8 +1,7 @@
-"""Frozen base in bfloat16 in a float32 run.
+"""A frozen base model stored in bfloat16 in a float32 run.
 
-Matrices of projections and tables are stored in bfloat16 and converted where a product uses them; norms, biases,
-routers and sinks stay in float32. So the run computes exactly what it would with a float32 base of the same, rounded
-values.
+Matrices of projections and tables are stored in bfloat16 and converted when a product uses them; norms, biases, routers
+and sinks stay float32. So the results are exactly those of a float32 base with the same rounded values.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from mtrain.core.layers.products import widened_linear
 
 @contextlib.contextmanager
 def built_narrow(translated: TransformerConfig) -> Iterator[None]:
-    """Gives modules that are built inside the block bfloat16 parameters: the base may not fit in memory in float32."""
+    """Builds modules inside the block with bfloat16 parameters, since the base may not fit into memory in float32."""
     before = translated.params_dtype
     translated.params_dtype = torch.bfloat16
     try:
@@ -36,8 +35,14 @@ def built_narrow(translated: TransformerConfig) -> Iterator[None]:
 
 
 def widen_all_but_matrices(model: nn.Module, dtype: torch.dtype, learned: Iterable[nn.Module] = ()) -> None:
-    """Converts everything except matrices to the dtype of the run, and what learns whole; each product converts its
-    matrix. The stage was built inside of `built_narrow`, without adapters."""
+    """Converts all parameters except frozen matrices to the dtype of the run, and makes each product convert its
+    matrix.
+
+    Args:
+        model: Stage built inside `built_narrow`, still without adapters.
+        dtype: Dtype of the run.
+        learned: Fully trained modules, whose matrices are converted as well.
+    """
     whole = {inner for module in learned for inner in module.modules()}
     for module in model.modules():
         is_matrix = False
@@ -49,7 +54,7 @@ def widen_all_but_matrices(model: nn.Module, dtype: torch.dtype, learned: Iterab
                 linear._forward_impl = _frozen_linear
                 is_matrix = True
             case VocabParallelEmbedding():
-                # before other hooks, which add or multiply in the dtype of the run
+                # prepended to other hooks, which compute in the dtype of the run
                 module.register_forward_hook(_widened_to(dtype), prepend=True)
                 is_matrix = True
             case Stack() | ReplicatedLinear():
@@ -60,7 +65,7 @@ def widen_all_but_matrices(model: nn.Module, dtype: torch.dtype, learned: Iterab
 
 
 def _widened_to(dtype: torch.dtype) -> Callable[[nn.Module, object, Tensor], Tensor]:
-    # after the sum over TP, which is exact: one rank has the row, the others zeros
+    # after the sum over TP, which is exact, since only one rank has nonzero numbers
     return lambda table, inputs, output: output.to(dtype)
 
 
@@ -73,7 +78,8 @@ def _frozen_linear(
     tp_group: dist.ProcessGroup | None,
     **_: object,
 ) -> Tensor:
-    """Replaces megatron-core's `linear_with_frozen_weight`, whose operands have one precision; same collectives."""
+    """Replaces megatron-core's `linear_with_frozen_weight`, which does not support mixed precision; makes the same
+    collective calls."""
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:

@@ -1,1 +1,1 @@
-"""State that a GPU can do without for a while, kept in memory of the host."""
+"""Offloading: memory that a GPU does not need for a while, kept on the host."""

@@ -1,8 +1,8 @@
-"""Moves what backward needs of a layer to the host, between its forward and its backward pass.
+"""Moves tensors that autograd saves in a layer to the host, between forward and backward of the layer.
 
-autograd passes each tensor that it keeps to a hook. The memory of a moved layer goes to the host while the next layer
-computes, once for all tensors that share it, and comes back while the following layer is in its backward pass. Weights
-stay, and so do small tensors, those on the host, and those that other code keeps alive anyway. Values are copied
+autograd passes each tensor that it saves to a hook. The memory of an offloaded layer goes to the host while the next
+layer computes, once for all tensors that share it, and comes back while the next layer is in backward. Weights, small
+tensors, tensors on the host, and those that other code keeps alive anyway stay on the device. Values are copied
 unchanged.
 """
 
@@ -23,8 +23,8 @@ from mtrain.core.state.host_memory import CopyStream, HostMemory, copy_from_host
 
 
 def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch.device) -> HostSide:
-    """Makes the first layers of each of a rank's transformer blocks offload their saved tensors; returns the host
-    memory that they share. `num_layers` counts the layers of each block."""
+    """Makes the first `num_layers` layers of each of a rank's transformer blocks offload their saved tensors; returns
+    the host memory that they share."""
     side = HostSide(device)
     for block in blocks:
         watched, inside = _Block(side, block, num_layers), cast(Any, block)
@@ -37,43 +37,43 @@ def move_activations(blocks: Sequence[nn.Module], num_layers: int, device: torch
 
 
 class _Block:
-    """A transformer block that is observed while it runs forward with gradients."""
+    """Observes the forward passes, with gradients, of one transformer block."""
 
     def __init__(self, side: HostSide, block: Any, num_layers: int) -> None:
         self._side, self._block = side, block
         self._num_layers = min(num_layers, len(block.layers))
         self._pass: MovingPass | None = None
-        """Forward pass in progress; None outside of one, and when layers are recomputed in backward."""
+        """Forward pass in progress; None outside of one, and during recomputation in backward."""
         self._number = 0
-        """Number of the running layer; the number of layers while the norm after them runs."""
+        """Number of the running layer; the number of layers while the final norm runs."""
         self._hooks = contextlib.ExitStack()
 
     def begin(self, block: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Starts a forward pass."""
         if not torch.is_grad_enabled():
             return
-        # held by the caller; the schedule holds what a stage receives, for its gradient
-        given = [*args, *(value for name, value in options.items() if name != "hidden_states")]
-        given.append(None if self._block.pre_process else self._block.input_tensor)
-        staying = [*block.parameters(), *block.buffers(), *(value for value in given if isinstance(value, Tensor))]
+        # the caller keeps the arguments alive, and the schedule the received input, for its gradient
+        inputs = [*args, *(value for name, value in options.items() if name != "hidden_states")]
+        inputs.append(None if self._block.pre_process else self._block.input_tensor)
+        staying = [*block.parameters(), *block.buffers(), *(value for value in inputs if isinstance(value, Tensor))]
         self._pass = MovingPass(self._side, staying)
         self._hooks.enter_context(self._pass.hooks())
 
     def enter(self, number: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        """Starts a layer, or the norm after the last one."""
+        """Starts a layer, or the final norm."""
         if self._pass is None:
             return
         self._number = number
         self._side.follow(self._pass.begin_layer(moves=number < self._num_layers))
-        if number > self._num_layers:  # nothing that follows needs to be observed
+        if number > self._num_layers:  # later layers need not be observed
             self._close()
 
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Ends the forward pass, also when it has failed."""
+        """Ends the forward pass, even if it has failed."""
         if self._pass is None:
             return
         left = self._pass.begin_layer(moves=False)
-        if self._number < len(self._block.layers):  # after the norm, copies have the time of the loss
+        if self._number < len(self._block.layers):  # after the final norm, copies can overlap the loss
             self._side.follow(left)
         self._close()
 
@@ -83,7 +83,7 @@ class _Block:
 
 
 class HostSide:
-    """The host's memory for moved activations: one for all layers and microbatches of a rank."""
+    """Host memory for offloaded activations, shared by all layers and microbatches of a rank."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, CopyStream(device)
@@ -91,24 +91,24 @@ class HostSide:
         self._leaving: KeptByLayer | None = None
 
     def follow(self, leaving: KeptByLayer) -> None:
-        """Notes a layer whose copies have started; frees the layer before it."""
+        """Registers a layer whose copies have started; frees the memory of the layer before it."""
         if self._leaving is not None:
             self._leaving.free()
         self._leaving = leaving
 
 
 class _Moved:
-    """The memory of one or several tensors; freed on both sides as soon as backward needs none of them."""
+    """The memory of one or several tensors; freed on device and host as soon as backward needs none of them."""
 
     def __init__(self, tensor: Tensor, side: HostSide) -> None:
         self._side, self._dtype, self._pieces = side, tensor.dtype, list[Tensor]()
         self._size = tensor.untyped_storage().nbytes() // tensor.element_size()
         self.on_device: Tensor | None = tensor.as_strided((self._size,), (1,), 0)
-        """[elements] all of the memory; None while it is on the host only."""
+        """All of the memory, [elements]; None while it is only on the host."""
         weakref.finalize(self, side.host.give_back, self._pieces).atexit = False
 
     def copy_to_host(self) -> None:
-        """Copies to the host, inside `CopyStream.copying`; called once."""
+        """Copies to the host, inside `CopyStream.copying`; does nothing the second time."""
         if self._pieces:
             return
         assert self.on_device is not None
@@ -116,7 +116,7 @@ class _Moved:
         copy_to_host(self.on_device, self._pieces)
 
     def allocate(self) -> None:
-        """Allocates memory of the device for the return."""
+        """Allocates device memory for the copy back."""
         self.on_device = torch.empty(self._size, dtype=self._dtype, device=self._side.device)
 
     def copy_from_host(self) -> None:
@@ -126,36 +126,36 @@ class _Moved:
 
 
 class KeptByLayer:
-    """Tensors that one forward pass of one layer keeps."""
+    """Tensors that autograd saves in one forward pass of one layer."""
 
     def __init__(self, side: HostSide, before: KeptByLayer | None) -> None:
-        """Takes the host memory that tensors go to, and the tensors of the layer that is next in backward, if any."""
+        """Takes the host memory, and the tensors of the layer before, which is next in backward."""
         self._side, self._before = side, before
-        self._found: dict[_Moved, None] = {}
-        """Memory of this layer in the order in which the forward pass kept it."""
+        self._memory: dict[_Moved, None] = {}
+        """Memory of this layer in the order in which forward saved it."""
         self._known: list[weakref.ref[_Moved]] = []
-        """Weak references after the forward pass, as backward decides how long the memory lives."""
+        """Weak references after the forward pass, since backward decides how long the memory lives."""
         self._gone: Any = None
-        """Moment when the copies to the host are done."""
+        """Event for the completion of the copies to the host."""
         self._back: Any = None
-        """Moment when the copies from the host are done."""
+        """Event for the completion of the copies from the host."""
         self._is_wanted = self._is_needed = False
 
     def add(self, moved: _Moved) -> None:
-        """Adds memory that this layer keeps, perhaps together with a layer before it."""
-        self._found[moved] = None
+        """Adds memory that autograd saves in this layer, possibly shared with a layer before it."""
+        self._memory[moved] = None
 
     def leave(self) -> None:
-        """Starts the copies to the host; nothing is added any more."""
-        found, self._found = self._found, {}
-        self._known = [weakref.ref(moved) for moved in found]
+        """Starts the copies to the host; nothing may be added afterwards."""
+        memory, self._memory = self._memory, {}
+        self._known = [weakref.ref(moved) for moved in memory]
         with self._side.stream.copying():
-            for moved in found:
+            for moved in memory:
                 moved.copy_to_host()
         self._gone = self._side.stream.moment()
 
     def free(self) -> None:
-        """Releases the device's memory, unless backward has come first; its next user waits for the copies."""
+        """Releases the device memory, unless backward has already asked for it; later work waits for the copies."""
         self._side.stream.wait(self._gone)
         if not self._is_wanted:
             for moved in self._living():
@@ -167,7 +167,7 @@ class KeptByLayer:
             return
         self._is_wanted = True
         gone = [moved for moved in self._living() if moved.on_device is None]
-        # memory of the computing stream: what it held before is no longer used when the copies begin
+        # allocated on the compute stream, since copies begin after all work that used the memory before
         for moved in gone:
             moved.allocate()
         with self._side.stream.copying():
@@ -176,7 +176,8 @@ class KeptByLayer:
         self._back = self._side.stream.moment()
 
     def need(self) -> None:
-        """Waits for everything of this layer, which backward has reached, and starts the layer before it."""
+        """Waits for the copies from the host, since backward has reached this layer, and starts those of the layer
+        before."""
         if self._is_needed:
             return
         self._is_needed = True
@@ -189,8 +190,8 @@ class KeptByLayer:
         return [moved for reference in self._known if (moved := reference()) is not None]
 
 
-class _OfMoved(NamedTuple):
-    """Placeholder of a tensor that autograd keeps."""
+class _MovedTensor(NamedTuple):
+    """Placeholder for a tensor that autograd saves."""
 
     moved: _Moved
     layer: KeptByLayer
@@ -206,8 +207,8 @@ class _OfMoved(NamedTuple):
         return self.moved.on_device.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class _OfNextLayer(NamedTuple):
-    """Tensor that stays, of the layer after the last moved one, which is next when backward reaches it."""
+class _TensorOfNextLayer(NamedTuple):
+    """Tensor that stays on the device, in the layer after the last offloaded one, which comes next in backward."""
 
     value: Tensor
     layer: KeptByLayer
@@ -218,29 +219,29 @@ class _OfNextLayer(NamedTuple):
         return self.value
 
 
-_Packed = Tensor | _OfMoved | _OfNextLayer
+_Packed = Tensor | _MovedTensor | _TensorOfNextLayer
 
 
 class MovingPass:
-    """A forward pass through layers whose activations move."""
+    """A forward pass through layers with offloaded activations."""
 
     def __init__(self, side: HostSide, staying: Iterable[Tensor]) -> None:
-        """Takes the host memory for offloaded tensors, and the tensors that stay: the weights, and those that other
-        code keeps until backward is done."""
+        """Takes the host memory, and the tensors that stay on the device: weights, and tensors that other code keeps
+        alive until the end of backward."""
         self._side = side
         self._staying = {tensor.untyped_storage()._cdata for tensor in staying}
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Moved]]] = {}
-        """Memory by the address of its storage, which no other storage can have as long as it is referred to."""
+        """Memory by the address of its storage, which is unique as long as the storage is referenced."""
         self._layer = KeptByLayer(side, None)
         self._moves = False
 
     def hooks(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the kept tensors are inspected."""
+        """Returns a context in which saved tensors are inspected."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def begin_layer(self, moves: bool) -> KeptByLayer:
-        """Starts the next layer; returns the tensors of the layer before, on their way to the host. A layer that does
-        not move only has to say when its backward pass begins."""
+        """Starts the next layer; returns the tensors of the layer before, on their way to the host. A layer that is not
+        offloaded (`moves` is False) only signals the beginning of its backward pass."""
         before = self._layer
         before.leave()
         self._layer, self._moves = KeptByLayer(self._side, before), moves
@@ -248,11 +249,13 @@ class MovingPass:
 
     def _pack(self, tensor: Tensor) -> _Packed:
         if not self._moves:
-            return _OfNextLayer(tensor, self._layer)
+            return _TensorOfNextLayer(tensor, self._layer)
         moved = self._moved(tensor.detach())
         if moved is None:
             return tensor
-        return _OfMoved(moved, self._layer, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _MovedTensor(
+            moved, self._layer, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
 
     def _moved(self, tensor: Tensor) -> _Moved | None:
         """Returns the memory of a tensor; None if it stays."""
@@ -265,8 +268,8 @@ class MovingPass:
         moved = None if known is None else known[1]()
         if moved is None:
             moved = _Moved(tensor, self._side)
-            held: Any = StorageWeakRef
-            self._known[storage._cdata] = held(storage), weakref.ref(moved)
+            storage_reference: Any = StorageWeakRef
+            self._known[storage._cdata] = storage_reference(storage), weakref.ref(moved)
         self._layer.add(moved)
         return moved
 
@@ -275,7 +278,7 @@ def _unpack(packed: _Packed) -> Tensor:
     match packed:
         case Tensor():
             return packed
-        case _OfMoved() | _OfNextLayer():
+        case _MovedTensor() | _TensorOfNextLayer():
             return packed.tensor()
         case _:
             assert_never(packed)
