@@ -89,8 +89,8 @@ def _agreed(backend: Backend, config: Sections, groups: Groups) -> Backend:
     required_key = only_by_transformer_engine(config)
     if backend == "te" and required_key:
         raise ConfigError(
-            f"{required_key} needs TransformerEngine's layers on all ranks, but another rank cannot use them; give all nodes "
-            f"the same packages and certificates (MTRAIN_CERTIFICATES), or remove {required_key.split('=')[0]}"
+            f"{required_key} needs TransformerEngine's layers on all ranks, but another rank cannot use them; give all "
+            f"nodes the same packages and certificates (MTRAIN_CERTIFICATES), or remove {required_key.split('=')[0]}"
         )
     return "torch"
 
