@@ -1,1 +1,1 @@
-"""Command line: a file for each verb, or for a few that are alike."""
+"""Command line: one file per verb, or per group of similar verbs."""

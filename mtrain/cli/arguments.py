@@ -1,4 +1,4 @@
-"""Arguments that several verbs share: the configuration of a run, a model, text files; sections of a help page."""
+"""Arguments that verbs share (configuration, model, text files), and the layout of help pages."""
 
 import functools
 import inspect
@@ -23,7 +23,7 @@ ConfigArguments = Annotated[
     list[str],
     typer.Argument(
         metavar="CONFIG... [section.key=value...]",
-        help="YAML files, merged left to right, then single values.",
+        help="YAML files, merged left to right, then individual values.",
         show_default=False,
     ),
 ]
@@ -43,49 +43,51 @@ TextKeyOption = Annotated[str, typer.Option(help="Key of the text in JSONL.")]
 
 
 def with_options(kind: type[Any], *names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turns the fields of a data class into options of the command line, replacing a verb's parameter `options`.
+    """Returns a decorator that replaces a verb's parameter `options` with command-line options for a data class's
+    fields.
 
-    Only the fields in `names` become options if any are given; `defaults` override those of the data class.
+    If `names` are given, only these fields become options; `defaults` override the defaults of the data class.
     """
 
     def spread(verb: Callable[..., None]) -> Callable[..., None]:
-        own = [each for each in inspect.signature(verb).parameters.values() if each.name != "options"]
+        parameters = [item for item in inspect.signature(verb).parameters.values() if item.name != "options"]
         by_name, shared = inspect.Parameter.KEYWORD_ONLY, []
-        for each in fields(kind):
-            if names and each.name not in names:
+        for item in fields(kind):
+            if names and item.name not in names:
                 continue
-            default = inspect.Parameter.empty if each.default is MISSING else defaults.get(each.name, each.default)
-            shared.append(inspect.Parameter(each.name, by_name, default=default, annotation=each.type))
+            default = inspect.Parameter.empty if item.default is MISSING else defaults.get(item.name, item.default)
+            shared.append(inspect.Parameter(item.name, by_name, default=default, annotation=item.type))
 
         @functools.wraps(verb)
-        def called(**given: Any) -> None:
-            verb(options=kind(**{each.name: given.pop(each.name) for each in shared}), **given)
+        def called(**values: Any) -> None:
+            verb(options=kind(**{option.name: values.pop(option.name) for option in shared}), **values)
 
-        # typer reads the options from here; Python itself only calls by keyword, so the order does not matter to it
-        called.__signature__ = inspect.Signature([*(each.replace(kind=by_name) for each in own), *shared])  # type: ignore[attr-defined]
+        # typer reads the options from here, and calls by keyword, so the order does not matter
+        keywords = [parameter.replace(kind=by_name) for parameter in parameters]
+        called.__signature__ = inspect.Signature([*keywords, *shared])  # type: ignore[attr-defined]
         return called
 
     return spread
 
 
 class Verbs(TyperGroup):
-    """Command group that suggests the meant verb for an unknown one."""
+    """Command group that suggests a known verb for an unknown one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolves the verb; `args` follows the options of the group and is never empty."""
         name = args[0]
         if name not in self.commands and not name.startswith("-"):
-            inner = [each for each in EXAMPLES if each.endswith(f" {name}")]
-            known = [f"mtrain {each}" for each in inner] or [
-                repr(near) for near in [meant(name, self.commands)] if near
-            ]
-            ctx.fail(f"No such command {name!r}." + (f" Did you mean {' or '.join(known)}?" if known else ""))
+            suggestions = [f"mtrain {verb}" for verb in EXAMPLES if verb.endswith(f" {name}")]
+            if not suggestions and (near := meant(name, self.commands)):
+                suggestions = [repr(near)]
+            hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
+            ctx.fail(f"No such command {name!r}.{hint}")
         return super().resolve_command(ctx, args)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Separates files from overrides: an override contains `=` and names no existing file."""
-    from mtrain.config.schema.bounds import can_be_a_path  # loads the whole schema, which `--help` does not need
+    """Separates files from overrides: an override contains `=` and is not the path of an existing file."""
+    from mtrain.config.schema.bounds import can_be_a_path  # here, because it loads the whole schema
 
     overrides = [text for text in arguments if "=" in text and not (can_be_a_path(text) and Path(text).exists())]
     return [Path(text) for text in arguments if text not in overrides], overrides
@@ -94,12 +96,13 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
 def loaded_config(
     arguments: Sequence[str], last_overrides: Sequence[str] = (), rank: int = 0, counts_epochs: bool = False
 ) -> "Config":
-    """Loads the configuration of a command line; the first rank reports old names of keys.
+    """Loads the configuration of a command line; rank 0 reports old names of keys.
 
-    Under train.device=cpu GPUs are hidden from this process and its children.
+    With train.device=cpu, GPUs are hidden from this process and its children.
 
     Args:
-        last_overrides: Values that a verb sets itself; they override the user's.
+        last_overrides: Overrides that the verb sets; they take precedence over the user's.
+        counts_epochs: Whether to derive train.num_steps from train.num_epochs, which reads the data.
     """
     from mtrain.config.renamed import RenamedKeyWarning
     from mtrain.hf.configuration import load_config
@@ -112,21 +115,21 @@ def loaded_config(
         for warning in caught:
             print(f"note: {warning.message}", file=sys.stderr, flush=True)
     if config.train.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core takes a GPU that it sees; read when CUDA starts
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core would use a visible GPU; CUDA reads it when it starts
     if counts_epochs and config.train.num_epochs is not None:
-        from mtrain.data.sources import with_num_steps  # numpy, which most configurations do without
+        from mtrain.data.sources import with_num_steps  # here, because it loads numpy
 
         return with_num_steps(config)
     return config
 
 
 class SectionedCommand(TyperCommand):
-    """Lists options by their `rich_help_panel`, in plain lines; those without one come first."""
+    """Lists options by their `rich_help_panel`, in plain lines; options without a panel come first."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[Any]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)  # None if it is hidden
+            record = parameter.get_help_record(ctx)  # None for a hidden option
             title = "Arguments" if parameter.param_type_name == "argument" else "Options"
             if record is not None:
                 sections.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(record)

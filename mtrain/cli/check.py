@@ -1,4 +1,4 @@
-"""`mtrain check`: what a run would be, without starting it."""
+"""`mtrain check`: checks a run without starting it."""
 
 import sys
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ def check(
     gpu_memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory of one GPU, such as 80GiB: whether the run fits, or what to change.", show_default=False
+            help="Memory of one GPU, such as 80GiB; says whether the run fits, or what to change.", show_default=False
         ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="GPU of the run, a100, h100, h800, h200 or b200, by default that of a file: the hours that it takes.",
+            help="GPU of the run, a100, h100, h800, h200 or b200, by default from a file; predicts the hours.",
             show_default=False,
         ),
     ] = None,
@@ -40,7 +40,7 @@ def check(
         bool, typer.Option("--without-files", help="Skip files and disks: the run is for another machine.")
     ] = False,
 ) -> None:
-    """Checks a configuration, its files and disks, and everything else a start would refuse; prints layout, batch,
+    """Checks a configuration, its files and disks, and everything else that a start would check; prints layout, batch,
     parameters, FLOPs and memory."""
     with one_message():
         from mtrain.hf.configuration import notes_on
@@ -80,8 +80,11 @@ def look_at_gpus(
     stated: "StatedMachine | None",
     findings: "Findings",
 ) -> None:
-    """Compares the needed memory with the option's, else the file's, and predicts the time of the run, with the samples
-    that share its rows if `findings` knows them; does nothing without a memory or a GPU."""
+    """Adds to `findings` whether the run fits into memory, and the predicted time of the run.
+
+    Options take precedence over the machine that a file states; without any of them nothing is added. The prediction
+    counts the real packed rows if `findings` knows them.
+    """
     if memory_given is None and gpu_given is None and stated is None:
         return
     from mtrain.arch.layout import Layout
@@ -108,7 +111,7 @@ def look_at_gpus(
 
 
 def look_for_certificates(arguments: Sequence[str], findings: "Findings") -> None:
-    """Says how to certify the layers of a run on this machine, if it has a GPU and no certificate of any layers."""
+    """Adds how to certify layers on this machine, if it has a GPU and no certificate."""
     from mtrain.base.certificate import NVIDIA_DRIVER, certificate_folder, certificates
 
     with findings.looking():
@@ -116,7 +119,7 @@ def look_for_certificates(arguments: Sequence[str], findings: "Findings") -> Non
             findings.fact(
                 "certificate",
                 f"none; `mtrain verify backend {' '.join(arguments)}` takes 2 to 10 minutes on one GPU and says which "
-                "layers model.backend=auto and train.compile=auto may take (or launch with --certify)",
+                "layers model.backend=auto and train.compile=auto may use (or launch with --certify)",
             )
 
 

@@ -20,13 +20,13 @@ def config(
         list[str] | None,
         typer.Argument(
             metavar="KEY... | CONFIG... [section.key=value...]",
-            help="Keys or sections to explain, or YAML files and single values to merge.",
+            help="Keys or sections to explain, or YAML files and individual values to merge.",
             show_default=False,
         ),
     ] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema, for completion in editors.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema, for completion in editors.")] = False,
 ) -> None:
-    """Explains keys; or prints the merged configuration of files and values, with the origin of each value."""
+    """Explains keys, or prints the merged configuration of files and values with the origin of each value."""
     with one_message():
         from mtrain.base.errors import ConfigError
 
@@ -51,41 +51,46 @@ def config(
 
 
 def _explained(name: str) -> list[str]:
-    """Returns the lines on a key, on the keys of a section, or on all keys with this ending."""
+    """Returns the lines on all keys with this name or ending, and on the keys inside a section."""
     from mtrain.base.errors import ConfigError
     from mtrain.config.keys import described_keys
     from mtrain.config.messages import unknown_key
 
     keys = {key.name: key for key in described_keys()}
-    found = [key for key in keys.values() if key.name == name or key.name.endswith(f".{name}")]
-    if not found:
+    matches = [key for key in keys.values() if key.name == name or key.name.endswith(f".{name}")]
+    if not matches:
         raise ConfigError(unknown_key(name))
-    lines = [line for key in found for line in (key.name, f"  {_facts(key)}", f"  {key.text}", "")]
-    inside = [key for key in keys.values() for own in found if own.is_section and key.name.startswith(own.name)]
-    return lines + [f"  {key.name:<44}{_facts(key)}" for key in inside if key not in found]
+    lines = [line for key in matches for line in (key.name, f"  {_facts(key)}", f"  {key.text}", "")]
+    inside = [key for key in keys.values() for match in matches if match.is_section and key.name.startswith(match.name)]
+    return lines + [f"  {key.name:<44}{_facts(key)}" for key in inside if key not in matches]
 
 
 def _facts(key: "Key") -> str:
     unit = f", {key.unit}" if key.unit else ""
-    default = "required" if key.is_required else "" if key.is_section else f"default {json.dumps(key.default)}"
-    of_kinds = f"kind {' or '.join(key.kinds)} only" if key.kinds else ""
-    return "; ".join(part for part in (f"{key.type}{unit}", default, of_kinds) if part)
+    if key.is_required:
+        default = "required"
+    else:
+        default = "" if key.is_section else f"default {json.dumps(key.default)}"
+    kinds = f"kind {' or '.join(key.kinds)} only" if key.kinds else ""
+    return "; ".join(part for part in (f"{key.type}{unit}", default, kinds) if part)
 
 
-def _resolved(given: "MergedContent") -> Iterator[str]:
+def _resolved(merged: "MergedContent") -> Iterator[str]:
     from mtrain.config.keys import described_keys
     from mtrain.hf.configuration import resolved
 
     keys = {key.name: key for key in described_keys()}
 
     def origin(location: tuple[str, ...], value: Any) -> str:
-        if (place := given.origin(location)) is not None:
-            return place
+        if (source := merged.origin(location)) is not None:
+            return source
         key = keys.get(".".join(location))
-        if location[0] == "model" and "hf" in given.content.get("model", {}):
+        if location[0] == "model" and "hf" in merged.content.get("model", {}):
             return "model.hf, or the default"
-        standard = None if key is None else list(key.default) if isinstance(key.default, tuple) else key.default
-        return "default" if key is None or standard == value else "follows from other keys"
+        if key is None:
+            return "default"
+        default = list(key.default) if isinstance(key.default, tuple) else key.default
+        return "default" if default == value else "follows from other keys"
 
     def lines(section: Mapping[str, Any], location: tuple[str, ...]) -> Iterator[str]:
         indent = "  " * len(location)
@@ -98,4 +103,4 @@ def _resolved(given: "MergedContent") -> Iterator[str]:
             else:
                 yield f"{indent}{name}: {json.dumps(value, ensure_ascii=False)}  # {origin(here, value)}"
 
-    yield from lines(given.config(resolved).model_dump(mode="json"), ())
+    yield from lines(merged.config(resolved).model_dump(mode="json"), ())

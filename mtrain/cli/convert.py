@@ -1,7 +1,7 @@
-"""`mtrain convert`: between Hugging Face's model folders and checkpoints, with a proof at the end.
+"""`mtrain convert`: converts between Hugging Face's model folders and checkpoints, and proves the result.
 
-It needs no GPU, no model object and no process group, and reads one tensor at a time. An interrupted call continues
-where it stopped.
+Needs no GPU, no model object and no process group, and reads one tensor at a time. After an interruption, the same call
+continues where it stopped.
 """
 
 from enum import StrEnum
@@ -28,11 +28,11 @@ convert_app = typer.Typer(
 
 
 Form = StrEnum("Form", {"mtrain": "mtrain", "megatron_lm": "megatron-lm"})
-"""Program that a checkpoint is written for."""
+"""Program that reads the written checkpoint."""
 Dtype = StrEnum("Dtype", ["keep", "float32", "float16", "bfloat16"])
-"""Dtype that tensors are cast to."""
+"""Dtype to cast tensors to."""
 ExportDtype = StrEnum("ExportDtype", ["keep", "float32", "float16", "bfloat16", "mxfp4"])
-"""Dtype or format of an export's tensors."""
+"""Dtype or format of the tensors in an export."""
 HfOption = Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.", show_default=False)]
 OutOption = Annotated[Path, typer.Option(help="Folder to create; must not exist.", show_default=False)]
 CheckpointOption = Annotated[Path, typer.Option(help="A checkpoint, or a run folder.", show_default=False)]
@@ -71,7 +71,7 @@ def import_(
     check_logits: LogitsOption = False,
     threshold: ThresholdOption = 1e-4,
 ) -> None:
-    """Hugging Face -> a checkpoint that `checkpoint.initialize_from` takes, or one for Megatron-LM."""
+    """Hugging Face -> a checkpoint for `checkpoint.initialize_from`, or one for Megatron-LM."""
     hf, out = _named("HF", "--hf", folder, hf), _named("OUT", "--out", target, out)
     with one_message():
         require_ground()
@@ -82,15 +82,15 @@ def import_(
 
         if to is Form.megatron_lm:
             if check_logits:
-                raise ConfigError("--check-logits loads checkpoints of mtrain; leave it out, or leave --to out")
+                raise ConfigError("--check-logits loads checkpoints of mtrain; remove it, or remove --to")
             if mtp_depths:
-                raise ConfigError("--mtp-depths is for checkpoints of mtrain; leave it out, or leave --to out")
+                raise ConfigError("--mtp-depths is for checkpoints of mtrain; remove it, or remove --to")
             proof = import_for_megatron(hf, out, DTYPE_NAMES.get(dtype), workers)
         else:
             proof = import_hf(hf, out, DTYPE_NAMES.get(dtype), workers, mtp_depths)
             for note in notes_on_folder(str(hf)):
                 print(f"note: {note}")
-        print(f"proven: {proof.num_tensors} tensors make the same {proof.size_bytes} bytes again")
+        print(f"proven: {proof.num_tensors} tensors convert back to the same {proof.size_bytes} bytes")
         if to is Form.megatron_lm:
             print(
                 f"{out} is complete, without optimizer and random states; start Megatron-LM with: --load {out} "
@@ -129,8 +129,8 @@ def export(
         ),
     ] = False,
 ) -> None:
-    """A checkpoint -> Hugging Face, adapters merged; also one of Megatron-LM or Megatron-Bridge (torch_dist). float32
-    takes the main weights of a run."""
+    """A checkpoint -> Hugging Face, with adapters merged; also reads Megatron-LM and Megatron-Bridge (torch_dist).
+    --dtype float32 exports the main weights of a run."""
     with one_message():
         require_ground()
         from mtrain.checkpoint.store.megatron_checkpoint import megatron_folder
@@ -139,15 +139,15 @@ def export(
         from mtrain.convert.target import DTYPE_NAMES
 
         if like is not None and model is not None:
-            raise ConfigError(f"--like {like} and --model {model} both describe the model; leave one out")
+            raise ConfigError(f"--like {like} and --model {model} both describe the model; remove one of them")
         if check_logits and megatron_folder(checkpoint) is not None:
             raise ConfigError(
-                f"--check-logits loads checkpoints of mtrain, and {checkpoint} is another program's; export without, "
-                "then import the folder with --check-logits"
+                f"--check-logits loads checkpoints of mtrain, but {checkpoint} is another program's; export without "
+                "it, then import the folder with --check-logits"
             )
         if adapter:
             if dtype is ExportDtype.mxfp4:
-                raise ConfigError("--dtype mxfp4 writes whole models, and --adapter an adapter; leave one of them out")
+                raise ConfigError("--dtype mxfp4 writes whole models, but --adapter an adapter; remove one of them")
             proof = export_adapter(checkpoint, out, DTYPE_NAMES.get(dtype))
             print(f"proven: {proof.num_tensors} tensors are the checkpoint's, {proof.size_bytes} bytes")
             print(f"{out} is complete; load it on top of the frozen model with peft.PeftModel.from_pretrained")
@@ -195,22 +195,22 @@ def inspect(
         Path | None,
         typer.Option(help="Folder that describes the model of a Megatron-LM or Megatron-Bridge checkpoint."),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="File that describes it, instead.")] = None,
+    model: Annotated[Path | None, typer.Option(help="File that describes the model, instead of --like.")] = None,
 ) -> None:
-    """Describes a folder or a checkpoint, from headers alone."""
+    """Describes a folder or a checkpoint, from its headers."""
     with one_message():
         from mtrain.convert.inspecting import print_contents
 
         print_contents(path, like or model)
 
 
-def _named(name: str, option: str, positional: Path | None, given: Path | None) -> Path:
-    """Returns a folder that the user gives by position or by option."""
-    if positional is None and given is None:
-        raise typer.BadParameter("there is none; write mtrain convert import HF OUT", param_hint=f"{name} or {option}")
-    if positional is not None and given is not None:
-        raise typer.BadParameter(f"{given} and {positional} are both given; remove one of them", param_hint=option)
-    return positional if positional is not None else given or Path()
+def _named(name: str, option: str, positional: Path | None, named: Path | None) -> Path:
+    """Returns a folder that the user named by position or by option."""
+    if positional is None and named is None:
+        raise typer.BadParameter("is missing; write mtrain convert import HF OUT", param_hint=f"{name} or {option}")
+    if positional is not None and named is not None:
+        raise typer.BadParameter(f"{named} and {positional} are both given; remove one of them", param_hint=option)
+    return positional if positional is not None else named or Path()
 
 
 def _check_logits(checkpoint: Path, hf: Path, threshold: float) -> None:

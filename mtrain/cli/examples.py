@@ -1,4 +1,4 @@
-"""An example of each verb, for its help and docs/reference/cli.md."""
+"""Examples of verbs, for their help and docs/reference/cli.md."""
 
 EXAMPLES = {
     "init": "mtrain init my-runs",
@@ -62,4 +62,4 @@ EXAMPLES = {
     "generate": "mtrain generate runs/chat --chat --prompt 'Who are you?'",
     "serve": "mtrain serve configs/run/lora.yaml model.hf=models/qwen3-8b data.tokenizer=models/qwen3-8b --port 8000",
 }
-"""Verb, or verb of a verb -> a line of shell that calls it."""
+"""Verb or subcommand -> a shell line that calls it."""

@@ -1,4 +1,4 @@
-"""`mtrain init`: a folder to start from, for users of a wheel without a checkout."""
+"""`mtrain init`: a folder to start from, for users without a checkout."""
 
 import shutil
 import tempfile
@@ -18,19 +18,17 @@ PARTS = ("configs", "launch", "examples")
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Created if it is missing.", show_default=False)],
 ) -> None:
-    """Copies the configurations, launch scripts and examples that mtrain ships with; overwrites nothing."""
+    """Copies the shipped configurations, launch scripts and examples; overwrites nothing."""
     with one_message():
         if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"{folder} is a file; name a folder, or one that does not exist yet")
+            raise ConfigError(f"{folder} is a file; name a folder, which need not exist")
         for target in (folder / part for part in PARTS):
             if target.exists() or target.is_symlink():
-                raise ConfigError(
-                    f"{target} exists, and nothing is overwritten; name another folder or move that one away"
-                )
+                raise ConfigError(f"{target} already exists; name another folder or move it away")
         with disk_faults(f"write into {folder}"):
             _copy_into(folder)
     typer.echo(
-        f"{folder} holds configs/, launch/ and examples/; they are yours to change. Go there, and then:\n\n"
+        f"{folder} contains configs/, launch/ and examples/, which you may change. Go there and run:\n\n"
         "  mtrain check configs/model/tiny.yaml configs/layout/tp2sp.yaml configs/run/pretrain.yaml --world-size 2 "
         "--without-files\n"
         "                                           what a run would be; any of the files can be combined\n"
@@ -42,7 +40,7 @@ def init(
 
 
 def _copy_into(folder: Path) -> None:
-    """Copies all parts or, after a crash, leaves a folder `.new-*`: an existing part would be refused the next time."""
+    """Copies all parts or none: a crash leaves a folder `.new-*`, and no part that the next call would refuse."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as staging:
         for part in PARTS:

@@ -1,6 +1,4 @@
-"""`mtrain inspect`: inspects checkpoints of this program, of Megatron-LM and of Megatron-Bridge. PATH is a checkpoint,
-or a run folder for its newest good checkpoint.
-"""
+"""`mtrain inspect`: inspects checkpoints of mtrain, Megatron-LM and Megatron-Bridge."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _ShowUnlessNamed(TyperGroup):
-    """Command group that takes a path instead of a verb as the path of `show`."""
+    """Command group with the default verb `show`, if the first argument is a path."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Resolves the verb; `args` follows the options of the group and is never empty."""
@@ -32,8 +30,8 @@ class _ShowUnlessNamed(TyperGroup):
 
 inspect_app = typer.Typer(
     cls=_ShowUnlessNamed,
-    help="Inspects checkpoints of this program, of Megatron-LM and of Megatron-Bridge. PATH is a checkpoint, or a "
-    "run folder for its newest good checkpoint. PATH without a command means show PATH.",
+    help="Inspects checkpoints of mtrain, Megatron-LM and Megatron-Bridge. PATH is a checkpoint, or a run folder for "
+    "its newest good checkpoint. PATH without a command means show PATH.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,7 +43,7 @@ PathArgument = Annotated[Path, typer.Argument(metavar="PATH", show_default=False
 
 @inspect_app.command()
 def show(path: PathArgument) -> None:
-    """Shows the contents; the verb can be omitted."""
+    """Shows the contents; the command can be omitted."""
     with one_message():
         from mtrain.checkpoint.store.diff import contents_of, described, size_bytes, totals  # loads torch
 
@@ -71,29 +69,32 @@ def diff(
     b: Annotated[Path, typer.Argument(metavar="B", show_default=False)],
     worst: Annotated[int, typer.Option(min=1, help="Tensors to list.")] = 20,
 ) -> None:
-    """Compares two checkpoints, whatever layouts saved them."""
+    """Compares two checkpoints, which any layouts may have saved."""
     with one_message():
         from mtrain.checkpoint.store.diff import contents_of, differences
 
-        found = differences(contents_of(a), contents_of(b))
-        for key in found.missing:
+        result = differences(contents_of(a), contents_of(b))
+        for key in result.missing:
             print(f"only in {a}: {key}")
-        for key in found.extra:
+        for key in result.extra:
             print(f"only in {b}: {key}")
-        for key, ours, theirs in found.misshaped:
+        for key, ours, theirs in result.misshaped:
             print(f"shapes differ: {key}: {list(ours)} and {list(theirs)}")
-        for key in found.left_out:
+        for key in result.left_out:
             print(f"not compared: {key}, which belongs to another number of ranks")
         table = _table("tensor", "dtypes", "differing", "largest difference", "relative")
-        for each in [each for each in found.compared if each.num_differing or len({*each.dtypes}) > 1][:worst]:
-            share = f"{each.num_differing:,} of {each.num_elements:,}"
-            dtypes = ", ".join(dict.fromkeys(each.dtypes))
-            table.add_row(each.key, dtypes, share, f"{each.largest_difference:.3e}", f"{each.relative:.3e}")
+        differing = [tensor for tensor in result.compared if tensor.num_differing or len({*tensor.dtypes}) > 1]
+        for tensor in differing[:worst]:
+            share = f"{tensor.num_differing:,} of {tensor.num_elements:,}"
+            dtypes = ", ".join(dict.fromkeys(tensor.dtypes))
+            table.add_row(tensor.key, dtypes, share, f"{tensor.largest_difference:.3e}", f"{tensor.relative:.3e}")
         if table.row_count:
             output_console().print(table)
-        same = sum(each.num_differing == 0 for each in found.compared)
-        print(f"{'equal' if found.is_equal else 'different'}: {same} of {len(found.compared)} common tensors are equal")
-    raise typer.Exit(0 if found.is_equal else 1)
+        same = sum(tensor.num_differing == 0 for tensor in result.compared)
+        print(
+            f"{'equal' if result.is_equal else 'different'}: {same} of {len(result.compared)} common tensors are equal"
+        )
+    raise typer.Exit(0 if result.is_equal else 1)
 
 
 @inspect_app.command()
@@ -109,16 +110,16 @@ def verify(path: PathArgument) -> None:
         files = contents.manifest.files
         verify_files(CheckpointEntry(contents.folder, contents.manifest), files, os.cpu_count() or 1)
         size = _size(sum(facts.size_bytes for facts in files.values()))
-        print(f"verified {contents.folder}: {len(files)} files, {size}, every byte as it was saved")
+        print(f"verified {contents.folder}: {len(files)} files, {size}, every byte as saved")
 
 
 @inspect_app.command()
 def data(
     run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False)],
     step: Annotated[int | None, typer.Option(min=1, help="List the samples of one step.")] = None,
-    source: Annotated[str | None, typer.Option(help="Only this source of data.train, by its path.")] = None,
+    source: Annotated[str | None, typer.Option(help="Path of the only source of data.train to list.")] = None,
 ) -> None:
-    """Lists the samples that a run has trained, by source and epoch or of one step, and whether any was repeated or
+    """Lists the samples that a run trained, by source and epoch or of one step, and whether any was repeated or
     lost."""
     with one_message():
         from mtrain.data.ledger import Ledger  # loads numpy
@@ -135,7 +136,7 @@ def _print_step(ledger: Ledger, step: int, source: str | None) -> bool:
 
     entry, start = ledger.step(step), ledger.start_of(step)
     names = start.sources
-    print(f"step {step}: digest of what was trained {entry.digest:016x}, read by {len(ledger.steps[step])} ranks")
+    print(f"step {step}: digest of the trained samples {entry.digest:016x}, read by {len(ledger.steps[step])} ranks")
     if number := phase_number(start.phases, step):
         print(f"phase {number} of the curriculum, {start.phases[number - 1]}")
     if entry.skipped:
@@ -152,13 +153,13 @@ def _print_epochs(ledger: Ledger, source: str | None) -> bool:
         total = sum(phase.samples.values())
         print(f"phase {number}, steps {phase.phase.from_step + 1} to {phase.last_step}: {total:,} samples")
         for name in sorted(phase.phase.shares.keys() | phase.samples.keys()):
-            count, wanted = phase.samples.get(name, 0), phase.phase.shares.get(name, 0.0)
-            print(f"  {name}: {count:,}, {count / max(1, total):.2%} of them, where {wanted:.2%} were asked for")
-    epochs = [each for each in ledger.epochs() if source in (None, each.source)]
+            count, share = phase.samples.get(name, 0), phase.phase.shares.get(name, 0.0)
+            print(f"  {name}: {count:,}, {count / max(1, total):.2%} of them; {share:.2%} requested")
+    epochs = [epoch for epoch in ledger.epochs() if source in (None, epoch.source)]
     table = _table("source", "epoch", "samples", "of", "tokens", "in the loss", "repeated", "lost")
-    for each in epochs:
-        counts = (each.samples, each.size, each.tokens, each.loss_tokens, len(each.repeated), each.lost)
-        table.add_row(each.source, str(each.epoch), *("-" if count is None else f"{count:,}" for count in counts))
+    for epoch in epochs:
+        counts = (epoch.samples, epoch.size, epoch.tokens, epoch.loss_tokens, len(epoch.repeated), epoch.lost)
+        table.add_row(epoch.source, str(epoch.epoch), *("-" if count is None else f"{count:,}" for count in counts))
     output_console().print(table)
     incomplete = ledger.incomplete_steps()
     for number, words in [*incomplete.items()][:_MOST_LINES]:
@@ -166,11 +167,11 @@ def _print_epochs(ledger: Ledger, source: str | None) -> bool:
     if skipped := ledger.skipped_steps():
         shown = ", ".join(map(str, skipped[:_MOST_LINES])) + (", ..." if len(skipped) > _MOST_LINES else "")
         print(f"read and skipped, without an update: steps {shown}")
-    for each in epochs:
-        if each.repeated:
-            print(f"{each.source}, epoch {each.epoch}: repeated {list(each.repeated[:_MOST_LINES])}")
+    for epoch in epochs:
+        if epoch.repeated:
+            print(f"{epoch.source}, epoch {epoch.epoch}: repeated {list(epoch.repeated[:_MOST_LINES])}")
     if unread := ledger.unread_of_window():
-        print(f"windows reach over the ends of epochs: {unread:,} samples of the last one are still to be read")
+        print(f"windows span the ends of epochs: {unread:,} samples of the last window are still to be read")
     is_sound = not incomplete and not any(epoch.repeated or epoch.lost for epoch in epochs)
     verdict = "each sample of an epoch once" if is_sound else "samples were repeated or lost"
     print(f"{max(ledger.steps)} steps: {verdict}")

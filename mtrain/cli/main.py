@@ -1,4 +1,4 @@
-"""Command line with its verbs. A verb's file is imported only when it is called, so help is fast."""
+"""Command line and its verbs. A verb's module is imported only when the verb is called, so help is fast."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,7 +15,7 @@ from mtrain.cli.examples import EXAMPLES
 
 @dataclass(frozen=True)
 class Verb:
-    place: str
+    target: str
     """`module:name` below `mtrain.cli`: a function, or a typer application if the verb has subcommands."""
     summary: str
     """Line of `mtrain --help`; `mtrain VERB --help` shows the docstring."""
@@ -23,37 +23,37 @@ class Verb:
 
 VERBS = {
     "Runs": {
-        "init": Verb("init:init", "Copies the configurations, launch scripts and examples that mtrain ships with."),
-        "plan": Verb("plan:plan", "Ranks the layouts that fit by the predicted time of a step."),
-        "config": Verb("config:config", "Explains a key; prints the merged files, with the origin of each value."),
+        "init": Verb("init:init", "Copies the shipped configurations, launch scripts and examples."),
+        "plan": Verb("plan:plan", "Ranks the layouts that fit by predicted step time."),
+        "config": Verb("config:config", "Explains keys, or prints merged files with the origin of each value."),
         "check": Verb("check:check", "Checks a configuration; prints layout, parameters and memory."),
         "train": Verb("ranks:train", "Trains as one rank: under torchrun, under srun, or alone."),
         "serve": Verb("ranks:serve", "Serves a model to clients that train it and sample from it."),
         "launch": Verb("launch.app:launch_app", "Starts the ranks of a run: here, on Slurm or on Kubernetes."),
-        "status": Verb("pages:status", "Shows the state of runs while they run."),
+        "status": Verb("pages:status", "Shows the state of running and finished runs."),
         "report": Verb("pages:report", "Writes one HTML file on a run."),
         "plot": Verb("pages:plot", "Draws losses and the gradient norm over steps."),
     },
     "Checks": {
-        "compare": Verb("pages:compare", "Shows the differences between runs, and the step at which they begin."),
+        "compare": Verb("pages:compare", "Shows where runs differ, and from which step."),
         "verify": Verb("verify:verify_app", "Checks the promise on your own configuration."),
-        "show-batch": Verb("show_batch:show_batch", "Shows the samples of a step: what is trained."),
+        "show-batch": Verb("show_batch:show_batch", "Shows the samples of a step, token by token."),
     },
     "From elsewhere": {
         "from": Verb("migrate:from_app", "Translates configurations of other programs."),
     },
     "Text": {
-        "stdlib-corpus": Verb("text:stdlib_corpus", "Builds a small corpus, to try training on."),
-        "train-tokenizer": Verb("text:train_tokenizer", "Trains a tokenizer that spells every text."),
+        "stdlib-corpus": Verb("text:stdlib_corpus", "Builds a small corpus to try training on."),
+        "train-tokenizer": Verb("text:train_tokenizer", "Trains a tokenizer that can encode every text."),
         "tokenize": Verb("text:tokenize", "Writes Megatron's .bin/.idx pair from text."),
     },
     "Weights": {
-        "convert": Verb("convert:convert_app", "Converts between Hugging Face and checkpoints."),
+        "convert": Verb("convert:convert_app", "Converts between Hugging Face models and checkpoints."),
         "inspect": Verb("inspect:inspect_app", "Inspects, compares and verifies checkpoints."),
         "generate": Verb("ranks:generate", "Continues prompts, or answers them."),
     },
 }
-"""Verbs by the groups of the help page."""
+"""Group of the help page -> its verbs."""
 
 
 class _Program(Verbs):
@@ -66,10 +66,10 @@ class _Program(Verbs):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:
             return None
-        module, _, attribute = self.commands[cmd_name].place.partition(":")
+        module, _, attribute = self.commands[cmd_name].target.partition(":")
         loaded = getattr(import_module(f"mtrain.cli.{module}"), attribute)
         alone = _plain_app()
-        alone.callback()(lambda: None)  # or typer would take its only command for the program itself
+        alone.callback()(lambda: None)  # otherwise typer would make the only command the program itself
         if isinstance(loaded, typer.Typer):
             alone.add_typer(loaded, name=cmd_name)
         else:
@@ -87,24 +87,24 @@ class _Program(Verbs):
 
 
 def _show_examples(command: Any, name: str) -> None:
-    """Ends the help of a verb, and of each of its verbs, with an example."""
+    """Ends the help of a verb, and of its subcommands, with an example."""
     inner = getattr(command, "commands", {})
     example = EXAMPLES[f"{name} {next(iter(inner))}" if inner else name]
-    command.epilog = f"Example:\n\n\b\n{example}"  # one line, however long: to be copied
-    for each in inner:
-        _show_examples(inner[each], f"{name} {each}")
+    command.epilog = f"Example:\n\n\b\n{example}"  # on one line of any length, to be copied
+    for verb in inner:
+        _show_examples(inner[verb], f"{name} {verb}")
 
 
 def _plain_app(add_completion: bool = False, **settings: Any) -> typer.Typer:
-    """Makes an app with help and errors in plain lines: importing what draws frames takes longer than all the rest."""
+    """Returns an app with help and errors in plain lines, since importing rich takes longer than everything else."""
     return typer.Typer(rich_markup_mode=None, add_completion=add_completion, pretty_exceptions_enable=False, **settings)
 
 
 app = _plain_app(add_completion=True, cls=_Program, no_args_is_help=True, epilog="mtrain VERB --help shows an example.")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"mtrain {__version__}")
         raise typer.Exit
 

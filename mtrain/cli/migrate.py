@@ -1,4 +1,4 @@
-"""`mtrain from`: configurations of other programs, translated."""
+"""`mtrain from`: translates configurations of other programs."""
 
 import sys
 from collections.abc import Callable
@@ -22,15 +22,15 @@ from_app = typer.Typer(
 _OfOthers = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _Output = Annotated[
     Path | None,
-    typer.Option(help="File to write, which must not exist; by default it is printed.", show_default=False),
+    typer.Option(help="File to write, which must not exist; by default, the result is printed.", show_default=False),
 ]
 _Arguments = Annotated[list[str], typer.Argument(metavar="ARGS...", help="Arguments of its command line.")]
 
 
 @from_app.command("megatron-lm", context_settings=_OfOthers)
 def megatron_lm(arguments: _Arguments, output: _Output = None) -> None:
-    """Translates the arguments of Megatron-LM's pretrain_gpt.py: each is mapped, not carried over, or named as without
-    effect; defaults that differ are written out. --output comes before them."""
+    """Translates the arguments of Megatron-LM's pretrain_gpt.py, including defaults that differ; lists arguments that
+    could not be carried over or have no effect. --output comes before the arguments."""
     from mtrain.config.foreign.megatron_lm import from_megatron_lm
 
     _write(lambda: from_megatron_lm(arguments), output)
@@ -38,7 +38,7 @@ def megatron_lm(arguments: _Arguments, output: _Output = None) -> None:
 
 @from_app.command("ms-swift", context_settings=_OfOthers)
 def ms_swift(arguments: _Arguments, output: _Output = None) -> None:
-    """Translates the arguments of ms-swift's `megatron sft`. --output comes before them."""
+    """Translates the arguments of ms-swift's `megatron sft`. --output comes before the arguments."""
     from mtrain.config.foreign.ms_swift import from_ms_swift
 
     _write(lambda: from_ms_swift(arguments), output)
@@ -49,7 +49,7 @@ def axolotl(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file.", show_default=False)],
     output: _Output = None,
 ) -> None:
-    """Translates a file of axolotl."""
+    """Translates a configuration file of axolotl."""
     from mtrain.config.foreign.axolotl import from_axolotl
 
     _write(lambda: from_axolotl(file), output)
@@ -62,8 +62,8 @@ def verl(
     ],
     output: _Output = None,
 ) -> None:
-    """Translates files and arguments of verl: of its SFT trainer, or the actor of its RL loops. --output comes before
-    them."""
+    """Translates files and arguments of verl's SFT trainer, or of the actor of its RL loops. --output comes before the
+    arguments."""
     from mtrain.config.foreign.verl import from_verl
 
     _write(lambda: from_verl(arguments), output)
@@ -76,14 +76,14 @@ def _write(translate: Callable[[], "Translation"], output: Path | None) -> None:
         from mtrain.hf.configuration import resolved
 
         if output is not None and output.exists():
-            raise ConfigError(f"{output} exists, and nothing is overwritten; name another file")
-        found = translate().checked(resolved)
-        text = "".join(f"{line}\n" for line in found.lines())
+            raise ConfigError(f"{output} already exists; name another file")
+        translation = translate().checked(resolved)
+        text = "".join(f"{line}\n" for line in translation.lines())
         if output is None:
             typer.echo(text, nl=False)
             return
         with disk_faults(f"write {output}"):
             write_atomically(output, text)
-    for line in (*found.lost, *found.notes):
+    for line in (*translation.lost, *translation.notes):
         print(f"note: {line}", file=sys.stderr)
-    print(f"wrote {output}; look at it, and then: mtrain check {output} --world-size N", flush=True)
+    print(f"wrote {output}; read it, then run: mtrain check {output} --world-size N", flush=True)

@@ -1,4 +1,4 @@
-"""`mtrain plan`: which layout a run should have on a number of GPUs."""
+"""`mtrain plan`: the best layouts of a run on a number of GPUs."""
 
 import json
 from dataclasses import dataclass, replace
@@ -21,18 +21,18 @@ _ASSUMED: dict[str, dict[str, Any]] = {
     "optimizer": {"lr": 1e6},
     "data": {"kind": "mock"},
 }
-"""Values that a run needs, but no prediction depends on: assumed if the user gives none, and never written. They exceed
-any warm-up, step and `min_lr` of the user."""
+"""Values that a run needs but no prediction depends on, used if the user gives none and never written. They exceed any
+warm-up, step and `min_lr` of the user."""
 _HARDWARE = "Hardware"
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Machine and batch of a planned run, and what to show."""
+    """Machine and batch of a planned run, and options of the output."""
 
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the run.", show_default=False)]
     gpu_memory: Annotated[
-        str | None, typer.Option(help="Memory of one GPU, such as 80GiB; by default that of --gpu.", show_default=False)
+        str | None, typer.Option(help="Memory of one GPU, such as 80GiB; by default from --gpu.", show_default=False)
     ] = None
     seq_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens per sample (data.seq_length).", show_default=False)
@@ -49,9 +49,7 @@ class PlanOptions:
     ] = None
     measured: Annotated[
         Path | None,
-        typer.Option(
-            help="Links of a node as in this machine.json of mtrain verify machine.", rich_help_panel=_HARDWARE
-        ),
+        typer.Option(help="machine.json of mtrain verify machine with a node's links.", rich_help_panel=_HARDWARE),
     ] = None
     top: Annotated[int, typer.Option(min=1, max=50, help="Layouts to show.")] = 5
     write: Annotated[
@@ -66,51 +64,52 @@ def plan(
         list[str],
         typer.Argument(
             metavar="MODEL... [section.key=value...]",
-            help="YAML files (of a model alone, or of a whole run), or a folder or config.json of Hugging Face.",
+            help="YAML files (of a model or a whole run), or a Hugging Face folder or config.json.",
             show_default=False,
         ),
     ],
     options: PlanOptions,
 ) -> None:
-    """Ranks the layouts that fit by the time of a step, which a stated model predicts (docs/machines/planning.md)."""
+    """Ranks the layouts that fit by predicted step time; docs/machines/planning.md describes the cost model."""
     with one_message():
         from mtrain.plan.search import report
         from mtrain.plan.search.hardware import Cluster, gpu_named, memory_size, read_links
         from mtrain.plan.search.search import search
 
-        given_of_gpu = {
+        overrides = {
             "flops": None if options.tflops is None else options.tflops * 1e12,
             "nvlink_bandwidth": None if options.nvlink_gbs is None else options.nvlink_gbs * 1e9,
             "network_bandwidth": None if options.network_gbs is None else options.network_gbs * 1e9,
         }
-        changed: dict[str, Any] = {name: value for name, value in given_of_gpu.items() if value is not None}
+        changed: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
         cluster = Cluster(replace(gpu_named(options.gpu), **changed), options.gpus_per_node)
         if options.measured is not None:
             if options.nvlink_gbs is not None:
                 raise ConfigError(
-                    "--measured and --nvlink-gbs both say how fast the links of a node are; leave one of them out"
+                    "--measured and --nvlink-gbs both give the speed of a node's links; remove one of them"
                 )
             cluster = cluster.measured(read_links(options.measured))
         memory = cluster.gpu.memory_bytes if options.gpu_memory is None else memory_size(options.gpu_memory)
-        given = _given(models, options.seq_length, options.global_batch_size)
-        config, assumed = _completed(given)
-        found = search(config, options.gpus, cluster, memory, options.top)
+        merged = _read_models(models, options.seq_length, options.global_batch_size)
+        config, assumed = _completed(merged)
+        result = search(config, options.gpus, cluster, memory, options.top)
         if options.as_json:
-            typer.echo(json.dumps(report.as_json(found, cluster), indent=2))
-        if not found.choices:
-            raise report.nothing_fits(config, found, options.gpus, memory)
+            typer.echo(json.dumps(report.as_json(result, cluster), indent=2))
+        if not result.choices:
+            raise report.nothing_fits(config, result, options.gpus, memory)
         if not options.as_json:
-            for line in report.lines(found, options.gpus, cluster, memory):
+            for line in report.lines(result, options.gpus, cluster, memory):
                 typer.echo(line)
         if options.write is not None:
-            report.write_choice(found.choices[0], given.content, assumed, cluster, memory, options.write)
+            report.write_choice(result.choices[0], merged.content, assumed, cluster, memory, options.write)
             if not options.as_json:
                 lacking = f" without {', '.join(assumed)}; add the run's values, then" if assumed else ":"
                 typer.echo(f"\nwritten to {options.write}{lacking} mtrain check {options.write}")
 
 
-def _given(models: list[str], seq_length: int | None, global_batch_size: int | None) -> "MergedContent":
-    """Reads YAML files, overrides and options; of a Hugging Face folder its name, of a config.json the architecture."""
+def _read_models(models: list[str], seq_length: int | None, global_batch_size: int | None) -> "MergedContent":
+    """Reads YAML files, overrides and options; Hugging Face folders become model.hf, config.json files the
+    architecture."""
     from mtrain.config.load import MergedContent, read_merged
 
     paths, overrides = split_arguments(models)
@@ -122,28 +121,28 @@ def _given(models: list[str], seq_length: int | None, global_batch_size: int | N
         overrides = [*overrides, f"data.seq_length={seq_length}"]
     if global_batch_size is not None:
         overrides = [*overrides, f"train.global_batch_size={global_batch_size}"]
-    given = read_merged([path for path in paths if path not in folders and path not in descriptions], overrides)
+    merged = read_merged([path for path in paths if path not in folders and path not in descriptions], overrides)
     if not descriptions:
-        return given
-    model = _completed(given)[0].model.model_dump(exclude_defaults=True, exclude={"hf"})
-    return MergedContent({**given.content, "model": model}, given.sources)
+        return merged
+    model = _completed(merged)[0].model.model_dump(exclude_defaults=True, exclude={"hf"})
+    return MergedContent({**merged.content, "model": model}, merged.sources)
 
 
-def _completed(given: "MergedContent") -> tuple["Config", list[str]]:
-    """Fills in assumed values; returns the configuration and the keys that were assumed."""
+def _completed(merged: "MergedContent") -> tuple["Config", list[str]]:
+    """Adds assumed values; returns the configuration and the assumed keys."""
     from mtrain.config.schema.data import MockSection
     from mtrain.hf.configuration import resolved
 
-    content, assumed = dict(given.content), []
+    content, assumed = dict(merged.content), []
     for name, keys in _ASSUMED.items():
         section = content.get(name, {})
         if not isinstance(section, dict):
-            continue  # refused with the rest
+            continue  # validation refuses it
         if name == "data" and not section.keys() <= MockSection.model_fields.keys():
-            continue  # another kind of data, named or not
+            continue  # another kind of data
         if section.get("num_epochs") is not None:  # no prediction depends on the length
             section = {**section, "num_epochs": None, "num_steps": keys["num_steps"]}
         missing = {key: value for key, value in keys.items() if key not in section}
         content[name] = {**missing, **section}
         assumed += [f"{name}.{key}" for key in missing]
-    return replace(given, content=content).config(resolved), assumed
+    return replace(merged, content=content).config(resolved), assumed

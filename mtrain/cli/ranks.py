@@ -1,4 +1,4 @@
-"""`mtrain train`, `serve` and `generate`: verbs whose processes are ranks, alone or under torchrun or srun."""
+"""`mtrain train`, `serve` and `generate`: verbs that run as a single rank, or as ranks under torchrun or srun."""
 
 import os
 from pathlib import Path
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from mtrain.config import Config
 
 
-def _of_rank(arguments: list[str]) -> "tuple[Config, RankEnvironment]":
-    """Loads the configuration of this rank, and checks its layout."""
+def _rank_config(arguments: list[str]) -> "tuple[Config, RankEnvironment]":
+    """Loads the configuration and the environment of this rank, and checks the layout."""
     from mtrain.arch.layout import Layout
 
     require_ground()
@@ -32,9 +32,9 @@ def train(arguments: ConfigArguments) -> None:
     with one_message(this_rank()), prefixed_traceback():
         from mtrain.watch.rank import watched
 
-        config, environment = _of_rank(arguments)
+        config, environment = _rank_config(arguments)
         with watched(config, environment):
-            # torch is loaded only after the configuration has been checked, and while the watchdog watches
+            # torch is loaded after the configuration is checked, and under the watchdog
             with without_collections():
                 from mtrain.training.trainer import train as run_training
 
@@ -43,8 +43,8 @@ def train(arguments: ConfigArguments) -> None:
 
 def serve(
     arguments: ConfigArguments,
-    host: Annotated[str, typer.Option(help="Address that rank 0 listens at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address that rank 0 listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000,
     token_file: Annotated[
         Path | None,
         typer.Option(help="File with the clients' key; needed except on loopback.", show_default=False),
@@ -57,7 +57,7 @@ def serve(
     with one_message(this_rank()), prefixed_traceback():
         from mtrain.serve.checked import check_libraries, read_token
 
-        config, _ = _of_rank(arguments)
+        config, _ = _rank_config(arguments)
         token = None if token_file is None else read_token(token_file)
         check_libraries()
         with without_collections():
@@ -76,16 +76,18 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Number of the likeliest tokens to draw from; 0: all.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Total probability of the likeliest tokens to sample from; 1: all.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Number of the likeliest tokens to sample from; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling.")] = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="Treat the prompt as a user message in the model's chat template.")
     ] = False,
 ) -> None:
     """Continues prompts, or answers them.
 
-    Under torchrun or srun the model is spread over the ranks by the layout of its run.
+    Under torchrun or srun, the layout of the model's run divides it over the ranks.
     """
     if not prompt and prompts_file is None:
         raise typer.BadParameter("no prompt is given; add --prompt TEXT, or --prompts-file FILE", param_hint="--prompt")

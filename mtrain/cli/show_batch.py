@@ -1,4 +1,4 @@
-"""`mtrain show-batch`: what a step trains, token by token."""
+"""`mtrain show-batch`: shows the samples of a step, token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _UNTRAINED = "dim"
 _STYLES = ("black on green", "black on cyan", "black on yellow", "black on magenta")
-"""Styles by weight, the most frequent weight first; all further weights share the last one."""
+"""Styles of weights, by descending frequency; all further weights share the last style."""
 
 
 def show_batch(
@@ -26,7 +26,7 @@ def show_batch(
     samples: Annotated[int, typer.Option(min=1, help="Number of samples to show.")] = 8,
     html: Annotated[Path | None, typer.Option(help="Also write a page with the weight of every token.")] = None,
 ) -> None:
-    """Shows the samples of a step: what is trained, where documents begin, what tokens weigh; loads no torch."""
+    """Shows the samples of a step: trained tokens, their weights, and where documents begin; does not load torch."""
     with one_message():
         from rich.console import Console
 
@@ -42,11 +42,11 @@ def show_batch(
             console.print(shown.headline, markup=False)
             styles = styles_of(shown)
             for weight, style in styles.items():
-                console.print(f"  weighs {weight:.6g} ", style=style, markup=False)
+                console.print(f"  weight {weight:.6g} ", style=style, markup=False)
             for sample in shown.samples:
                 console.rule(headline(sample), align="left")
                 console.print(coloured(sample, styles), soft_wrap=True)
-        else:  # a file has no colours, so marks replace them
+        else:  # marks replace colours in a file
             print(as_text(shown), end="", flush=True)
         if html is not None:
             from mtrain.report.pages.html import render, write_page

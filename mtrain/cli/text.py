@@ -1,4 +1,4 @@
-"""`mtrain stdlib-corpus`, `tokenize` and `train-tokenizer`: from text to a corpus and its tokenizer."""
+"""`mtrain stdlib-corpus`, `tokenize` and `train-tokenizer`: make a corpus and a tokenizer from text."""
 
 import os
 import sys
@@ -18,10 +18,10 @@ from mtrain.cli.messages import one_message
 def stdlib_corpus(
     output: Annotated[Path, typer.Option(help="Folder for the JSONL files.", show_default=False)],
 ) -> None:
-    """Builds a small corpus from the sources of this Python's standard library, to try training on.
+    """Builds a small corpus to try training on, from the sources of this Python's standard library.
 
-    Writes text-train, text-valid (sources), qa-train, qa-valid (signature -> docstring), chat-train and chat-valid (the
-    same as conversations), all .jsonl.
+    Writes text-train.jsonl and text-valid.jsonl (sources), qa-train.jsonl and qa-valid.jsonl (signature -> docstring),
+    and chat-train.jsonl and chat-valid.jsonl (the same as conversations).
     """
     with one_message():
         from mtrain.data.preparation.stdlib_corpus import build_stdlib_corpus
@@ -44,7 +44,7 @@ def tokenize(
     workers: Annotated[int, typer.Option(min=1, help="Number of processes; the output does not depend on it.")] = 1,
     append_eos: Annotated[bool, typer.Option(help="End each document with the end-of-document token.")] = True,
     fast: Annotated[
-        bool, typer.Option("--fast", help="Encode by gigatoken, compared meanwhile; byte-level tokenizer.json only.")
+        bool, typer.Option("--fast", help="Encode with gigatoken and compare samples; byte-level tokenizer.json only.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing pair.")] = False,
 ) -> None:
@@ -54,12 +54,12 @@ def tokenize(
         from mtrain.data.preparation.tokenize import Encoding, tokenize_corpus
         from mtrain.hf.tokenizer.tokenizer import PARALLELISM
 
-        # this process does nothing else, and `--workers` says how many threads there are
+        # the tokenizer's own threads would compete with the workers
         os.environ.setdefault(PARALLELISM, "false")
         texts = TextFiles(inputs, glob, text_key)
         files = texts.files()
         is_packed = any(path.suffix in PACKED_SUFFIXES for path in files)
-        # the amount of text in a packed file is only known at its end
+        # the amount of text in a compressed file is only known at its end
         with _progress(None if is_packed else sum(path.stat().st_size for path in files)) as progress:
             summary = tokenize_corpus(
                 texts,
@@ -69,7 +69,7 @@ def tokenize(
                 overwrite=overwrite,
                 progress=progress,
             )
-    empty = f" ({summary.num_empty} empty ones left out)" if summary.num_empty else ""
+    empty = f" ({summary.num_empty} empty ones skipped)" if summary.num_empty else ""
     typer.echo(
         f"{output_prefix}: {summary.num_documents} documents{empty}, {summary.num_tokens} tokens from "
         f"{summary.num_bytes / 1e6:.1f} MB in {summary.seconds:.1f} s"
@@ -78,7 +78,7 @@ def tokenize(
 
 @contextmanager
 def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows on a terminal how many of `total` bytes are done; elsewhere it imports and shows nothing."""
+    """Yields a function that advances a progress bar of `total` bytes; without a terminal it does nothing."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
@@ -102,35 +102,37 @@ TokenizerKind = StrEnum("TokenizerKind", ["SENTENCEPIECE", "HF"])
 def train_tokenizer(
     inputs: TextInputs,
     output: Annotated[Path, typer.Option(help="The .model to write; with --kind hf a folder.", show_default=False)],
-    vocab_size: Annotated[int, typer.Option(min=1, help="Tokens, bytes and control tokens included.")],
+    vocab_size: Annotated[int, typer.Option(min=1, help="Number of tokens, including bytes and control tokens.")],
     kind: Annotated[
         TokenizerKind, typer.Option(help="hf: byte-level BPE as tokenizer.json, which chat templates need.")
     ] = TokenizerKind.SENTENCEPIECE,
     algorithm: Annotated[
-        Algorithm | None, typer.Option(help="sentencepiece: how the vocabulary is found; default bpe.")
+        Algorithm | None, typer.Option(help="sentencepiece: algorithm of the vocabulary; default bpe.")
     ] = None,
     special_token: Annotated[
-        list[str], typer.Option(help="hf: a text that is one token when a chat template writes it; repeatable.")
+        list[str], typer.Option(help="hf: text that becomes one token if a chat template writes it; repeatable.")
     ] = [],  # noqa: B006 - typer copies it
     chat_template: Annotated[
-        str | None, typer.Option(help="hf: chatml, which brings its special tokens, or a .jinja file.")
+        str | None, typer.Option(help="hf: chatml, with its special tokens, or a .jinja file.")
     ] = None,
     glob: GlobOption = "**/*.txt",
     text_key: TextKeyOption = "text",
     bos_id: Annotated[
-        int | None, typer.Option(min=-1, help="sentencepiece: begins a sample; -1 for none; default 1.")
+        int | None, typer.Option(min=-1, help="sentencepiece: token that begins a sample; -1: none; default 1.")
     ] = None,
-    eos_id: Annotated[int | None, typer.Option(min=0, help="sentencepiece: ends a document; default 2.")] = None,
+    eos_id: Annotated[
+        int | None, typer.Option(min=0, help="sentencepiece: token that ends a document; default 2.")
+    ] = None,
     pad_id: Annotated[
-        int | None, typer.Option(min=-1, help="sentencepiece: fills rows; -1 for none; default 3.")
+        int | None, typer.Option(min=-1, help="sentencepiece: token that fills rows; -1: none; default 3.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing tokenizer.")] = False,
 ) -> None:
-    """Trains a tokenizer that spells every text: what the vocabulary lacks is written in bytes."""
+    """Trains a tokenizer that can encode every text: bytes stand for text outside the vocabulary."""
     with one_message():
         if kind is TokenizerKind.HF:
-            of_sentencepiece = {"--algorithm": algorithm, "--bos-id": bos_id, "--eos-id": eos_id, "--pad-id": pad_id}
-            _refuse([name for name, value in of_sentencepiece.items() if value is not None], "sentencepiece")
+            other_kind = {"--algorithm": algorithm, "--bos-id": bos_id, "--eos-id": eos_id, "--pad-id": pad_id}
+            _refuse([name for name, value in other_kind.items() if value is not None], "sentencepiece")
             from mtrain.data.formats.documents import TextFiles
             from mtrain.data.preparation.train_tokenizer import train_hf_tokenizer
 
@@ -143,8 +145,8 @@ def train_tokenizer(
                 overwrite=overwrite,
             )
         else:
-            of_hf = {"--special-token": special_token or None, "--chat-template": chat_template}
-            _refuse([name for name, value in of_hf.items() if value is not None], "hf")
+            hf_options = {"--special-token": special_token or None, "--chat-template": chat_template}
+            _refuse([name for name, value in hf_options.items() if value is not None], "hf")
             from mtrain.data.formats.documents import TextFiles
             from mtrain.data.preparation.train_tokenizer import ControlIds
             from mtrain.data.preparation.train_tokenizer import train_tokenizer as train_model

@@ -1,4 +1,4 @@
-"""`mtrain verify`: checks of the promise with one body and one set of options, and of layers of other libraries."""
+"""`mtrain verify`: checks the promise on a user's configuration, machine, rollouts and layers of other libraries."""
 
 import enum
 import json
@@ -39,36 +39,40 @@ class RolloutDtype(enum.StrEnum):
     FLOAT16 = "float16"
 
 
-def _list_injections(context: typer.Context, wanted: bool) -> None:
-    """Prints the faults of the verb, and exits."""
-    if not wanted:
+def _list_injections(context: typer.Context, is_given: bool) -> None:
+    """Prints the names of the verb's plantable faults, and exits."""
+    if not is_given:
         return
     from mtrain.verify.planted.inject import BACKEND_FAULTS, FAULTS, MACHINE_FAULTS, PREEMPT_FAULTS, RESUME_FAULTS
 
-    of_verbs = {
+    by_verb = {
         "backend": BACKEND_FAULTS,
         "machine": MACHINE_FAULTS,
         "preempt": PREEMPT_FAULTS,
         "resume": RESUME_FAULTS,
     }
-    print(*(fault.name for fault in of_verbs.get(context.info_name or "", FAULTS)), sep="\n")
+    print(*(fault.name for fault in by_verb.get(context.info_name or "", FAULTS)), sep="\n")
     raise typer.Exit
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Options that all checks of runs share; each field is an option of the command line."""
+    """Options that all checks of runs share; each field is a command-line option."""
 
     layouts: Annotated[
         str | None, typer.Option(metavar="tp2cp2,pp4,...", help="Layouts instead of the derived ones.")
     ] = None
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 3
-    max_ranks: Annotated[int, typer.Option(min=1, help="Largest number of ranks of a layout; on GPUs, one each.")] = 8
+    max_ranks: Annotated[
+        int, typer.Option(min=1, help="Largest number of ranks of a layout; each needs a GPU unless on CPUs.")
+    ] = 8
     output: Annotated[
         Path | None,
         typer.Option(help="Folder for the report as JSON and HTML; by default the verb's name below run.dir."),
     ] = None
-    inject: Annotated[str | None, typer.Option(metavar="NAME", help="Plant a known fault, to see it found.")] = None
+    inject: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Plant a known fault, which the check must find.")
+    ] = None
     list_injections: Annotated[
         bool,
         typer.Option(
@@ -77,7 +81,7 @@ class VerifyOptions:
     ] = False
 
     def request(self, at: int = 0) -> "Request":
-        """Returns the arguments of a check; `at` is the update after which `verify resume` stops."""
+        """Returns the request for a check; `at` is the update after which `verify resume` stops."""
         from mtrain.verify.parity import Request  # loads torch
 
         return Request(self.layouts, self.steps, self.max_ranks, self.inject, _command(), at)
@@ -86,7 +90,7 @@ class VerifyOptions:
 @verify_app.command()
 @with_options(VerifyOptions, steps=3)
 def parity(arguments: ConfigArguments, options: VerifyOptions) -> None:
-    """Runs a small copy of the model under many layouts against one process in float64; exit 0 pass, 1 fail."""
+    """Compares a small copy of the model under many layouts with one process in float64; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
         from mtrain.verify.parity import verify_parity  # loads torch
@@ -103,7 +107,7 @@ def resume(
     options: VerifyOptions,
     at: Annotated[int, typer.Option(min=1, help="Steps after which the run stops; fewer than --steps.")] = 3,
 ) -> None:
-    """Stops a small copy of the run and resumes it, after a crash and on other layouts too; exit 0 pass, 1 fail."""
+    """Stops and resumes a small copy of the run, also after a crash and on other layouts; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
         from mtrain.verify.resume.run import verify_resume  # loads torch
@@ -116,7 +120,7 @@ def resume(
 @verify_app.command()
 @with_options(VerifyOptions, steps=6)
 def preempt(arguments: ConfigArguments, options: VerifyOptions) -> None:
-    """Starts a small copy of the run for real and stops it by signals in every phase; exit 0 pass, 1 fail."""
+    """Starts a small copy of the run in real processes and stops it by signals in every phase; exit 0 pass, 1 fail."""
 
     def run(config: "Config") -> "Report":
         from mtrain.verify.preempt import verify_preempt  # loads torch
@@ -132,7 +136,7 @@ def hf(
     arguments: ConfigArguments,
     options: VerifyOptions,
     folder: Annotated[
-        Path, typer.Option("--hf", help="Folder with config.json and *.safetensors; instead of model.hf.")
+        Path, typer.Option("--hf", help="Folder with config.json and *.safetensors, instead of model.hf.")
     ],
 ) -> None:
     """Trains the whole model in transformers and here from the same weights; exit 0 pass, 1 fail."""
@@ -171,7 +175,7 @@ def backend(
 
         folder = certificate_folder() if certificates is None else certificates
         if unless_certified and (name := known_certificate(config, folder)):
-            _show(f"certificate: {folder / name} is of these layers on this machine")
+            _show(f"certificate: {folder / name} covers these layers on this machine")
             raise typer.Exit
         outcome = verify_backend(config, options.request(), _show)
         if options.inject is None and outcome.certificate.candidates:
@@ -195,21 +199,23 @@ def machine(
         str | None,
         typer.Option(metavar="NAME,...", help="Models of configs/model; by default one of each kind of layer."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One model, and fewer layouts.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Check one model and fewer layouts.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for the report as JSON and HTML.")] = Path("machine"),
 ) -> None:
     """Checks collectives, layouts and resuming on the GPUs of this node, and measures links; exit 0 pass, 1 fail."""
-    with one_message(this_rank()), one_verdict(machine.__name__) as place:
-        place.folder = output
+    with one_message(this_rank()), one_verdict(machine.__name__) as target:
+        target.folder = output
         require_ground()
         if RankEnvironment.from_environ(os.environ).world_size > 1:
             raise ConfigError(
                 "verify machine starts a rank for each GPU itself; call it once, without torchrun or srun"
             )
-        with disk_faults(f"write {output}"):  # now, not after minutes of checks
+        with disk_faults(f"write {output}"):  # fails now instead of after minutes of checks
             output.mkdir(parents=True, exist_ok=True)
         if device is MachineDevice.CPU:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core takes a GPU that it sees; read when CUDA starts
+            os.environ["CUDA_VISIBLE_DEVICES"] = (
+                ""  # megatron-core would use a visible GPU; CUDA reads it when it starts
+            )
         from mtrain.verify.machine.run import MachineRequest, verify_machine  # loads torch
 
         report = verify_machine(MachineRequest(device.value, ranks, families, quick, options.inject), _show)
@@ -221,37 +227,35 @@ def machine(
 def rollout(
     model: ModelArgument,
     rollouts: Annotated[
-        Path, typer.Option(help="JSON lines: prompts, token ids and log-probabilities of the inference engine.")
+        Path, typer.Option(help="JSON lines with prompts, token ids and log-probabilities of the inference engine.")
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY=VALUE...", help="Changes of the run's configuration, such as layout.ep=1.", show_default=False
+            metavar="KEY=VALUE...", help="Changes to the run's configuration, such as layout.ep=1.", show_default=False
         ),
     ] = None,
-    dtype: Annotated[
-        RolloutDtype | None, typer.Option(help="Precision in which the engine computes; by default that of the run.")
-    ] = None,
+    dtype: Annotated[RolloutDtype | None, typer.Option(help="Precision of the engine; by default the run's.")] = None,
     weights: Annotated[
         list[Path] | None,
-        typer.Option(help="Another model whose weights the engine may have had; repeatable."),
+        typer.Option(help="Another model whose weights the engine may have used; repeatable."),
     ] = None,
-    first: Annotated[int, typer.Option(min=1, help="Number of rollouts to compare, from the first one.")] = 64,
+    first: Annotated[int, typer.Option(min=1, help="Number of rollouts to compare, from the first.")] = 64,
     max_ranks: Annotated[int, typer.Option(min=1, help="Largest number of ranks of the layout.")] = 8,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for the report; by default verify-rollout next to the file of rollouts.")
+        Path | None, typer.Option(help="Folder for the report; by default verify-rollout next to the rollouts.")
     ] = None,
 ) -> None:
     """Compares log-probabilities of an inference engine and the trainer with float64; exit 0 pass, 1 fail."""
     folder = rollouts.parent / "verify-rollout" if output is None else output
-    with one_message(), one_verdict(rollout.__name__) as place:
-        place.folder = folder
+    with one_message(), one_verdict(rollout.__name__) as target:
+        target.folder = folder
         require_ground()
         from mtrain.verify.rollout.report import lines_of, write_rollout_report  # loads torch
         from mtrain.verify.rollout.run import RolloutRequest, verify_rollout
 
-        given = (model, rollouts, overrides or [], None if dtype is None else dtype.value, weights or [], first)
-        report = verify_rollout(RolloutRequest(*given, max_ranks=max_ranks, command=_command()), _show)
+        settings = (model, rollouts, overrides or [], None if dtype is None else dtype.value, weights or [], first)
+        report = verify_rollout(RolloutRequest(*settings, max_ranks=max_ranks, command=_command()), _show)
         write_rollout_report(report, folder)
         for line in lines_of(report, folder):
             _show(line)
@@ -265,13 +269,13 @@ def _verify(
     run: Callable[["Config"], "Report"],
     last_overrides: Sequence[str] = (),
 ) -> None:
-    """Reads the configuration, runs a check, writes and prints its report; exit code 0 pass, 1 fail."""
-    with one_message(), one_verdict(verb) as place:
+    """Loads the configuration, runs a check, writes and prints its report, and exits with 0 pass or 1 fail."""
+    with one_message(), one_verdict(verb) as target:
         require_ground()
         config = loaded_config(arguments, last_overrides, counts_epochs=True)
         if verb != backend.__name__:
             config = on_several_ranks(config, options.max_ranks)
-        place.folder = folder = Path(config.run.dir) / verb if options.output is None else options.output
+        target.folder = folder = Path(config.run.dir) / verb if options.output is None else options.output
         report = run(config)
         _show_report(report, folder)
     raise typer.Exit(report.exit_code)
@@ -290,16 +294,16 @@ def _show_report(report: "Report", folder: Path) -> None:
 
 
 def on_several_ranks(config: "Config", max_ranks: int) -> "Config":
-    """Returns the configuration on CPUs, hiding a machine's only GPU, which train.device=auto would use with a single
-    rank, so that no layout would be compared."""
+    """Moves a check to CPUs on a machine with one GPU: train.device=auto would use it with one rank, and no layouts
+    would be compared."""
     if config.train.device != "auto" or max_ranks == 1:
         return config
     import torch
 
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA reads what is hidden when it starts
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counts GPUs without starting CUDA
     if torch.cuda.device_count() != 1:
         return config
-    _show("note: ranks compute on CPUs, since one GPU has one rank; train.device=cuda checks that one")
+    _show("note: ranks run on CPUs, since a single GPU has only one rank; train.device=cuda checks that rank")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return config.model_copy(update={"train": config.train.model_copy(update={"device": "cpu"})})
 

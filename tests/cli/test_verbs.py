@@ -193,4 +193,4 @@ def test_layouts_are_verified_on_cpus_where_there_is_one_gpu(
     found = on_several_ranks(config(train__device=device), max_ranks)
     assert found.train.device == ("cpu" if hidden else device)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "0")
-    assert ("train.device=cuda checks that one" in capsys.readouterr().out) == hidden
+    assert ("train.device=cuda checks that rank" in capsys.readouterr().out) == hidden

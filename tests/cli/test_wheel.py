@@ -103,7 +103,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     assert done.returncode == 0, done.stdout + done.stderr
     project = folder / "project"
     user = Installed(wheel, environment, folder)
-    assert "yours to change" in user.mtrain(f"init {project}")
+    assert "which you may change" in user.mtrain(f"init {project}")
     (project / "a.txt").write_text("".join(f"the {number} quick brown foxes jump\n" for number in range(400)))
     for name, text in {"run.yaml": RUN, **DATA}.items():
         (project / name).write_text(text)

@@ -159,7 +159,7 @@ def command_line() -> str:
             rows = list(rows_of(command, name))
             lines += ["| argument | meaning |", "|---|---|", *rows] if rows else []
     intro = """
-`mtrain VERB --help` says the same. CONFIG... are YAML files, merged left to right, then single values as
+`mtrain VERB --help` says the same. CONFIG... are YAML files, merged left to right, then individual values as
 [`section.key=value`](configuration.md). What a verb's end means: [exit codes](exit-codes.md).
 """
     return heading("Command line", "the verbs of mtrain/cli") + intro + "\n".join(lines) + "\n"

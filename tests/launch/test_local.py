@@ -393,5 +393,5 @@ def test_a_run_with_a_certificate_starts_at_once(
     found = {"te": Comparison(True, 1.0, 2.0)}
     name = Certificate("now", machine, layers_of(load_config([Path(path)])), found).save(tmp_path).name
     assert CliRunner().invoke(app, ["launch", "local", "-n", "1", path, "--certify"]).exit_code == 0
-    assert f"{name} is of these layers on this machine" in capfd.readouterr().out
+    assert f"{name} covers these layers on this machine" in capfd.readouterr().out
     assert (tmp_path / "run" / "metrics.jsonl").exists()

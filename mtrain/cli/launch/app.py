@@ -28,9 +28,9 @@ def local(
         bool, typer.Option("--certify", help="Run mtrain verify backend first, if these layers have no certificate.")
     ] = False,
 ) -> None:
-    """Trains with several ranks on this machine; where the first argument is a .py file, runs that program instead."""
+    """Trains with several ranks on this machine; if the first argument is a .py file, runs that program instead."""
     with one_message():
-        require_ground()  # one message here, before as many ranks say the same
+        require_ground()  # once here, instead of a message from every rank
         from mtrain.launch.local import launch_local, launch_program
 
         if arguments[0].endswith(".py"):

@@ -1,4 +1,4 @@
-"""`mtrain launch kubernetes` and `mtrain launch torchrun`: runs that another program starts, as files and commands."""
+"""`mtrain launch kubernetes` and `mtrain launch torchrun`: write a manifest or commands that start a run."""
 
 import shlex
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _RUN, _POD = "The run", "Its pods, one per node"
 
 @dataclass(frozen=True)
 class PodOptions:
-    """Options of a JobSet, as on the command line."""
+    """Command-line options of a JobSet."""
 
     nodes: Annotated[int, typer.Option(help="Nodes of the run.", show_default=False, rich_help_panel=_RUN)]
     image: Annotated[
@@ -34,12 +34,12 @@ class PodOptions:
         int, _of(_RUN, "Restarts after a lost rank, node or disk; stops and preemptions do not count.")
     ] = 3
     gpus_per_node: Annotated[int | None, _of(_POD, "GPUs, and ranks, of each pod.")] = None
-    cpus: Annotated[str | None, _of(_POD, "Processors of a pod, as in 64 or 500m.")] = None
-    memory: Annotated[str | None, _of(_POD, "Memory of a pod, as in 800Gi.")] = None
+    cpus: Annotated[str | None, _of(_POD, "CPUs of a pod, such as 64 or 500m.")] = None
+    memory: Annotated[str | None, _of(_POD, "Memory of a pod, such as 800Gi.")] = None
     shm: Annotated[str, _of(_POD, "Size of /dev/shm.")] = "16Gi"
     env_secret: Annotated[str | None, _of(_POD, "Secret with environment variables, such as tokens.")] = None
     node_selector: Annotated[list[str] | None, _of(_POD, "LABEL=VALUE of the nodes.")] = None
-    grace: Annotated[int, _of(_POD, "Seconds for the last step and its save.")] = 300
+    grace: Annotated[int, _of(_POD, "Seconds for the last step and its save after a stop signal.")] = 300
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write to this file instead of standard output.")
     ] = None
@@ -47,16 +47,16 @@ class PodOptions:
 
 @with_options(PodOptions)
 def kubernetes(arguments: ConfigArguments, options: PodOptions) -> None:
-    """Checks a run and writes its manifest, a ConfigMap and a JobSet, for `kubectl apply -f -`; loads no torch."""
+    """Checks a run and writes its manifest, a ConfigMap and a JobSet, for `kubectl apply -f -`; does not load torch."""
     with one_message():
         from mtrain.base.files import disk_faults
         from mtrain.launch.kubernetes.manifest import KubernetesOptions, Volume, kubernetes_job, render
 
-        given = dict(vars(options))
-        output, grace_s = given.pop("output"), given.pop("grace")
-        volumes = tuple(map(Volume.parsed, given.pop("volume") or ()))
-        labels = tuple(text.partition("=")[::2] for text in given.pop("node_selector") or ())
-        job = KubernetesOptions(**given, volumes=volumes, node_selector=labels, grace_s=grace_s)
+        settings = dict(vars(options))
+        output, grace_s = settings.pop("output"), settings.pop("grace")
+        volumes = tuple(map(Volume.parsed, settings.pop("volume") or ()))
+        labels = tuple(text.partition("=")[::2] for text in settings.pop("node_selector") or ())
+        job = KubernetesOptions(**settings, volumes=volumes, node_selector=labels, grace_s=grace_s)
         text = render(kubernetes_job(*split_arguments(arguments), job))
         if output is None:
             typer.echo(text, nl=False)
@@ -69,11 +69,11 @@ def kubernetes(arguments: ConfigArguments, options: PodOptions) -> None:
 def torchrun(
     arguments: ConfigArguments,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the run.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node; each gets a rank.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs, and ranks, of each node.")] = 1,
     first_node: Annotated[str, typer.Option(help="Host name or address of node 0.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="A free port on node 0.")] = 29500,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Free port on node 0.")] = 29500,
 ) -> None:
-    """Checks a run and prints the command for each of its nodes; loads no torch."""
+    """Checks a run and prints the command for each node; does not load torch."""
     with one_message():
         from mtrain.base.errors import ConfigError
         from mtrain.launch.checked import checked_config

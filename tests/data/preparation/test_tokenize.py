@@ -155,6 +155,6 @@ def test_the_tool_tells_what_it_wrote_and_leaves_with_the_errors_code(
     command += ["--output-prefix", str(tmp_path / "c")]
     first, second = completed(command), completed(command)
     assert (first.returncode, second.returncode) == (0, 3)
-    assert f"{tmp_path / 'c'}: 3 documents (1 empty ones left out), 9 tokens" in first.stdout
+    assert f"{tmp_path / 'c'}: 3 documents (1 empty ones skipped), 9 tokens" in first.stdout
     assert second.stderr.startswith(f"error: {tmp_path / 'c'}.bin exists")
     assert read(tmp_path / "c") == [[6, 7, 8, 2], [4, 5, 2], [9, 2]]

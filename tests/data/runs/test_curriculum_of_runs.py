@@ -56,8 +56,8 @@ def test_a_run_goes_on_over_the_borders_of_its_curriculum(
     code, output, errors = finished(start(inspect))
     assert code == 0, errors + output
     assert "phase 2, steps 3 to 4: 8 samples" in output
-    assert f"  {b}: 4, 50.00% of them, where 50.00% were asked for" in output
-    assert f"  {c}: 8, 100.00% of them, where 100.00% were asked for" in output
+    assert f"  {b}: 4, 50.00% of them; 50.00% requested" in output
+    assert f"  {c}: 8, 100.00% of them; 100.00% requested" in output
     assert "6 steps: each sample of an epoch once" in output
     assert f"phase 3 of the curriculum, from step 5 on: 1 {c}\n" in finished(start([*inspect, "--step", "5"]))[1]
 

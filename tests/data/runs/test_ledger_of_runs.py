@@ -53,7 +53,7 @@ def test_a_run_repeats_and_loses_nothing_whatever_changes_on_its_way(
     code, output, errors = finished(start(inspect))
     assert code == 0, errors
     assert "6 steps: each sample of an epoch once" in output
-    assert finished(start([*inspect, "--step", "4"]))[1].startswith("step 4: digest of what was trained ")
+    assert finished(start([*inspect, "--step", "4"]))[1].startswith("step 4: digest of the trained samples ")
     # a second copy of one rank's part is what a repeated step looks like
     (tmp_path / "run" / "ledger" / "dp_00009.jsonl").write_bytes(
         (tmp_path / "run" / "ledger" / "dp_00001.jsonl").read_bytes()

@@ -314,7 +314,7 @@ def test_the_verb_writes_report_and_certificate(tmp_path: Path, monkeypatch: pyt
     assert {each.name for each in (tmp_path / "run" / "backend").iterdir()} == {"backend.json", "backend.html"}
     again = CliRunner().invoke(app, ["verify", "backend", path, "--device", "cpu", "--unless-certified"])
     assert again.exit_code == 0, again.output
-    assert again.output == f"certificate: {certificate} is of these layers on this machine\n"
+    assert again.output == f"certificate: {certificate} covers these layers on this machine\n"
     certificate.unlink()
     done = CliRunner().invoke(app, ["verify", "backend", path, "--inject", "missing-gradient"])
     assert done.exit_code == 1, done.output
