@@ -1,1 +1,1 @@
-"""Run folder: the files of a run, and who may write them."""
+"""Run folder: the files of a run, and the lock on them."""

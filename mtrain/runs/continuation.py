@@ -1,4 +1,4 @@
-"""Continues a run: which values it keeps from its earlier start, and which must not change."""
+"""Rules for continuing a run: values that it keeps from its earlier start, and values that must not change."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +23,14 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 @dataclass(frozen=True)
 class Kept:
-    """A key that keeps the earlier start's value unless this start sets it."""
+    """A key that keeps its value from the earlier start unless this start sets it."""
 
     before: Any
-    """Value that the program used before it had the key."""
+    """Value that corresponds to the behaviour of versions without the key."""
     applies: Callable[[Config], bool]
-    """Says whether the key has an effect, so that it is worth a line."""
-    was_meant: Callable[[Mapping[str, Any]], bool] = lambda earlier: True
-    """Says whether a flat earlier configuration without the key had that value's effect."""
+    """Says whether the key has an effect in a configuration, so that a kept value is reported."""
+    was_implied: Callable[[Mapping[str, Any]], bool] = lambda earlier: True
+    """Says whether a flat earlier configuration without the key behaved as with that value."""
 
 
 KEPT = {
@@ -39,109 +39,123 @@ KEPT = {
     "data.packing.across_epochs": Kept(
         True, lambda config: config.steps_count_rows, lambda earlier: earlier.get("data.packing.batch") == "rows"
     ),
-    # all-linear, which counts as not set
+    # the default all-linear counts as not set
     "adapter.targets": Kept(("qkv", "proj", "fc1", "fc2"), lambda config: config.adapter is not None),
 }
 
 _SEEN_IN_FINGERPRINT = ("data.tokenizer",)
-"""Files that may move: the fingerprint of the data, in the checkpoint, covers their content."""
+"""Keys of files that may move: the data's fingerprint in the checkpoint covers their content."""
 _TEMPLATE = "data.chat_template"
 TEACHER = "loss.teacher.checkpoint"
-"""Weights that may move: a checkpoint has their fingerprint."""
+"""Key of weights that may move: a checkpoint has their fingerprint."""
 REFERENCE = "loss.reference"
-"""Weights that may move: the run folder has their fingerprint, and the data's covers the scores by them."""
+"""Key of weights that may move: the run folder has their fingerprint, and the data's fingerprint covers their
+scores."""
 _SOURCES = ("data.train", "data.curriculum")
-"""Sources whose paths may change: the fingerprint identifies them."""
+"""Keys of sources whose paths may change: the data's fingerprint identifies their content."""
 _SOURCE_DEFAULTS = {
     name: field.default for name, field in SourceSection.model_fields.items() if not field.is_required()
 }
 
 _DECAY = "optimizer.decay_steps"
-"""Compared by its effect: by default it follows train.num_steps."""
+"""Key that is compared by its effect, since its default follows from train.num_steps."""
 
 
 def continued(config: Config, saved: str, folder: Path, newest_step: int) -> Config:
-    """Returns the configuration with which a run continues from its checkpoints; refuses one that describes another
-    run, without consent."""
-    kept = _with_kept(config, flat_keys(saved))
-    allowed_changes(kept, saved, folder, newest_step)
-    return kept
+    """Returns the configuration with which a run continues from its checkpoints.
+
+    Raises:
+        RunFolderError: The configuration describes another run, without consent.
+    """
+    merged = _with_kept(config, flat_keys(saved))
+    allowed_changes(merged, saved, folder, newest_step)
+    return merged
 
 
 def allowed_changes(config: Config, saved: str, folder: Path, step: int, teacher_is_known: bool = True) -> list[Change]:
-    """Lists what a run changes from a step on; neutral keys are left out. Refuses what makes another run, unless
-    checkpoint.allow_changed permits it.
+    """Lists the changes that a run makes from a step on, without neutral keys.
 
     Args:
-        teacher_is_known: Whether the checkpoint has the teacher's fingerprint, so that its path does not matter.
+        teacher_is_known: Whether the checkpoint has the teacher's fingerprint, so that the teacher's path may change.
+
+    Raises:
+        RunFolderError: A change describes another run, and checkpoint.allow_changed does not permit it.
     """
-    found = [each for each in changes(saved, config) if each.key != _DECAY and _is_other_run(each, teacher_is_known)]
+    candidates = [change for change in changes(saved, config) if change.key != _DECAY]
+    run_changes = [change for change in candidates if _is_other_run(change, teacher_is_known)]
     permitted = config.checkpoint.allow_changed
-    if refused := [each.key for each in found if not is_permitted(each.key, permitted)]:
+    if refused := [change.key for change in run_changes if not is_permitted(change.key, permitted)]:
         raise _other_run(folder, refused)
-    if any(each.key == "optimizer.schedule" for each in found):
-        return found  # consent to another schedule includes its decay
+    if any(change.key == "optimizer.schedule" for change in run_changes):
+        return run_changes  # consent to another schedule covers its decay
     try:
         _refuse_another_schedule(config, flat_keys(saved), folder, step)
     except RunFolderError:
         if not is_permitted(_DECAY, permitted):
             raise
-        found += _changes_of_decay(config, flat_keys(saved), folder)
-    return found
+        run_changes += _changes_of_decay(config, flat_keys(saved), folder)
+    return run_changes
 
 
-def kept_lines(given: Config, kept: Config) -> Iterator[str]:
-    """Yields a line for the user for each key of KEPT whose value comes from the earlier start."""
+def kept_lines(requested: Config, continuing: Config) -> Iterator[str]:
+    """Yields a line for the user for each key of KEPT whose value comes from the earlier start.
+
+    Args:
+        requested: Configuration of this start.
+        continuing: Result of `continued`.
+    """
     for key, rule in KEPT.items():
-        if not rule.applies(kept):
+        if not rule.applies(continuing):
             continue
-        *place, name = key.split(".")
-        value, was_given = (getattr(_section_at(config, place), name) for config in (kept, given))
-        if value != was_given:
+        *path, name = key.split(".")
+        value = getattr(_section_at(continuing, path), name)
+        if value != getattr(_section_at(requested, path), name):
             shown = ", ".join(value) if isinstance(value, tuple) else str(value).lower()
             yield f"{key}={shown} stays, since this run began with it"
 
 
 def _with_kept(config: Config, earlier: Mapping[str, Any]) -> Config:
-    for key, kept in KEPT.items():
-        *place, name = key.split(".")
-        own = _section_at(config, place)
-        if own is None or name not in type(own).model_fields or name in own.model_fields_set:
+    for key, rule in KEPT.items():
+        *path, name = key.split(".")
+        section = _section_at(config, path)
+        if section is None or name not in type(section).model_fields or name in section.model_fields_set:
             continue
-        if key in earlier or kept.was_meant(earlier):
-            value = earlier.get(key, kept.before)
+        if key in earlier or rule.was_implied(earlier):
+            value = earlier.get(key, rule.before)
             value = tuple(value) if isinstance(value, list) else value
-            config = _replaced(config, [*place, name], value)
+            config = _replaced(config, [*path, name], value)
     return config
 
 
-def _section_at(config: Section, place: Sequence[str]) -> Section | None:
-    """Returns the section at a place; None if it, or one above it, is absent."""
-    found: Section | None = config
-    for name in place:
-        found = getattr(found, name, None)
-    return found
+def _section_at(config: Section, path: Sequence[str]) -> Section | None:
+    """Returns the section at a path of keys; None if it or a section above it is absent."""
+    section: Section | None = config
+    for name in path:
+        section = getattr(section, name, None)
+    return section
 
 
-def _replaced(section: AnySection, place: Sequence[str], value: Any) -> AnySection:
-    """Returns a copy of a section with another value at a place below it."""
-    name, *rest = place
-    return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})
+def _replaced(section: AnySection, path: Sequence[str], value: Any) -> AnySection:
+    """Returns a copy of a section with another value at a path of keys."""
+    name, *remaining = path
+    return section.model_copy(
+        update={name: _replaced(getattr(section, name), remaining, value) if remaining else value}
+    )
 
 
 def _is_other_run(change: Change, teacher_is_known: bool) -> bool:
-    """Says whether this change makes another run; a key that an older version lacked may have its old meaning."""
-    if change.is_neutral or change.key in _SEEN_IN_FINGERPRINT or _is_only_elsewhere(change):
+    """Says whether a change describes another run; a key that an older version lacked may keep its old meaning."""
+    if change.is_neutral or change.key in _SEEN_IN_FINGERPRINT or _only_moves(change):
         return False
     may_move = change.key == REFERENCE or (change.key == TEACHER and teacher_is_known)
     if may_move and None not in (change.old, change.new):
         return False
-    meant = KEPT[change.key].before if change.key in KEPT else _default(change.key)
-    return change.old is not None or change.new != json.dumps(meant, ensure_ascii=False, default=str)
+    old_meaning = KEPT[change.key].before if change.key in KEPT else _default(change.key)
+    return change.old is not None or change.new != json.dumps(old_meaning, ensure_ascii=False, default=str)
 
 
-def _is_only_elsewhere(change: Change) -> bool:
-    """Says whether only paths of sources or of the template differ; the data's fingerprint covers their content."""
+def _only_moves(change: Change) -> bool:
+    """Says whether only paths of sources or the template differ; the data's fingerprint covers their content."""
     if change.old is None or change.new is None:
         return False
     if change.key == _TEMPLATE:
@@ -153,27 +167,28 @@ def _is_only_elsewhere(change: Change) -> bool:
 
 
 def _without_paths(sources: Any) -> Any:
-    """Returns sources, or blends of them, without paths; keys that an older version lacked get their default."""
+    """Returns sources, or blends of sources, without paths; keys that an older version lacked get their default."""
     if not isinstance(sources, list):
         return sources
     return [_without_path(source) if isinstance(source, dict) else source for source in sources]
 
 
-def _without_path(each: dict[str, Any]) -> dict[str, Any]:
-    if "sources" in each:
-        return {**each, "sources": _without_paths(each["sources"])}
-    return {**_SOURCE_DEFAULTS, **each, "path": None}
+def _without_path(source: dict[str, Any]) -> dict[str, Any]:
+    if "sources" in source:
+        return {**source, "sources": _without_paths(source["sources"])}
+    return {**_SOURCE_DEFAULTS, **source, "path": None}
 
 
 def _default(key: str) -> Any:
-    """Returns the default of a dotted key, in any kind of its section; PydanticUndefined without one."""
-    *place, name = key.split(".")
-    fields = [section.model_fields[name] for section in sections_at(tuple(place)) if name in section.model_fields]
+    """Returns the default of a dotted key, in any kind of its section; PydanticUndefined without a default."""
+    *parents, name = key.split(".")
+    fields = [section.model_fields[name] for section in sections_at(tuple(parents)) if name in section.model_fields]
     return fields[0].get_default(call_default_factory=True) if fields else PydanticUndefined
 
 
 def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder: Path, newest_step: int) -> None:
-    """Refuses other learning rates; the configurations may differ only in train.num_steps and optimizer.decay_steps."""
+    """Refuses changed learning rates; the configurations may differ only in train.num_steps and
+    optimizer.decay_steps."""
     optimizer, num_steps = config.optimizer, config.train.num_steps
     if optimizer.decay == "none":
         return
@@ -188,17 +203,17 @@ def _refuse_another_schedule(config: Config, earlier: Mapping[str, Any], folder:
         )
     if decay_steps(optimizer, num_steps) != old_decay:
         raise _other_run(folder, [_DECAY])
-    last = newest_step - 1  # once two schedules differ, they stay different, so the last update stands for all
+    last = newest_step - 1  # once two schedules differ, they stay different, so comparing the last update is enough
     if learning_rate(last, old, old_num_steps) != learning_rate(last, optimizer, num_steps):
         raise RunFolderError(
-            f"{lengths} at the earlier start in {folder}, whose checkpoint of step {newest_step} lies in the final "
+            f"{lengths} at the earlier start in {folder}, whose checkpoint of step {newest_step} is in the final "
             f"decay: past updates would have had another learning rate; set train.num_steps={old_num_steps}, or start "
             "a new run from an earlier checkpoint with checkpoint.initialize_from and another run.dir"
         )
 
 
 def _changes_of_decay(config: Config, earlier: Mapping[str, Any], folder: Path) -> list[Change]:
-    """Lists the consented changes of a decay: by itself, or through train.num_steps."""
+    """Lists the permitted changes of a decay, which may follow from train.num_steps."""
     old, old_num_steps = _earlier_schedule(config.optimizer, earlier, folder)
     num_steps = config.train.num_steps
     numbers = {
@@ -209,9 +224,9 @@ def _changes_of_decay(config: Config, earlier: Mapping[str, Any], folder: Path) 
 
 
 def _earlier_schedule(optimizer: AnyOptimizer, earlier: Mapping[str, Any], folder: Path) -> tuple[AnyOptimizer, int]:
-    """Returns the optimizer section with the decay of the earlier start, and that start's number of steps."""
-    given = earlier.get(_DECAY) and _count(earlier, _DECAY, folder)
-    return optimizer.model_copy(update={"decay_steps": given}), _count(earlier, "train.num_steps", folder)
+    """Returns the optimizer section with the earlier start's decay, and the earlier start's number of steps."""
+    earlier_decay = earlier.get(_DECAY) and _count(earlier, _DECAY, folder)
+    return optimizer.model_copy(update={"decay_steps": earlier_decay}), _count(earlier, "train.num_steps", folder)
 
 
 def _count(earlier: Mapping[str, Any], key: str, folder: Path) -> int:
@@ -225,6 +240,6 @@ def _other_run(folder: Path, keys: list[str]) -> RunFolderError:
     fixed = [key for key in keys if not is_permitted(key, keys)]
     never = f" ({', '.join(fixed)} cannot change in a run)" if fixed else ""
     return RunFolderError(
-        f"{folder} holds checkpoints of a run whose {', '.join(keys)} had other values; set the same values, or "
-        f"another run.dir, or name in checkpoint.allow_changed the keys that may change from here on{never}"
+        f"{folder} contains checkpoints of a run whose {', '.join(keys)} had other values; set the same values, set "
+        f"another run.dir, or list the keys that may change from here on in checkpoint.allow_changed{never}"
     )

@@ -1,7 +1,7 @@
-"""events.jsonl: what happened to a run besides its steps, one event per line.
+"""events.jsonl: the events of a run other than its steps, one per line.
 
-A later start removes nothing, so the file covers every start, also those whose steps were repeated. It is for people:
-events that cannot be written are lost, and lines that cannot be read are skipped.
+A later start removes nothing, so the file covers every start, including those whose steps were repeated. The file is
+for people: events that cannot be written are lost, and lines that cannot be read are skipped.
 """
 
 import json
@@ -18,20 +18,20 @@ Fact = int | float | str | bool | None
 
 class EventKind(StrEnum):
     START = "start"
-    """Rank 0 has taken the run folder; facts: num_steps, world_size, layout, device, name, job."""
+    """Rank 0 has locked the run folder; facts: num_steps, world_size, layout, device, name, job."""
     RESUME = "resume"
     """The model is built, and training continues after `step`; fact `reached`: the last step that earlier starts
-    recorded, so steps in between are repeated."""
+    recorded, so the steps in between are repeated."""
     SAVE = "save"
     """A checkpoint is on disk; fact `seconds`."""
     ALARM = "alarm"
-    """Something that people should see; the run continues."""
+    """A problem that people should see; the run continues."""
     ROLLBACK = "rollback"
     """The run went back to the checkpoint of `step`."""
     STOP = "stop"
     """The run ended early and wants to be restarted."""
     FAILURE = "failure"
-    """The run ended by the error in `text`; fact `exit_code`."""
+    """The run ended with the error in `text`; fact `exit_code`."""
     FINISH = "finish"
 
 
@@ -46,7 +46,7 @@ class RunEvent:
     text: str = ""
     rank: int = 0
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    """Numbers and names that the kind defines."""
+    """Values that the kind of event defines."""
 
 
 class EventLog:
@@ -54,7 +54,7 @@ class EventLog:
         self._path, self._rank = path, rank
 
     def write(self, kind: EventKind, step: int, text: str = "", facts: Mapping[str, Fact] | None = None) -> None:
-        """Appends one event; if the disk refuses, only the event is lost."""
+        """Appends one event; if the disk fails, only the event is lost."""
         event = RunEvent(kind=kind, step=step, time_s=time.time(), text=text, rank=self._rank, facts=facts or {})
         data = json.dumps(asdict(event)).encode() + b"\n"
         with suppress(OSError):
@@ -62,19 +62,19 @@ class EventLog:
             try:
                 size_bytes = os.fstat(file).st_size
                 is_torn = size_bytes > 0 and os.pread(file, 1, size_bytes - 1) != b"\n"
-                os.write(file, b"\n" * is_torn + data)  # after a torn line the new event starts on a line of its own
+                os.write(file, b"\n" * is_torn + data)  # after a torn line, the new event starts on a new line
             finally:
                 os.close(file)
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """Reads all events, sorted by time; empty without a file. Lines that are not events of this program are skipped."""
+    """Reads all events, sorted by time; empty without a file. Lines that are not events are skipped."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
         return []
-    found = [event for line in lines if (event := _event(line)) is not None]
-    return sorted(found, key=lambda event: event.time_s)
+    events = [event for line in lines if (event := _event(line)) is not None]
+    return sorted(events, key=lambda event: event.time_s)
 
 
 def _event(line: bytes) -> RunEvent | None:

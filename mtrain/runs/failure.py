@@ -1,8 +1,8 @@
-"""Failures of a start: a record for each rank that failed, and a summary of the first cause.
+"""Failures of a start: a record of each failed rank, and a summary of the first cause.
 
-Every rank that fails writes a record into the run folder; the watchdog and the launcher do so for a rank that cannot.
-Each of them writes the first cause among the records so far as the start's summary. A failure that follows from another
-rank's is the first cause only if there is no other record.
+Every rank that fails writes a record into the run folder; the watchdog and the launcher write one for a rank that
+cannot. Each of them also writes the first cause among the records so far as the start's summary. A failure that follows
+from another rank's failure is the first cause only if no other record exists.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from mtrain.base.files import write_atomically
 
 _MEMORY_WORDS = ("OutOfMemoryError", "MemoryError")
 REPORT_TO = "MTRAIN_REPORT_TO"
-"""Names a file in which a launcher wants the run folder's path, once there is a failure."""
+"""Environment variable with the path of a file that gets the run folder's path after a failure, for the launcher."""
 _KEPT_STARTS = 20
 _NUM_FRAMES = 3
 _SUMMARY = "mtrain_summary"
@@ -52,24 +52,24 @@ class FailureClass(StrEnum):
 
 _AGAIN = "start the same command again: the run resumes from its newest checkpoint"
 _ADVICE = {
-    FailureClass.USER_INPUT: "change what the message names; `mtrain check CONFIG` finds most of this without a GPU",
+    FailureClass.USER_INPUT: "change what the message names; `mtrain check CONFIG` finds most faults without a GPU",
     FailureClass.DATA: f"repair what the message names, then {_AGAIN}",
-    FailureClass.NUMERIC: "look at the steps before it (`mtrain plot`), lower optimizer.lr, or leave the data of the "
-    "step out; the message says which checkpoint is good",
+    FailureClass.NUMERIC: "look at the steps before it (`mtrain plot`), lower optimizer.lr, or leave out the data of "
+    "the step; the message says which checkpoint is good",
     FailureClass.OUT_OF_MEMORY: "lower train.micro_batch_size or data.seq_length, recompute more (train.recompute), or "
     f"divide the model over more ranks; then {_AGAIN}",
-    FailureClass.LOST_PEER: f"{_AGAIN}; if the same node is named twice, exclude it and look at its kernel log",
+    FailureClass.LOST_PEER: f"{_AGAIN}; if the same node is named twice, exclude it and read its kernel log",
     FailureClass.DISK: f"free space or fix the disk that the message names, then {_AGAIN}",
-    FailureClass.CONFLICT: "let the other start have the folder, or stop it first",
+    FailureClass.CONFLICT: "leave the folder to the other start, or stop that start first",
     FailureClass.MACHINE: f"fix what the message names, then {_AGAIN}",
     FailureClass.BUG: (
-        "the traceback names the line: your own function, or a fault of this program; report that with the "
+        "the traceback names the line: in your own function, or a bug of mtrain, which you can report with the "
         "traceback and config.yaml"
     ),
 }
 
 GONE = "gone"
-"""`FailureRecord.error` of a rank that ended without saying why, as the watchdog sees it."""
+"""`FailureRecord.error`, written by the watchdog, of a rank that ended without a record."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class FailureRecord:
     rank: int
     kind: FailureClass
     error: str
-    """Class of the exception, name of the signal, or the rank's state as the watchdog saw it."""
+    """Class of the exception, name of the signal, or the rank's state that the watchdog saw."""
     message: str
     """Text after "error: "."""
     exit_code: int
-    """Exit code of the run, if this is its first cause."""
+    """Exit code of the run if this failure is its first cause."""
     reported_by: str
     """`rank`, `watchdog` or `launcher`."""
     time_s: float
@@ -90,7 +90,7 @@ class FailureRecord:
     """Phase and step of the rank, if known."""
     start: int = 0
     launch: str | None = None
-    """Launch of the local launcher, if there was one."""
+    """Identifier of the local launcher's launch; None without that launcher."""
     host: str = ""
     stack: tuple[str, ...] = ()
     """Frames of the program, innermost call first."""
@@ -104,26 +104,26 @@ class FailureRecord:
 
 @contextlib.contextmanager
 def recording(run_dir: Path, rank: int, start: int, place: Callable[[], str]) -> Iterator[None]:
-    """Records an exception that ends the block; `reported_summary` then returns its summary."""
+    """Records an exception that ends the block, and raises it again; `reported_summary` then returns its summary."""
     try:
         yield
     except Exception as error:
         if not isinstance(error, RunFolderError):  # the folder belongs to another start
             failure = failure_of(error, rank, start, place(), _frames(error))
-            with contextlib.suppress(OSError):  # a full disk: the message itself is still printed
+            with contextlib.suppress(OSError):  # such as a full disk; the message itself is still printed
                 record_failure(run_dir, failure)
                 vars(error)[_SUMMARY] = summary(failure, run_dir)
         raise
 
 
 def reported_summary(error: BaseException) -> str | None:
-    """Returns the summary of this process's failure in the run folder; None without one."""
-    found: str | None = vars(error).get(_SUMMARY)
-    return found
+    """Returns the summary of an error that `recording` recorded; None for other errors."""
+    text: str | None = vars(error).get(_SUMMARY)
+    return text
 
 
 def _frames(error: BaseException) -> list[str]:
-    """Returns the frames of a bug, innermost call first; other errors concern the user's input, not the program."""
+    """Returns the frames of a bug, innermost call first; empty for other errors, whose message is enough."""
     if class_of(error) is not FailureClass.BUG:
         return []
     frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
@@ -172,11 +172,11 @@ def failure_of(
 
 
 def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord:
-    """Returns the failure that the others follow from: the earliest that is not a consequence of another.
+    """Returns the first cause of several failures: the earliest one that is not a consequence of another.
 
-    For a rank that died silently, the launcher's record is preferred: it knows the signal, and a watchdog may be
-    earlier without it. A rank that hung and was killed for it keeps the watchdog's record, since the kill was not the
-    cause.
+    For a rank that died silently, the launcher's record is preferred, since it names the signal, and the watchdog's
+    earlier record does not. For a rank that was killed because it hung, the watchdog's record stays, since the kill was
+    not the cause.
     """
     first = min(failures, key=lambda failure: (failure.is_consequence, failure.time_s, failure.rank))
     if (first.kind, first.error) != (FailureClass.LOST_PEER, GONE):
@@ -185,13 +185,13 @@ def first_cause(failures: Sequence[FailureRecord]) -> FailureRecord:
 
 
 def summary(failure: FailureRecord, run_dir: Path, num_failed: int = 1) -> str:
-    """Formats the final message for people: several lines, each with its newline."""
+    """Formats the final message for the user: several lines, each with a newline."""
     by = f"[rank {failure.rank}] " if failure.rank > 0 and failure.reported_by == "rank" else ""
     lines = [f"error: {by}{failure.message}"]
     where = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else failure.host
-    place = f", in {failure.place}" if failure.place else ""
-    others = f"; {num_failed - 1} more ranks failed after it" if num_failed > 1 else ""
-    lines.append(f"  class: {failure.kind} (exit code {failure.exit_code}), {where}{place}{others}")
+    phase = f", in {failure.place}" if failure.place else ""
+    followers = f"; {num_failed - 1} more ranks failed after it" if num_failed > 1 else ""
+    lines.append(f"  class: {failure.kind} (exit code {failure.exit_code}), {where}{phase}{followers}")
     lines += [f"  at: {frame}" for frame in failure.stack]
     lines += [f"  see: {path}" for path in failure.files]
     lines += [f"  try: {_ADVICE[failure.kind]}", f"  kept in: {run_dir / 'failure.json'}"]
@@ -199,19 +199,25 @@ def summary(failure: FailureRecord, run_dir: Path, num_failed: int = 1) -> str:
 
 
 def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -> FailureRecord:
-    """Writes a record and the summary of the first cause so far, which it returns; `again` replaces an earlier record
-    of the same reporter, since more is known now. Raises OSError if the disk refuses."""
+    """Writes a record, and the summary of the first cause so far, which it returns.
+
+    Args:
+        again: Whether to replace an earlier record of the same reporter and rank, because more is known now.
+
+    Raises:
+        OSError: The disk failed.
+    """
     folder = records_folder(run_dir, failure.start)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{failure.reported_by}_{max(failure.rank, 0):05d}.json"
-    if again or not path.exists():  # the first record counts: it is nearer to the cause
+    if again or not path.exists():  # the first record is closest to the cause
         write_atomically(path, json.dumps(asdict(failure), indent=2) + "\n")
     if file := os.environ.get(REPORT_TO):
         Path(file).write_text(str(run_dir.absolute()))
     reported = recorded(run_dir, failure.start) or [failure]
     first = first_cause(reported)
     if failure.is_consequence and (run_dir / "failure.json").exists():
-        return first  # if a thousand ranks follow, one summary is enough
+        return first  # one summary is enough, even if a thousand ranks follow
     num_failed = len({one.rank for one in reported})
     write_atomically(run_dir / "failure.json", json.dumps(asdict(first), indent=2) + "\n")
     write_atomically(run_dir / "failure.txt", summary(first, run_dir, num_failed))
@@ -219,16 +225,16 @@ def record_failure(run_dir: Path, failure: FailureRecord, again: bool = False) -
 
 
 def recorded(run_dir: Path, start: int) -> list[FailureRecord]:
-    found = []
+    records = []
     with contextlib.suppress(OSError):
         for path in sorted(records_folder(run_dir, start).glob("*.json")):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                found.append(_read(path))
-    return found
+                records.append(_read(path))
+    return records
 
 
 def last_failure(run_dir: Path) -> FailureRecord | None:
-    """Reads the first cause of the latest start's failure; None if it has not failed."""
+    """Reads the first cause of the latest start's failure; None if the start has not failed."""
     try:
         return _read(run_dir / "failure.json")
     except (OSError, ValueError, TypeError):
@@ -236,14 +242,15 @@ def last_failure(run_dir: Path) -> FailureRecord | None:
 
 
 def last_summary(run_dir: Path) -> str:
-    """Reads the summary of the latest failure for people; empty without one."""
+    """Reads the text summary of the latest failure; empty without a failure."""
     with contextlib.suppress(OSError):
         return (run_dir / "failure.txt").read_text(encoding="utf-8")
     return ""
 
 
 def clear_summary(run_dir: Path) -> None:
-    """Removes the summary when a new start begins; the records stay. Raises OSError if the disk refuses."""
+    """Removes the summary when a new start begins, and records of all but the last starts; raises OSError if the disk
+    fails."""
     for name in ("failure.json", "failure.txt"):
         (run_dir / name).unlink(missing_ok=True)
     for old in sorted((run_dir / "failures").glob("start_*"))[:-_KEPT_STARTS]:

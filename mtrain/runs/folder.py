@@ -1,4 +1,4 @@
-"""Run folder: all files of a run, and the lock that keeps a second run out."""
+"""Run folder: the paths of a run's files, and the lock that keeps other runs out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mtrain.runs.goodput import new_number
 from mtrain.runs.lock import Patience, RunLock, locked
 
 _MAX_BYTES = 2**20
-"""Largest config.yaml and environment.json; the YAML reader has the same limit."""
+"""Size limit of config.yaml and environment.json; the YAML reader has the same limit."""
 
 
 class _Inside:
-    """Path of a file or folder inside the run folder."""
+    """Descriptor for the path of a file or folder inside the run folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,7 +31,8 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run's files; every rank may have one, but one rank writes."""
+    """Paths of a run's files, and methods that read and write them; every rank may have one, but only one rank
+    writes."""
 
     path: Path
 
@@ -48,9 +49,9 @@ class RunFolder:
     checkpoints = _Inside("checkpoints")
     """Folder with one subfolder per saved step."""
     first_samples = _Inside("first_samples.txt")
-    """Samples that the run's first step trains on, for people."""
+    """Samples of the run's first step, for people."""
     references = _Inside("references")
-    """Scores of the reference model, if a loss compares with one."""
+    """Scores of the reference model, if the loss has one."""
     exports = _Inside("exports")
     """Folder with one Hugging Face folder per exported step."""
     logs = _Inside("logs")
@@ -68,11 +69,11 @@ class RunFolder:
     requeue_marker = _Inside("REQUEUE")
     """Present when the run stopped early on a signal and wants to be restarted."""
     save_time = _Inside("save_seconds")
-    """Seconds until the latest save was on disk, as text; job scripts choose the time of Slurm's signal by it."""
+    """Seconds until the latest save was on disk, as text; job scripts derive the time of Slurm's signal from it."""
     lock_file = _Inside(".lock")
-    """File that the run working here locks; its text names that run, or the last one."""
+    """File that the current run locks; its text names that run, or the last one."""
     chat_templates = _Inside("chat_templates")
-    """Folder with the chat templates of the conversations, under their names in a tokenizer's folder."""
+    """Folder with the run's chat templates, under their names in a tokenizer's folder."""
 
     @property
     def _written_to(self) -> tuple[Path, ...]:
@@ -84,7 +85,8 @@ class RunFolder:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def probe(self) -> None:
-        """Checks that the folders can be written, after leftovers that may have filled the disk are gone."""
+        """Checks that the folders can be written; call it after `locked` has removed leftovers, which may fill the
+        disk."""
         with disk_faults(f"write the run folder {self.path}"):
             for folder in self._written_to:
                 probe = folder / f".probe-{secrets.token_hex(4)}"
@@ -98,8 +100,7 @@ class RunFolder:
             write_atomically(self.config, text)
 
     def write_chat_templates(self, files: Mapping[str, str]) -> None:
-        """Saves this start's chat templates, path in the folder -> text; exports contain them, wherever they came
-        from."""
+        """Replaces the saved chat templates, path in the folder -> text; exports contain them."""
         with disk_faults(f"write {self.chat_templates}"):
             if self.chat_templates.exists():
                 remove(self.chat_templates)
@@ -108,7 +109,7 @@ class RunFolder:
                 write_atomically(self.chat_templates / name, text)
 
     def saved_chat_templates(self) -> dict[str, str]:
-        """Reads the latest start's chat templates: path in the folder -> text; empty without any."""
+        """Reads the latest start's chat templates, path in the folder -> text; empty without any."""
         with disk_faults(f"read {self.chat_templates}"):
             files = sorted(path for path in self.chat_templates.rglob("*") if path.is_file())
             return {
@@ -117,7 +118,7 @@ class RunFolder:
 
     def saved_config(self) -> str | None:
         """Reads the configuration of an earlier start, as YAML of sections; None without one."""
-        from mtrain.base.yaml_text import read_yaml  # only here, as it takes longer to load than all the rest
+        from mtrain.base.yaml_text import read_yaml  # here, because a YAML reader takes long to load
 
         data = _content(self.config)
         if data is None:
@@ -125,7 +126,7 @@ class RunFolder:
         try:
             text = data.decode()
             if not isinstance(read_yaml(text).content, dict):
-                raise ValueError("it holds no sections")
+                raise ValueError("it contains no sections")
         except ValueError as fault:
             raise _damaged(self.config, " ".join(str(fault).split())) from None
         return text
@@ -135,7 +136,7 @@ class RunFolder:
             write_atomically(self.environment, json.dumps(environment, indent=2) + "\n")
 
     def saved_environment(self) -> dict[str, str] | None:
-        """Reads what the latest start ran on; None if it left no file."""
+        """Reads the environment of the latest start; None without a file."""
         data = _content(self.environment)
         if data is None:
             return None
@@ -145,7 +146,7 @@ class RunFolder:
             raise _damaged(self.environment, f"not a JSON object: {fault}") from None
 
     def set_requeue(self, reason: str) -> None:
-        """Writes the marker; `reason` is for people, e.g. "SIGUSR1 at step 120"."""
+        """Writes the marker; `reason` is for people, such as "SIGUSR1 at step 120"."""
         with disk_faults(f"write {self.requeue_marker}"):
             write_atomically(self.requeue_marker, reason + "\n")
 
@@ -154,12 +155,12 @@ class RunFolder:
             self.requeue_marker.unlink(missing_ok=True)
 
     def note_save(self, seconds: float) -> None:
-        """Records how long a save took; if the disk refuses, only this note is lost."""
+        """Records the duration of a save; if the disk fails, only this note is lost."""
         with suppress(OSError):
             write_atomically(self.save_time, f"{seconds:.1f}\n")
 
     def save_seconds(self) -> float | None:
-        """Reads how long the latest save took; None if unknown."""
+        """Reads the duration of the latest save; None if unknown."""
         try:
             return float(self.save_time.read_text())
         except (OSError, ValueError):
@@ -167,10 +168,11 @@ class RunFolder:
 
     @contextmanager
     def locked(self, patience: Patience = Patience()) -> Iterator[RunLock]:  # noqa: B008
-        """Keeps other runs out inside the `with` block, as `mtrain.runs.lock` does; the folder must exist."""
+        """Keeps other runs out inside the `with` block (`mtrain.runs.lock`), and removes leftovers of a killed run; the
+        folder must exist."""
         with locked(self.lock_file, patience, lambda: new_number(self.starts)) as lock:
             with disk_faults(f"clean {self.path}"):
-                # files that a killed run was about to put in place
+                # temporary files of a killed run
                 for leftover in [*self.path.glob(".new-*"), *self.path.glob(".probe-*")]:
                     remove(leftover)
             yield lock

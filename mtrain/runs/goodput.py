@@ -1,7 +1,7 @@
-"""Starts of a run: each has an increasing number, and a small file with its account, from which goodput follows.
+"""Starts of a run, each with an increasing number and a small file with its account, and the goodput over all starts.
 
-The number tells an older start from a newer one without locks (`mtrain.runs.lock`). Goodput is the share of a run's
-time in steps that it kept, over all of its starts: pure arithmetic on their files; no torch.
+The number distinguishes an older start from a newer one without locks (`mtrain.runs.lock`). Goodput is the share of a
+run's wall time that it spent in steps that it kept, over all its starts. No torch is needed.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from mtrain.base.files import disk_faults
 from mtrain.base.heartbeat import Heartbeat, current_pulse
 
 _NUM_BYTES = 4096
-"""Size of every file from the first write on, so that a later one needs no more disk space."""
+"""Size of every file from its first write, so that later writes need no more disk space."""
 _NAME = re.compile(r"(\d{5,})\.json")
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Account of a start, as rank 0 last wrote it."""
+    """Account of a start, which rank 0 writes."""
 
     number: int
-    """Counted from 1."""
+    """Number of the start, counted from 1."""
     began_s: float
     """Unix time at which rank 0's process began."""
     written_s: float
-    """Unix time of this account, until which the start is known to have run."""
+    """Unix time of this account; the start ran at least until then."""
     host: str
     job: str | None
     """Number of the Slurm job and its restart; None without Slurm."""
     world_size: int
     start_step: int | None = None
-    """Updates at the beginning, or the fewest that it went back to; None before that is known."""
+    """Number of updates at the beginning, or the lowest after a rollback; None before that is known."""
     step: int = 0
     trained_s: float = 0.0
-    """Seconds in the completed steps of this start."""
+    """Seconds spent in completed steps of this start."""
     phases_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in each phase (`mtrain.base.heartbeat.Phase`), including the current one."""
+    """Phase (`mtrain.base.heartbeat.Phase`) -> seconds spent in it, including the current phase."""
     saves: tuple[tuple[int, float], ...] = ()
-    """Step of each of the last saves, and `trained_s` when that step was completed."""
+    """Step of each of the last saves, with `trained_s` at the end of that step."""
     lost_steps: int = 0
-    """Updates of this start that were rolled back."""
+    """Number of this start's updates that were rolled back."""
     lost_s: float = 0.0
-    """Seconds in the lost updates; not in `trained_s`."""
+    """Seconds spent in rolled-back updates; not part of `trained_s`."""
     ended: str | None = None
-    """How it ended: `done`, or an error's class; None if it runs or was killed."""
+    """End of the start: `done`, or an error's class; None if it runs or was killed."""
 
     @property
     def start_up_s(self) -> float:
-        """Returns the seconds until its first step: programs load, ranks meet, model, data and checkpoint are read."""
+        """Seconds until the first step: loading programs, meeting other ranks, reading model, data and checkpoint."""
         return self.phases_s.get("start", 0.0) + self.phases_s.get("build", 0.0)
 
     @property
     def step_s(self) -> float | None:
-        """Returns the mean seconds of a step; None without one."""
+        """Mean seconds of a step; None without a step."""
         steps = 0 if self.start_step is None else self.step - self.start_step
         return self.trained_s / steps if steps > 0 else None
 
@@ -74,7 +74,7 @@ def start_file(folder: Path, number: int) -> Path:
 
 
 def new_number(folder: Path) -> int:
-    """Reserves the next number, which no other start gets."""
+    """Reserves and returns the next number, which no other start gets."""
     with disk_faults(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         number = max(_numbers(folder), default=0) + 1
@@ -90,7 +90,7 @@ def new_number(folder: Path) -> int:
 
 
 def write_start(folder: Path, start: RunStart) -> None:
-    """Overwrites the start's account without waiting for the disk; raises OSError if it refuses."""
+    """Overwrites the start's account without waiting for the disk; raises OSError if that fails."""
     text = json.dumps(asdict(start))
     file = os.open(start_file(folder, start.number), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -100,10 +100,10 @@ def write_start(folder: Path, start: RunStart) -> None:
 
 
 def read_starts(folder: Path) -> list[RunStart]:
-    """Reads all accounts in the order of the starts; skips damaged ones, and those being written."""
+    """Reads all accounts in the order of the starts; skips damaged ones and ones that are being written."""
     try:
-        found = (_read(start_file(folder, number)) for number in sorted(_numbers(folder)))
-        return [start for start in found if start is not None]
+        accounts = (_read(start_file(folder, number)) for number in sorted(_numbers(folder)))
+        return [start for start in accounts if start is not None]
     except OSError:
         return []
 
@@ -126,29 +126,29 @@ class Goodput:
     """Use of a run's wall time, in seconds; steps are optimizer updates."""
 
     effective_s: float
-    """Time in steps that the run still has."""
+    """Time in steps that the run kept."""
     wall_s: float
-    """Time from the first start to the last sign of life of the last one."""
+    """Time from the first start to the last account of the last start."""
     waiting_s: float
-    """Time between starts: in the queue, or until somebody restarted it."""
+    """Time between starts: in the queue, or until a restart."""
     start_up_s: float
-    """Time from a start to its first step: programs load, ranks meet, model, data and checkpoint are read."""
+    """Time from each start to its first step: loading programs, meeting ranks, reading model, data and checkpoint."""
     saving_s: float
     """Time in which training waited for saves."""
     validation_s: float
     export_s: float
     """Time of the export after the last step."""
     lost_s: float
-    """Time in steps that were lost, as no checkpoint had them."""
+    """Time in steps that were lost, because no checkpoint contained them."""
     other_s: float
-    """Remaining time: records, polls, and the time of a killed start after its last account."""
+    """Remaining time, such as for records and polls."""
     lost_steps: int
-    """Updates that were repeated after a restart or a rollback."""
+    """Number of updates that were lost by a restart or a rollback."""
     num_starts: int
 
     @property
     def restarts(self) -> int:
-        """Starts after the first."""
+        """Number of starts after the first."""
         return self.num_starts - 1
 
     @property
@@ -165,19 +165,19 @@ class Goodput:
             "between starts": self.waiting_s,
             "other": self.other_s,
         }
-        rest = ", ".join(f"{name} {_readable(seconds)}" for name, seconds in parts.items() if seconds >= 0.05)
+        details = ", ".join(f"{name} {_readable(seconds)}" for name, seconds in parts.items() if seconds >= 0.05)
         return [
             f"goodput {self.fraction:.1%}: {_readable(self.effective_s)} in steps that count, of "
-            f"{_readable(self.wall_s)}" + (f" ({rest})" if rest else ""),
+            f"{_readable(self.wall_s)}" + (f" ({details})" if details else ""),
             f"restarts {self.restarts}, lost steps {self.lost_steps}",
         ]
 
 
 def goodput_of(starts: Sequence[RunStart]) -> Goodput | None:
-    """Computes the goodput over the starts of one run; None without any."""
+    """Computes the goodput over the starts of one run; None without starts."""
     if not starts:
         return None
-    lost_steps, lost_s = _lost(starts)
+    lost_steps, lost_s = _lost_steps(starts)
     trained_s = math.fsum(start.trained_s for start in starts)
     waiting_s = math.fsum(max(0.0, later.began_s - earlier.written_s) for earlier, later in pairwise(starts))
     lived_s = math.fsum(max(0.0, start.written_s - start.began_s) for start in starts)
@@ -203,28 +203,28 @@ def goodput_of(starts: Sequence[RunStart]) -> Goodput | None:
 
 
 def goodput_of_run(run_dir: Path) -> Goodput | None:
-    """Computes the goodput of a run folder; None without any start."""
+    """Computes the goodput of a run folder; None without starts."""
     return goodput_of(read_starts(run_dir / "starts"))
 
 
-def _lost(starts: Sequence[RunStart]) -> tuple[int, float]:
+def _lost_steps(starts: Sequence[RunStart]) -> tuple[int, float]:
     """Counts the steps that a later start repeated, and their seconds."""
     steps, seconds = 0, 0.0
     for number, start in enumerate(starts):
         begin = start.start_step
         if begin is None or start.step <= begin:
             continue
-        # every later start resumes at this step or later: updates beyond the lowest of them are gone
+        # updates beyond the lowest step at which a later start resumed are lost
         resumed = min(
             (later.start_step for later in starts[number + 1 :] if later.start_step is not None), default=None
         )
         if resumed is None or resumed >= start.step:
             continue
-        kept = max(resumed, begin)
-        steps += start.step - kept
-        # as recorded at that save, else in proportion
-        in_proportion = start.trained_s * (kept - begin) / (start.step - begin)
-        seconds += start.trained_s - dict(start.saves).get(kept, in_proportion)
+        last_kept = max(resumed, begin)
+        steps += start.step - last_kept
+        # the time recorded at that save, otherwise an estimate in proportion
+        in_proportion = start.trained_s * (last_kept - begin) / (start.step - begin)
+        seconds += start.trained_s - dict(start.saves).get(last_kept, in_proportion)
     return steps, seconds
 
 
@@ -239,20 +239,20 @@ _log = logging.getLogger(__name__)
 
 _NUM_SAVES = 8
 _NUM_STEPS = 1000
-"""Steps whose times are kept; the lost time of a save that takes longer to reach the disk is only estimated."""
+"""Number of steps whose times are stored; for a save that takes longer to reach the disk, lost time is estimated."""
 
 
 class StartAccount:
-    """Account of this start (`mtrain.runs.goodput`), which rank 0 keeps inside the `with` block and then prints as
+    """Account of the current start, which rank 0 updates inside the `with` block; at its end rank 0 prints the
     goodput."""
 
     def __init__(self, folder: Path, number: int, rank: int, world_size: int) -> None:
         self._folder, self._is_writer = folder, rank == 0
         job, now_s, pulse = os.environ.get("SLURM_JOB_ID"), time.time(), current_pulse()
-        # replaced as a whole: the heartbeat's thread writes it while training continues
+        # always replaced as a whole, since the heartbeat's thread reads it while training continues
         self._start = RunStart(
             number=number,
-            # in a user's program, whose beginning is not known, the current time
+            # the current time in a user's program, whose beginning is not known
             began_s=now_s - (0.0 if pulse is None else time.monotonic() - pulse.opened_s),
             written_s=now_s,
             host=socket.gethostname(),
@@ -273,13 +273,13 @@ class StartAccount:
             self.write()
             goodput = goodput_of(read_starts(self._folder))
         except OSError:
-            return  # a full disk: the account of some seconds ago is still there
+            return  # such as a full disk; the account of some seconds ago still exists
         if goodput is not None and self._start.step and kind is None:
             for line in goodput.lines():
                 _log.info(line)
 
     def follow(self, heartbeat: Heartbeat) -> None:
-        """Writes the account at every beat, with the time that the heartbeat has seen in each phase."""
+        """Writes the account at every beat, with the heartbeat's time in each phase."""
         self._heartbeat = heartbeat
         heartbeat.on_beat.append(self.write)
 
@@ -288,7 +288,7 @@ class StartAccount:
         self._start = replace(self._start, start_step=step, step=step)
 
     def completed(self, step: int, seconds: float) -> None:
-        """Counts one more update, which took `seconds`."""
+        """Records that update number `step` is complete and took `seconds`."""
         self._at[step] = self._start.trained_s + seconds
         self._start = replace(self._start, step=step, trained_s=self._at[step])
         if len(self._at) > _NUM_STEPS:
@@ -300,14 +300,14 @@ class StartAccount:
         self._at = {later: at for later, at in self._at.items() if later > step}
 
     def gone_back(self, step: int) -> None:
-        """Records that the run goes back to a checkpoint: later updates are lost and will be repeated."""
+        """Records a rollback to the checkpoint of `step`: later updates of the run are lost."""
         start = self._start
         begin = step if start.start_step is None else start.start_step
-        # for the checkpoint that this start began with, or an earlier one, no time was spent in this start
+        # this start spent no time on the checkpoint that it began with, or on an earlier one
         kept_s = dict(start.saves).get(step, 0.0)
         self._start = replace(
             start,
-            # updates of earlier starts beyond that checkpoint are lost as in a restart
+            # updates of earlier starts beyond that checkpoint count as lost by a restart
             start_step=min(step, begin),
             step=step,
             trained_s=kept_s,
@@ -318,11 +318,11 @@ class StartAccount:
         self._at.clear()
 
     def write(self) -> None:
-        """Writes the account from the heartbeat's thread; raises OSError if the disk refuses."""
+        """Writes the account; raises OSError if the disk fails. The heartbeat's thread calls it."""
         if not self._is_writer:
             return
         phases = {} if self._heartbeat is None else self._heartbeat.phases_s
         start, now_s = self._start, time.time()
-        # includes the time before the heartbeat: programs start, ranks meet and take the folder
+        # includes the time before the heartbeat: starting programs, meeting ranks, locking the folder
         phases["start"] = max(0.0, now_s - start.began_s - sum(phases.values())) + phases.get("start", 0.0)
         write_start(self._folder, replace(start, written_s=now_s, phases_s=phases))

@@ -1,9 +1,9 @@
-"""Mutual exclusion of runs in a run folder: a lock on a file, and a name in it.
+"""Mutual exclusion of runs in a run folder: a lock on a file, and the owner's name in it.
 
-On file systems without locks (ENOLCK, ENOSYS, EOPNOTSUPP: some NFS and Lustre mounts) the name has to suffice. The run
-marks the file every few seconds, and a start that finds another name watches for a while whether the file is still
-marked. If two starts miss each other nevertheless, the later name overwrites the earlier one; the run whose name is
-gone stops before it publishes anything. Of two starts that both believe they hold the folder, the higher number wins.
+On file systems without locks (ENOLCK, ENOSYS, EOPNOTSUPP: some NFS and Lustre mounts) only the name protects the
+folder. The run touches the file every few seconds, and a start that finds another name watches the file for a while. If
+two starts miss each other nevertheless, the later name overwrites the earlier one, and the run whose name is gone stops
+before it publishes anything. Of two starts that both believe they hold the folder, the higher number wins.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ _CHECK_S = 1.0
 
 
 class Patience(NamedTuple):
-    """Times, in seconds, that matter without locks."""
+    """Times in seconds, which only matter on file systems without locks."""
 
     beat_s: float = 5.0
-    """Time between two marks."""
+    """Time between two marks, which touch the file."""
     watch_s: float = 20.0
     """Time without a mark after which a run counts as dead."""
     settle_s: float = 1.0
@@ -44,27 +44,27 @@ class Patience(NamedTuple):
 
 @dataclass(frozen=True)
 class RunLock:
-    """Proof that this process is the folder's only run."""
+    """Proof that this process belongs to the folder's only run."""
 
     file: Path
     owner: str
-    """Text that this process wrote into the lock file, unique to the run."""
+    """Text that this process wrote into the lock file; unique."""
     number: int = 0
-    """Number of this start; of two starts that hold the folder, the higher one wins."""
+    """Number of this start; of two starts that hold the folder, the higher number wins."""
     checked: list[float] = field(default_factory=lambda: [time.monotonic()], compare=False)
-    """Monotonic time, as the only element, at which the name was last seen in the file."""
+    """List with one element: the monotonic time at which the name was last seen in the file."""
 
     def check(self) -> None:
-        """Checks that the folder still belongs to this run; call it before anything is published.
+        """Checks that the folder still belongs to this run; call it before publishing anything.
 
-        If nodes do not see each other's locks, or the file system has given the lock of an unreachable node to another
-        one, a run that was started elsewhere has put its name into the lock file, and the older run stops here. The
-        file is reopened, so that a network file system asks its server.
+        Nodes may not see each other's locks, or the file system may have given the lock of an unreachable node to
+        another one. A run that started elsewhere has then put its name into the lock file, and the older run stops
+        here. The file is reopened, so that a network file system asks its server.
         """
         with disk_faults(f"read {self.file}"):
             owner = _owner(self.file)
         if owner != self.owner and 0 < _number_in(owner) < self.number:
-            # an older start was delayed between taking the lock and writing its name: it has to stop, not we
+            # an older start was delayed between taking the lock and writing its name; that start has to stop
             with disk_faults(f"write {self.file}"):
                 with self.file.open("r+b", buffering=0) as opened:
                     _sign(opened.fileno(), self.owner)
@@ -77,10 +77,10 @@ class RunLock:
             )
 
     def check_now_and_then(self) -> None:
-        """Does the same check if the last one was more than a second ago; for files that are written at every step.
+        """Calls `check` if the last check was more than a second ago; for files that are written at every step.
 
-        A process that was suspended long enough to lose the folder checks before its next write. A disk that does not
-        answer says nothing about the folder: the next write checks again.
+        So a process that was suspended long enough to lose the folder checks before its next write. A disk error proves
+        nothing about the folder; the next write checks again.
         """
         if time.monotonic() - self.checked[0] > _CHECK_S:
             with contextlib.suppress(MachineError):
@@ -95,17 +95,17 @@ def locked(
 ) -> Iterator[RunLock]:
     """Keeps other runs out inside the `with` block; the file's folder must exist.
 
-    The lock ends with this process, however it dies; forked children do not hold it.
+    The lock ends with this process, even if it is killed; forked children do not hold it.
 
     Args:
-        numbered: Called once nobody else works here; returns the number of this start.
+        numbered: Called after the lock is taken; returns the number of this start.
 
     Raises:
-        RunFolderError: Another process works here; the message names it.
+        RunFolderError: Another process uses the folder; the message names it.
     """
     with disk_faults(f"lock {file.parent}"):
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    _held.add(descriptor)
+    _locked_descriptors.add(descriptor)
     try:
         with contextlib.ExitStack() as marked:
             with disk_faults(f"lock {file.parent}"):
@@ -125,22 +125,22 @@ def locked(
                 marked.enter_context(_marked(lock, patience))
             yield lock
     finally:
-        if descriptor in _held:  # not in a forked child, which closed it at once
-            _held.discard(descriptor)
-            with contextlib.suppress(OSError):  # where there are no locks
+        if descriptor in _locked_descriptors:  # not in a forked child, which closed it at once
+            _locked_descriptors.discard(descriptor)
+            with contextlib.suppress(OSError):  # on a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
 def refuse_if_held(file: Path) -> None:
-    """Refuses a folder in which a run works, without changing it; finds nothing without locks."""
+    """Refuses a folder that a run uses, without changing it; on file systems without locks it finds no run."""
     with disk_faults(f"lock {file.parent}"):
         try:
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return
         try:
-            # shared, so that two processes that check do not see each other
+            # shared, so that two checking processes do not block each other
             if try_lock(descriptor, fcntl.LOCK_SH) is LockOutcome.BUSY:
                 raise _in_use(file, _owner(file))
         finally:
@@ -148,14 +148,14 @@ def refuse_if_held(file: Path) -> None:
 
 
 def _sign(descriptor: int, owner: str) -> None:
-    """Overwrites the name, which even a full disk allows."""
+    """Overwrites the name in the file, which works even on a full disk."""
     os.pwrite(descriptor, owner.encode(), 0)
     os.ftruncate(descriptor, len(owner.encode()))
     os.fsync(descriptor)
 
 
 def _watch(file: Path, patience: Patience) -> None:
-    """Returns once nobody has marked the file for long enough, or its last run has removed its name."""
+    """Waits until the file has not been marked for long enough, or its last run has removed its name."""
     first = _mark(file)
     if not first.owner.strip():
         return
@@ -172,11 +172,11 @@ def _watch(file: Path, patience: Patience) -> None:
 class _Mark(NamedTuple):
     owner: str
     time_ns: int
-    """Modification time by the file system's clock, only compared with itself."""
+    """Modification time by the file system's clock; only compared with other times of that clock."""
 
 
 def _mark(file: Path) -> _Mark:
-    with file.open("rb", buffering=0) as opened:  # opened anew, so that a network file system looks again
+    with file.open("rb", buffering=0) as opened:  # reopened, so that a network file system asks its server
         owner = opened.read(_OWNER_BYTES).decode(errors="replace")
         return _Mark(owner, os.fstat(opened.fileno()).st_mtime_ns)
 
@@ -187,12 +187,12 @@ def _owner(file: Path) -> str:
 
 @contextmanager
 def _marked(lock: RunLock, patience: Patience) -> Iterator[None]:
-    """Marks the file while it holds our name; removes the name at the end."""
+    """Marks the file while it contains our name; removes the name at the end."""
     done = threading.Event()
 
     def beat() -> None:
         while not done.wait(patience.beat_s):
-            with contextlib.suppress(OSError):  # the next one may succeed
+            with contextlib.suppress(OSError):  # the next mark may succeed
                 if _owner(lock.file) != lock.owner:
                     return
                 os.utime(lock.file)
@@ -204,39 +204,40 @@ def _marked(lock: RunLock, patience: Patience) -> Iterator[None]:
         yield
     finally:
         done.set()
-        with contextlib.suppress(OSError):  # the next start then watches for a while
+        with contextlib.suppress(OSError):  # otherwise the next start watches for a while
             if _owner(lock.file) == lock.owner:
                 os.truncate(lock.file, 0)
 
 
 def _in_use(file: Path, owner: str) -> RunFolderError:
-    who = owner.strip() or "a process that has not said who"
+    who = owner.strip() or "an unknown process"
     return RunFolderError(
         f"run folder {file.parent} is in use by {who}; wait until that run has ended, or set another run.dir"
     )
 
 
 def _this_process(number: int) -> str:
-    """Returns a text for people with process, host, job and start number, and a token that makes it unique."""
+    """Returns a readable name with process, host, job and start number, and a token that makes it unique."""
     job = os.environ.get("SLURM_JOB_ID")
     where = f"process {os.getpid()} on {socket.gethostname()}" + (f", Slurm job {job}" if job else "")
     return f"{where}{f' (start {number})' if number else ''} [{secrets.token_hex(8)}]\n"
 
 
 def _number_in(owner: str) -> int:
-    """Returns the number of a start from its name; 0 in names of older versions."""
+    """Returns the start number in an owner's name; 0 in names of older versions."""
     match = re.search(r" \(start (\d+)\) \[\w+\]$", owner.strip())
     return int(match[1]) if match else 0
 
 
-_held: set[int] = set()
-"""Descriptors of held locks; a forked child that inherits them and outlives its parent would keep the folder locked."""
+_locked_descriptors: set[int] = set()
+"""Descriptors of held locks, which forked children close; a child that outlives its parent would keep the folder
+locked."""
 
 
-def _let_go_in_child() -> None:
-    for descriptor in _held:
+def _release_in_child() -> None:
+    for descriptor in _locked_descriptors:
         os.close(descriptor)
-    _held.clear()
+    _locked_descriptors.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)
