@@ -86,7 +86,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "start": _start,
     "dtype": _dtype,
     "text": str,
-    "numbers": lambda value: [number(each) for each in listed(value)],
+    "numbers": lambda value: [number(item) for item in listed(value)],
     "first": lambda value: value[0] if isinstance(value, list) else value,
 }
 _BY_RECORDS, _OF_MEGATRON, _OF_SWIFT = (
