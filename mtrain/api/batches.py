@@ -193,7 +193,7 @@ def token_scores(batch: Sequence[Datum], asked: AskedScores, model: RankModel, b
     samples, plan, own = batches.split(batch, extras)
     scores, experts = label_scores(model, own, plan.num_microbatches, extras, asked)
     found = scores.cpu()
-    places = samples.places(plan, model.groups.layout.dp)
+    places = samples.positions(plan, model.groups.layout.dp)
     parts = [
         (row, slice(begin, begin + len(datum.input_ids) - 1))
         for (row, begin), datum in zip((places[slot] for slot in range(len(batch))), batch)

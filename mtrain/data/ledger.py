@@ -1,8 +1,8 @@
 """Records the training data step by step: the samples that each data-parallel rank read, and their contents.
 
 Each rank that reads for a replica writes its own file, so a step needs no further communication; a reader merges them.
-An entry does not depend on who read a sample or where it lay: identities follow from the order of samples, and digests
-of samples are summed.
+An entry does not depend on which rank read a sample into which row: identities follow from the order of samples, and
+digests of samples are summed.
 """
 
 import hashlib
@@ -74,25 +74,25 @@ class StartEntry:
 def step_entry(step: int, num_samples: int, read: Collection[tuple[SamplePosition, Sample]]) -> StepEntry:
     """Builds the entry of the samples that a rank has read for a step of `num_samples` over all ranks."""
     parts = []
-    for place, sample in read:
+    for at, sample in read:
         num_loss_tokens = int(np.count_nonzero(sample.mask)) if sample.weight else 0
-        parts.append(SourceEntry(place.source, place.epoch, (place.index,), len(sample.tokens), num_loss_tokens))
+        parts.append(SourceEntry(at.source, at.epoch, (at.index,), len(sample.tokens), num_loss_tokens))
     return StepEntry(step, num_samples, sum(_digest(sample) for _, sample in read) % _DIGESTS, _merged(parts))
 
 
 def _merged(parts: Iterable[SourceEntry]) -> tuple[SourceEntry, ...]:
-    """Merges what was read of the same epoch of a source; ascending."""
+    """Merges the entries of each epoch of a source; in ascending order."""
     epochs: dict[tuple[int, int], list[SourceEntry]] = {}
     for part in parts:
         epochs.setdefault((part.source, part.epoch), []).append(part)
     return tuple(
         SourceEntry(
             *epoch,
-            tuple(sorted(index for part in found for index in part.ids)),
-            sum(part.tokens for part in found),
-            sum(part.loss_tokens for part in found),
+            tuple(sorted(index for part in entries for index in part.ids)),
+            sum(part.tokens for part in entries),
+            sum(part.loss_tokens for part in entries),
         )
-        for epoch, found in sorted(epochs.items())
+        for epoch, entries in sorted(epochs.items())
     )
 
 
@@ -104,20 +104,20 @@ def _digest(sample: Sample) -> int:
 
 
 def rewind_ledger(folder: Path, resume_step: int) -> None:
-    """Takes the files of all ranks back to `resume_step`; called before a rank opens its own."""
+    """Rewinds the files of all ranks to `resume_step`; called before any rank opens its file."""
     with disk_faults(f"rewind {folder} to step {resume_step}"):
         for path in sorted(folder.glob("dp_*.jsonl")):
             if resume_step == 0:
                 remove(path)
                 continue
             entries = read_file(path)
-            kept = [
+            lines = [
                 to_line(entry)
                 for entry in entries
                 if (entry.start < resume_step if isinstance(entry, StartEntry) else entry.step <= resume_step)
             ]
             with replacing(path) as new:
-                new.write_bytes(b"".join(kept))
+                new.write_bytes(b"".join(lines))
 
 
 def read_file(path: Path) -> Iterator[StartEntry | StepEntry]:
@@ -137,10 +137,10 @@ def from_line(line: bytes) -> StartEntry | StepEntry:
     """Parses a line of `to_line`; raises ValueError, TypeError or KeyError for any other line."""
     content: Any = json.loads(line)
     if "start" in content:
-        phases = tuple(DataPhase(**each) for each in content.get("phases", ()))
+        phases = tuple(DataPhase(**entry) for entry in content.get("phases", ()))
         lists = {"sources": tuple(content["sources"]), "sizes": tuple(content["sizes"]), "phases": phases}
         return StartEntry(**{**content, **lists})
-    sources = tuple(SourceEntry(**{**each, "ids": _ids(each["ids"])}) for each in content["sources"])
+    sources = tuple(SourceEntry(**{**entry, "ids": _ids(entry["ids"])}) for entry in content["sources"])
     counts = content["step"], content["num_samples"], int(content["digest"], 16)
     return StepEntry(*counts, sources, content.get("skipped", False))
 
@@ -159,20 +159,20 @@ def to_line(entry: StartEntry | StepEntry) -> bytes:
 def ranges(ids: tuple[int, ...]) -> str:
     """Writes ascending numbers as text, such as `3,5-7`; repeated numbers are repeated."""
     runs: list[list[int]] = []
-    for each in ids:
-        if runs and each == runs[-1][1] + 1:
-            runs[-1][1] = each
+    for number in ids:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            runs.append([each, each])
+            runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    found: list[int] = []
+    ids: list[int] = []
     for run in text.split(",") if text else []:
         first, _, last = run.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
+        ids += range(int(first), int(last or first) + 1)
+    return tuple(ids)
 
 
 @dataclass(frozen=True)
@@ -229,16 +229,16 @@ class Ledger:
         return StepEntry(step, first.num_samples, digest, sources, first.skipped)
 
     def incomplete_steps(self) -> dict[int, str]:
-        """Returns step -> fault, for the steps up to the last that lack samples or have too many."""
-        found = {}
+        """Returns step -> fault for steps that lack samples or have too many, up to the last step."""
+        faults = {}
         for step in range(1, max(self.steps) + 1):
             if step not in self.steps:
-                found[step] = "is missing"
+                faults[step] = "is missing"
                 continue
             count = sum(len(part.ids) for entry in self.steps[step] for part in entry.sources)
-            if count != (wanted := self.steps[step][0].num_samples):
-                found[step] = f"has {count} of {wanted} samples"
-        return found
+            if count != (expected := self.steps[step][0].num_samples):
+                faults[step] = f"has {count} of {expected} samples"
+        return faults
 
     def skipped_steps(self) -> list[int]:
         """Returns the steps that were read without an update, ascending."""
@@ -249,28 +249,28 @@ class Ledger:
         restarts."""
         parts: dict[tuple[int, int, int], list[SourceEntry]] = {}
         starts: dict[int, StartEntry] = {}
-        began = self._began()
+        began = self._first_starts()
         for step in sorted(self.steps):
             start = self.start_of(step)
             starts[began[start.start]] = start
             for part in self.step(step).sources:
                 parts.setdefault((began[start.start], part.source, part.epoch), []).append(part)
         unread = self.unread_of_window()
-        return [self._totals(starts[key[0]], key, found, parts.keys(), unread) for key, found in parts.items()]
+        return [self._totals(starts[key[0]], key, entries, parts.keys(), unread) for key, entries in parts.items()]
 
-    def _began(self) -> dict[int, int]:
+    def _first_starts(self) -> dict[int, int]:
         """Returns start -> the first start with the same data; blends or windows that neither has reached may
         differ."""
-        found: dict[int, int] = {}
+        first_starts: dict[int, int] = {}
 
         def until(start: int, one: int) -> str:
             return known_until(fingerprint_until(self.starts[one].fingerprint, start), start)
 
         for start in sorted(self.starts):
-            own = until(start, start)
-            same = [one for one in found if until(start, one) == own]
-            found[start] = found[same[-1]] if same else start
-        return found
+            data = until(start, start)
+            same = [one for one in first_starts if until(start, one) == data]
+            first_starts[start] = first_starts[same[-1]] if same else start
+        return first_starts
 
     def unread_of_window(self) -> int:
         """Counts the remaining samples of the last window if windows cross the ends of epochs, else 0."""
@@ -310,7 +310,7 @@ class Ledger:
         began, source, epoch = key
         counts = Counter(index for part in parts for index in part.ids)
         size = start.sizes[source]
-        # data that came later begin at their place in the order, so samples before it are not lost
+        # data that came later begin in the middle of the order, so samples before that are not lost
         is_whole = began == min(self.starts)
         has_ended = (began, source, epoch + 1) in known
         return EpochTotals(

@@ -1,10 +1,10 @@
 """Microbatches that one data-parallel rank trains and validates on.
 
-Sample g = step * global_batch_size + slot of the run goes to slot `slot` of step `step` (steps count from 0 here), or
-where a step counts packed rows as `mtrain.data.steps` says.
-Without packing a row is a sample, and microbatch m of data-parallel rank d holds slots (m * dp + d) * micro_batch_size
-and those after it. With packing the samples of a step are put into rows and these are dealt out, from the lengths of
-all samples of the step alone (`mtrain.data.packing`). So nothing that a rank reads depends on what was read before, and
+Sample g = step * global_batch_size + slot of the run goes to slot `slot` of step `step`, counted from 0; if a step
+counts packed rows, `mtrain.data.steps` decides instead.
+Without packing a row is a sample, and microbatch m of data-parallel rank d holds the micro_batch_size slots from
+(m * dp + d) * micro_batch_size on. With packing the lengths of all samples of the step alone decide which samples share
+a row, and which rank gets it (`mtrain.data.packing`). So nothing that a rank reads depends on what was read before, and
 a step holds the same samples under any layout.
 """
 
@@ -37,16 +37,16 @@ Item = TypeVar("Item")
 
 
 class Prefetch(Generic[Item], Iterator[Item]):
-    """The items read(first), read(first + 1), ... without end, read up to `depth` ahead.
+    """Yields read(first), read(first + 1), ... without end, and reads up to `depth` items ahead in a thread.
 
-    A fault in the thread is raised by the `next` that would have returned its item, and by every later one. `close`, or
-    the end of the `with` block, stops the thread and waits for it.
+    An exception in the thread is raised by the `next` that would have returned its item, and by every later one.
+    `close`, or the end of the `with` block, stops the thread and waits for it.
     """
 
     def __init__(self, read: Callable[[int], Item], first: int, depth: int) -> None:
         """Args:
-        read: Makes the item of a number; called from one thread at a time.
-        depth: Most items that wait; 0 reads in the caller, without a thread.
+        read: Returns the item of a number; called from one thread at a time.
+        depth: Largest number of items read ahead; 0 reads in the caller, without a thread.
         """
         self._read, self._next = read, first
         self._fault: Exception | None = None
@@ -70,23 +70,23 @@ class Prefetch(Generic[Item], Iterator[Item]):
             item = self._read(self._next)
             self._next += 1
             return item
-        found = self._ready.get()
-        if isinstance(found, _Fault):
-            # kept: else a second `next` would wait for ever for a thread that has ended
-            self._fault = found.error
-            raise found.error
+        received = self._ready.get()
+        if isinstance(received, _Fault):
+            # stored, or a second `next` would wait forever for a thread that has ended
+            self._fault = received.error
+            raise received.error
         self._free.release()
-        return found
+        return received
 
     def _run(self, number: int) -> None:
         while True:
-            # before reading, so that no more than `depth` items exist, the one being made included
+            # before reading, so that no more than `depth` items exist, including the one being read
             self._free.acquire()
             if self._is_closed:
                 return
             try:
                 self._ready.put(self._read(number))
-            except Exception as error:  # every kind: it is raised again in the caller, who cannot see this thread
+            except Exception as error:  # of any kind: the caller, who cannot see this thread, gets it
                 self._ready.put(_Fault(error))
                 return
             number += 1
@@ -133,8 +133,8 @@ class OneSampleEach:
 
     def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
         # slots are dealt out by (microbatch, rank), so a step holds the same samples whatever dp is
-        own = slots(microbatch, dp_rank, self.dp_size, self.micro_batch_size)
-        return tuple((slot,) if slot < self.num_slots else () for slot in own)
+        rank_slots = slots(microbatch, dp_rank, self.dp_size, self.micro_batch_size)
+        return tuple((slot,) if slot < self.num_slots else () for slot in rank_slots)
 
 
 RowPlan: TypeAlias = OneSampleEach | StepPlan
@@ -153,18 +153,18 @@ class Given:
     def width(self, slot: int) -> int:
         return self.samples[slot].width if slot < len(self.samples) else 0
 
-    def places(self, plan: RowPlan, dp_size: int) -> dict[int, tuple[int, int]]:
+    def positions(self, plan: RowPlan, dp_size: int) -> dict[int, tuple[int, int]]:
         """Returns slot -> (row, counted by microbatch and data-parallel rank; first position in the row)."""
         turns = [(microbatch, rank) for microbatch in range(plan.num_microbatches) for rank in range(dp_size)]
-        found: dict[int, tuple[int, int]] = {}
+        positions: dict[int, tuple[int, int]] = {}
         for number, row in enumerate(row for turn in turns for row in plan.rows(*turn)):
             begins = itertools.accumulate((self.width(slot) for slot in row), initial=0)
-            found |= {slot: (number, begin) for slot, begin in zip(row, begins)}
-        return found
+            positions |= {slot: (number, begin) for slot, begin in zip(row, begins)}
+        return positions
 
 
 class HeldOutBatches:
-    """A validation or test set as this rank sees it: every sample once over all ranks, in the set's order.
+    """This rank's part of a validation or test set, which all ranks together read once, in order.
 
     All ranks make equally many passes and microbatches; rows beyond the end of the set have weights and shares 0.
     """
@@ -231,12 +231,12 @@ class StepLoader(OpenedData):
         self._config = config
         self._references = ""
         self._depth = config.data.prefetch_steps
-        # steps read ahead, the one in the trainer's hands, and the one being made
+        # the steps read ahead, the one that the trainer is using, and the one being read
         self._read: deque[StepEntry] = deque(maxlen=self._depth + 3)
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the training data and how they are cut, whatever the rank, layout and step."""
+        """Identifies the training data and how they are cut; the same on every rank, under any layout, at any step."""
         return super().fingerprint + self._references
 
     @property
@@ -246,11 +246,11 @@ class StepLoader(OpenedData):
 
     @property
     def num_slots(self) -> int:
-        """Counts the samples of one pass through a held-out set."""
+        """Returns the number of samples in one pass over a held-out set."""
         return self._rows.global_batch_size
 
     def name_references(self, digests: Sequence[str]) -> None:
-        """Adds a reference model's scores, which `preferences` have received, to the fingerprint of the data."""
+        """Adds the digests of a reference model's scores, which `preferences` have received, to the fingerprint."""
         self._references = f"{REFERENCES}{' '.join(digests)})"
 
     def batches(self, step: int) -> list[Microbatch]:
@@ -258,12 +258,12 @@ class StepLoader(OpenedData):
         return self._rows.microbatches(self.plan(step), self.samples(step), has_first=True)
 
     def next_entry(self, step: int) -> StepEntry:
-        """Returns the entry of the oldest step that `iterate` yielded and that was not requested yet; `step` is the
-        trainer's count of updates, whatever number the step was read under."""
+        """Returns the entry of the oldest step that `iterate` yielded and this has not returned yet, numbered `step`,
+        the trainer's count of updates."""
         return replace(self._read.popleft(), step=step)
 
     def start_entry(self, step: int) -> StartEntry:
-        """Returns what the ledger's entries after `step` updates share."""
+        """Returns the facts that the ledger's entries after `step` updates share."""
         names, sizes = zip(*self.stream.named_sizes)
         return StartEntry(step, self.fingerprint, names, sizes, data_phases(self._config.data))
 
@@ -273,11 +273,11 @@ class StepLoader(OpenedData):
 
     def plan(self, step: int) -> RowPlan:
         """Assigns the slots of a step to rows; the same on every rank."""
-        held = self.steps.samples(step)
-        return self._rows.plan(TrainingSlots(self.stream, held.numbers), len(held.numbers), held.rows)
+        samples = self.steps.samples(step)
+        return self._rows.plan(TrainingSlots(self.stream, samples.numbers), len(samples.numbers), samples.rows)
 
     def shown(self, step: int, count: int) -> ShownStep:
-        """Returns the first `count` samples of a step, counted from 1, for people."""
+        """Returns the first `count` samples of a step, counted from 1, for display."""
         return shown_step(self._config, self.stream, self.tokenizer, step, count)
 
     def iterate(self, from_step: int, pinned: bool = False) -> Prefetch[list[Microbatch]]:
@@ -297,7 +297,7 @@ class StepLoader(OpenedData):
         return Prefetch(read, from_step, self._depth)
 
     def held_out(self, split: Literal["valid", "test"] = "valid") -> HeldOutBatches | None:
-        """Returns the only or first validation or test set; None if there is none."""
+        """Returns the first validation or test set, or None."""
         return next(iter(self.held_out_sets(split).values()), None)
 
     def held_out_sets(self, split: Literal["valid", "test"]) -> dict[str, HeldOutBatches]:
@@ -334,7 +334,7 @@ class RowsOfRank:
         return OneSampleEach(num_slots, count, self._micro_batch_size, self._dp_size)
 
     def microbatches(self, plan: RowPlan, samples: Slots, has_first: bool) -> list[Microbatch]:
-        """Builds this rank's part of a plan; `has_first` says whether slot 0 carries the 1 of the aggregations whose
+        """Builds this rank's part of a plan. `has_first`: slot 0 carries the whole denominator of aggregations whose
         denominator is 1."""
         return [
             self._microbatch(plan.rows(number, self._dp_rank), samples, has_first)
@@ -342,17 +342,19 @@ class RowsOfRank:
         ]
 
     def _microbatch(self, rows: tuple[tuple[int, ...], ...], samples: Slots, has_first: bool) -> Microbatch:
-        found = [[samples.sample(slot) for slot in row] for row in rows]
-        # slot 0 lies on one data-parallel rank only, so the constant denominators have one owner
-        places = [Place(number, row.index(0)) for number, row in enumerate(rows) if has_first and 0 in row]
-        present = [[sample for sample in row if sample is not None] for row in found]
-        batch = collate(present, self._form, places[0] if places else None)
-        return replace(batch, members=tuple(_members(rows, found)))
+        row_samples = [[samples.sample(slot) for slot in row] for row in rows]
+        # slot 0 is on one data-parallel rank only, so a constant denominator is counted once
+        firsts = [Place(number, row.index(0)) for number, row in enumerate(rows) if has_first and 0 in row]
+        present = [[sample for sample in row if sample is not None] for row in row_samples]
+        batch = collate(present, self._form, firsts[0] if firsts else None)
+        return replace(batch, members=tuple(_members(rows, row_samples)))
 
 
-def _members(rows: Sequence[Sequence[int]], found: Sequence[Sequence[Sample | None]]) -> Iterator[PlacedMember | None]:
-    """Yields the identity of each sequence, counted as `collate` does: a row without a sample is one as well."""
-    for slots_of_row, samples in zip(rows, found):
+def _members(
+    rows: Sequence[Sequence[int]], row_samples: Sequence[Sequence[Sample | None]]
+) -> Iterator[PlacedMember | None]:
+    """Yields the identity of each sequence, counted as `collate` does: a row without a sample is also a sequence."""
+    for slots_of_row, samples in zip(rows, row_samples):
         present = [(slot, sample) for slot, sample in zip(slots_of_row, samples) if sample is not None]
         for slot, sample in present:
             yield PlacedMember(slot, sample.member, float(sample.mask.sum()), sample.weight)

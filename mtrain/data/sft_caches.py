@@ -1,4 +1,4 @@
-"""Token caches of the sources of a finetuning (`data.*`)."""
+"""Token caches of the sources of a finetuning run (`data.*`)."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ _NOT_OF_RECORDS = frozenset(
     {"train", "curriculum", "valid", "test", "split", "seq_length", "prefetch_steps", "tokenizer", "too_long"}
     | {"packing", "on_bad", "max_bad", "cache_dir", "cache_check", "allow_other_tokenizer"}
 )
-"""Keys that decide neither the tokens of a record nor whether it is one. Any other key gets its own entry, even if the
-encoder's fingerprint does not know it: a record that is refused under one value may be read under another."""
+"""Keys that affect neither a record's tokens nor whether it is valid. Another value of any other key means another
+entry, even if the encoder's fingerprint ignores it: a record that one value refuses may be accepted by another."""
 _MOST_SHOWN = 3
 
 
@@ -46,12 +46,12 @@ class SftCaches:
         columns: Sequence[str] | None = None,
     ) -> None:
         """Args:
-        compares: Form of records of compared answers; else None.
-        columns: Columns of extras if they are the labels of records; None takes those of `section`."""
+        compares: Form of records of compared answers; None if a record is one sequence.
+        columns: Columns of extras if these are labels of records; None: those of `section`."""
         self._section, self._model, self._columns = section, model, columns or section.extra_columns
         self._added = tokenizer.added
         self._of_records = (compares, model.head, bool(columns))
-        # left out if empty, so that entries of versions without these keys are found
+        # left out if empty, so that entries of versions without these keys remain valid
         empty = {key for key in ("extras", "columns", "chat_template_kwargs") if not getattr(section, key)}
         records = section.model_dump_json(exclude={*_NOT_OF_RECORDS, *empty})
         self._fingerprint = f"{source_encoder(section, tokenizer, *self._of_records).fingerprint} {records}"
@@ -103,12 +103,12 @@ def _new_encoder(
 
 
 def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
-    """Checks the bad records of an entry that a run with another data.on_bad may have made."""
+    """Checks the bad records of an entry, which a run with another data.on_bad may have built."""
     count, most = cache.num_bad, section.max_bad
     if count == 0:
         return
     if section.on_bad == "refuse":
-        raise DataError(cache.bad_places()[0])
+        raise DataError(cache.bad_records()[0])
     if count > (most if most >= 1 else most * cache.num_records):
         raise DataError(
             f"{path}: {count:,} of {cache.num_records:,} records are bad, more than data.max_bad={most:g} allows: "
@@ -118,49 +118,49 @@ def _check_bad(cache: TokenCache, path: str, section: SftSection) -> None:
 
 def _check_extras(cache: TokenCache, names: Sequence[str], model: ModelSection) -> None:
     """Refuses numbers that are not finite, log-probabilities that cannot come from a teacher, and experts that the
-    model does not have or that stand twice."""
+    model does not have or that a token names twice."""
     is_bad = ~np.isfinite(cache.extras)
     if is_bad.any():
-        token, column = (int(each[0]) for each in np.nonzero(is_bad))
-        place, number = _place_of_token(cache, token)
+        token, column = (int(indices[0]) for indices in np.nonzero(is_bad))
+        location, number = _location_of_token(cache, token)
         raise NumericError(
-            f"{place}: has an extra {names[column]!r} that is {cache.extras[token, column]} at token {number}; all "
+            f"{location}: has an extra {names[column]!r} that is {cache.extras[token, column]} at token {number}; all "
             "its numbers must be finite in float32, even where the mask is 0: check the program that wrote it, and "
             "write 0 for missing numbers"
         )
     _check_temperatures(cache, names)
     teacher = top_k_fault(cache.extras, names, cache.is_counted, model.vocab_size) if names else None
     if teacher is not None:
-        place, number = _place_of_token(cache, teacher.row)
-        raise DataError(f"{place}: has, at token {number}, {teacher.why}")
+        location, number = _location_of_token(cache, teacher.row)
+        raise DataError(f"{location}: has, at token {number}, {teacher.why}")
     columns, _ = choice_columns(names)
     fault = expert_fault(cache.extras, columns, model) if columns else None
     if fault is not None:
-        place, number = _place_of_token(cache, fault.token)
-        raise DataError(f"{place}: {ROUTED_EXPERTS} of token {number} {fault.why}")
+        location, number = _location_of_token(cache, fault.token)
+        raise DataError(f"{location}: {ROUTED_EXPERTS} of token {number} {fault.why}")
 
 
 def _check_temperatures(cache: TokenCache, names: Sequence[str]) -> None:
     if TEMPERATURE not in names:
         return
-    # the first token of a sample is not predicted, so a list of the others has 0 for it
+    # the first token of a sample is not predicted; if the record omits its temperature, it is 0
     is_bad = cache.extras[:, names.index(TEMPERATURE)] <= 0
     is_bad[cache.starts[:-1]] = False
     if is_bad.any():
         token = int(np.argmax(is_bad))
-        place, number = _place_of_token(cache, token)
+        location, number = _location_of_token(cache, token)
         raise DataError(
-            f"{place}: has a {TEMPERATURE!r} of {cache.extras[token, names.index(TEMPERATURE)]} at token {number}, but "
-            "logits are divided by it; give numbers above 0"
+            f"{location}: has a {TEMPERATURE!r} of {cache.extras[token, names.index(TEMPERATURE)]} at token {number}, "
+            "but logits are divided by it; give numbers above 0"
         )
 
 
-def _place_of_token(cache: TokenCache, token: int) -> tuple[str, int]:
-    """Finds the record of a token, and the token's number there."""
+def _location_of_token(cache: TokenCache, token: int) -> tuple[str, int]:
+    """Returns the record of a token, and the token's number in it."""
     index = int(np.searchsorted(cache.starts, token, side="right")) - 1
-    return cache.place(index), int(token - cache.starts[index])
+    return cache.location(index), int(token - cache.starts[index])
 
 
 def _shown(cache: TokenCache) -> str:
     more = cache.num_bad - _MOST_SHOWN
-    return "; ".join([*cache.bad_places()[:_MOST_SHOWN], *([f"and {more:,} more"] if more > 0 else [])])
+    return "; ".join([*cache.bad_records()[:_MOST_SHOWN], *([f"and {more:,} more"] if more > 0 else [])])

@@ -1,4 +1,4 @@
-"""The samples of a step in a form that a person can check: what is trained, what is not, and the weight of every token.
+"""Shows the samples of a step for people to check: what is trained, what is not, and the weight of every token.
 
 A token's weight is that of predicting it, in the main term and by its aggregation, as the training step uses it;
 divided by the step's denominator it is the token's share of the loss.
@@ -45,13 +45,13 @@ class ShownSample:
 
     slot: int
     """Position of the sample in the global batch."""
-    place: str
-    """Place for people: file and record, or number of the window."""
+    origin: str
+    """File and record, or number of the window, for display."""
     weight: float
     """Weight of the whole sequence, as the data give it."""
     tokens: tuple[ShownToken, ...]
     num_routed: int | None = None
-    """Tokens whose experts the record names; None if the data name none."""
+    """Number of tokens whose experts the record names; None if the data name no experts."""
 
     @property
     def num_trained(self) -> int:
@@ -70,7 +70,7 @@ class ShownStep:
     aggregation: str
     samples: tuple[ShownSample, ...]
     phase: str = ""
-    """Phase of the curriculum, for people; empty without a curriculum."""
+    """Phase of the curriculum, for display; empty without a curriculum."""
 
     @property
     def headline(self) -> str:
@@ -82,7 +82,7 @@ class ShownStep:
 
 def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None, step: int, count: int) -> ShownStep:
     """Reads the first `count` samples of a step, counted from 1, with the weights of their tokens; without a tokenizer
-    they show ids. All samples of the step are read, for the denominator."""
+    the texts are ids. All samples of the step are read, for the denominator."""
     numbers = steps_of(config, stream).samples(step - 1).numbers.tolist()
     denominators, samples, compares = [], [], compared(config.loss, config.data)
     for slot, number in enumerate(numbers):
@@ -96,7 +96,7 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
             experts, routed = sample.choices.get(ROUTED_EXPERTS), None
             if experts is not None:
                 routed = int((experts[:, choosing_layers(config.model)] >= 0).any(axis=(1, 2)).sum())
-            samples.append(ShownSample(slot, _place(stream, number), sample.weight, tokens, routed))
+            samples.append(ShownSample(slot, _origin(stream, number), sample.weight, tokens, routed))
     total = math.fsum(denominators)
     phases = data_phases(config.data)
     phase = phase_number(phases, step)
@@ -105,8 +105,8 @@ def shown_step(config: Config, stream: SampleStream, tokenizer: Tokenizer | None
 
 
 def _weight(sample: Sample, compares: Literal["pairs", "answers"] | None) -> float:
-    """Returns the weight of a sample in the denominator: a pair counts once, a mismatched sequence of KTO not at
-    all."""
+    """Returns the weight of a sample in the denominator: a pair counts once, KTO's mismatched sequences do not
+    count."""
     role = None if sample.member is None else sample.member.role
     return 0.0 if role == "mismatched" or (role == "rejected" and compares == "pairs") else sample.weight
 
@@ -133,18 +133,18 @@ def _printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
     )
 
 
-def _place(stream: SampleStream, g: int) -> str:
+def _origin(stream: SampleStream, g: int) -> str:
     if not isinstance(stream, Blended):
         return f"random sample {g}"
-    found = stream.locate(g)
-    source = stream.sources[found.source]
+    position = stream.locate(g)
+    source = stream.sources[position.source]
     if isinstance(source, SftDataset | PreferenceDataset):
-        return f"{source.place(found.index)}, epoch {found.epoch + 1}"
-    return f"source {found.source + 1}, epoch {found.epoch + 1}, window {found.index}"
+        return f"{source.location(position.index)}, epoch {position.epoch + 1}"
+    return f"source {position.source + 1}, epoch {position.epoch + 1}, window {position.index}"
 
 
 def as_text(shown: ShownStep) -> str:
@@ -156,11 +156,12 @@ def as_text(shown: ShownStep) -> str:
 
 
 def headline(sample: ShownSample) -> str:
-    weights = sorted({token.weight for token in sample.tokens if token.weight > 0})
-    spread = f"{weights[0]:.6g}" if len(weights) == 1 else f"{weights[0]:.6g} to {weights[-1]:.6g}" if weights else "0"
+    weights = [token.weight for token in sample.tokens if token.weight > 0]
+    low, high = f"{min(weights, default=0.0):.6g}", f"{max(weights, default=0.0):.6g}"
+    spread = low if low == high else f"{low} to {high}"
     counts = f"{len(sample.tokens)} tokens, {sample.num_trained} trained, each weighs {spread}"
     replayed = "" if sample.num_routed is None else f"; experts of {sample.num_routed} tokens are replayed"
-    return f"slot {sample.slot}: {sample.place}: {counts}; sequence weight {sample.weight:g}{replayed}"
+    return f"slot {sample.slot}: {sample.origin}: {counts}; sequence weight {sample.weight:g}{replayed}"
 
 
 def _marked(tokens: Sequence[ShownToken]) -> Iterator[str]:

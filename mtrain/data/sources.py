@@ -1,4 +1,4 @@
-"""Opens the data that `data.*` names, before training starts, and gives their samples; numpy, no torch."""
+"""Opens the data that `data.*` names, before training starts, and reads samples; numpy, no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -54,11 +54,10 @@ class Blended:
         group_size: int = 1,
     ) -> None:
         """Args:
-        sources: Sources of the first blend, one a weight, followed by those that only later blends have.
+        sources: Sources of the first blend, one per weight, followed by those that only later blends have.
         of_0_1_0: Fingerprint that version 0.1.0 gave each source; None if it could not read the source.
-        names: Names of the sources, for people; by default their numbers.
-        group_size: Number of samples that stay together: those of a source whose numbers divided by it are the
-            same.
+        names: Names of the sources, for display; by default their numbers.
+        group_size: Number of consecutive samples of a source that stay together.
         """
         first = BlendPhase(0, tuple(range(len(weights))), tuple(weights))
         phases = [first, *later.values()]
@@ -68,16 +67,18 @@ class Blended:
         self._group_size, self._has_later = group_size, bool(later)
         self.sources = tuple(sources)
         self._names = tuple(names) if names else tuple(map(str, range(len(sources))))
-        # weights too: other shares are another order, and resuming would repeat or leave out samples
-        own = [source.fingerprint for source in sources]
-        self.fingerprint = with_later(_blend_of(own, weights), later, own)
+        # with the weights: other shares are another order, and resuming would repeat or skip samples
+        fingerprints = [source.fingerprint for source in sources]
+        self.fingerprint = with_later(_blend_of(fingerprints, weights), later, fingerprints)
         known = [name for name in of_0_1_0[: len(weights)] if name is not None]
         earlier = [_blend_of(known, weights)] if len(known) == len(weights) else []
-        self.earlier_fingerprints: tuple[str, ...] = tuple(with_later(each, later, own) for each in earlier)
+        self.earlier_fingerprints: tuple[str, ...] = tuple(
+            with_later(fingerprint, later, fingerprints) for fingerprint in earlier
+        )
 
     def sample(self, g: int) -> Sample:
-        place = self.locate(g)
-        sample = replace(self.sources[place.source].sample(place.epoch, place.index), source=place.source)
+        position = self.locate(g)
+        sample = replace(self.sources[position.source].sample(position.epoch, position.index), source=position.source)
         if sample.member is None:
             return sample
         # numbered by the order, not by the source: a step may hold the same pair twice
@@ -85,20 +86,20 @@ class Blended:
 
     def locate(self, g: int) -> SamplePosition:
         group, number = divmod(g, self._group_size)
-        place = self.order.locate(group)
-        return replace(place, index=place.index * self._group_size + number)
+        position = self.order.locate(group)
+        return replace(position, index=position.index * self._group_size + number)
 
     def next_epoch(self, g: int) -> int:
         assert not self._has_later, "a rule refuses packed rows with a curriculum"
         return self._group_size * self._first.next_epoch(g // self._group_size, self.order.sizes)
 
     def widths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        found = np.empty(len(numbers), np.int64)
+        widths = np.empty(len(numbers), np.int64)
         groups, inside = np.divmod(numbers, self._group_size)
-        for own in self.order.locate_all(groups):
-            indices = own.indices * self._group_size + inside[own.positions]
-            found[own.positions] = self.sources[own.source].widths(indices)
-        return found
+        for part in self.order.locate_all(groups):
+            indices = part.indices * self._group_size + inside[part.positions]
+            widths[part.positions] = self.sources[part.source].widths(indices)
+        return widths
 
     @property
     def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
@@ -110,7 +111,7 @@ def _blend_of(fingerprints: Sequence[str], weights: Sequence[float]) -> str:
 
 
 class HeldOut:
-    """A validation or test set: the sources one after the other, each sample once; weights of sources play no part."""
+    """A validation or test set: the sources one after the other, each sample once; their weights are ignored."""
 
     def __init__(self, sources: Sequence[SampleSource], max_samples: int | None) -> None:
         self._sources = tuple(sources)
@@ -123,15 +124,15 @@ class HeldOut:
 
     def sample(self, index: int) -> Sample:
         """Returns a sample, in the order of the sources."""
-        source, own = self._locate(index)
-        sample = source.sample(0, own)
+        source, inner = self._locate(index)
+        sample = source.sample(0, inner)
         # numbered by the set, not by the source
         return sample if sample.member is None else sample.as_member(replace(sample.member, group=index // 2))
 
     def width(self, index: int) -> int:
         """Returns the positions that a sample takes in a row."""
-        source, own = self._locate(index)
-        return int(source.widths(np.array([own]))[0])
+        source, inner = self._locate(index)
+        return int(source.widths(np.array([inner]))[0])
 
     def _locate(self, index: int) -> tuple[SampleSource, int]:
         for source in self._sources:
@@ -148,7 +149,7 @@ class MockSamples:
     """Samples of uniformly random tokens below `vocab_size`: a pure function of (seed, g)."""
 
     def __init__(self, seed: int, seq_length: int, vocab_size: int, size: int | None = None) -> None:
-        """`size` is the number of samples in a held-out set; None for training, which has no end."""
+        """`size` is the number of samples in a held-out set; None for training, which is endless."""
         self._seed, self._seq_length, self._vocab_size, self._size = seed, seq_length, vocab_size, size
         self._part = _TRAIN if size is None else _HELD_OUT
         self.earlier_fingerprints: tuple[str, ...] = ()
@@ -173,7 +174,7 @@ class MockSamples:
         return self._seq_length
 
     def locate(self, g: int) -> SamplePosition:
-        """Says where sample g lies; every sample is new."""
+        """Returns the position of sample g; samples never repeat."""
         return SamplePosition(source=0, epoch=0, index=g)
 
     def next_epoch(self, g: int) -> None: ...
@@ -186,20 +187,24 @@ class MockSamples:
 def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     """Refuses a tokenizer that gives other ids than the one stored with the weights: the model would read other words.
 
-    Nothing is compared if no readable tokenizer lies with the weights, if `data.allow_other_tokenizer` is set, or in a
-    run that resumes from its own checkpoint.
+    Nothing is compared if the weights come without a readable tokenizer, if `data.allow_other_tokenizer` is set, or in
+    a run that resumes from its own checkpoint.
     """
     if config.data.allow_other_tokenizer or any(Path(config.run.dir, "checkpoints").glob("step_*")):
         return
     start = config.checkpoint.initialize_from
-    places = [*([Path(config.model.hf)] if config.model.hf is not None else [])]
-    places += [Path(start) / ORIGIN] if start is not None else []
-    for place in places:
-        own = _tokenizer_at(place, tokenizer.added)
-        if own is not None and own.path.resolve() != tokenizer.path.resolve() and not own.encodes_like(tokenizer):
+    folders = [*([Path(config.model.hf)] if config.model.hf is not None else [])]
+    folders += [Path(start) / ORIGIN] if start is not None else []
+    for folder in folders:
+        stored = _tokenizer_at(folder, tokenizer.added)
+        if (
+            stored is not None
+            and stored.path.resolve() != tokenizer.path.resolve()
+            and not stored.encodes_like(tokenizer)
+        ):
             raise DataError(
-                f"data.tokenizer={config.data.tokenizer} gives other ids than {own.path}, which came with the "
-                f"weights, so the model would read other tokens than it was trained on; set data.tokenizer={place}, "
+                f"data.tokenizer={config.data.tokenizer} gives other ids than {stored.path}, which came with the "
+                f"weights, so the model would read other tokens than it was trained on; set data.tokenizer={folder}, "
                 "or data.allow_other_tokenizer=true to train with the other one"
             )
 
@@ -207,7 +212,7 @@ def check_own_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 def _tokenizer_at(folder: Path, added: AddedTokens) -> Tokenizer | None:
     try:
         return load_tokenizer(folder, added) if folder.is_dir() else None
-    except DataError:  # there is no tokenizer, or one that no run could use
+    except DataError:  # no tokenizer, or an unusable one
         return None
 
 
@@ -222,7 +227,7 @@ class Sources:
             self.tokenizer = tokenizer_of(config)
             check_vocabulary(self.tokenizer, config.model.vocab_size)
             check_own_tokenizer(config, self.tokenizer)
-        # data.split uses one file for three splits: opened, checked and hashed once
+        # data.split uses one file for three splits; it is opened, checked and hashed once
         self._corpus = cache(lambda path: Corpus(path, config.model.vocab_size))
         self._notes: list[str] = []
         self._caches: SftCaches | None = None
@@ -257,7 +262,7 @@ class Sources:
                 weights = [section.weight for section in data.train]
                 later = later_blends(data, size)
                 size = self._config.sequences_per_sample
-                return Blended(seed, weights, sources, self._of_0_1_0(sources), names, later, size)
+                return Blended(seed, weights, sources, self._fingerprints_of_0_1_0(sources), names, later, size)
             case _:
                 assert_never(data)
 
@@ -280,7 +285,7 @@ class Sources:
                 assert_never(data)
 
     def notes(self) -> list[str]:
-        """Returns lines for the user on parts of the opened files that are not trained, or not as they stand."""
+        """Returns lines for the user on parts of the opened files that are not trained, or changed first."""
         return [*(self._caches.notes() if self._caches is not None else ()), *self._notes]
 
     def _refuse_nothing(self, sources: Mapping[str, SampleSource]) -> None:
@@ -295,12 +300,12 @@ class Sources:
             "with answers in the loss, or raise data.seq_length if they are cut"
         )
 
-    def _of_0_1_0(self, sources: Sequence[SampleSource]) -> list[str | None]:
+    def _fingerprints_of_0_1_0(self, sources: Sequence[SampleSource]) -> list[str | None]:
         if self.tokenizer is None:
             return []
         bos, tokenizer = self.tokenizer.bos_id, self.tokenizer.fingerprint
         if self.tokenizer.begin_ids != (() if bos is None else (bos,)):
-            return []  # it put the bos that a tokenizer names before every sample: the samples are others
+            return []  # 0.1.0 put the tokenizer's bos before every sample, so its samples differ
         return [
             source.fingerprint_of_0_1_0(tokenizer) if isinstance(source, SftDataset) else None for source in sources
         ]
@@ -317,9 +322,10 @@ class Sources:
                     return self._open_preferences(data, tokens, split, compares)
                 numbers = _numbers(data, split, len(tokens))
                 columns = label_columns(self._config.loss) or data.extra_columns
-                found = SftDataset(tokens, numbers, RowLimit(data.seq_length, data.too_long), columns, self._is_judged)
-                self._notes += [note for note in found.notes() if note not in self._notes]  # one file, several sets
-                return found
+                limit = RowLimit(data.seq_length, data.too_long)
+                dataset = SftDataset(tokens, numbers, limit, columns, self._is_judged)
+                self._notes += [note for note in dataset.notes() if note not in self._notes]  # one file, several sets
+                return dataset
             case IndexedSection():
                 corpus = self._corpus(section.path)
                 documents = _numbers(data, split, len(corpus.document_lengths))
@@ -332,10 +338,11 @@ class Sources:
         self, data: SftSection, tokens: TokenCache, split: Split, compares: Literal["pairs", "answers"]
     ) -> PreferenceDataset:
         numbers = _numbers(data, split, len(tokens) // 2 if compares == "pairs" else len(tokens))
-        found = PreferenceDataset(tokens, numbers, RowLimit(data.seq_length, data.too_long), compares, self._is_judged)
-        self._notes += [note for note in found.notes() if note not in self._notes]
+        limit = RowLimit(data.seq_length, data.too_long)
+        dataset = PreferenceDataset(tokens, numbers, limit, compares, self._is_judged)
+        self._notes += [note for note in dataset.notes() if note not in self._notes]
         # equal sets share one dataset, so that each sequence is scored by the reference model once
-        return self.preferences.setdefault(found.fingerprint, found)
+        return self.preferences.setdefault(dataset.fingerprint, dataset)
 
 
 def _held_out_sections(data: FilesSection, split: Literal["valid", "test"]) -> dict[str, tuple[SourceSection, ...]]:
@@ -372,7 +379,7 @@ class OpenedData:
         self.preferences: Mapping[str, PreferenceDataset] = sources.preferences
         """Sources of compared sequences, by fingerprint."""
         self.notes: list[str] = sources.notes()
-        """Lines for the user on parts of the files that are not trained, or not as they stand."""
+        """Lines for the user on parts of the files that are not trained, or changed first."""
 
     @property
     def fingerprint(self) -> str:
@@ -416,7 +423,7 @@ class Epochs:
 def with_num_steps(config: Config) -> Config:
     """Returns the configuration with `train.num_steps` instead of `train.num_epochs`; opens the training data.
 
-    These are the fewest steps that hold all samples of these epochs. `optimizer.warmup_ratio` becomes steps as well.
+    The steps are the fewest that hold all samples of these epochs. `optimizer.warmup_ratio` becomes steps as well.
     """
     if config.train.num_epochs is None:
         return config

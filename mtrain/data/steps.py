@@ -1,4 +1,4 @@
-"""The samples of the run's order that each step holds.
+"""Decides which samples of the run's order each step holds.
 
 A step that counts sequences holds the next global_batch_size of them. One that counts packed rows (`data.packing.batch:
 rows`) holds the next global_batch_size rows of windows of the order. Either is a pure function of the configuration,
@@ -35,7 +35,7 @@ from mtrain.data.packing.step_plan import PackedRows, packed
 Widths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """[n]: positions that each of [n] samples of the order takes, at least 1."""
 NextEpoch = Callable[[int], int | None]
-"""Number of a sample -> number of the first later one that no window may hold with it; None if there is none."""
+"""Number of a sample -> number of the first later sample that must not be in the same window, or None."""
 
 _ROW_ORDER = 2
 """Part of the key that separates the permutation of rows from those of samples and documents, which have the same
@@ -61,8 +61,8 @@ class SampleStream(Protocol):
     def locate(self, g: int) -> SamplePosition: ...
 
     def next_epoch(self, g: int) -> int | None:
-        """Returns the first sample after g whose source has meanwhile used up the epoch that it was in; None for an
-        endless source."""
+        """Returns the first sample after g whose source has finished the epoch that it was in at g; None for endless
+        sources."""
 
     @property
     def named_sizes(self) -> tuple[tuple[str, int | None], ...]:
@@ -84,7 +84,7 @@ class Windows(NamedTuple):
 
     def until(self, step: int) -> "Windows":
         """Returns the windows without those that begin after the first `step` updates."""
-        return self._replace(later=tuple(each for each in self.later if each[0] < step))
+        return self._replace(later=tuple(change for change in self.later if change[0] < step))
 
     def window_from(self, row: int) -> int:
         """Returns the number of samples in the window whose first row has this number in the run."""
@@ -112,7 +112,7 @@ class StepsOfRows:
         """Total rows before each window, and before the next window."""
         self._starts = [0]
         """First sample of each window, and of the next window."""
-        # the thread that reads ahead and a caller may both be the first to ask for a window
+        # the thread that reads ahead and a caller may both ask for a new window
         self._growing = Lock()
         self._rows = lru_cache(_WINDOWS_KEPT)(self._packed)
 
@@ -141,8 +141,8 @@ class StepsOfRows:
             while self._starts[-1] < num_samples:
                 self._add_window()
         last = bisect.bisect_left(self._starts, num_samples) - 1
-        held = int(np.searchsorted(self._rows(last).ends, num_samples - self._starts[last]))
-        return -(-(self._ends[last] + held + 1) // self._windows.num_rows)
+        row = int(np.searchsorted(self._rows(last).ends, num_samples - self._starts[last]))
+        return -(-(self._ends[last] + row + 1) // self._windows.num_rows)
 
     def _add_window(self) -> None:
         window, rows, start = len(self._ends) - 1, self._ends[-1], self._starts[-1]
@@ -180,7 +180,7 @@ def steps_of(config: Config, order: SampleStream) -> Steps:
     packing, size = config.data.packing, config.sequences_per_step
     if packing is None or not config.steps_count_rows:
         return StepsOfSequences(size)
-    later = tuple((each.from_step, each.window) for each in packing.later)
+    later = tuple((change.from_step, change.window) for change in packing.later)
     windows = Windows(size, config.row_width, packing.window, later, packing.across_epochs)
     if packing.across_epochs:
         return StepsOfRows(order.widths, windows, config.order_seed)
@@ -226,18 +226,18 @@ _EDGE = re.compile(r" from step (\d+): ")
 def later_blends(data: FilesSection, global_batch_size: int) -> dict[int, BlendPhase]:
     """Returns updates completed before it begins -> blend of `data.curriculum`, ascending."""
     numbers = {source.path: number for number, source in enumerate(data.all_sources)}
-    found = {}
+    blends = {}
     for blend in data.curriculum:
-        sources = tuple(numbers[each.path] for each in blend.sources)
-        weights = tuple(each.weight for each in blend.sources)
-        found[blend.from_step] = BlendPhase(blend.from_step * global_batch_size, sources, weights)
-    return found
+        sources = tuple(numbers[blend_source.path] for blend_source in blend.sources)
+        weights = tuple(blend_source.weight for blend_source in blend.sources)
+        blends[blend.from_step] = BlendPhase(blend.from_step * global_batch_size, sources, weights)
+    return blends
 
 
 def with_later(fingerprint: str, later: Mapping[int, BlendPhase], of_sources: Sequence[str]) -> str:
     """Builds the fingerprint of all data of a run."""
     for step, phase in later.items():
-        # numbers too: two sources with the same content may be at different places of their epochs
+        # with numbers: two sources with the same content may be at different positions in their epochs
         shares = zip(phase.weights, phase.sources)
         parts = "+".join(f"{weight:g}*{number}:{of_sources[number]}" for weight, number in shares)
         fingerprint += _FROM.format(step) + parts

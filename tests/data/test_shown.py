@@ -29,7 +29,7 @@ def loader(write_jsonl: WriteJsonl, word_tokenizer: Path, make_config: Callable[
 
 def test_every_token_is_shown_with_what_it_weighs(loader: StepLoader) -> None:
     step = loader.shown(1, 8)
-    by_place = {sample.place.split("line ")[1]: sample for sample in step.samples}
+    by_place = {sample.origin.split("line ")[1]: sample for sample in step.samples}
     first = by_place["1, epoch 1"]
     assert [token.id for token in first.tokens] == [1, 4, 0, 6, 7, 2]
     assert [token.text for token in first.tokens] == ["<s>", "a", " <unk>", " c", " d", "</s>"]

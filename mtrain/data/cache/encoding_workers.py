@@ -45,8 +45,8 @@ def encoded_chunks(job: EncodingJob, num_workers: int) -> Iterator[EncodedChunk]
     with ExitStack() as started:
         workers = [started.enter_context(_Worker(job, number, num_workers)) for number in range(num_workers)]
         turn = 0
-        while (found := workers[turn].next_chunk()) is not None:
-            yield found
+        while (next_chunk := workers[turn].next_chunk()) is not None:
+            yield next_chunk
             turn = (turn + 1) % num_workers
 
 
@@ -56,8 +56,8 @@ def _encoded(chunk: Chunk, encoder: SampleEncoder) -> EncodedChunk:
     for index in range(len(chunk)):
         leave_if_stopped(TOKENISING)
         try:
-            found = encoder.encode(chunk.record(index))
-            of_record = found if isinstance(found, tuple) else (found,)
+            result = encoder.encode(chunk.record(index))
+            of_record = result if isinstance(result, tuple) else (result,)
             if any(len(sample.ids) == 0 for sample in of_record):
                 raise DataError("has no token; remove it")
             samples += [(chunk.first + index, sample) for sample in of_record]
@@ -79,8 +79,8 @@ class _Worker:
                 env=with_package(os.environ),
             )
         except OSError as fault:
-            raise MachineError(f"a process that tokenises cannot be started: {fault}; free memory") from fault
-        other.close()  # else this process would hold the worker's end open and never see that it died
+            raise MachineError(f"cannot start a tokenising process: {fault}; free memory") from fault
+        other.close()  # else this process would keep the worker's end open, and not notice that the worker died
         self._connection.send((job, number, num_workers))
 
     def __enter__(self) -> _Worker:
@@ -94,26 +94,26 @@ class _Worker:
     def next_chunk(self) -> EncodedChunk | None:
         """Returns the worker's next chunk; None after the last one."""
         try:
-            while not self._connection.poll(_POLL_S):  # a chunk takes long
+            while not self._connection.poll(_POLL_S):  # a chunk can take many polls
                 leave_if_stopped(TOKENISING)
-            found = self._connection.recv()
+            message = self._connection.recv()
         except (EOFError, OSError) as fault:
             raise MachineError(
-                f"a process that tokenises has died (exit code {self._process.wait()}), probably for lack of memory; "
-                "free memory and start again"
+                f"a tokenising process died (exit code {self._process.wait()}), probably for lack of memory; free "
+                "memory and start again"
             ) from fault
-        if isinstance(found, MtrainError):
-            raise found
-        assert found is None or isinstance(found, EncodedChunk)
-        return found
+        if isinstance(message, MtrainError):
+            raise message
+        assert message is None or isinstance(message, EncodedChunk)
+        return message
 
 
 def _work(connection: Connection) -> None:
-    job, own, num_workers = connection.recv()
+    job, worker, num_workers = connection.recv()
     try:
         encoder = job.make_encoder()
         for number, chunk in enumerate(chunks(job.files)):
-            if number % num_workers == own:
+            if number % num_workers == worker:
                 connection.send(_encoded(chunk, encoder))
         connection.send(None)
     except MtrainError as fault:

@@ -71,7 +71,7 @@ class EncodedChunk(NamedTuple):
     first: int
     """Number of the first record in its file, counted from 1."""
     num_records: int
-    """Bad records are counted too."""
+    """Includes bad records."""
     ids: NDArray[np.int32]
     lengths: NDArray[np.int32]
     runs: Runs
@@ -79,7 +79,7 @@ class EncodedChunk(NamedTuple):
     numbers: NDArray[np.int64]
     """Number of each sample's record in its file, counted from 1."""
     extras: NDArray[np.float32]
-    """[tokens, extras]; nothing where data.extras names none."""
+    """[tokens, extras]; empty unless data.extras names some."""
     bad: tuple[tuple[int, str], ...]
     """Number and fault of each bad record."""
 
@@ -142,7 +142,7 @@ class ArrayWriter:
             file.close()
 
     def add(self, chunk: EncodedChunk, first_of_file: int) -> None:
-        """Appends the samples of a chunk; `first_of_file` records lie in the files before."""
+        """Appends the samples of a chunk; `first_of_file` is the number of records in earlier files."""
         ends = np.cumsum(chunk.lengths, dtype=np.int64)
         runs, run_ends = chunk.runs, np.cumsum(chunk.runs.counts, dtype=np.int64)
         checksums = [
@@ -189,9 +189,9 @@ def fingerprint_of(facts: dict[str, dict[str, Any]]) -> str:
 
 _FACTS = "entry.json"
 _MOST_NAMED = 10
-"""Number of bad records that are kept with their faults."""
+"""Number of bad records whose faults are stored."""
 FORMAT = 1
-"""Version of the files of an entry, part of its key; raised when their meaning changes."""
+"""Version of an entry's files, part of its key; incremented when their meaning changes."""
 
 
 class DamagedEntryError(Exception):
@@ -202,12 +202,11 @@ class TokenCache:
     """Samples of one source in the order of its records; thread-safe."""
 
     def __init__(self, folder: Path, files: tuple[RecordFile, ...], file_digests: tuple[str, ...]) -> None:
-        """Maps the arrays and verifies all but the tokens, which are verified when they are read; raises
-        DamagedEntryError."""
+        """Maps the arrays and verifies all but the tokens, which `read` verifies; raises DamagedEntryError."""
         self.folder, self.files, self.file_digests = folder, files, file_digests
         facts = _read_facts(folder)
         self.num_records: int = facts["num_records"]
-        """Bad records are counted too."""
+        """Includes bad records."""
         self.file_starts: tuple[int, ...] = tuple(facts["file_starts"])
         """Number of records before each file."""
         self.highest_id: int = facts["highest_id"]
@@ -216,7 +215,7 @@ class TokenCache:
         arrays = {name: _mapped(folder, name, facts["arrays"][name]) for name in DTYPES}
         self._ids, self._run_lengths, self._run_weights = (arrays[name] for name in OF_SAMPLES)
         self.starts: NDArray[np.int64] = arrays["offsets"]
-        """[samples + 1]: where each sample begins when all are laid end to end."""
+        """[samples + 1]: first token of each sample when all are laid end to end."""
         self._run_offsets = arrays["run_offsets"]
         self._records, self._checksums = arrays["records"], arrays["checksums"]
         self.weights: NDArray[np.float64] = arrays["weights"]
@@ -247,15 +246,15 @@ class TokenCache:
         return np.where(self._run_weights[first] > 0, 0, self._run_lengths[first]).astype(np.int64)
 
     def read(self, index: int) -> TokenizedSample:
-        """Reads a sample; raises DataError where it differs from what was written."""
+        """Reads a sample; raises DataError if its checksum does not match."""
         start, end = self.starts[index], self.starts[index + 1]
         low, high = self._run_offsets[index], self._run_offsets[index + 1]
         ids, lengths, weights = self._ids[start:end], self._run_lengths[low:high], self._run_weights[low:high]
         extras = self.extras[start:end]
         if checksum(ids, lengths, weights, extras) != self._checksums[index]:
             raise DataError(
-                f"{self.folder}: the tokens of sample {index} ({self.place(index)}) are not those that were written; "
-                "remove this folder, which the next start rebuilds, and check the disk"
+                f"{self.folder}: the tokens of sample {index} ({self.location(index)}) are not those that were "
+                "written; remove this folder, which the next start rebuilds, and check the disk"
             )
         weight = float(self.weights[index])
         return TokenizedSample(np.array(ids), np.repeat(weights, lengths), weight, np.array(extras))
@@ -264,13 +263,13 @@ class TokenCache:
         """Returns the number of a sample's record in the source, counted from 0, bad records included."""
         return int(self._records[index])
 
-    def place(self, index: int) -> str:
-        """Names file and record of a sample, for messages."""
+    def location(self, index: int) -> str:
+        """Returns the file and record of a sample, for messages."""
         record = self.record(index)
         file = int(np.searchsorted(self.file_starts, record, side="right")) - 1
         return self.files[file].place(record - self.file_starts[file] + 1)
 
-    def bad_places(self) -> list[str]:
+    def bad_records(self) -> list[str]:
         return [f"{self.files[file].place(number)}: {why}" for file, number, why in self._first_bad]
 
     def trained_before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -285,9 +284,9 @@ class TokenCache:
     @cached_property
     def is_counted(self) -> NDArray[np.bool_]:
         """Returns [tokens]: whether predicting each token counts; the first token of a sample is never predicted."""
-        found: NDArray[np.bool_] = np.repeat(self._run_weights > 0, self._run_lengths)
-        found[self.starts[:-1]] = False
-        return found
+        counted: NDArray[np.bool_] = np.repeat(self._run_weights > 0, self._run_lengths)
+        counted[self.starts[:-1]] = False
+        return counted
 
     @cached_property
     def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:

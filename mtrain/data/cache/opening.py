@@ -33,18 +33,18 @@ from mtrain.data.cache.entry import EXTRAS, FORMAT, OF_SAMPLES, ArrayWriter, Dam
 from mtrain.data.formats.record_files import RecordFile
 
 _SETTLED_NS = 10 * 10**9
-"""More than a tick of any file system in use (2 s at most) and than the clocks of nodes differ by."""
+"""Longer than the tick of any file system in use (2 s at most) and than the clock skew between nodes."""
 _BLOCK_BYTES = 1 << 22
 
 
 def _state_of(path: Path) -> dict[str, int]:
     """Returns properties that change with every write to a file."""
     try:
-        found = os.stat(path)
+        stat = os.stat(path)
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror or fault}; check the path") from fault
-    times = {"mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
-    return {"bytes": found.st_size, "inode": found.st_ino, **times}
+    times = {"mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+    return {"bytes": stat.st_size, "inode": stat.st_ino, **times}
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class FileContent:
     sha256: str
 
     def check_unchanged(self) -> None:
-        """Refuses a file that has been written to since."""
+        """Refuses a file that has been written to since it was hashed."""
         if _state_of(self.path) != self.state:
             raise DataError(f"{self.path} was changed while it was read; start again when nothing writes to it")
 
 
 def content_of(path: Path, memory: Path, reads_all: bool) -> FileContent:
-    """Returns a file's digest, remembered in `memory` where that is safe; if `memory` cannot be written, nothing is
-    remembered."""
+    """Returns a file's state and digest; remembers the digest in the folder `memory` if that is safe and the folder can
+    be written."""
     state = _state_of(path)
     note = memory / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()}.json"
     if not reads_all and (known := _remembered(note, state)) is not None:
@@ -74,7 +74,7 @@ def content_of(path: Path, memory: Path, reads_all: bool) -> FileContent:
             memory.mkdir(parents=True, exist_ok=True)
             new = note.with_suffix(f".{secrets.token_hex(4)}")
             new.write_text(json.dumps(state | {"sha256": content.sha256}))
-            new.replace(note)  # not synced: half a note is none
+            new.replace(note)  # not synced: a truncated note is ignored
     return content
 
 
@@ -107,13 +107,13 @@ class Progress:
 
     def __init__(self, num_bytes: int, first_file: Path, say: Callable[[str], None]) -> None:
         self._what, self._say = f"{first_file} ({num_bytes / 1e6:,.0f} MB)", say
-        self._began = self._said = time.monotonic()
+        self._began = self._printed = time.monotonic()
 
     def update(self, num_records: int, num_tokens: int) -> None:
         """Prints the progress, unless the last line is recent."""
         now = time.monotonic()
-        if now - self._said >= _LINE_S:
-            self._said = now
+        if now - self._printed >= _LINE_S:
+            self._printed = now
             self._line("tokenising", num_records, num_tokens, now)
 
     def finish(self, num_records: int, num_tokens: int) -> None:
@@ -140,10 +140,10 @@ def build_entry(staging: Path, job: EncodingJob, num_workers: int, stops_at_bad:
             progress.update(facts.num_records, writer.num_tokens)
             tick()
         if writer.num_samples == 0:
+            first_bad = "".join(f"; {job.files[file].place(record)}: {why}" for file, record, why in facts.bad[:1])
             raise DataError(
                 f"{job.files[0].path} holds no sample ({facts.num_bad} of {facts.num_records} records are bad"
-                + (f"; {job.files[facts.bad[0][0]].place(facts.bad[0][1])}: {facts.bad[0][2]}" if facts.bad else "")
-                + "); give a file that holds samples"
+                f"{first_bad}); give a file that holds samples"
             )
         writer.flush()
     for name in (*OF_SAMPLES, EXTRAS):
@@ -164,7 +164,7 @@ class CacheOptions:
     reads_all: bool = False
     """Whether every file is hashed at every start."""
     num_workers: int | None = None
-    """Number of tokenising processes; None: as many as the data are worth, up to the processors of this process."""
+    """Number of tokenising processes; None: one per 4 MiB of data, up to the processors of this process."""
     stops_at_bad: bool = True
     say: Callable[[str], None] = lambda line: None
 
@@ -175,10 +175,11 @@ def default_folder() -> Path:
 
 
 def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> TokenCache:
-    """Opens the tokens of a source; builds them if there is no usable entry.
+    """Opens the tokens of a source; builds the entry unless a usable one exists.
 
     Args:
-        fingerprint: Text that changes with everything but the files that decides the tokens or which records are bad.
+        fingerprint: Text that changes with anything besides the files that decides the tokens, or which records are
+            bad.
     """
     contents = [content_of(file.path, options.folder / "files", options.reads_all) for file in job.files]
     digests = tuple(content.sha256 for content in contents)
@@ -188,19 +189,19 @@ def token_cache(job: EncodingJob, fingerprint: str, options: CacheOptions) -> To
     def opened() -> TokenCache | None:
         return _opened(entry, job.files, digests, options.say)
 
-    if (found := opened()) is not None:
-        return found
+    if (cache := opened()) is not None:
+        return cache
     with disk_faults(f"write the token cache {options.folder} (data.cache_dir)"):
         entry.parent.mkdir(parents=True, exist_ok=True)
         with _locked(entry, options.say) as outcome:
             # another process may have built it while this one waited
-            found = opened()
-            if found is None:
+            cache = opened()
+            if cache is None:
                 if outcome is LockOutcome.TAKEN:
                     _clean(entry.parent)
                 _build(entry, job, contents, options, lambda: opened() is not None)
-                found = TokenCache(entry, job.files, digests)
-    return found
+                cache = TokenCache(entry, job.files, digests)
+    return cache
 
 
 def _opened(
@@ -237,9 +238,10 @@ def _build(
 
 
 def _publish(staging: Path, entry: Path, is_usable: Callable[[], bool]) -> None:
-    """Moves a finished folder to its place, unless a usable entry is there.
+    """Moves a finished folder into place unless a usable entry exists.
 
-    A usable one comes from another node on a file system without locks; it stays, since its builder may be opening it.
+    A usable entry comes from another node on a file system without locks; it stays, since its builder may be opening
+    it.
     """
     if entry.exists() and not is_usable():
         replaced = entry.with_name(f"{_BUILDING}{entry.name}-{secrets.token_hex(4)}")
@@ -254,7 +256,7 @@ def _publish(staging: Path, entry: Path, is_usable: Callable[[], bool]) -> None:
 
 
 _BYTES_A_WORKER = 4 << 20
-"""Data that take about as long to tokenise as a process takes to start."""
+"""Tokenising this much takes about as long as starting a process."""
 
 
 @contextmanager
@@ -265,12 +267,12 @@ def _locked(entry: Path, say: Callable[[str], None]) -> Iterator[LockOutcome]:
     """
     descriptor = os.open(_lock_file(entry), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        began = said = time.monotonic()
+        began = last_line = time.monotonic()
         while (outcome := try_lock(descriptor, fcntl.LOCK_EX)) is LockOutcome.BUSY:
             now = time.monotonic()
-            if now - said >= _WAITING_LINE_S:
+            if now - last_line >= _WAITING_LINE_S:
                 say(f"waiting since {now - began:.0f} s for another process that tokenises the same data")
-                said = now
+                last_line = now
             leave_if_stopped(TOKENISING)
             time.sleep(_POLL_S)
         yield outcome
@@ -283,7 +285,7 @@ def _lock_file(entry: Path) -> Path:
 
 
 def _clean(entries: Path) -> None:
-    """Removes what killed builders left; running ones hold their locks."""
+    """Removes the folders of killed builders; running builders hold their locks."""
     for left in entries.glob(f"{_BUILDING}*"):
         key = left.name.removeprefix(_BUILDING).partition("-")[0]
         descriptor = os.open(_lock_file(entries / key), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

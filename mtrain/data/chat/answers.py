@@ -1,4 +1,4 @@
-"""Answers in a rendered conversation, found by marks of the template or by what it writes for shorter conversations."""
+"""Finds the answers in a rendered conversation, by the template's marks or by rendering shorter conversations."""
 
 import copy
 import re
@@ -21,11 +21,11 @@ class Answer(NamedTuple):
     spans: tuple[tuple[int, int], ...]
     """First character and end of each piece, ascending."""
     after: int
-    """End of the special token that follows at once; else that of the last piece."""
+    """End of the special token that follows immediately, or else of the last piece."""
     weight: float
 
     @property
-    def place(self) -> tuple[int, int]:
+    def bounds(self) -> tuple[int, int]:
         return self.spans[0][0], self.spans[-1][1]
 
 
@@ -35,11 +35,11 @@ class Rendering(NamedTuple):
     """Answers in the loss, ascending."""
 
 
-def found_answers(conversation: Conversation, renderer: Renderer, special: SpecialTexts) -> Rendering:
+def aligned_answers(conversation: Conversation, renderer: Renderer, special: SpecialTexts) -> Rendering:
     """Renders a conversation under a template that does not mark answers."""
     messages, weights = conversation.messages, conversation.answer_weights
     finder = AnswerFinder(renderer, special)
-    spans = finder.find({number: list(_own_words(messages[number])) for number in weights})
+    spans = finder.find({number: list(_answer_texts(messages[number])) for number in weights})
     full = finder.full
     answers = [
         Answer(span.message, ((span.start, span.end),), special.after(full, span.end), weights[span.message])
@@ -63,7 +63,7 @@ def marked_answers(conversation: Conversation, renderer: Renderer, special: Spec
     return Rendering(full, answers)
 
 
-def _own_words(message: Mapping[str, Any]) -> Iterator[str]:
+def _answer_texts(message: Mapping[str, Any]) -> Iterator[str]:
     """Yields the texts of an answer that are not markup."""
     yield from texts_of(message.get("reasoning_content", ""))
     yield from texts_of(message.get("content", ""))
@@ -77,35 +77,35 @@ _TAG_OR_CHAR = re.compile(r"<[^<>]*>|(\S)")
 
 
 def marks_of(answers: Sequence[int], renderer: Renderer) -> tuple[str, dict[int, list[tuple[int, int]]]]:
-    """Returns the rendering, and what the template marks of each answer, without empty marks; `answers` ascend.
+    """Returns the rendering, and the nonempty spans that the template marks in each answer; `answers` must ascend.
 
     Each message carries its number in its texts, so a mark belongs to the answer whose number it contains, or to the
     one answer between the numbers around it. If a template does more with the texts than print them, its marks are
-    counted in the renderings of all beginnings instead.
+    counted in the renderings of ever longer conversations instead.
     """
     size = len(renderer.messages)
-    (found,) = renderer.compare([renderer.whole])
-    if isinstance(found, NotRendered):
-        raise refused(found)
-    full = found.rest
+    (rendered,) = renderer.compare([renderer.whole])
+    if isinstance(rendered, NotRendered):
+        raise refused(rendered)
+    full = rendered.suffix
     numbered = replace(renderer, messages=_with_numbers(renderer.messages)).render(Cut(size, False, True))
     if isinstance(numbered, str) and _MARK.sub("", numbered) == full:
         _check_marks(numbered)
-        owned = _owned(numbered, answers, size)
+        owned = _marks_by_number(numbered, answers, size)
         if owned is not None:
             return full, owned
-    return full, _counted(full, answers, renderer)
+    return full, _marks_by_count(full, answers, renderer)
 
 
 def _with_numbers(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Puts the number of each message into its texts, at places that templates are unlikely to change."""
+    """Puts the number of each message into its texts, at positions that templates are unlikely to change."""
     numbered: list[dict[str, Any]] = copy.deepcopy([dict(message) for message in messages])
     for number, message in enumerate(numbered):
         calls = [call.get("function", call) for call in message.get("tool_calls", ())]
         content = message.get("content")
-        places = [(part, "text") for part in content] if isinstance(content, list) else [(message, "content")]
-        places += [(message, "reasoning_content"), (message, "thinking"), *((call, "name") for call in calls)]
-        for holder, key in places:
+        fields = [(part, "text") for part in content] if isinstance(content, list) else [(message, "content")]
+        fields += [(message, "reasoning_content"), (message, "thinking"), *((call, "name") for call in calls)]
+        for holder, key in fields:
             if key not in holder:
                 continue
             holder[key] = with_mark(holder[key], f"{_FIRST}{number}{_LAST}")
@@ -113,8 +113,7 @@ def _with_numbers(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def with_mark(text: str, mark: str) -> str:
-    """Inserts a mark before the last character that is neither white space nor part of a tag, since templates cut those
-    away."""
+    """Inserts a mark before the last character that is neither white space nor part of a tag: templates strip both."""
     end = len(text.rstrip())
     if end and text[end - 1] == ">":
         end = max((match.end() for match in _TAG_OR_CHAR.finditer(text) if match[1]), default=0)
@@ -125,10 +124,10 @@ def _check_marks(marked: str) -> None:
     """Refuses nested or cut marks."""
     marks = re.findall(f"[{OPEN}{CLOSE}]", marked)
     if marks != [OPEN, CLOSE] * (len(marks) // 2):
-        raise _unclear()
+        raise _unclear_marks()
 
 
-def _unclear() -> DataError:
+def _unclear_marks() -> DataError:
     return DataError(
         "the template nests, cuts or changes what it marks by {% generation %}, so what is in the loss is not clear; "
         "write the blocks directly where the text is printed"
@@ -143,7 +142,7 @@ class _Span(NamedTuple):
 
 
 def _spans(marked: str) -> Iterator[_Span]:
-    """Yields the marked places, and the texts between them as empty spans."""
+    """Yields a span for each marked text, and an empty one for each text between marks."""
     position = start = last = 0
     numbers: list[int] = []
     for match in _MARK.finditer(marked):
@@ -157,38 +156,38 @@ def _spans(marked: str) -> Iterator[_Span]:
     yield _Span(position, position, tuple(numbers))
 
 
-def _owned(numbered: str, answers: Sequence[int], size: int) -> dict[int, list[tuple[int, int]]] | None:
-    """Assigns marks to answers by the numbers around them; None if these do not decide."""
-    found: dict[int, list[tuple[int, int]]] = {answer: [] for answer in answers}
+def _marks_by_number(numbered: str, answers: Sequence[int], size: int) -> dict[int, list[tuple[int, int]]] | None:
+    """Assigns marks to answers by the numbers around them; None if the numbers are ambiguous."""
+    owned: dict[int, list[tuple[int, int]]] = {answer: [] for answer in answers}
     spans = list(_spans(numbered))
     before = [-1, *accumulate((max(span.numbers, default=-1) for span in spans), max)]
     after = [*accumulate((min(span.numbers, default=size) for span in reversed(spans)), min, initial=size)][::-1]
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         if span.start == span.end:
             continue
         is_numbered = len(span.numbers) > 0
-        first, last = (min(span.numbers), max(span.numbers)) if is_numbered else (before[place], after[place + 1])
+        first, last = (min(span.numbers), max(span.numbers)) if is_numbered else (before[index], after[index + 1])
         owners = answers[bisect_left(answers, first) : bisect_right(answers, last)]
-        if len(owners) != 1 or (is_numbered and (before[place] > first or last > after[place + 1])):
+        if len(owners) != 1 or (is_numbered and (before[index] > first or last > after[index + 1])):
             return None
-        found[owners[0]].append((span.start, span.end))
-    return found
+        owned[owners[0]].append((span.start, span.end))
+    return owned
 
 
-def _counted(full: str, answers: Sequence[int], renderer: Renderer) -> dict[int, list[tuple[int, int]]]:
-    """Assigns marks to answers by counting them in the rendering of each beginning."""
+def _marks_by_count(full: str, answers: Sequence[int], renderer: Renderer) -> dict[int, list[tuple[int, int]]]:
+    """Assigns marks to answers by counting the marks up to the end of each answer."""
     cuts = [Cut(len(renderer.messages), False, True), *(Cut(answer + 1, False, True) for answer in answers[:-1])]
     rendered = []
-    for each in renderer.compare(cuts):
-        if isinstance(each, NotRendered):
-            raise refused(each)
-        rendered.append(each)
-    marked = rendered[0].rest
+    for result in renderer.compare(cuts):
+        if isinstance(result, NotRendered):
+            raise refused(result)
+        rendered.append(result)
+    marked = rendered[0].suffix
     _check_marks(marked)
     if _MARK.sub("", marked) != full:
-        raise _unclear()
+        raise _unclear_marks()
     spans = [(span.start, span.end) for span in list(_spans(marked))[1::2]]
-    counts = [marked.count(OPEN, 0, each.common) + each.rest.count(OPEN) for each in rendered[1:]]
+    counts = [marked.count(OPEN, 0, result.common) + result.suffix.count(OPEN) for result in rendered[1:]]
     counts = [0, *counts, len(spans)]
     if any(earlier > later for earlier, later in pairwise(counts)):
         raise DataError("the template marks fewer answers by {% generation %} when more follow; correct it")

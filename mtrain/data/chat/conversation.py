@@ -21,7 +21,7 @@ _MESSAGE_KEYS = frozenset(
 _CALL_KEYS = frozenset({"id", "index", "type", "function", "name", "arguments"})
 _FUNCTION_KEYS = frozenset({"name", "arguments"})
 _SHOWN_KEYS = frozenset({"tools", "chat_template_kwargs", "tool_calls", "tool_call_id", "name", *_REASONING_KEYS})
-"""Keys without which the model would read another conversation."""
+"""Keys that change what the model reads, so they must not be dropped."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 """Variables of a template that are not switches."""
 
@@ -37,7 +37,7 @@ class Conversation:
     variables: dict[str, Any]
     """Switches of the template, such as enable_thinking."""
     answer_weights: dict[int, float]
-    """Message number -> weight of each of its tokens, where above 0; questions have none."""
+    """Message number -> weight of each of its tokens; only messages with a weight above 0."""
     weight: float
 
 
@@ -45,22 +45,22 @@ def conversation_of(record: dict[str, Any], ignored: Set[str], loss_on: LossOn |
     """Checks a record with `messages`; errors say what is wrong, not where.
 
     Args:
-        loss_on: Answers that count; None for a question, which needs none.
+        loss_on: Answers that count; None for a prompt, which needs no answer.
     """
     check_keys(record, _RECORD_KEYS, ignored)
     _refuse_dropped(record, ignored, "")
-    given = record.get("messages")
-    if not isinstance(given, list) or not given:
+    raw_messages = record.get("messages")
+    if not isinstance(raw_messages, list) or not raw_messages:
         raise DataError("'messages' must be a list of at least one message; fix it")
     messages, present = [], []
-    for number, message in enumerate(given):
-        place = f"messages[{number}]"
+    for number, message in enumerate(raw_messages):
+        path = f"messages[{number}]"
         if not isinstance(message, dict):
-            raise DataError(f"{place} needs an object with role and content; fix it")
-        check_keys(message, _MESSAGE_KEYS, ignored, f"{place} ")
-        _refuse_dropped(message, ignored, f"{place} ")
+            raise DataError(f"{path} needs an object with role and content; fix it")
+        check_keys(message, _MESSAGE_KEYS, ignored, f"{path} ")
+        _refuse_dropped(message, ignored, f"{path} ")
         present.append(_present(message))
-        messages.append(_message(present[-1], place))
+        messages.append(_message(present[-1], path))
     return Conversation(
         messages,
         _tools(record.get("tools")),
@@ -76,52 +76,52 @@ def _present(message: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in known.items() if (key, value) != ("tool_calls", [])}
 
 
-def _message(present: dict[str, Any], place: str) -> dict[str, Any]:
+def _message(present: dict[str, Any], path: str) -> dict[str, Any]:
     if present.get("role") not in ROLES:
         raise DataError(
-            f"{place} has the role {present.get('role')!r}, but must be one of {', '.join(ROLES)}; change it"
+            f"{path} has the role {present.get('role')!r}, but must be one of {', '.join(ROLES)}; change it"
         )
     message = {key: value for key, value in present.items() if key in ("role", "tool_call_id", "name")}
     for key in ("tool_call_id", "name"):
         if key in message:
-            check_text(message[key], f"{place}.{key}")
-    reasoning = _reasoning(present, place)
+            check_text(message[key], f"{path}.{key}")
+    reasoning = _reasoning(present, path)
     if "content" in present:
-        message["content"] = _content(present["content"], place)
+        message["content"] = _content(present["content"], path)
     if reasoning is not None:
-        # under both names that templates read, as transformers gives it
+        # under both names that templates read, as in transformers
         message |= {"reasoning_content": reasoning, "thinking": reasoning}
     if "tool_calls" in present:
-        message["tool_calls"] = _tool_calls(present["tool_calls"], f"{place}.tool_calls")
+        message["tool_calls"] = _tool_calls(present["tool_calls"], f"{path}.tool_calls")
     if present["role"] != ANSWERS and ("tool_calls" in message or reasoning is not None):
-        raise DataError(f"{place} has tool_calls or reasoning, but is no answer of the role {ANSWERS}; fix the role")
+        raise DataError(f"{path} has tool_calls or reasoning, which only the role {ANSWERS} may have; fix the role")
     if "content" not in message and "tool_calls" not in message and reasoning is None:
-        raise DataError(f"{place} has no content; write it, or remove the line")
+        raise DataError(f"{path} has no content; write it, or remove the line")
     return message
 
 
-def _refuse_dropped(found: dict[str, Any], ignored: Set[str], place: str) -> None:
-    named = next((key for key in found if key in _SHOWN_KEYS and key in ignored), None)
+def _refuse_dropped(record: dict[str, Any], ignored: Set[str], prefix: str) -> None:
+    named = next((key for key in record if key in _SHOWN_KEYS and key in ignored), None)
     if named is not None:
         raise DataError(
-            f"{place}has the key {named!r}, which a chat template reads, but data.ignore_keys names it; remove it "
+            f"{prefix}has the key {named!r}, which a chat template reads, but data.ignore_keys names it; remove it "
             "from one of the two"
         )
 
 
-def _content(content: object, place: str) -> str | list[dict[str, str]]:
+def _content(content: object, path: str) -> str | list[dict[str, str]]:
     """Returns a text or a list of text parts."""
     if not isinstance(content, list):
-        return check_text(content, f"{place}.content")
+        return check_text(content, f"{path}.content")
     parts = []
     for number, part in enumerate(content):
-        name = f"{place}.content[{number}]"
+        name = f"{path}.content[{number}]"
         if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
             raise DataError(
                 f"{name} is of type {kind!r:.40}, but only text is read; leave the record out, or remove the part"
             )
         if not isinstance(part, dict) or part.get("type") != "text" or part.keys() - {"type", "text"}:
-            raise DataError(f'{name} must be {{"type": "text", "text": ...}}, as only text is read; remove what is not')
+            raise DataError(f'{name} must be {{"type": "text", "text": ...}}, as only text is read; remove other parts')
         parts.append({"type": "text", "text": check_text(part.get("text"), f"{name}.text")})
     return parts
 
@@ -130,19 +130,19 @@ def texts_of(content: str | list[dict[str, str]]) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
-def _reasoning(present: dict[str, Any], place: str) -> str | None:
-    given = [key for key in _REASONING_KEYS if key in present]
-    if len(given) > 1:
-        raise DataError(f"{place} has both {given[0]} and {given[1]}, two names for the same thing; keep one")
-    return check_text(present[given[0]], f"{place}.{given[0]}") if given else None
+def _reasoning(present: dict[str, Any], path: str) -> str | None:
+    keys = [key for key in _REASONING_KEYS if key in present]
+    if len(keys) > 1:
+        raise DataError(f"{path} has both {keys[0]} and {keys[1]}, two names for the same thing; keep one")
+    return check_text(present[keys[0]], f"{path}.{keys[0]}") if keys else None
 
 
-def _tool_calls(given: object, place: str) -> list[dict[str, Any]]:
-    calls = without_nulls(given)
+def _tool_calls(value: object, path: str) -> list[dict[str, Any]]:
+    calls = without_nulls(value)
     if not isinstance(calls, list) or not calls:
-        raise DataError(f"{place} must be a list of at least one call; fix it, or remove it")
+        raise DataError(f"{path} must be a list of at least one call; fix it, or remove it")
     for number, call in enumerate(calls):
-        name = f"{place}[{number}]"
+        name = f"{path}[{number}]"
         if not isinstance(call, dict):
             raise DataError(f"{name} must be an object with the name and arguments of a function; fix it")
         check_keys(call, _CALL_KEYS, frozenset(), f"{name} ")
@@ -189,17 +189,17 @@ def untrained(message: object) -> object:
     return {**message, "train": False} if isinstance(message, dict) and is_answer else message
 
 
-def _answer_weight(present: dict[str, Any], place: str) -> float:
+def _answer_weight(present: dict[str, Any], path: str) -> float:
     """Returns the weight of each token of a message; 0 unless it is an answer."""
-    weight = check_weight(present.get("weight", 1.0), f"{place}.weight")
+    weight = check_weight(present.get("weight", 1.0), f"{path}.weight")
     train = present.get("train", True)
     if not isinstance(train, bool):
-        raise DataError(f"{place}.train is {train!r}, but must be true or false; change it")
+        raise DataError(f"{path}.train is {train!r}, but must be true or false; change it")
     if present.get("role") == ANSWERS:
         return weight if train else 0.0
     if ("weight" in present and weight) or ("train" in present and train):
         raise DataError(
-            f"{place} asks to be in the loss, but only answers of the role {ANSWERS} can be; set its train to false"
+            f"{path} asks to be in the loss, but only answers of the role {ANSWERS} can be; set its train to false"
         )
     return 0.0
 
@@ -220,6 +220,6 @@ def answers_in_loss(messages: Sequence[dict[str, Any]], loss_on: LossOn) -> dict
     texts = ("content", "tool_calls", *_REASONING_KEYS)
     if not any(messages[number].get(key) for number in counted for key in texts):
         raise DataError(
-            f"'messages' has no answer by the role {ANSWERS} that counts, so there is nothing to learn; remove the line"
+            f"'messages' has no answer of the role {ANSWERS} in the loss, so there is nothing to learn; remove the line"
         )
     return counted

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError
 from mtrain.core.batch.sample import TokenizedSample
-from mtrain.data.chat.answers import Answer, Rendering, found_answers, marked_answers, with_mark
+from mtrain.data.chat.answers import Answer, Rendering, aligned_answers, marked_answers, with_mark
 from mtrain.data.chat.conversation import ANSWERS, RESERVED, Conversation, LossOn, conversation_of, texts_of
 from mtrain.data.chat.ends import TOOLS, EndFinder, Weighed, up_to_stops
 from mtrain.data.chat.sandbox import Cut, LimitError, NotRendered, Renderer, RenderLimits, Sandbox
@@ -31,8 +31,8 @@ from mtrain.data.chat.template import ChatTemplate, ChatTemplates
 from mtrain.hf.tokenizer.tokenizer import EncodedText, Tokenizer
 
 _VERSION = 5
-"""Number of the version of this package's output; raised when the same record gives other ids or weights, or another
-record is refused."""
+"""Version of the encoder's output; incremented when the same record gives other ids or weights, or other records are
+refused."""
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -46,7 +46,7 @@ class ChatOptions:
     date: str | None = None
     """YYYY-MM-DD for templates that write today's date; None refuses them."""
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Switches of the template, such as enable_thinking; a record's own take precedence."""
+    """Switches of the template, such as enable_thinking; those of a record take precedence."""
     limits: RenderLimits = field(default_factory=RenderLimits)
 
 
@@ -54,8 +54,9 @@ class Ends(NamedTuple):
     """Special tokens of the answers under some templates."""
 
     ids: list[int]
-    """Tokens that end answers, that of a plain text first."""
+    """Tokens that end answers; the one that ends plain text comes first."""
     inside: list[int]
+    """Tokens that occur inside answers."""
 
 
 class ChatEncoder:
@@ -86,7 +87,7 @@ class ChatEncoder:
         try:
             return self._sample(form, conversation)
         except UntrainableError as fault:
-            raise DataError(f"{fault.why}; {self._way_on(form, conversation, fault)}") from None
+            raise DataError(f"{fault.why}; {self._advice(form, conversation, fault)}") from None
 
     def _sample(self, form: _Format, conversation: Conversation) -> TokenizedSample:
         rendering = self._rendered(form, conversation)
@@ -94,7 +95,7 @@ class ChatEncoder:
         encoded = self._encoded(form, conversation, whole, rendering.text, _ends_of(rendering, self._stops))
         for answer in rendering.answers:
             self._check_prompt(rendering.text, encoded, answer)
-        stops = [place for id_, place in zip(encoded.ids, encoded.offsets) if id_ in self.stop_ids()]
+        stops = [span for id_, span in zip(encoded.ids, encoded.offsets) if id_ in self.stop_ids()]
         weighed, open_weight = up_to_stops(rendering, stops, len(conversation.messages), self._stops)
         ids, weights = encoded.ids, token_weights(encoded, weighed)
         if open_weight is not None:
@@ -103,8 +104,8 @@ class ChatEncoder:
             raise DataError("has no token to train under this template; remove the line")
         return TokenizedSample(np.array(ids, np.int32), weights, conversation.weight)
 
-    def _way_on(self, form: _Format, conversation: Conversation, fault: UntrainableError) -> str:
-        """Returns advice for the user; names a key only if the conversation depends on it."""
+    def _advice(self, form: _Format, conversation: Conversation, fault: UntrainableError) -> str:
+        """Returns advice for the user; suggests a setting only if the conversation is accepted with it."""
 
         def is_taken(other: Conversation) -> bool:
             try:
@@ -126,10 +127,10 @@ class ChatEncoder:
         if len(weights) > 1 and last in weights:
             ways.append(("data.loss_on=last_answer", replace(conversation, answer_weights={last: weights[last]})))
         if len(weights) > 1 and fault.message in weights:
-            others = {number: weight for number, weight in weights.items() if number != fault.message}
-            ways.append(('"train": false on that message', replace(conversation, answer_weights=others)))
-        taken = [text for text, other in ways if is_taken(other)]
-        return f"set {' or '.join(taken)}, with which it is taken, or {fault.way_on}" if taken else fault.way_on
+            other_weights = {number: weight for number, weight in weights.items() if number != fault.message}
+            ways.append(('"train": false on that message', replace(conversation, answer_weights=other_weights)))
+        accepted = [text for text, other in ways if is_taken(other)]
+        return f"set {' or '.join(accepted)}, which avoids this, or {fault.remedy}" if accepted else fault.remedy
 
     def prompt(self, record: dict[str, Any]) -> list[int]:
         """Returns the ids of messages and the beginning of an answer, encoded as in training, for sampling."""
@@ -142,21 +143,23 @@ class ChatEncoder:
         return self._encoded(form, conversation, whole, text, []).ids
 
     def stop_ids(self) -> frozenset[int]:
-        """Returns the tokens that end an answer: the tokenizer's and those that the templates write."""
+        """Returns the tokens that end an answer: the tokenizer's eos and those that the templates write."""
         if self._stop_ids is None:
             try:
                 self._stop_ids = frozenset({self._tokenizer.eos_id, *self.ends().ids})
             except LimitError:
                 raise
-            except DataError:  # neither template takes a question and its answer
+            except DataError:  # neither template accepts a question and its answer
                 self._stop_ids = frozenset({self._tokenizer.eos_id})
         return self._stop_ids
 
     def ends(self) -> Ends:
-        """Finds the tokens that end answers under the templates; raises DataError if none takes a question and its
-        answer."""
+        """Finds the tokens that end answers under the templates; raises DataError if no template accepts a question and
+        its answer."""
         eos = self._tokenizer.name(self._tokenizer.eos_id)
-        is_one, found, inside, fault = self._with_tools is self._default, dict[str, None](), dict[str, None](), None
+        is_one = self._with_tools is self._default
+        stops, inside = dict[str, None](), dict[str, None]()
+        fault = None
         for form in dict.fromkeys((self._default, self._with_tools)):
             finder = EndFinder(partial(self._rendered, form), self._stops, eos)
             tools = TOOLS if form is not self._default else None
@@ -167,16 +170,16 @@ class ChatEncoder:
             except DataError as refusal:
                 fault = refusal
                 continue
-            found |= dict.fromkeys(names)
+            stops |= dict.fromkeys(names)
             inside |= dict.fromkeys(finder.inside)
-        if fault is not None and not found:
+        if fault is not None and not stops:
             raise fault
-        return Ends(self._single_ids(found), self._single_ids(inside))
+        return Ends(self._single_ids(stops), self._single_ids(inside))
 
     def _single_ids(self, names: Iterable[str]) -> list[int]:
         """Returns the ids of the texts that are one token."""
         ids = [self._tokenizer.encode_with_offsets(name, special_tokens=True).ids for name in names]
-        return [id_ for each in ids if len(each) == 1 for id_ in each]
+        return [id_ for token_ids in ids if len(token_ids) == 1 for id_ in token_ids]
 
     def _switches(self, form: _Format) -> list[str]:
         return [name for name in form.sandbox.variables() if name not in RESERVED and name not in self._tokenizer.named]
@@ -184,10 +187,10 @@ class ChatEncoder:
     def _rendered(self, form: _Format, conversation: Conversation) -> Rendering:
         """Renders a conversation, finds its answers, and checks that the template shows all of it."""
         renderer = self._renderer(form, conversation)
-        answers_of = marked_answers if form.marks_answers else found_answers
+        answers_of = marked_answers if form.marks_answers else aligned_answers
         rendering = answers_of(conversation, renderer, self._stops)
-        places = {answer.message: answer.place for answer in rendering.answers}
-        check_shown(conversation, rendering.text, places, form.template.text, renderer)
+        bounds = {answer.message: answer.bounds for answer in rendering.answers}
+        check_shown(conversation, rendering.text, bounds, form.template.text, renderer)
         return rendering
 
     def _renderer(self, form: _Format, conversation: Conversation) -> Renderer:
@@ -199,52 +202,52 @@ class ChatEncoder:
         if holds(_texts_of(conversation), PRIVATE):
             raise DataError(_HOLDS_PRIVATE)
         form = self._default if conversation.tools is None else self._with_tools
-        return form, _as_read(conversation, self._renderer(form, conversation))
+        return form, _in_readable_form(conversation, self._renderer(form, conversation))
 
     def _encoded(
         self, form: _Format, conversation: Conversation, cut: Cut, text: str, ends: Sequence[int]
     ) -> EncodedText:
         """Encodes a rendering; special tokens in the conversation's texts stay text, unless the options say
         otherwise."""
-        given = _texts_of(conversation)
-        if self._options.special_tokens_in_text or not holds(given, self._special.pattern):
+        texts = _texts_of(conversation)
+        if self._options.special_tokens_in_text or not holds(texts, self._special.pattern):
             return self._tokenizer.encode_with_offsets(text, special_tokens=True)
-        return self._with_literals(text, self._literals(form, given, cut, text, ends))
+        return self._with_literals(text, self._literals(form, texts, cut, text, ends))
 
     def _check_prompt(self, text: str, encoded: EncodedText, answer: Answer) -> None:
-        """Refuses an answer before which the text has other ids once the answer follows: a token holds the end of the
-        prompt and the beginning of the answer, or changes with it."""
-        border, special, places = answer.place[0], self._special.pattern, encoded.offsets
-        end = start = bisect_left(places, border, key=lambda place: place[0])
-        # no token reaches over a special one, so the text from the last of these on is enough
-        while start and not special.fullmatch(text[slice(*places[start - 1])].strip()):
+        """Refuses an answer that changes the ids of the text before it: a token spans the end of the prompt and the
+        beginning of the answer, or the prompt is divided differently once the answer follows."""
+        border, special, offsets = answer.bounds[0], self._special.pattern, encoded.offsets
+        end = start = bisect_left(offsets, border, key=lambda offset: offset[0])
+        # no token spans a special one, so comparing from the last special token on is enough
+        while start and not special.fullmatch(text[slice(*offsets[start - 1])].strip()):
             start -= 1
-        real = [(0, places[start - 1][1] - places[start - 1][0])] if start else []
+        real = [(0, offsets[start - 1][1] - offsets[start - 1][0])] if start else []
         start = max(start - 1, 0)
-        prompt = text[places[start][0] : border] if end else ""
+        prompt = text[offsets[start][0] : border] if end else ""
         encode = partial(self._tokenizer.encode_with_offsets, special_tokens=True)
         is_same = (
             encode(prompt).ids == encoded.ids[start:end]
             or self._in_pieces(prompt, real).ids == encoded.ids[start:end]  # special tokens of a message are text
-            or encode(text[:border]).ids == encoded.ids[:end]  # a normalizer adds to each text, and so to a piece
+            or encode(text[:border]).ids == encoded.ids[:end]  # a normalizer may add to each text, so also to a piece
         )
         if not is_same:
             raise UntrainableError(
                 f"the tokenizer divides the text before the answer messages[{answer.message}] differently once the "
-                f"answer follows (its last token is then {text[slice(*places[end - 1])]!r}), so the model would not "
+                f"answer follows (its last token is then {text[slice(*offsets[end - 1])]!r}), so the model would not "
                 "see it like this when it answers",
                 "remove white space at the beginning of the answer, or give data.chat_template a template whose "
                 "answers begin after a special token",
                 answer.message,
             )
 
-    def _literals(self, form: _Format, given: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> frozenset[int]:
+    def _literals(self, form: _Format, texts: list[Any], cut: Cut, text: str, ends: Sequence[int]) -> frozenset[int]:
         """Returns where special tokens from the conversation's texts begin in the rendering."""
-        messages, tools, own = with_marks(given, self._special.pattern)
-        marked = Renderer(form.sandbox, messages, tools, {**self._variables, **own}).render(cut)
+        messages, tools, variables = with_marks(texts, self._special.pattern)
+        marked = Renderer(form.sandbox, messages, tools, {**self._variables, **variables}).render(cut)
         if isinstance(marked, NotRendered):
             raise refused(marked)
-        literals = literal_places(text, marked)
+        literals = literal_offsets(text, marked)
         theirs = {match.end() for match in self._special.pattern.finditer(text) if match.start() in literals}
         if not theirs.isdisjoint(ends):
             raise DataError(
@@ -253,14 +256,15 @@ class ChatEncoder:
         return literals
 
     def _with_literals(self, text: str, literals: frozenset[int]) -> EncodedText:
-        """Encodes a rendering in which some special tokens are text: it is cut at the real ones. Some tokenizers give
-        other ids for pieces than for the whole text, so both are compared first with all of them taken as tokens."""
-        places = [(match.start(), match.end()) for match in self._special.pattern.finditer(text)]
-        real = [place for place in places if place[0] not in literals]
-        if self._in_pieces(text, places).ids != self._tokenizer.encode_with_offsets(text, special_tokens=True).ids:
+        """Encodes a rendering in which some special tokens are plain text, by cutting it at the real ones. Some
+        tokenizers encode pieces differently from the whole text, so both are compared first, with every special token
+        as a token."""
+        spans = [(match.start(), match.end()) for match in self._special.pattern.finditer(text)]
+        real = [span for span in spans if span[0] not in literals]
+        if self._in_pieces(text, spans).ids != self._tokenizer.encode_with_offsets(text, special_tokens=True).ids:
             raise DataError(
-                "a text holds that of a special token, which this tokenizer cannot tell from the token; remove it, or "
-                "set data.special_tokens_in_text=true to let it be the token"
+                "a message contains the text of a special token, which this tokenizer cannot tell from the token "
+                "itself; remove the text, or set data.special_tokens_in_text=true to encode it as the token"
             )
         return self._in_pieces(text, real)
 
@@ -269,9 +273,9 @@ class ChatEncoder:
         offsets: list[tuple[int, int]] = []
 
         def add(start: int, end: int, is_special: bool) -> None:
-            found = self._tokenizer.encode_with_offsets(text[start:end], special_tokens=is_special)
-            ids.extend(found.ids)
-            offsets.extend((start + first, start + last) for first, last in found.offsets)
+            encoded = self._tokenizer.encode_with_offsets(text[start:end], special_tokens=is_special)
+            ids.extend(encoded.ids)
+            offsets.extend((start + first, start + last) for first, last in encoded.offsets)
 
         position = 0
         for start, end in special:
@@ -291,10 +295,10 @@ def _texts_of(conversation: Conversation) -> list[Any]:
 
 def _ends_of(rendering: Rendering, special: SpecialTexts) -> list[int]:
     """Returns the ends of special tokens after which an answer has only white space."""
-    places = (answer.place for answer in rendering.answers)
+    bounds = (answer.bounds for answer in rendering.answers)
     return [
         match.end()
-        for start, end in places
+        for start, end in bounds
         for match in special.pattern.finditer(rendering.text, start, end)
         if not rendering.text[match.end() : end].strip()
     ]
@@ -303,7 +307,7 @@ def _ends_of(rendering: Rendering, special: SpecialTexts) -> list[int]:
 _PART, _KEY = "\U000f0008", "no_key_of_a_part"
 
 
-def _as_read(conversation: Conversation, renderer: Renderer) -> Conversation:
+def _in_readable_form(conversation: Conversation, renderer: Renderer) -> Conversation:
     """Joins the parts of each content that the template would not read as a list.
 
     A template may read lists for some roles only. One that prints a list verbatim, with the keys of its parts, does not
@@ -329,7 +333,7 @@ def _with_lists(
     def content(message: dict[str, Any]) -> object:
         return change(message["content"]) if message["role"] in roles else "".join(texts_of(message["content"]))
 
-    return [{**each, "content": content(each)} if isinstance(each.get("content"), list) else each for each in messages]
+    return [{**item, "content": content(item)} if isinstance(item.get("content"), list) else item for item in messages]
 
 
 def _marked(parts: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -346,16 +350,16 @@ class _Format:
 
 
 def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[np.float32]:
-    """Returns [n]: the weight of the span that any character of the token is in; the larger of two.
+    """Returns [n]: weight of each token, the largest of the spans that it overlaps.
 
     A token that straddles the beginning of an answer (" yes" after "Answer:") is trained; else the answer would begin
     with an untrained token.
     """
-    places = np.array(encoded.offsets, np.int64).reshape(-1, 2)
-    starts, ends = places[:, 0], places[:, 1]
-    # before the first of these tokens none reaches into a span, and after the last one none does
+    offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    # tokens before the first of `near` end before the span, and those after the last one begin after it
     reached, beyond = np.maximum.accumulate(ends), np.minimum.accumulate(starts[::-1])[::-1]
-    weights = np.zeros(len(places), np.float32)
+    weights = np.zeros(len(offsets), np.float32)
     for start, end, weight in weighed:
         near = slice(np.searchsorted(reached, start, "right"), np.searchsorted(beyond, end, "left"))
         inside = (starts[near] < end) & (ends[near] > start)
@@ -366,7 +370,7 @@ def token_weights(encoded: EncodedText, weighed: Sequence[Weighed]) -> NDArray[n
 
 
 PRIVATE = re.compile("[\U000f0000-\U000f000f]")
-"""Characters that mark places in renderings; conversations may not hold them."""
+"""Characters that serve as marks in renderings; conversations must not contain them."""
 _LITERAL = "\U000f0001"
 
 
@@ -375,8 +379,8 @@ def holds(value: object, pattern: re.Pattern[str]) -> bool:
     if isinstance(value, str):
         return pattern.search(value) is not None
     if isinstance(value, dict):
-        return any(holds(key, pattern) or holds(each, pattern) for key, each in value.items())
-    return isinstance(value, list) and any(holds(each, pattern) for each in value)
+        return any(holds(key, pattern) or holds(item, pattern) for key, item in value.items())
+    return isinstance(value, list) and any(holds(item, pattern) for item in value)
 
 
 def with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
@@ -386,20 +390,20 @@ def with_marks(value: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, dict):
         if any(isinstance(key, str) and pattern.search(key) for key in value):
             raise DataError("a key holds the text of a special token; rename it")
-        return {key: with_marks(each, pattern) for key, each in value.items()}
-    return [with_marks(each, pattern) for each in value] if isinstance(value, list) else value
+        return {key: with_marks(item, pattern) for key, item in value.items()}
+    return [with_marks(item, pattern) for item in value] if isinstance(value, list) else value
 
 
-def literal_places(full: str, marked: str) -> frozenset[int]:
+def literal_offsets(full: str, marked: str) -> frozenset[int]:
     """Returns where special tokens from the conversation's texts begin; `marked` is the rendering of `with_marks`."""
     pieces = marked.split(_LITERAL)
     if "".join(pieces) != full:
         raise DataError(
-            "a text holds that of a special token, and the template does more with it than to print it; remove it, or "
-            "set data.special_tokens_in_text=true to let it be the token"
+            "a message contains the text of a special token, and the template does more than print that message; "
+            "remove the text, or set data.special_tokens_in_text=true to encode it as the token"
         )
-    places, position = [], 0
+    offsets, position = [], 0
     for piece in pieces[:-1]:
         position += len(piece)
-        places.append(position - 1)
-    return frozenset(places)
+        offsets.append(position - 1)
+    return frozenset(offsets)

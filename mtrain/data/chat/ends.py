@@ -3,9 +3,9 @@
 The token that ends an answer depends on the kind of answer (a text, a tool call, a thought) and, if a template opens
 messages with a token instead of closing them, on the next message. So the template renders answers of every kind, alone
 and followed by messages of every role. A token that also occurs inside an answer does not end it: a model that stopped
-there would not give that answer.
+there would not give the whole answer.
 
-A sample has an answer up to the first of these tokens, and an answer without one is refused.
+A sample contains an answer up to the first of these tokens; an answer without one is refused.
 """
 
 from bisect import bisect_left
@@ -32,7 +32,7 @@ def up_to_stops(
     rendering: Rendering, stops: Sequence[tuple[int, int]], num_messages: int, special: SpecialTexts
 ) -> tuple[list[Weighed], float | None]:
     """Returns the characters in the loss, each answer up to the token that ends it, and the weight of an end token to
-    append if the last answer has none, else None. Refuses an answer without a stop, or beyond one.
+    append if the last answer has none, else None. Refuses an answer that lacks a stop, or continues after one.
 
     Args:
         stops: First character and end of every token at which an answer may stop, ascending.
@@ -41,7 +41,7 @@ def up_to_stops(
     for answer in rendering.answers:
         end, is_ended = _end(rendering.text, answer, stops, num_messages, special)
         pieces = [(start, min(last, end)) for start, last in answer.spans if start < end]
-        pieces[-1] = (pieces[-1][0], max(pieces[-1][1], end if end > answer.place[1] else 0))
+        pieces[-1] = (pieces[-1][0], max(pieces[-1][1], end if end > answer.bounds[1] else 0))
         weighed += [Weighed(*piece, answer.weight) for piece in pieces]
         if not is_ended:
             return weighed, answer.weight
@@ -52,23 +52,23 @@ def _end(
     text: str, answer: Answer, stops: Sequence[tuple[int, int]], num_messages: int, special: SpecialTexts
 ) -> tuple[int, bool]:
     """Returns where the tokens of an answer end, and whether the last one is a stop."""
-    first, last = answer.place
-    found = bisect_left(stops, (first, first))
-    if found < len(stops) and stops[found][1] <= last:
-        end = stops[found][1]
+    first, last = answer.bounds
+    index = bisect_left(stops, (first, first))
+    if index < len(stops) and stops[index][1] <= last:
+        end = stops[index][1]
         if any(special.without(text[max(start, end) : close]) for start, close in answer.spans if close > end):
             raise UntrainableError(
-                f"the answer messages[{answer.message}] continues after {text[slice(*stops[found])]!r}, at which other "
+                f"the answer messages[{answer.message}] continues after {text[slice(*stops[index])]!r}, at which other "
                 "answers stop, so a model would give a part of it",
                 "change the line, or leave it out",
                 answer.message,
             )
         return end, True
-    if found < len(stops) and stops[found] == (last, answer.after):
+    if index < len(stops) and stops[index] == (last, answer.after):
         return answer.after, True
     if answer.message == num_messages - 1 and not text[last:].strip():
         return len(text), False
-    token = special.last(text[slice(*answer.place)])
+    token = special.last(text[slice(*answer.bounds)])
     how = f"with {token!r}" if token else "without a special token"
     raise UntrainableError(
         f"the answer messages[{answer.message}] ends {how}, where no model would stop, since this template ends other "
@@ -81,7 +81,7 @@ def _end(
 Find = Callable[[Conversation], Rendering]
 _TOOL_ROLES = ("tool", "function", "ipython")
 _QUESTION, _ANSWER, _THOUGHT, _FUNCTION = "ques7tion", "ans7wer", "tho7ught", "func7tion"
-"""Texts that no template holds."""
+"""Texts that no template contains."""
 _REASONING = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
 _TEXTS: tuple[dict[str, Any], ...] = (
     {"content": _ANSWER},
@@ -89,18 +89,18 @@ _TEXTS: tuple[dict[str, Any], ...] = (
     {"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"},
     {"content": ""},
 )
-"""Answers without tool calls, without their role."""
+"""Answers without tool calls; the role is added later."""
 _CALLS: tuple[tuple[dict[str, Any], int], ...] = (
     *(({"content": ""}, 1), ({"content": ""}, 2), ({}, 1), ({"content": _ANSWER}, 1)),
     *((_REASONING, 1), ({"content": "", **_REASONING}, 1)),
 )
-"""Answers with tool calls, without role and calls, and the number of calls."""
+"""Answers with tool calls, and the number of calls; role and calls are added later."""
 _SWITCHED_TO: tuple[object, ...] = (False, True, [])
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
 TOOLS = [{"type": "function", "function": {"name": _FUNCTION, "description": "d", "parameters": _PARAMETERS}}]
 
 
-class _Shown(NamedTuple):
+class _Ending(NamedTuple):
     """What the template writes at the end of an answer."""
 
     inside: frozenset[str]
@@ -108,18 +108,20 @@ class _Shown(NamedTuple):
     closing: list[str]
     """Special tokens after it, in order."""
     following: str | None
-    """Special token that follows the answer at once; None if there is none."""
+    """Special token immediately after the answer, if any."""
 
 
 class _Kind(NamedTuple):
-    """What is written for one kind of answer."""
+    """Endings of one kind of answer."""
 
-    followed: list[_Shown]
-    alone: _Shown | None
+    followed: list[_Ending]
+    """When messages of other roles follow."""
+    alone: _Ending | None
+    """When it is the last message; None if the template refuses that."""
 
 
 class _Setting(NamedTuple):
-    """What a conversation has besides its messages."""
+    """Tools and template variables of a conversation."""
 
     tools: list[Any] | None
     variables: dict[str, Any]
@@ -136,40 +138,40 @@ class EndFinder:
         """Special tokens inside answers, once `find` has returned."""
 
     def find(self, tools: list[Any] | None, tools_of_calls: list[Any] | None, switches: Sequence[str]) -> list[str]:
-        """Finds the ends, that of a plain text first; eos replaces an end that the template omits."""
+        """Finds the end tokens, plain text's first; eos stands in for an end that the template omits."""
         for self._change in (*_CHANGES, list):
-            if self._shown([_message("user"), {"role": ANSWERS, **_TEXTS[0]}], 1, _Setting(tools, {})) is not None:
+            if self._ending([_message("user"), {"role": ANSWERS, **_TEXTS[0]}], 1, _Setting(tools, {})) is not None:
                 break
-        first, *others = _TEXTS
+        first, *other_answers = _TEXTS
         kinds = [self._kind([], first, ROLES, _Setting(tools, {}))]
-        kinds += [self._kind([], answer, ("user",), _Setting(tools, {})) for answer in others]
+        kinds += [self._kind([], answer, ("user",), _Setting(tools, {})) for answer in other_answers]
         kinds += self._calls(_Setting(tools_of_calls, {}))
         for name, value in product(switches, _SWITCHED_TO):
             call = {"content": "", **_calls({"x": "y"}, 1)}
             kinds.append(self._kind([], _TEXTS[0], ("user",), _Setting(tools, {name: value})))
             kinds.append(self._kind([], call, ("tool",), _Setting(tools_of_calls, {name: value})))
-        shown = [each for kind in kinds for each in (*kind.followed, kind.alone) if each is not None]
-        if not shown:
+        endings = [ending for kind in kinds for ending in (*kind.followed, kind.alone) if ending is not None]
+        if not endings:
             assert self._fault is not None, "each one was refused"
             raise self._fault
-        inside = self.inside = frozenset[str]().union(*(each.inside for each in shown))
-        found: dict[str, None] = {}
+        inside = self.inside = frozenset[str]().union(*(ending.inside for ending in endings))
+        stops: dict[str, None] = {}
         for kind in kinds:
-            # a plain text ends somewhere, so what closes it comes before what other answers hold
-            is_held = not found and kind.alone is not None and {*kind.alone.closing} <= inside
-            found |= dict.fromkeys(self._ends(kind, inside, frozenset() if is_held else inside))
-        return list(found)
+            # plain text must end somewhere, so its closing token counts even if other answers contain that token
+            is_inside = not stops and kind.alone is not None and {*kind.alone.closing} <= inside
+            stops |= dict.fromkeys(self._ends(kind, inside, frozenset() if is_inside else inside))
+        return list(stops)
 
     def _calls(self, setting: _Setting) -> Iterator[_Kind]:
         # some templates write arguments as they are, others as JSON
         arguments: list[object] = [{"x": "y"}, '{"x": "y"}']
         by_form = [[({**texts, **_calls(argument, count)}) for texts, count in _CALLS] for argument in arguments]
-        for first, *others in by_form:
-            found = self._kind([], first, (*_TOOL_ROLES, "user", ANSWERS), setting)
-            if found.alone is None and not found.followed:
+        for first, *other_calls in by_form:
+            kind = self._kind([], first, (*_TOOL_ROLES, "user", ANSWERS), setting)
+            if kind.alone is None and not kind.followed:
                 continue
-            yield found
-            for answer in others:
+            yield kind
+            for answer in other_calls:
                 yield self._kind([], answer, ("tool", "user"), setting)
             result = _message("tool")
             yield self._kind([{"role": ANSWERS, **first}, result], _TEXTS[0], ("user",), setting)
@@ -178,51 +180,53 @@ class EndFinder:
     def _kind(
         self, before: list[dict[str, Any]], answer: dict[str, Any], roles: Sequence[str], setting: _Setting
     ) -> _Kind:
-        asked = [_message("user"), *before, {"role": ANSWERS, **answer}]
+        conversation = [_message("user"), *before, {"role": ANSWERS, **answer}]
         followed = [
-            each
+            ending
             for role in roles
-            if (each := self._shown([*asked, _message(role)], len(asked) - 1, setting)) is not None
+            if (ending := self._ending([*conversation, _message(role)], len(conversation) - 1, setting)) is not None
         ]
-        return _Kind(followed, self._shown(asked, len(asked) - 1, setting))
+        return _Kind(followed, self._ending(conversation, len(conversation) - 1, setting))
 
-    def _shown(self, messages: list[dict[str, Any]], answer: int, setting: _Setting) -> _Shown | None:
+    def _ending(self, messages: list[dict[str, Any]], answer: int, setting: _Setting) -> _Ending | None:
         changed = self._change(messages)
-        place = answer + len(changed) - len(messages)
+        index = answer + len(changed) - len(messages)
         try:
-            return self._read(self._find(Conversation(changed, *setting, {place: 1.0}, 1.0)))
+            return self._read(self._find(Conversation(changed, *setting, {index: 1.0}, 1.0)))
         except LimitError:
             raise
         except DataError as fault:
             self._fault = self._fault or fault
             return None
 
-    def _read(self, rendering: Rendering) -> _Shown:
+    def _read(self, rendering: Rendering) -> _Ending:
         (answer,) = rendering.answers
         text = "".join(rendering.text[start:end] for start, end in answer.spans)
         tokens = list(self._special.pattern.finditer(text))
         is_closing = [not self._special.without(text[token.start() :]) for token in tokens]
         names = [token.group() for token in tokens]
         num_inside = is_closing.count(False)
-        following = rendering.text[answer.place[1] : answer.after]
-        return _Shown(frozenset(names[:num_inside]), names[num_inside:], following or None)
+        following = rendering.text[answer.bounds[1] : answer.after]
+        return _Ending(frozenset(names[:num_inside]), names[num_inside:], following or None)
 
     def _ends(self, kind: _Kind, inside: Set[str], not_closing: Set[str]) -> list[str]:
-        found = []
-        for each in kind.followed:
-            stop = self._stop(each, not_closing)
+        stops = []
+        for ending in kind.followed:
+            stop = self._stop(ending, not_closing)
             if stop is not None:
-                found.append(stop)
-            elif each.following is not None and each.following not in inside:
-                found.append(each.following)
-        if kind.alone is None or not {*kind.alone.closing}.isdisjoint(found):
-            return found
+                stops.append(stop)
+            elif ending.following is not None and ending.following not in inside:
+                stops.append(ending.following)
+        if kind.alone is None or not {*kind.alone.closing}.isdisjoint(stops):
+            return stops
         stop = self._stop(kind.alone, not_closing) or kind.alone.following or self._eos
-        return [stop, *found]
+        return [stop, *stops]
 
-    def _stop(self, shown: _Shown, inside: Set[str]) -> str | None:
-        names = [name for name in shown.closing if name not in inside]
-        return self._eos if self._eos in names else names[-1] if names else None
+    def _stop(self, ending: _Ending, inside: Set[str]) -> str | None:
+        names = [name for name in ending.closing if name not in inside]
+        if self._eos in names:
+            return self._eos
+        return names[-1] if names else None
 
 
 def _message(role: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 20
 _BYTES_PER_CHAR = 12
 """Most bytes of a character in JSON, a surrogate pair."""
 _KEPT_VARIABLES = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TZ")
-"""Environment variables that the process keeps; others may hold secrets."""
+"""Environment variables that the process inherits; others may hold secrets."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Rendered(NamedTuple):
 
     common: int
     """Characters that it shares with the beginning of the first text; 0 for the first text itself."""
-    rest: str
+    suffix: str
 
 
 class NotRendered(NamedTuple):
@@ -90,7 +90,7 @@ class Sandbox:
 
     @property
     def process_id(self) -> int | None:
-        """Returns the id of the rendering process; None if there is none."""
+        """Returns the id of the rendering process; None if it is not running."""
         return None if self._process is None or self._owner != os.getpid() else self._process.id
 
     def variables(self) -> list[str]:
@@ -106,17 +106,17 @@ class Sandbox:
         self.__dict__.update(state)
         self._reset()
 
-    def answer(self, asked: Mapping[str, object]) -> list[Rendered | NotRendered]:
+    def answer(self, request: Mapping[str, object]) -> list[Rendered | NotRendered]:
         """Renders for `Renderer.compare`, within the limits."""
         try:
-            line = json.dumps(asked).encode()
+            line = json.dumps(request).encode()
         except (TypeError, ValueError, RecursionError) as fault:
             raise DataError(f"contains a value that is not JSON ({fault}); remove it") from None
         with self._locked():
             answer = self._ask(self._running(), line, None)
         if "error" in answer:
             raise LimitError(f"{self._name} does not render the conversation: {answer['error']}")
-        return [NotRendered(each["error"]) if isinstance(each, dict) else Rendered(*each) for each in answer["texts"]]
+        return [NotRendered(text["error"]) if isinstance(text, dict) else Rendered(*text) for text in answer["texts"]]
 
     def _locked(self) -> threading.Lock:
         if self._owner != os.getpid():
@@ -162,14 +162,14 @@ class Renderer:
 
     def render(self, cut: Cut) -> str | NotRendered:
         """Renders one text; raises as `compare` does."""
-        (found,) = self.compare([cut])
-        return found if isinstance(found, NotRendered) else found.rest
+        (rendered,) = self.compare([cut])
+        return rendered if isinstance(rendered, NotRendered) else rendered.suffix
 
     def compare(self, cuts: Sequence[Cut]) -> list[Rendered | NotRendered]:
         """Renders one text for each cut, as its difference from the first, so that results grow with the conversation
         and not with its square. Raises LimitError if the template is damaged, or exceeds a limit."""
-        asked = {"messages": self.messages, "tools": self.tools, "variables": self.variables, "cuts": cuts}
-        return self.sandbox.answer(asked)
+        request = {"messages": self.messages, "tools": self.tools, "variables": self.variables, "cuts": cuts}
+        return self.sandbox.answer(request)
 
 
 class _EndedError(Exception):
@@ -195,7 +195,7 @@ class _Process:
             )
         except OSError as fault:
             raise MachineError(
-                f"no process for chat templates can be started ({fault.strerror}); allow more processes"
+                f"cannot start a process that renders chat templates ({fault.strerror}); allow more processes"
             ) from fault
         assert self._program.stdin is not None, "it is a pipe"
         assert self._program.stdout is not None, "it is a pipe"
@@ -205,9 +205,9 @@ class _Process:
         self.end = weakref.finalize(self, _end, self._program, os.getpid())
 
     def ask(self, line: bytes, limits: RenderLimits) -> dict[str, Any]:
-        rest, received = memoryview(line + b"\n"), bytearray()
+        unsent, received = memoryview(line + b"\n"), bytearray()
         until = time.monotonic() + limits.wall_s
-        waiting = select.poll()  # and not select, which takes no file descriptor above 1023
+        waiting = select.poll()  # and not select, which accepts no file descriptor above 1023
         waiting.register(self._output, select.POLLIN)
         waiting.register(self._input, select.POLLOUT)
         while not received.endswith(b"\n"):
@@ -216,8 +216,8 @@ class _Process:
                 raise _EndedError(f"takes longer than {limits.wall_s:g} s")
             if self._input in ready:
                 with contextlib.suppress(BrokenPipeError):  # it ended; why is read from its exit code below
-                    rest = rest[os.write(self._input, rest[:_CHUNK_BYTES]) :]
-                if not rest:
+                    unsent = unsent[os.write(self._input, unsent[:_CHUNK_BYTES]) :]
+                if not unsent:
                     waiting.unregister(self._input)
             if self._output in ready:
                 chunk = os.read(self._output, _CHUNK_BYTES)
@@ -234,7 +234,7 @@ class _Process:
         code = self._program.wait()
         if code == -signal.SIGPROF:
             return f"takes more than {limits.cpu_s:g} s of processor time"
-        return f"ends the process that renders it (exit code {code}), as one that needs too much memory does"
+        return f"makes the process that renders it die (exit code {code}), probably for lack of memory"
 
 
 def _end(program: subprocess.Popen[bytes], owner: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks that a template shows everything in a conversation: an omitted part would be dropped silently.
+"""Checks that a template shows everything in a conversation, so that no part is dropped silently.
 
 Most texts appear in the rendering unchanged. For one that does not, the conversation is rendered again with a mark in
 it: a mark that does not appear is in a part that the template omits.
@@ -23,14 +23,14 @@ class _Part(NamedTuple):
     """A text that the template must show."""
 
     name: str
-    """Name in messages."""
+    """Name for error messages."""
     text: str
     within: tuple[int, int]
     """Part of the rendering in which the text must appear."""
     path: tuple[str | int, ...]
     """Path of the text in {"messages": ..., "tools": ...}."""
     position: int
-    """Where this part of the text at `path` ends."""
+    """End of this part in the text at `path`."""
     key: str | None = None
     """Key that the template must read, if the text alone proves little."""
 
@@ -49,42 +49,42 @@ def check_shown(
         part
         for part in _parts(conversation, answers, len(full))
         # the name of a tool may occur in any text, so the template has to mention tools at least
-        if not (_stands(part.text, full, part.within) and (part.key is None or part.key in template))
+        if not (_appears(part.text, full, part.within) and (part.key is None or part.key in template))
     ]
     if not missing:
         return
-    given: dict[str, Any] = copy.deepcopy({"messages": conversation.messages, "tools": conversation.tools})
+    content: dict[str, Any] = copy.deepcopy({"messages": conversation.messages, "tools": conversation.tools})
     marks = [f"{_FIRST}{number}{_LAST}" for number in range(len(missing))]
-    for mark, part in sorted(zip(marks, missing), key=lambda each: -each[1].position):  # from the end of each text on
-        _insert(given, part, mark)
-    probe = replace(renderer, messages=given["messages"], tools=given["tools"]).render(renderer.whole)
+    for mark, part in sorted(zip(marks, missing), key=lambda pair: -pair[1].position):  # from the end of each text on
+        _insert(content, part, mark)
+    probe = replace(renderer, messages=content["messages"], tools=content["tools"]).render(renderer.whole)
     if isinstance(probe, NotRendered):
         raise UntrainableError(
-            f"the template may leave out {missing[0].name}, and refuses a test of it ({probe.why})", _WAY_ON
+            f"the template may leave out {missing[0].name}, and refuses a test of it ({probe.why})", _REMEDY
         )
     for mark, part in zip(marks, missing):
-        if not _stands(mark, probe, (0, len(probe))):
-            raise UntrainableError(f"the template does not show {part.name} to the model", _WAY_ON)
+        if not _appears(mark, probe, (0, len(probe))):
+            raise UntrainableError(f"the template does not show {part.name} to the model", _REMEDY)
 
 
-_WAY_ON = "remove it from the line, or give data.chat_template a template that shows it"
+_REMEDY = "remove it from the line, or give data.chat_template a template that shows it"
 
 
 def _parts(conversation: Conversation, answers: Mapping[int, tuple[int, int]], length: int) -> Iterator[_Part]:
     for number, message in enumerate(conversation.messages):
-        is_answer, place = number in answers, f"messages[{number}]"
+        is_answer, prefix = number in answers, f"messages[{number}]"
         within = answers.get(number, (0, length))
         # templates leave out reasoning of answers outside the loss on purpose
         for name, text, key in _contents(message.get("content", ""), ("messages", number, "content")):
-            yield from _pieces(text, f"{place}.{name}", within, key, is_answer)
+            yield from _pieces(text, f"{prefix}.{name}", within, key, is_answer)
         if is_answer and "reasoning_content" in message:
             text = message["reasoning_content"]
-            yield _Part(f"{place}.reasoning_content", text, within, ("messages", number, "thinking"), len(text))
+            yield _Part(f"{prefix}.reasoning_content", text, within, ("messages", number, "thinking"), len(text))
         for index, call in enumerate(message.get("tool_calls", ())):
             path: tuple[str | int, ...] = ("messages", number, "tool_calls", index)
-            yield from _named(call, f"{place}.tool_calls[{index}]", within, path, "tool_calls")
+            yield from _name_part(call, f"{prefix}.tool_calls[{index}]", within, path, "tool_calls")
     for index, tool in enumerate(conversation.tools or ()):
-        yield from _named(tool, f"tools[{index}]", (0, length), ("tools", index), "tools")
+        yield from _name_part(tool, f"tools[{index}]", (0, length), ("tools", index), "tools")
 
 
 def _contents(
@@ -109,18 +109,18 @@ def _pieces(
     yield from (*pieces, last) if whole else (last,)
 
 
-def _named(
-    found: dict[str, Any], name: str, within: tuple[int, int], path: tuple[str | int, ...], key: str
+def _name_part(
+    description: dict[str, Any], name: str, within: tuple[int, int], path: tuple[str | int, ...], key: str
 ) -> Iterator[_Part]:
     """Yields the name of a function; other kinds of descriptions have none."""
-    inner = found.get("function", found)
+    inner = description.get("function", description)
     text = inner.get("name") if isinstance(inner, dict) else None
     if isinstance(text, str):
-        path = (*path, "name") if inner is found else (*path, "function", "name")
+        path = (*path, "name") if inner is description else (*path, "function", "name")
         yield _Part(name, text, within, path, len(text), key)
 
 
-def _stands(text: str, full: str, within: tuple[int, int]) -> bool:
+def _appears(text: str, full: str, within: tuple[int, int]) -> bool:
     """Says whether the text appears, verbatim or inside JSON."""
     text = text.strip()
     if full.find(text, *within) >= 0:
@@ -141,11 +141,11 @@ def _check_arguments(message: Mapping[str, Any], number: int, answer: str) -> No
             )
 
 
-def _insert(given: dict[str, Any], part: _Part, mark: str) -> None:
-    place: Any = given
+def _insert(content: dict[str, Any], part: _Part, mark: str) -> None:
+    holder: Any = content
     for key in part.path[:-1]:
-        place = place[key]
-    text = place[part.path[-1]]
-    place[part.path[-1]] = text[: part.position] + mark + text[part.position :]
+        holder = holder[key]
+    text = holder[part.path[-1]]
+    holder[part.path[-1]] = text[: part.position] + mark + text[part.position :]
     if part.path[-1] == "thinking":
-        place["reasoning_content"] = place["thinking"]  # two names of one text
+        holder["reasoning_content"] = holder["thinking"]  # two names of one text

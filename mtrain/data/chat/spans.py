@@ -1,6 +1,6 @@
 """Characters of a rendered conversation that are in the loss.
 
-The whole conversation is rendered once, and that text is what the model reads. An answer is found in it by rendering
+The whole conversation is rendered once, and the model reads that text. An answer is found in it by rendering
 shorter conversations, whatever the template's markup is:
 
     full     = all messages
@@ -8,7 +8,7 @@ shorter conversations, whatever the template's markup is:
     answered = the messages up to the answer
 
 The answer begins where `prompt` ends in `full`, and ends where `answered` does. White space after the last special
-token belongs to the template; a special token that follows at once ends the answer and belongs to it.
+token belongs to the template; a special token immediately after the answer ends it and belongs to it.
 
 An answer counts only if the model would have seen exactly the text before it in `full` when it writes the answer. So
 where a template writes earlier messages in another way once later ones follow, the answers concerned are refused. One
@@ -65,9 +65,9 @@ class Aligned(NamedTuple):
     """How far a text agrees with the whole conversation."""
 
     left: str
-    """Rest of the text from the first difference on."""
+    """Text from the first difference on."""
     end: int
-    """Where they part in the whole conversation."""
+    """Position of the first difference in the whole conversation."""
 
 
 def gaps(text: str) -> list[Gap]:
@@ -76,20 +76,20 @@ def gaps(text: str) -> list[Gap]:
     A pair is two tags of one name (`<x></x>`, `<|x></x|>`, `<|x><x|>`), with or without a label that names thoughts
     (`<|channel>thought\\n<channel|>`), or a beginning and an end of thoughts (`[BEGIN_THINK][END_THINK]`).
     """
-    found: list[Gap] = []
+    merged: list[Gap] = []
     for match in _OPENED.finditer(text):
         if not _is_pair(match["open"], match["label"], match["close"]):
             continue
-        before, last = found[-1].end if found else 0, match.end("close")
+        before, last = merged[-1].end if merged else 0, match.end("close")
         start = match.start()
         while start > before and text[start - 1].isspace():
             start -= 1
         end = _after_space(text, last)
-        if found and start == before:
-            found[-1] = found[-1]._replace(end=end, last=last, opened=match["open"])
+        if merged and start == before:
+            merged[-1] = merged[-1]._replace(end=end, last=last, opened=match["open"])
         else:
-            found.append(Gap(start, end, match.start(), last, match["open"]))
-    return found
+            merged.append(Gap(start, end, match.start(), last, match["open"]))
+    return merged
 
 
 def _is_pair(opened: str, label: str, closed: str) -> bool:
@@ -100,11 +100,11 @@ def _is_pair(opened: str, label: str, closed: str) -> bool:
         return other.lstrip("/|｜") == name
     if name == other:  # <|x> and <x|>, but not the same one twice
         return opened[1] in "|｜" and opened[-2] not in "|｜" and closed[1] not in "|｜" and closed[-2] in "|｜"
-    bare, other_bare = (_FILLING.sub("", each).lower() for each in (name, other))
+    bare, other_bare = (_FILLING.sub("", delimiter).lower() for delimiter in (name, other))
     core, other_core = _BEGIN.sub("", bare), _END.sub("", other_bare)
     if core != other_core:
         return False
-    # a turn has a beginning and an end, too; and delimiters with a number alone say nothing by themselves
+    # turns have such delimiters as well, and a delimiter that is only a number says nothing by itself
     return _THOUGHT.search(core if core != bare and other_core != other_bare else label) is not None
 
 
@@ -127,49 +127,49 @@ class Whole:
         A special token agrees as a whole or not at all. If the text ends with an empty pair but the whole opens one
         with content, the text does not agree to its end.
         """
-        if not rendered.rest:
+        if not rendered.suffix:
             return Aligned("", rendered.common)
         start = max(0, rendered.common - _LONGEST)
         around = bisect_left(self._gaps, start, key=lambda gap: gap.end)
         if around < len(self._gaps) and self._gaps[around].start < start:
             start = self._gaps[around].start
-        text = self.text[start : rendered.common] + rendered.rest
+        text = self.text[start : rendered.common] + rendered.suffix
         return self._aligned(text, start, self._gaps[around:])
 
     def _aligned(self, text: str, position: int, later: Sequence[Gap]) -> Aligned:
         here, ours, theirs = 0, [*gaps(text)], [*later]
         while True:
-            own = ours[0] if ours else None
+            gap = ours[0] if ours else None
             other = theirs[0] if theirs else None
             length = min(
-                (len(text) if own is None else own.start) - here,
+                (len(text) if gap is None else gap.start) - here,
                 (len(self.text) if other is None else other.start) - position,
             )
             if text[here : here + length] != self.text[position : position + length]:
                 length = self._num_common(text, here, position, length)
                 return Aligned(text[here + length :], position + length)
             here, position = here + length, position + length
-            own = ours.pop(0) if own is not None and own.start == here else None
+            gap = ours.pop(0) if gap is not None and gap.start == here else None
             other = theirs.pop(0) if other is not None and other.start == position else None
-            if own is None and other is None:
+            if gap is None and other is None:
                 return Aligned(text[here:], position)
             # white space around an empty pair belongs to the pair
-            after = own.end if own is not None else _after_space(text, here)
+            after = gap.end if gap is not None else _after_space(text, here)
             if after == len(text):
-                return self._at_end(text[here:], own and own.moved(-here), position, other)
+                return self._at_end(text[here:], gap and gap.moved(-here), position, other)
             here, position = after, other.end if other is not None else _after_space(self.text, position)
 
-    def _at_end(self, text: str, own: Gap | None, position: int, other: Gap | None) -> Aligned:
-        """Ends the comparison when only a gap or white space is left of the text."""
-        if own is None:
+    def _at_end(self, text: str, gap: Gap | None, position: int, other: Gap | None) -> Aligned:
+        """Ends the comparison when the rest of the text is a gap or white space."""
+        if gap is None:
             return Aligned("", position + num_common(text, self.text[position : position + len(text)]))
         if other is not None:
             after = self.text[other.last : other.end]
-            return Aligned("", other.last + num_common(text[own.last :], after))
+            return Aligned("", other.last + num_common(text[gap.last :], after))
         after = self.text[position : _after_space(self.text, position)]
-        end = position + num_common(text[: own.first] or text[own.last :], after)
-        goes_on = self.text.startswith(own.opened, position + len(after))
-        return Aligned(text[own.first :] if goes_on else "", end)
+        end = position + num_common(text[: gap.first] or text[gap.last :], after)
+        goes_on = self.text.startswith(gap.opened, position + len(after))
+        return Aligned(text[gap.first :] if goes_on else "", end)
 
     def _num_common(self, text: str, here: int, position: int, length: int) -> int:
         """Returns the length of the common beginning; special tokens count as a whole or not at all."""
@@ -184,7 +184,7 @@ class Whole:
 
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:
-    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return next((index for index, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 _ROLE = re.compile("assistant|model", re.IGNORECASE)
@@ -194,10 +194,10 @@ _OTHER_TEMPLATE = "give data.chat_template a template that keeps earlier message
 class UntrainableError(DataError):
     """The template does not render a conversation as the model will see it at inference."""
 
-    def __init__(self, why: str, way_on: str, message: int | None = None) -> None:
-        """`message` is the number of the answer; None if no single one is concerned."""
-        super().__init__(f"{why}; {way_on}")
-        self.why, self.way_on, self.message = why, way_on, message
+    def __init__(self, why: str, remedy: str, message: int | None = None) -> None:
+        """`message` is the number of the answer; None if the error concerns no single answer."""
+        super().__init__(f"{why}; {remedy}")
+        self.why, self.remedy, self.message = why, remedy, message
 
 
 class AnswerSpan(NamedTuple):
@@ -214,14 +214,14 @@ class SpecialTexts(NamedTuple):
     """Text of bos, which never ends an answer."""
 
     def after(self, text: str, position: int) -> int:
-        """Returns the end of the token here that may end the answer before it; `position` if there is none."""
+        """Returns the end of the token at `position` if that token can end an answer, else `position`."""
         match = self.pattern.match(text, position)
         return position if match is None or match.group() == self.bos else match.end()
 
     def last(self, text: str) -> str | None:
-        """Returns the token that ends a text except for white space; None if there is none."""
-        found = list(self.pattern.finditer(text))
-        return found[-1].group() if found and not text[found[-1].end() :].strip() else None
+        """Returns the token at the end of a text, ignoring white space; None if the text ends otherwise."""
+        tokens = list(self.pattern.finditer(text))
+        return tokens[-1].group() if tokens and not text[tokens[-1].end() :].strip() else None
 
     def without(self, text: str) -> str:
         """Returns the text without tokens and surrounding white space."""
@@ -235,11 +235,11 @@ def special_texts(tokens: Iterable[str], bos: str | None) -> SpecialTexts:
 
 
 class AnswerFinder:
-    """Finds the answers of one conversation by renderings of its beginnings."""
+    """Finds the answers of one conversation by rendering its first messages."""
 
     def __init__(self, renderer: Renderer, special: SpecialTexts) -> None:
         self._renderer, self._special = renderer, special
-        self._found: dict[Cut, Rendered | NotRendered] = {}
+        self._renderings: dict[Cut, Rendered | NotRendered] = {}
         self._whole = Whole("", special.pattern)
         self.full = ""
         """Rendering of the whole conversation, once `find` has returned."""
@@ -248,22 +248,22 @@ class AnswerFinder:
         """Finds the spans of these messages: ascending number -> texts of the message."""
         # one request for the renderings that are nearly always needed
         self._fetch([cut for number in messages for cut in (Cut(number, True), Cut(number + 1, False))])
-        full = self._found[self._renderer.whole]
+        full = self._renderings[self._renderer.whole]
         if isinstance(full, NotRendered):
             raise refused(full)
-        self.full, self._whole = full.rest, Whole(full.rest, self._special.pattern)
-        found = [self._span(number) for number in messages]
-        for span in found:
+        self.full, self._whole = full.suffix, Whole(full.suffix, self._special.pattern)
+        spans = [self._span(number) for number in messages]
+        for span in spans:
             self._check_header(span, messages[span.message])
-        for earlier, later in pairwise(found):
+        for earlier, later in pairwise(spans):
             if earlier.end > later.start:
                 raise _not_found(later.message, "it begins before the answer before it ends")
-        return found
+        return spans
 
     def _check_header(self, span: AnswerSpan, texts: Iterable[str]) -> None:
         """Refuses a header in the loss if the template's beginning of an answer does not distinguish it."""
-        places = [self.full.find(text.strip(), span.start, span.end) for text in texts if text.strip()]
-        before = self.full[span.start : min((place for place in places if place >= 0), default=span.end)]
+        starts = [self.full.find(text.strip(), span.start, span.end) for text in texts if text.strip()]
+        before = self.full[span.start : min((start for start in starts if start >= 0), default=span.end)]
         if not _ROLE.search(before):
             return
         cuts = (Cut(span.message, prompt) for prompt in (True, False))
@@ -272,18 +272,18 @@ class AnswerFinder:
 
     def _fetch(self, cuts: Iterable[Cut]) -> None:
         whole = self._renderer.whole
-        missing = [cut for cut in dict.fromkeys(cuts) if cut not in self._found and cut != whole]
-        if missing or whole not in self._found:
-            self._found.update(zip([whole, *missing], self._renderer.compare([whole, *missing]), strict=True))
+        missing = [cut for cut in dict.fromkeys(cuts) if cut not in self._renderings and cut != whole]
+        if missing or whole not in self._renderings:
+            self._renderings.update(zip([whole, *missing], self._renderer.compare([whole, *missing]), strict=True))
 
     def _rendered(self, cut: Cut, answer: int) -> Rendered:
-        if cut not in self._found:
+        if cut not in self._renderings:
             self._fetch([cut])
-        found = self._found[cut]
-        if isinstance(found, NotRendered):
+        rendered = self._renderings[cut]
+        if isinstance(rendered, NotRendered):
             what = f"the first {cut.num_messages} messages alone" if cut.num_messages else "a prompt without messages"
-            raise _not_found(answer, f"the template does not render {what} ({found.why})")
-        return found
+            raise _not_found(answer, f"the template does not render {what} ({rendered.why})")
+        return rendered
 
     def _span(self, number: int) -> AnswerSpan:
         start = self._start(number)

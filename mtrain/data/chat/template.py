@@ -30,7 +30,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class ChatTemplates:
-    """Template of a run, and the separate one for conversations with tools that some models have."""
+    """Template of a run, and the one for conversations with tools, which differs for some models."""
 
     default: ChatTemplate
     with_tools: ChatTemplate
@@ -39,11 +39,11 @@ class ChatTemplates:
 def chosen_templates(choice: str, tokenizer: Path) -> ChatTemplates | None:
     """Finds the templates of `data.chat_template`: "auto" (None if there are none), a name, or the path of a file."""
     if is_path_of_template(choice):
-        return _alone(ChatTemplate(_text(Path(choice)), Path(choice)))
+        return _one_template(ChatTemplate(_text(Path(choice)), Path(choice)))
     named = named_templates(tokenizer)
     if choice != "auto":
         if choice in named:
-            return _alone(named[choice])
+            return _one_template(named[choice])
         raise DataError(
             f"{tokenizer.parent} has no chat template named {choice!r}, but {_listed(named)}; set data.chat_template "
             "to one of them, to auto, to plain, or to the path of a .jinja file"
@@ -66,15 +66,15 @@ def named_templates(tokenizer: Path) -> dict[str, ChatTemplate]:
     Source: transformers 5.23, tokenization_utils_base.py, _from_pretrained; processors write chat_template.json.
     """
     folder = tokenizer.parent
-    found: dict[str, ChatTemplate] = {}
+    templates: dict[str, ChatTemplate] = {}
     if (file := folder / TEMPLATE_FILE).is_file():
-        found[_DEFAULT] = ChatTemplate(_text(file), file)
+        templates[_DEFAULT] = ChatTemplate(_text(file), file)
     for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
-        found[file.stem] = ChatTemplate(_text(file), file)
+        templates[file.stem] = ChatTemplate(_text(file), file)
     for name in (SETTINGS_FILE, _PROCESSOR_FILE):
-        if not found:
-            found = _in_settings(folder / name)
-    return found
+        if not templates:
+            templates = _in_settings(folder / name)
+    return templates
 
 
 def template_files(templates: ChatTemplates) -> dict[str, str]:
@@ -88,9 +88,9 @@ def template_files(templates: ChatTemplates) -> dict[str, str]:
 def put_templates(files: Mapping[str, str], folder: Path) -> None:
     """Writes these templates into a tokenizer's folder, unless they are there already."""
     named = named_templates(folder / SETTINGS_FILE)
-    held = {name: named[name].text for name in (_DEFAULT, _WITH_TOOLS) if name in named}
-    wanted = {_DEFAULT if name == TEMPLATE_FILE else Path(name).stem: text for name, text in files.items()}
-    if held == wanted:
+    current = {name: named[name].text for name in (_DEFAULT, _WITH_TOOLS) if name in named}
+    new = {_DEFAULT if name == TEMPLATE_FILE else Path(name).stem: text for name, text in files.items()}
+    if current == new:
         return
     for other in [folder / TEMPLATE_FILE, folder / _PROCESSOR_FILE, *(folder / TEMPLATE_FOLDER).glob("*.jinja")]:
         other.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def put_templates(files: Mapping[str, str], folder: Path) -> None:
         write_atomically(folder / name, text)
 
 
-def _alone(template: ChatTemplate) -> ChatTemplates:
+def _one_template(template: ChatTemplate) -> ChatTemplates:
     return ChatTemplates(template, template)
 
 
@@ -112,13 +112,13 @@ def _in_settings(file: Path) -> dict[str, ChatTemplate]:
         return {}
     if isinstance(content, str):
         return {_DEFAULT: ChatTemplate(content, file)}
-    if isinstance(content, list) and all(_is_named(each) for each in content):
-        return {each["name"]: ChatTemplate(each["template"], file) for each in content}
+    if isinstance(content, list) and all(_is_named(entry) for entry in content):
+        return {entry["name"]: ChatTemplate(entry["template"], file) for entry in content}
     raise DataError(f"{file} has a chat_template that is neither a string nor a list of named templates; correct it")
 
 
-def _is_named(found: object) -> bool:
-    return isinstance(found, dict) and isinstance(found.get("name"), str) and isinstance(found.get("template"), str)
+def _is_named(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
 
 
 def _settings(file: Path) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """The program that renders a chat template: a separate process, which `sandbox` starts and limits.
 
-A template comes from others, so it may loop forever or fill the memory, in Python or inside one call of C that no
-handler can interrupt. Limits of the operating system hold for both: the address space is capped, and a timer of
-processor time ends the process. It is started by its path, with the folders of what it imports as arguments, and
-imports nothing of ours; each line on its input is a JSON object, and so is each line that answers it.
+A template comes from others, so it may loop forever or fill the memory, in Python or inside one C call that no handler
+can interrupt. Operating-system limits cover both: the address space is capped, and a timer of processor time ends the
+process. It is started by its path, with the folders of the packages that it imports as arguments, and imports nothing
+from mtrain. Requests and replies are JSON objects, one a line.
 
     first line    {"template", "date", "marks", "cpu_s", "memory_bytes", "max_chars", ...} -> {"variables"} or {"error"}
     other lines   {"messages", "tools", "variables", "cuts": [[number, prompt, marked]]}  -> {"texts"} or {"error"}
 
-A text is [number of characters in common with the beginning of the first text, the rest], so what is sent grows with
+A text is [number of characters that it shares with the first text, the rest], so the size of a reply grows with
 the conversation and not with its square. A cut requests the rendering of the first `number` messages, with or without
 the prompt for an answer and marks around `{% generation %}`; its text is {"error": ...} where the template refuses it.
 """
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-sys.path[:0] = sys.argv[1:]  # site-packages alone, as nothing else of the user's is to be imported
+sys.path[:0] = sys.argv[1:]  # site-packages alone: no other code of the user must be imported
 
 from jinja2 import meta, nodes  # noqa: E402
 from jinja2.exceptions import SecurityError, TemplateError  # noqa: E402
@@ -79,35 +79,37 @@ class _Renderer:
 
     def answer(self, line: bytes) -> dict[str, Any]:
         try:
-            asked = json.loads(line)
+            request = json.loads(line)
             texts: list[Any] = []
             sent, first = 0, None
-            for number, prompt, marked in asked["cuts"]:
+            for number, prompt, marked in request["cuts"]:
                 signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
-                text = self._rendered(asked, number, prompt, marked)
+                text = self._rendered(request, number, prompt, marked)
                 if isinstance(text, dict):
                     texts.append(text)
                     continue
                 common = _common_prefix(first or "", text)
                 texts.append([common, text[common:]])
-                sent, first = sent + len(text) - common, text if first is None else first
+                sent += len(text) - common
+                if first is None:
+                    first = text
                 if sent > self._max_chars:
                     return {"error": f"it writes more than {self._max_chars} characters"}
             return {"texts": texts}
         except Exception as fault:  # a conversation that is nested too deeply, or too large for the memory
             return {"error": _message(fault)}
 
-    def _rendered(self, asked: dict[str, Any], number: int, prompt: bool, marked: bool) -> str | dict[str, str]:
+    def _rendered(self, request: dict[str, Any], number: int, prompt: bool, marked: bool) -> str | dict[str, str]:
         self._environment.marks = self._marks if marked else ("", "")  # type: ignore[attr-defined]
-        given = {
-            **asked["variables"],
-            "messages": asked["messages"][:number],
-            "tools": asked["tools"],
+        variables = {
+            **request["variables"],
+            "messages": request["messages"][:number],
+            "tools": request["tools"],
             "documents": None,
             "add_generation_prompt": prompt,
         }
         try:
-            return self._template.render(given)
+            return self._template.render(variables)
         except Exception as fault:
             return {"error": _message(fault)}
 
@@ -126,7 +128,7 @@ def _common_prefix(one: str, other: str) -> int:
 def _message(fault: Exception) -> str:
     name = type(fault).__name__
     text = " ".join(str(fault).split())
-    if name == "TemplateError":  # what the template itself says by raise_exception
+    if name == "TemplateError":  # raised by the template itself, with raise_exception
         return f"it says: {text}"[:_LONGEST_MESSAGE]
     if name == "MemoryError":
         return "it needs more memory than it may have"
@@ -153,10 +155,10 @@ class Variables(Namespace):
     """A namespace without Python's own names."""
 
     def __init__(*args: Any, **values: Any) -> None:
-        self, *rest = args
-        for name in dict(*rest, **values):
+        self, *positional = args
+        for name in dict(*positional, **values):
             _refuse_private(name)
-        Namespace.__init__(self, *rest, **values)
+        Namespace.__init__(self, *positional, **values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _refuse_private(name)

@@ -12,25 +12,25 @@ from mtrain.config.extras import ROUTED_EXPERTS
 from mtrain.core.batch.choices import MAKERS, shaped_experts
 
 _MEDIA = frozenset({"image", "images", "image_url", "video", "videos", "audio", "audios"})
-"""Keys of what is not text, in data for multimodal models."""
+"""Keys of images, video and audio in data for multimodal models."""
 
 
-def check_keys(found: dict[str, Any], known: Set[str], ignored: Set[str], place: str = "") -> None:
-    """Refuses an unknown key: a silently dropped value may be one that the model should have seen.
+def check_keys(record: dict[str, Any], known: Set[str], ignored: Set[str], prefix: str = "") -> None:
+    """Refuses an unknown key: the model may need its value, so it is not dropped silently.
 
     Args:
         ignored: Keys that are dropped on purpose; a known key is never dropped.
-        place: Beginning of the message, such as "messages[0] "; empty for the record itself.
+        prefix: Beginning of the message, such as "messages[0] "; empty for the record itself.
     """
-    unknown = next((key for key in found if key not in known and key not in ignored), None)
+    unknown = next((key for key in record if key not in known and key not in ignored), None)
     if unknown in _MEDIA:
         raise DataError(
-            f"{place}has the key {unknown!r}, but only text is read; leave the record out, or name the key in "
+            f"{prefix}has the key {unknown!r}, but only text is read; leave the record out, or name the key in "
             "data.ignore_keys to train on its text alone"
         )
     if unknown is not None:
         raise DataError(
-            f"{place}has the key {unknown!r}, which is not read; known are {', '.join(sorted(known))}: remove it, or "
+            f"{prefix}has the key {unknown!r}, which is not read; known are {', '.join(sorted(known))}: remove it, or "
             "name it in data.ignore_keys to train without it"
         )
 
@@ -59,32 +59,32 @@ def check_weight(weight: object, name: str = "'weight'") -> float:
 def token_extras(record: dict[str, Any], sizes: Mapping[str, tuple[int, ...]], num_tokens: int) -> NDArray[np.float32]:
     """Returns [num_tokens, columns]: one number a token in each column; a number of the whole sample is repeated.
 
-    Numbers that are not finite are refused later, by a reader that knows their place.
+    Numbers that are not finite are refused later, by a reader that knows file and record.
 
     Args:
         sizes: Key -> sizes of its value for each token, each number a column; () for one number per token. Not empty.
         num_tokens: Number of tokens in the sample. A list has as many numbers, or one less: without the first token,
             which nothing predicts; routed experts may lack the last one, which is not read.
     """
-    found: list[NDArray[np.float32]] = []
+    columns: list[NDArray[np.float32]] = []
     for name, shape in sizes.items():
-        # an engine that was not asked for experts gives null
+        # an inference engine writes null unless it was asked for experts
         if name not in record or (name == ROUTED_EXPERTS and record[name] is None):
             what = f"[tokens, layers, k]; {MAKERS}" if name == ROUTED_EXPERTS else "one number, or one per token"
             raise DataError(f"has no {name!r}, which data.extras names; give {what}")
         if name == ROUTED_EXPERTS:
-            found.extend(_experts(record[name], num_tokens, shape))
+            columns.extend(_experts(record[name], num_tokens, shape))
         elif not shape:
-            found.append(_token_extra(record[name], name, num_tokens))
+            columns.append(_token_extra(record[name], name, num_tokens))
         else:
-            found += [_token_extra(each, name, num_tokens) for each in _columns(record[name], name, shape[0])]
-    return np.stack(found, axis=1)
+            columns += [_token_extra(column, name, num_tokens) for column in _columns(record[name], name, shape[0])]
+    return np.stack(columns, axis=1)
 
 
-def _experts(given: object, num_tokens: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+def _experts(value: object, num_tokens: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Returns [columns, num_tokens]: the experts of each token; -1 for the last one, whose own are not used."""
     try:
-        values = shaped_experts(given, num_tokens, shape, "the record")
+        values = shaped_experts(value, num_tokens, shape, "the record")
     except ValueError as fault:
         raise DataError(str(fault)) from None
     rows = np.full((num_tokens, math.prod(shape)), -1, np.float32)
@@ -92,25 +92,25 @@ def _experts(given: object, num_tokens: int, shape: tuple[int, ...]) -> NDArray[
     return rows.T
 
 
-def _columns(given: object, name: str, width: int) -> list[list[Any]]:
+def _columns(value: object, name: str, width: int) -> list[list[Any]]:
     """Turns a list of `width` numbers a token into `width` lists of one number a token."""
-    rows: list[Any] = given if isinstance(given, list) else [None]
-    wrong = next((place for place, row in enumerate(rows) if not isinstance(row, list) or len(row) != width), None)
+    rows: list[Any] = value if isinstance(value, list) else [None]
+    wrong = next((index for index, row in enumerate(rows) if not isinstance(row, list) or len(row) != width), None)
     if wrong is not None:
         raise DataError(
-            f"{name!r} is not made of lists of {width} numbers (at place {wrong}), but data.extras names "
+            f"{name!r} is not made of lists of {width} numbers (at token {wrong}), but data.extras names "
             f"{name}:{width}; give one list of {width} numbers per token"
         )
     return [[row[number] for row in rows] for number in range(width)]
 
 
-def _token_extra(given: Any, name: str, num_tokens: int) -> NDArray[np.float32]:
-    numbers = given if isinstance(given, list) else [given]
+def _token_extra(value: Any, name: str, num_tokens: int) -> NDArray[np.float32]:
+    numbers = value if isinstance(value, list) else [value]
     if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
         raise DataError(f"{name!r} is not made of numbers; give one number, or a list with one per token")
     with np.errstate(over="ignore"):  # a number that float32 cannot hold becomes inf
         values = np.array([float(number) for number in numbers], np.float64).astype(np.float32)
-    if not isinstance(given, list):
+    if not isinstance(value, list):
         return np.full(num_tokens, values[0])
     if len(values) == num_tokens - 1:
         return np.concatenate([np.zeros(1, np.float32), values])

@@ -1,4 +1,4 @@
-"""Records of sequences that are compared, or that a head scores.
+"""Encodes records of sequences that are compared, or that a head scores.
 
     pairs:    prompt, chosen, rejected; or chosen and rejected that begin alike, with the prompt inside
     answers:  prompt, completion, label (true if the answer is wanted)
@@ -6,8 +6,8 @@
 These are TRL's forms; prompt and answers are texts or lists of messages. Only answers are in the loss, not the prompt's
 own messages. For a head, which judges answers by their last tokens, a pair may have a `margin`.
 
-A head judges a sequence as a whole. Its label follows the last token, like a token to predict, so cutting, packing,
-padding and sending labels need no new code; only the label is in the loss.
+A head judges a sequence as a whole. The label follows the last token, like a token to predict, so labels are cut,
+packed, padded and sent as tokens are; only the label is in the loss.
 """
 
 import math
@@ -33,7 +33,7 @@ _ANSWER_KEYS = frozenset({"prompt", "completion", "label"}) | _SHARED_KEYS
 _TOKENS_KEYS = frozenset({"input_ids", "weight"})
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _LABEL_VERSION, _PREFERENCE_VERSION = 2, 3
-"""Versions of the encodings, raised when the same record gives other tokens, or another record is refused."""
+"""Versions of the encodings; incremented when the same record gives other tokens, or other records are refused."""
 
 
 def source_encoder(
@@ -43,8 +43,13 @@ def source_encoder(
     head: HeadOutput | None = None,
     is_number: bool = False,
 ) -> SampleEncoder:
-    """Builds the encoder of a source's records; as cheap as `RecordEncoder`. A record is one sequence unless `compares`
-    names its form, and a head judges sequences, if there is one."""
+    """Builds the encoder of a source's records; as cheap as `RecordEncoder`.
+
+    Args:
+        compares: Form of records of compared answers; None if a record is one sequence.
+        head: Head that judges sequences, if the model has one.
+        is_number: Whether a label is any number instead of a class.
+    """
     encoder = RecordEncoder(section, tokenizer)
     ignored = frozenset(section.ignore_keys)
     if compares is not None:
@@ -61,10 +66,10 @@ def judged(sample: TokenizedSample, label: int = 0) -> TokenizedSample:
 
 
 class LabelEncoder:
-    """Encoder of a sequence with its class or number: a record has `label`, next to any form of a single sequence."""
+    """Encodes a sequence with its class or number: a record has `label` and the keys of a single sequence."""
 
     def __init__(self, encoder: RecordEncoder, head: HeadOutput, ignored: Set[str], is_number: bool) -> None:
-        """Set `is_number` if a label is any number instead of a class; it is then the one extra of every token."""
+        """`is_number`: labels are numbers instead of classes; the number is then the only extra of every token."""
         self._encoder, self._head, self._ignored = encoder, head, ignored
         self._is_number = is_number
         form = "a number" if is_number else f"{head.rows} labels"
@@ -73,16 +78,16 @@ class LabelEncoder:
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
         record = self._encoder.renamed(record)
         label = record.get("label")
-        rest = {name: value for name, value in record.items() if name != "label"}
+        unlabelled = {name: value for name, value in record.items() if name != "label"}
         if self._is_number:
-            found = judged(self._sequence(rest))
-            return replace(found, extras=np.full((len(found.ids), 1), _number(label), np.float32))
+            sample = judged(self._sequence(unlabelled))
+            return replace(sample, extras=np.full((len(sample.ids), 1), _number(label), np.float32))
         if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < self._head.rows:
             raise DataError(
                 f"'label' is {label!r:.40}, but must be the number of a class, 0 to {self._head.rows - 1} "
                 f"({self._head}); change it"
             )
-        return judged(self._sequence(rest), label)
+        return judged(self._sequence(unlabelled), label)
 
     def _sequence(self, record: dict[str, Any]) -> TokenizedSample:
         forms = [name for name in ("messages", "text", "input_ids", "prompt") if name in record]
@@ -114,7 +119,7 @@ def _number(label: object) -> float:
 
 
 class PreferenceEncoder:
-    """A record gives the chosen and the rejected sequence; or one answer, whose weight is negative if it is
+    """Encodes a record as a chosen and a rejected sequence, or as one answer, with a negative weight if it is
     unwanted."""
 
     def __init__(
@@ -135,19 +140,19 @@ class PreferenceEncoder:
 
     def _pair(self, record: dict[str, Any]) -> tuple[TokenizedSample, ...]:
         check_keys(record, _JUDGED_KEYS if self._is_judged else _PAIR_KEYS, self._ignored)
-        given = {name: _answer(record, name) for name in ("chosen", "rejected")}
-        if isinstance(given["chosen"], str) != isinstance(given["rejected"], str):
+        answers = {name: _answer(record, name) for name in ("chosen", "rejected")}
+        if isinstance(answers["chosen"], str) != isinstance(answers["rejected"], str):
             raise DataError("'chosen' and 'rejected' must both be texts or both be lists of messages; fix one")
         prompt = record.get("prompt")
         if prompt is None:
-            prompt = _common(given["chosen"], given["rejected"])
-            given = {name: answer[len(prompt) :] for name, answer in given.items()}
-        pair = self._sequences(record, prompt, given)
+            prompt = _common(answers["chosen"], answers["rejected"])
+            answers = {name: answer[len(prompt) :] for name, answer in answers.items()}
+        pair = self._sequences(record, prompt, answers)
         if not self._is_judged:
             return pair
         # every token has the margin as its extra, as the cache stores extras
-        sized = [(each, len(each.ids)) for each in map(judged, pair)]
-        return tuple(replace(each, extras=np.full((n, 1), _margin(record), np.float32)) for each, n in sized)
+        sized = [(sequence, len(sequence.ids)) for sequence in map(judged, pair)]
+        return tuple(replace(sequence, extras=np.full((n, 1), _margin(record), np.float32)) for sequence, n in sized)
 
     def _answer(self, record: dict[str, Any]) -> TokenizedSample:
         check_keys(record, _ANSWER_KEYS, self._ignored)
@@ -156,30 +161,30 @@ class PreferenceEncoder:
             raise DataError(f"'label' is {label!r}, but must be true (a wanted answer) or false; change it")
         if record.get("prompt") is None:
             raise DataError("has no 'prompt'; a line needs prompt, completion and label")
-        (found,) = self._sequences(record, record["prompt"], {"completion": _answer(record, "completion")})
-        # the sign is the label, even with a weight of 0: a cache holds nothing else next to the tokens
-        return replace(found, weight=math.copysign(found.weight, 1.0 if label else -1.0))
+        (sample,) = self._sequences(record, record["prompt"], {"completion": _answer(record, "completion")})
+        # the sign is the label, even with a weight of 0, since the cache has no other field for it
+        return replace(sample, weight=math.copysign(sample.weight, 1.0 if label else -1.0))
 
     def _sequences(
-        self, record: dict[str, Any], prompt: object, given: Mapping[str, Any]
+        self, record: dict[str, Any], prompt: object, named_answers: Mapping[str, Any]
     ) -> tuple[TokenizedSample, ...]:
         """Encodes a prompt with each of its named answers, all texts or all lists of messages."""
-        empty = next((name for name, answer in given.items() if not answer), None)
+        empty = next((name for name, answer in named_answers.items() if not answer), None)
         if empty is not None:
             raise DataError(f"{empty!r} is empty after the prompt, so there is nothing to compare; remove the line")
-        if all(isinstance(answer, str) for answer in given.values()):
+        if all(isinstance(answer, str) for answer in named_answers.values()):
             text = check_text(prompt, "'prompt'")
-            answers = [check_text(answer, f"{name!r}") for name, answer in given.items()]
+            answers = [check_text(answer, f"{name!r}") for name, answer in named_answers.items()]
             if named := next((key for key in ("tools", "chat_template_kwargs") if record.get(key)), None):
                 raise DataError(f"has {named!r}, which only messages can have; write the prompt as messages")
             return tuple(self._encoder.joined(text, answers, record.get("weight", 1.0)))
         if not isinstance(prompt, list):
-            name = next(iter(given))
+            name = next(iter(named_answers))
             raise DataError(f"{name!r} is a list of messages, but 'prompt' is not; use the same form for both")
         shared = {key: record[key] for key in _SHARED_KEYS if key in record}
         before = [*map(untrained, prompt)]
         return tuple(
-            self._encoder.conversation({"messages": [*before, *answer], **shared}) for answer in given.values()
+            self._encoder.conversation({"messages": [*before, *answer], **shared}) for answer in named_answers.values()
         )
 
 
@@ -197,14 +202,14 @@ def _answer(record: dict[str, Any], name: str) -> Any:
 
 
 def _common(chosen: Any, rejected: Any) -> Any:
-    """Returns the common beginning of two answers that hold their prompt. If one answer continues where the other ends,
-    the last piece (character, message) of the shorter one is its answer."""
+    """Returns the prompt with which both answers begin. If the longer answer merely continues the shorter one, the last
+    piece (character or message) of the shorter one is its answer."""
     shorter = min(len(chosen), len(rejected))
-    count = next((place for place, (one, other) in enumerate(zip(chosen, rejected)) if one != other), None)
+    count = next((index for index, (one, other) in enumerate(zip(chosen, rejected)) if one != other), None)
     if count is None:
         return chosen if chosen == rejected else chosen[: max(0, shorter - 1)]
     prompt = chosen[:count]
-    # a blank belongs to the word after it, as tokenizers have it
+    # tokenizers join a blank to the word after it
     prompt = prompt[:-1] if isinstance(prompt, str) and prompt.endswith(" ") else prompt
     if not prompt:
         raise DataError("'chosen' and 'rejected' have no common beginning, and there is no 'prompt'; give it")

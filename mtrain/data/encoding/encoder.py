@@ -1,4 +1,4 @@
-"""Encoders of a configuration."""
+"""Builds the encoder that `data.*` asks for, and encodes records of single sequences."""
 
 import hashlib
 import json
@@ -54,7 +54,7 @@ def chat_encoder(section: SftSection, tokenizer: Tokenizer) -> ChatEncoder | Non
 def trained_templates(section: SftSection) -> dict[str, str]:
     """Returns the chat templates for an export: path in a tokenizer's folder -> text.
 
-    Empty without a template, and for the plain form unless the configuration says that there are conversations.
+    Empty without a template, and for the plain form unless `data.format` names a form of conversations.
     """
     if section.chat_template == PLAIN:
         return {TEMPLATE_FILE: PLAIN_TEMPLATE} if section.format in _CONVERSATIONS else {}
@@ -68,10 +68,10 @@ _FORMS = {"conversations": "sharegpt", "instruction": "alpaca", "text": "text"}
 
 
 def _refuse_known_form(record: dict[str, Any]) -> None:
-    found = next((key for key in _FORMS if key in record), None)
-    if found is not None:
-        form = _FORMS[found]
-        raise DataError(f"has no 'prompt', but {found!r}, as in records of the format {form}; set data.format={form}")
+    known = next((key for key in _FORMS if key in record), None)
+    if known is not None:
+        form = _FORMS[known]
+        raise DataError(f"has no 'prompt', but {known!r}, as in records of the format {form}; set data.format={form}")
     if "chosen" in record and "rejected" in record:
         raise DataError(
             "has 'chosen' and 'rejected', two answers to compare; set loss.function=dpo, or another such loss"
@@ -108,7 +108,7 @@ class RecordEncoder:
         names = [columns.get(name, name) for name in record]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise DataError(f"has {twice!r} as well as another key that data.columns calls so; remove one of the two")
+            raise DataError(f"has {twice!r} and another key that data.columns renames to it; remove one of the two")
         return dict(zip(names, record.values()))
 
     def encode(self, record: dict[str, Any]) -> TokenizedSample:
@@ -117,8 +117,8 @@ class RecordEncoder:
         sizes = dict(key_and_sizes(extra) for extra in self._section.extras)
         if not sizes:
             return self._encode(record)
-        found = self._encode({key: value for key, value in record.items() if key not in sizes})
-        return replace(found, extras=token_extras(record, sizes, len(found.ids)))
+        sample = self._encode({key: value for key, value in record.items() if key not in sizes})
+        return replace(sample, extras=token_extras(record, sizes, len(sample.ids)))
 
     def _encode(self, record: dict[str, Any]) -> TokenizedSample:
         match self._section.format:
@@ -166,16 +166,16 @@ class RecordEncoder:
         return self._plain(chat_parts(record, self._ignored, self._section.loss_on), record)
 
     def pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a prompt and a response: two texts, or two lists of messages of which only the second is trained."""
+        """Encodes a prompt and a response: two texts, or two lists of messages; only the response is in the loss."""
         pair = with_response(record)
         prompt, response = pair.get("prompt"), pair.get("response")
         if isinstance(prompt, list) and isinstance(response, list):
-            rest = {key: value for key, value in pair.items() if key not in ("prompt", "response")}
-            return self.conversation({"messages": [*map(untrained, prompt), *response], **rest})
+            options = {key: value for key, value in pair.items() if key not in ("prompt", "response")}
+            return self.conversation({"messages": [*map(untrained, prompt), *response], **options})
         return self._plain(pair_parts(pair, self._ignored), pair)
 
     def joined_pair(self, record: dict[str, Any]) -> TokenizedSample:
-        """Encodes a prompt and a response by the ids of their whole text."""
+        """Encodes a prompt and a response as one text, as `plain.joined` does."""
         prompt, response = pair_parts(record, self._ignored)
         return self.joined(prompt.text, [response.text], record.get("weight", 1.0))[0]
 

@@ -1,11 +1,11 @@
-"""Forms that need no chat template, and those of other programs, which become messages, or are tokens already.
+"""Encodes forms that need no chat template; converts the forms of other programs to messages.
 
     prompt/response:  begin + prompt + response + eos             in the loss: response, eos
     text:             begin + text + eos                          in the loss: text, eos
     messages:         begin + for each message header + content   in the loss: content and eos of every assistant
                       + (eos if it is the assistant's)            message
 
-`begin` is what the tokenizer itself puts before a text: a bos, or nothing. The header is the plain text "### role\\n",
+`begin` is what the tokenizer itself adds before a text: a bos, or nothing. The header is the plain text "### role\\n",
 with "\\n\\n" before it from the second message on. Each piece (prompt, response, header, content) is tokenised by
 itself, so no token is partly in the loss; if answers are compared or scored, the text is tokenised whole (`joined`).
 """
@@ -29,8 +29,8 @@ PLAIN_TEMPLATE = (
     "{{ message.content }}{{ eos_token if message.role == 'assistant' else '' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\n\\n' if messages else '' }}### assistant\n{{ '' }}{% endif %}"
 )
-"""Template that writes the text of plain messages. Tokens may differ: a tokenizer may join here what samples tokenise
-separately."""
+"""Template that writes the text of plain messages. Tokens may differ: samples tokenise each piece separately, and here
+a tokenizer may join them."""
 ROLES = ("system", "user", "assistant", "tool")
 _PAIR_KEYS = frozenset({"prompt", "response", "weight"})
 _TEXT_KEYS = frozenset({"text", "weight"})
@@ -47,40 +47,40 @@ class TextPart(NamedTuple):
     """Whether eos follows, with the weight of the text."""
 
 
-def with_response(found: dict[str, Any]) -> dict[str, Any]:
+def with_response(record: dict[str, Any]) -> dict[str, Any]:
     """Renames TRL's `completion` to `response`."""
-    if "completion" not in found or "response" in found:
-        return found
-    return {"response" if key == "completion" else key: value for key, value in found.items()}
+    if "completion" not in record or "response" in record:
+        return record
+    return {"response" if key == "completion" else key: value for key, value in record.items()}
 
 
-def pair_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
-    found = with_response(found)
+def pair_parts(record: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
+    record = with_response(record)
     for key in ("prompt", "response"):
-        if key not in found:
+        if key not in record:
             raise DataError(
                 f"has no {key!r}; a line needs prompt and response, or messages, but its keys are "
-                f"{', '.join(found) or 'none'}: name another data.format, or rename keys by data.columns"
+                f"{', '.join(record) or 'none'}: name another data.format, or rename keys by data.columns"
             )
-        check_text(found[key], f"{key!r}")
-    if not found["response"]:
+        check_text(record[key], f"{key!r}")
+    if not record["response"]:
         raise DataError("'response' is empty, so there is nothing to learn; remove the line or answer")
-    check_keys(found, _PAIR_KEYS, ignored)
-    return [TextPart(found["prompt"]), TextPart(found["response"], 1.0, ends=True)]
+    check_keys(record, _PAIR_KEYS, ignored)
+    return [TextPart(record["prompt"]), TextPart(record["response"], 1.0, ends=True)]
 
 
-def text_parts(found: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
-    check_keys(found, _TEXT_KEYS, ignored)
-    if not check_text(found.get("text"), "'text'"):
+def text_parts(record: dict[str, Any], ignored: Set[str]) -> list[TextPart]:
+    check_keys(record, _TEXT_KEYS, ignored)
+    if not check_text(record.get("text"), "'text'"):
         raise DataError("'text' is empty, so there is nothing to learn; remove the line")
-    return [TextPart(found["text"], 1.0, ends=True)]
+    return [TextPart(record["text"], 1.0, ends=True)]
 
 
-def chat_parts(found: dict[str, Any], ignored: Set[str], loss_on: LossOn) -> list[TextPart]:
-    messages = _checked_messages(found["messages"])
+def chat_parts(record: dict[str, Any], ignored: Set[str], loss_on: LossOn) -> list[TextPart]:
+    messages = _checked_messages(record["messages"])
     for number, message in enumerate(messages):
         check_keys(message, _MESSAGE_KEYS, ignored, f"messages[{number}] ")
-    check_keys(found, _CHAT_KEYS, ignored)
+    check_keys(record, _CHAT_KEYS, ignored)
     weights = answers_in_loss(messages, loss_on)
     parts: list[TextPart] = []
     for number, message in enumerate(messages):
@@ -92,7 +92,8 @@ def chat_parts(found: dict[str, Any], ignored: Set[str], loss_on: LossOn) -> lis
 def tokenized(
     parts: Iterable[TextPart], tokenizer: Tokenizer, weight: object, special_tokens: bool = False
 ) -> TokenizedSample:
-    """Tokenises the parts and joins them; if texts of special tokens become tokens, bos and eos are not added again."""
+    """Tokenises the parts and joins them. With `special_tokens`, texts of special tokens become tokens, and a bos or
+    eos that the text already has is not added again."""
     ids: list[int] = []
     counts: list[float] = []
     for part in parts:
@@ -113,13 +114,13 @@ def asked(text: str, tokenizer: Tokenizer, special_tokens: bool = False) -> list
 def joined(
     prompt: str, answers: Iterable[str], tokenizer: Tokenizer, weight: object, special_tokens: bool = False
 ) -> list[TokenizedSample]:
-    """Builds a sample of the prompt with each answer, with the ids of its whole text; eos is added.
+    """Builds a sample from the prompt and each answer, tokenised as one text; eos is added.
 
     The loss begins at the first token at which any sample differs from the prompt alone, the same in all samples: a
     token may straddle prompt and answer.
 
     Args:
-        special_tokens: Whether texts of special tokens become tokens; then bos and eos are not added again.
+        special_tokens: Whether texts of special tokens become tokens, as for `tokenized`.
 
     Source: trl 1.10, dpo_trainer.py and kto_trainer.py, tokenize_fn.
     """
@@ -148,14 +149,14 @@ def _checked_messages(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise DataError("'messages' must be a list of at least one message; fix it")
     for number, message in enumerate(messages):
-        place = f"messages[{number}]"
+        path = f"messages[{number}]"
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise DataError(f"{place} needs an object with role and content; fix it")
+            raise DataError(f"{path} needs an object with role and content; fix it")
         if message["role"] not in ROLES:
             raise DataError(
-                f"{place} has the role {message['role']!r}, but must be one of {', '.join(ROLES)}; change it"
+                f"{path} has the role {message['role']!r}, but must be one of {', '.join(ROLES)}; change it"
             )
-        check_text(message["content"], f"{place}.content")
+        check_text(message["content"], f"{path}.content")
     return messages
 
 
@@ -213,23 +214,23 @@ def sharegpt_as_messages(record: dict[str, Any], ignored: Set[str]) -> dict[str,
     return {"messages": messages, **known}
 
 
-def _message_of_turn(turn: object, ignored: Set[str], place: str) -> dict[str, Any]:
+def _message_of_turn(turn: object, ignored: Set[str], path: str) -> dict[str, Any]:
     if not isinstance(turn, dict):
-        raise DataError(f"{place} needs an object with from and value; fix it")
-    check_keys(turn, _TURN_KEYS, ignored, f"{place} ")
+        raise DataError(f"{path} needs an object with from and value; fix it")
+    check_keys(turn, _TURN_KEYS, ignored, f"{path} ")
     speaker = turn.get("from")
     if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
-        raise DataError(f"{place} is from {speaker!r}, but must be from one of {', '.join(_SHAREGPT_ROLES)}; change it")
-    text = check_text(turn.get("value"), f"{place}.value")
-    rest = {key: turn[key] for key in ("weight", "train") if key in turn}
+        raise DataError(f"{path} is from {speaker!r}, but must be from one of {', '.join(_SHAREGPT_ROLES)}; change it")
+    text = check_text(turn.get("value"), f"{path}.value")
+    options = {key: turn[key] for key in ("weight", "train") if key in turn}
     if speaker != "function_call":
-        return {"role": _SHAREGPT_ROLES[speaker], "content": text, **rest}
+        return {"role": _SHAREGPT_ROLES[speaker], "content": text, **options}
     try:
         calls = json.loads(text)
     except (ValueError, RecursionError) as fault:
-        raise DataError(f"{place} is a function_call, but its value is not JSON ({fault}); fix it") from None
+        raise DataError(f"{path} is a function_call, but its value is not JSON ({fault}); fix it") from None
     calls = calls if isinstance(calls, list) else [calls]
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls], **rest}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls], **options}
 
 
 def tokens_sample(record: dict[str, Any], ignored: Set[str], vocab_size: int) -> TokenizedSample:
@@ -241,16 +242,16 @@ def tokens_sample(record: dict[str, Any], ignored: Set[str], vocab_size: int) ->
     ids, mask = record["input_ids"], record["loss_mask"]
     if len(ids) != len(mask) or not ids:
         raise DataError(
-            f"has {len(ids)} input_ids and {len(mask)} of loss_mask, but needs as many, at least one; fix it"
+            f"has {len(ids)} numbers in input_ids and {len(mask)} in loss_mask; give as many in both, at least one"
         )
-    for place, id_ in enumerate(ids):
+    for index, id_ in enumerate(ids):
         if isinstance(id_, bool) or not isinstance(id_, int) or not 0 <= id_ < vocab_size:
             raise DataError(
-                f"input_ids[{place}] is {id_!r}, but must be a token of the tokenizer, 0 to {vocab_size - 1}"
+                f"input_ids[{index}] is {id_!r}, but must be a token of the tokenizer, 0 to {vocab_size - 1}"
             )
-    weights = [float(each) if isinstance(each, bool) else check_weight(each, "a value of 'loss_mask'") for each in mask]
+    weights = [float(flag) if isinstance(flag, bool) else check_weight(flag, "a value of 'loss_mask'") for flag in mask]
     if not any(weights[1:]):
-        raise DataError("'loss_mask' has no token in the loss that another comes before; remove the line")
+        raise DataError("'loss_mask' selects no token after the first, so there is nothing to learn; remove the line")
     return TokenizedSample(
         np.array(ids, np.int32), np.array(weights, np.float32), check_weight(record.get("weight", 1.0))
     )

@@ -27,10 +27,10 @@ def objects(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[tuple[int, 
     """Yields (line number, object); errors name file and line. Tables are not allowed here."""
     for number, line in enumerate(raw_lines(path, kind), start=1):
         try:
-            found = parsed_line(line)
+            record = parsed_line(line)
         except DataError as fault:
             raise DataError(f"{path} line {number}: {fault}") from None
-        yield number, found
+        yield number, record
 
 
 def parsed_line(line: bytes) -> dict[str, Any]:
@@ -38,20 +38,20 @@ def parsed_line(line: bytes) -> dict[str, Any]:
     if not line.strip():
         raise DataError("the line is empty, but a JSON object is needed; remove it")
     try:
-        found = parsed_json(line)
+        value = parsed_json(line)
     except UnicodeDecodeError as fault:
         raise DataError(f"byte {fault.start + 1} is not UTF-8; save the file in that encoding") from None
     except UnicodeEncodeError:
         raise DataError("contains half a surrogate pair, which is not text; fix the escape sequence") from None
     except ValueError as fault:
         raise DataError(f"not JSON ({fault}); write one JSON object per line") from None
-    if not isinstance(found, dict):
-        raise DataError(f"holds a value of type {type(found).__name__}, but a JSON object is needed; fix it")
-    return found
+    if not isinstance(value, dict):
+        raise DataError(f"holds a value of type {type(value).__name__}, but a JSON object is needed; fix it")
+    return value
 
 
 def raw_lines(path: Path, kind: FileKind = FileKind.LINES) -> Iterator[bytes]:
-    """Yields the unpacked lines of a file without empty ones at its end, or the elements of a list. Tables are not
+    """Yields the unpacked lines of a file, without empty ones at its end, or the elements of a list. Tables are not
     allowed here."""
     if kind is FileKind.LIST:
         yield from _elements(path)
@@ -98,38 +98,38 @@ def _elements(path: Path) -> Iterator[bytes]:
     except UnicodeDecodeError as fault:
         raise DataError(f"{path}: byte {fault.start + 1} is not UTF-8; save the file in that encoding") from None
     decoder, number = json.JSONDecoder(), 1
-    place = _after_blanks(text, _after_blanks(text, 0) + 1)
-    if text[place : place + 1] == "]":
+    position = _after_blanks(text, _after_blanks(text, 0) + 1)
+    if text[position : position + 1] == "]":
         raise EmptyFileError(f"{path} is an empty JSON list; give a file that holds samples")
     while True:
         try:
-            end = decoder.raw_decode(text, place)[1]
+            end = decoder.raw_decode(text, position)[1]
         except (ValueError, RecursionError) as fault:
             raise DataError(f"{path} record {number}: not JSON ({fault}); fix the list") from None
-        yield _short_enough(text[place:end].encode(errors="surrogatepass"), f"{path} record {number}")
-        place = _after_blanks(text, end)
-        if text[place : place + 1] != ",":
+        yield _short_enough(text[position:end].encode(errors="surrogatepass"), f"{path} record {number}")
+        position = _after_blanks(text, end)
+        if text[position : position + 1] != ",":
             break
-        place, number = _after_blanks(text, place + 1), number + 1
-    if text[place : place + 1] != "]" or text[place + 1 :].strip():
+        position, number = _after_blanks(text, position + 1), number + 1
+    if text[position : position + 1] != "]" or text[position + 1 :].strip():
         raise DataError(
-            f"{path}: after record {number} stands {text[place : place + 20]!r}, but a comma, or the end of the list "
+            f"{path}: {text[position : position + 20]!r} follows record {number}, but a comma, or the end of the list "
             "and of the file, is needed; fix the list, or write one JSON object per line"
         )
 
 
-def _short_enough(record: bytes, place: str) -> bytes:
+def _short_enough(record: bytes, location: str) -> bytes:
     if len(record) > MAX_LINE_BYTES:
         raise DataError(
-            f"{place}: is longer than {MAX_LINE_BYTES} bytes; write one JSON object per line, and cut long texts into "
-            "several"
+            f"{location}: is longer than {MAX_LINE_BYTES} bytes; write one JSON object per line, and cut long texts "
+            "into several"
         )
     return record
 
 
-def _after_blanks(text: str, place: int) -> int:
-    match = _BLANKS.match(text, place)
-    assert match is not None, "no blank matches, too"
+def _after_blanks(text: str, position: int) -> int:
+    match = _BLANKS.match(text, position)
+    assert match is not None, "the pattern also matches the empty text"
     return match.end()
 
 
@@ -158,10 +158,10 @@ def _opened(path: Path, kind: FileKind) -> BinaryIO:
             return cast(BinaryIO, _Unpacked(path))
         case FileKind.ZSTD:
             library = pyarrow(path, kind)
-            # not the package zstandard: it takes a truncated file for a whole one
+            # not the package zstandard, which reads a truncated file without an error
             return io.BufferedReader(library.CompressedInputStream(library.PythonFile(steady(path), "r"), "zstd"))
         case FileKind.PARQUET | FileKind.ARROW_FILE | FileKind.ARROW_STREAM:
-            raise AssertionError("rows are no lines")
+            raise AssertionError("tables have no lines")
         case _:
             assert_never(kind)
 

@@ -35,7 +35,7 @@ ELEMENTS: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "i
 _VERSION = 1
 _TOKENS = "~"
 """Beginning of the part of a fingerprint that depends on tokens."""
-_NUM_PLACES, _PLACE_BYTES = 64, 1 << 14
+_NUM_BLOCKS, _BLOCK_BYTES = 64, 1 << 14
 _REBUILD = "copy or build the pair again"
 
 
@@ -59,23 +59,22 @@ class Corpus:
         self.document_lengths = _document_lengths(lengths, edges)
         """[documents]: tokens of each document, in file order; a document may be empty."""
         self.fingerprint = retried(lambda: _fingerprint(self.idx_path, self.bin_path), prefix)
-        """Changes when documents are added, removed or cut otherwise, or tokens change at one of the sampled places;
-        see `same_fingerprint`."""
+        """Changes when documents are added, removed or cut differently, or when tokens change in one of the sampled
+        blocks; see `same_fingerprint`."""
 
     def read(self, document: int, offset: int, length: int) -> NDArray[np.int64]:
-        """Reads [length] tokens of a document, from its token `offset` on; refuses those that are not in the
-        vocabulary."""
+        """Reads [length] tokens of a document, from its token `offset` on; refuses tokens outside the vocabulary."""
         pieces: list[NDArray[np.int64]] = []
         for sequence in range(int(self._edges[document]), int(self._edges[document + 1])):
             size = int(self._lengths[sequence])
             # a document may consist of several sequences (IndexedDatasetBuilder.add_document)
-            taken = min(size - offset, length)
-            if taken > 0:
-                pieces.append(self._dataset.get(sequence, offset, taken).astype(np.int64))
-                length -= taken
+            count = min(size - offset, length)
+            if count > 0:
+                pieces.append(self._dataset.get(sequence, offset, count).astype(np.int64))
+                length -= count
             offset = max(0, offset - size)
         tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-        # at each read, not at the start: that would read the whole corpus
+        # at each read: a check at the start would read the whole corpus
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if wrong.size:
             raise DataError(
@@ -93,7 +92,7 @@ class Pair(NamedTuple):
 
 
 def check_pair(prefix: str, vocab_size: int) -> Pair:
-    """Checks a pair as `Corpus` does, and tokens at a few places; loads neither megatron-core nor torch."""
+    """Checks a pair as `Corpus` does, and a few blocks of tokens; loads neither megatron-core nor torch."""
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     with disk_faults(f"read the corpus {prefix}"):
         element = _check_header(idx_path, bin_path)
@@ -140,10 +139,10 @@ def _size(path: Path, partner: Path) -> int:
 
 def _check_header(idx_path: Path, bin_path: Path) -> np.dtype[Any]:
     """Compares the header with the file's size; returns the element type."""
-    found = _size(idx_path, bin_path)
+    size = _size(idx_path, bin_path)
     _size(bin_path, idx_path)
-    if found < HEADER.size:
-        raise DataError(f"{idx_path} has {found} bytes, but its header alone needs {HEADER.size}; {_REBUILD}")
+    if size < HEADER.size:
+        raise DataError(f"{idx_path} has {size} bytes, but its header alone needs {HEADER.size}; {_REBUILD}")
     with idx_path.open("rb") as file:
         magic, version, code, sequences, edges = HEADER.unpack(file.read(HEADER.size))
     if magic != MAGIC or version != 1:
@@ -159,12 +158,12 @@ def _check_header(idx_path: Path, bin_path: Path) -> np.dtype[Any]:
     # a length (4 bytes) and an offset (8) for each sequence
     expected = HEADER.size + sequences * 12 + edges * 8
     # a multimodal index has one more byte for each sequence, its mode
-    if found == expected + sequences and sequences > 0:
+    if size == expected + sequences and sequences > 0:
         raise DataError(f"{idx_path} is a multimodal index, which is not supported; build it from text alone")
-    if found != expected:
+    if size != expected:
         raise DataError(
-            f"{idx_path} has {found} bytes, but its header promises {sequences} sequences and {edges} document edges, "
-            f"which are {expected} bytes: it is {'truncated' if found < expected else 'damaged'}; {_REBUILD}"
+            f"{idx_path} has {size} bytes, but its header promises {sequences} sequences and {edges} document edges, "
+            f"which are {expected} bytes: it is {'truncated' if size < expected else 'damaged'}; {_REBUILD}"
         )
     if sequences == 0 or edges == 0:
         raise DataError(f"{idx_path} holds no documents; build the corpus from files that hold text")
@@ -181,10 +180,10 @@ def _check_lengths(
     if lengths.min() < 0 or pointers[0] != 0 or np.any(np.diff(pointers) != lengths[:-1].astype(np.int64) * itemsize):
         raise DataError(f"{idx_path}: its byte offsets do not follow from its lengths, so it is damaged; {_REBUILD}")
     expected = int(lengths.sum(dtype=np.int64)) * itemsize
-    found = bin_path.stat().st_size
-    if found != expected:
+    size = bin_path.stat().st_size
+    if size != expected:
         raise DataError(
-            f"{bin_path} has {found} bytes, but {idx_path.name} promises {expected // itemsize} tokens of {itemsize} "
+            f"{bin_path} has {size} bytes, but {idx_path.name} promises {expected // itemsize} tokens of {itemsize} "
             f"bytes, which are {expected}: the two files do not belong together or one is truncated; {_REBUILD}"
         )
 
@@ -205,12 +204,12 @@ def _document_lengths(lengths: NDArray[np.int32], edges: NDArray[np.int64]) -> N
 
 
 def same_fingerprint(saved: str, now: str) -> bool:
-    """Compares fingerprints of data; 0.1.0 made `saved` without looking at tokens."""
+    """Compares fingerprints of data; those of version 0.1.0 do not depend on tokens."""
     return saved == (now if _TOKENS in saved else re.sub(rf"{_TOKENS}[0-9a-f]+", "", now))
 
 
 def _fingerprint(idx_path: Path, bin_path: Path) -> str:
-    """Hashes the index, the size of the .bin, and its tokens at a few places.
+    """Hashes the index, the size of the .bin, and a few blocks of its tokens.
 
     Hashing terabytes of tokens at each start would take hours; corpora cut into equal documents have equal indices.
     """
@@ -226,13 +225,13 @@ def _fingerprint(idx_path: Path, bin_path: Path) -> str:
 
 
 def _sampled(bin_path: Path, itemsize: int) -> Iterator[tuple[int, bytes]]:
-    """Yields (first byte, block) at a few places spread over a file; the first byte is a multiple of `itemsize`."""
-    last = max(0, bin_path.stat().st_size - _PLACE_BYTES)
+    """Yields (first byte, block) of a few blocks spread over a file; the first byte is a multiple of `itemsize`."""
+    last = max(0, bin_path.stat().st_size - _BLOCK_BYTES)
     with bin_path.open("rb") as file:
-        for place in range(_NUM_PLACES):
-            start = place * last // (_NUM_PLACES - 1) // itemsize * itemsize
+        for number in range(_NUM_BLOCKS):
+            start = number * last // (_NUM_BLOCKS - 1) // itemsize * itemsize
             file.seek(start)
-            yield start, file.read(_PLACE_BYTES)
+            yield start, file.read(_BLOCK_BYTES)
 
 
 def document_ranges(num_documents: int, split: Sequence[float]) -> list[range]:
@@ -258,7 +257,7 @@ class CorpusWriter:
 
     def add_all(self, tokens: NDArray[np.generic], lengths: Sequence[int]) -> None:
         """Appends documents of one sequence each; `tokens` are [sum of the lengths] integers."""
-        # no copy where the elements have the type of the file already
+        # no copy if the elements already have the type of the file
         self._file.write(np.ascontiguousarray(tokens, self._element).data)
         self._lengths.append(np.array(lengths, np.int32))
         self.num_documents += len(lengths)
@@ -289,7 +288,7 @@ def writing_corpus(prefix: str, vocab_size: int) -> Iterator[CorpusWriter]:
                 writer = CorpusWriter(file, element_type(vocab_size))
                 yield writer
             writer.write_index(new_idx)
-            idx_path.unlink(missing_ok=True)  # an older pair's index does not fit the new tokens
+            idx_path.unlink(missing_ok=True)  # the index of an older pair does not fit the new tokens
 
 
 def element_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:

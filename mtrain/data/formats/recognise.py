@@ -1,4 +1,4 @@
-"""Recognises a file by its first bytes, not by its name; says what an unreadable file is and what to do."""
+"""Recognises a file by its first bytes, not by its name; explains what an unreadable file is and what to do."""
 
 import enum
 from codecs import BOM_UTF8
@@ -60,12 +60,12 @@ _REFUSED = (
     (b"\xfe\xff", "text in UTF-16", "save it as UTF-8"),
     (b"[", "one JSON list, packed", "unpack it, or write one JSON object per line"),
 )
-_TAR_MAGIC, _TAR_PLACE = b"ustar", 257
+_TAR_MAGIC, _TAR_OFFSET = b"ustar", 257
 _PAGES = (b"<!doctype", b"<html", b"<?xml")
 
 
 class EmptyFileError(DataError):
-    """A whole file without records."""
+    """A file is intact, but has no records."""
 
 
 def kind_of_file(path: Path) -> FileKind:
@@ -89,22 +89,22 @@ def _head(path: Path) -> bytes:
 
 
 def check_text(head: bytes, path: Path) -> None:
-    """Refuses a beginning that is not JSON lines; says what it is and what to do."""
+    """Refuses the first bytes of a file if they are not JSON lines; says what they are and what to do."""
     if not head:
         raise EmptyFileError(f"{path} is empty, but at least one line is needed; give a file that holds samples")
-    if found := _no_text(head):
-        what, change = found
+    if fault := _unreadable(head):
+        what, change = fault
         raise DataError(f"{path} is {what}, but JSON lines, parquet or Arrow are needed; {change}")
 
 
-def _no_text(head: bytes) -> tuple[str, str] | None:
+def _unreadable(head: bytes) -> tuple[str, str] | None:
     """Returns what the bytes are, and what to do; None for text."""
     known = next(((what, change) for magic, what, change in _REFUSED if head.startswith(magic)), None)
     if known is not None:
         return known
     if head.lstrip().lower().startswith(_PAGES):
         return "a web page (a failed download is often one)", "download the file again"
-    if head[_TAR_PLACE:].startswith(_TAR_MAGIC):
+    if head[_TAR_OFFSET:].startswith(_TAR_MAGIC):
         return "a tar archive", _UNPACK
     if any(head.startswith(magic) for magic, _ in _KINDS):
         return "packed twice", _UNPACK

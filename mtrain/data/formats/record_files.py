@@ -1,10 +1,10 @@
 """Files of a source, and their records: one file, a pattern, a folder, or a dataset of Hugging Face's `datasets`.
 
-Records come one after the other, in chunks that can be read separately, whatever the form of the files. A null in a
-record counts as an absent key. In a table all objects of a column have the same keys, with null for those that an
-object lacks; JSON written from such a table has these nulls as well, and nobody can tell them from nulls that the
-author wrote. So null keys are dropped at any depth, also in tools and arguments of calls. Two nulls stay: the content
-of a message, since an answer that is only a call has one, and elements of lists, which no table fills in.
+Records come in order, in chunks that can be read separately, whatever the form of the files. A null in a record counts
+as an absent key. In a table all objects of a column have the same keys, with null for those that an object lacks; JSON
+written from such a table has these nulls as well, and nobody can tell them from nulls that the author wrote. So null
+keys are dropped at any depth, also in tools and in arguments of calls. Two nulls stay: the content of a message, since
+an answer that is only a call has a null content, and elements of lists, which no table fills in.
 """
 
 import glob
@@ -35,9 +35,10 @@ class RecordFile:
     kind: FileKind
 
     def place(self, number: int) -> str:
-        """Names a record for messages; `number` is counted from 1."""
-        unit = "row" if self.kind.is_arrow else "record" if self.kind is FileKind.LIST else "line"
-        return f"{self.path} {unit} {number}"
+        """Returns the location of a record for messages; `number` is counted from 1."""
+        if self.kind.is_arrow:
+            return f"{self.path} row {number}"
+        return f"{self.path} {'record' if self.kind is FileKind.LIST else 'line'} {number}"
 
 
 _MOST_SHOWN = 3
@@ -48,27 +49,27 @@ class Source(NamedTuple):
     files: list[RecordFile]
     """Files with records, in counting order."""
     empty: list[Path]
-    """Files of a pattern or folder without records, as sharding programs leave them."""
+    """Files of a pattern or folder without records, which sharding programs may leave."""
 
 
-def record_files(given: str) -> list[RecordFile]:
+def record_files(source: str) -> list[RecordFile]:
     """Lists the files of a source that hold records; see `source_files`."""
-    return source_files(given).files
+    return source_files(source).files
 
 
-def source_files(given: str) -> Source:
+def source_files(source: str) -> Source:
     """Lists the files that a source names: the path of a file; a pattern with `*`, `**`, `?` or `[`; or a folder, whose
     files with the endings .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow are read at any depth. Files of a pattern
     or folder are sorted by path."""
-    path = Path(given)
+    path = Path(source)
     if path.is_dir():
-        return _of_folder(path)
-    if path.exists() or not glob.has_magic(given):  # a file may have brackets in its name
+        return _source_of_folder(path)
+    if path.exists() or not glob.has_magic(source):  # a file may have brackets in its name
         return Source([RecordFile(path, kind_of_file(path))], [])
-    found = sorted(each for each in map(Path, glob.glob(given, recursive=True)) if each.is_file())
-    if not found:
-        raise DataError(f"no file matches {given}; change the pattern")
-    return _of_several(found, given)
+    files = sorted(file for file in map(Path, glob.glob(source, recursive=True)) if file.is_file())
+    if not files:
+        raise DataError(f"no file matches {source}; change the pattern")
+    return _source_of_paths(files, source)
 
 
 def left_out(empty: list[Path]) -> str:
@@ -76,16 +77,16 @@ def left_out(empty: list[Path]) -> str:
     return f"{len(empty)} file(s) hold no records and are left out: {', '.join(map(str, empty[:_MOST_SHOWN]))}{more}"
 
 
-def _of_several(paths: list[Path], given: str | Path) -> Source:
-    found = {path: _with_records(path) for path in paths}
-    files = [file for file in found.values() if file is not None]
+def _source_of_paths(paths: list[Path], source: str | Path) -> Source:
+    by_path = {path: _with_records(path) for path in paths}
+    files = [file for file in by_path.values() if file is not None]
     if not files:
-        raise DataError(f"{given}: none of its {len(paths)} files holds a record; give files that hold samples")
-    return Source(files, [path for path, file in found.items() if file is None])
+        raise DataError(f"{source}: none of its {len(paths)} files holds a record; give files that hold samples")
+    return Source(files, [path for path, file in by_path.items() if file is None])
 
 
 def _with_records(path: Path) -> RecordFile | None:
-    """Returns the file; None if it is whole but holds no records."""
+    """Returns the file; None if it is intact but has no records."""
     try:
         file = RecordFile(path, kind_of_file(path))
     except EmptyFileError:
@@ -94,33 +95,33 @@ def _with_records(path: Path) -> RecordFile | None:
         if file.kind.is_arrow:
             is_empty = next(tables(path, file.kind, 1), None) is None
         else:
-            # a blank first line has a number of its own, even if no other line follows
+            # `raw_lines` yields a blank first line even if no other line follows
             is_empty = not b"".join(islice(raw_lines(path, file.kind), 2)).strip()
     except EmptyFileError:
         is_empty = True
     except DataError:
-        is_empty = False  # damaged, as its reader says with the place
+        is_empty = False  # damaged; its reader reports that with file and record
     return None if is_empty else file
 
 
-def _of_folder(folder: Path) -> Source:
+def _source_of_folder(folder: Path) -> Source:
     if (folder / _HF_SPLITS).is_file():
         splits = _json(folder / _HF_SPLITS).get("splits")
         names = ", ".join(map(str, splits)) if isinstance(splits, list) else "no splits"
         raise DataError(f"{folder} is a Hugging Face dataset of several splits ({names}); name one, as {folder}/train")
     if (folder / _HF_STATE).is_file():
-        return _of_dataset(folder)
-    found = sorted(
-        each
-        for each in folder.rglob("*")
-        if each.name.endswith(_SUFFIXES) and each.is_file()
-        if not any(part.startswith(".") for part in each.relative_to(folder).parts)
+        return _source_of_dataset(folder)
+    paths = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.name.endswith(_SUFFIXES) and path.is_file()
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
-    if not found:
+    if not paths:
         raise DataError(
             f"folder {folder} has no file that ends with {', '.join(_SUFFIXES)}; name the files by a pattern"
         )
-    source = _of_several(found, folder)
+    source = _source_of_paths(paths, folder)
     kinds = Counter(file.kind.value for file in source.files)
     if len(kinds) > 1:
         # often the same records in two forms, which would be trained twice
@@ -129,7 +130,7 @@ def _of_folder(folder: Path) -> Source:
     return source
 
 
-def _of_dataset(folder: Path) -> Source:
+def _source_of_dataset(folder: Path) -> Source:
     """Lists the files of a dataset saved to disk. Source: datasets 5.2, arrow_dataset.py, Dataset.save_to_disk."""
     state = _json(folder / _HF_STATE)
     if state.get("_indices_data_files"):
@@ -140,7 +141,7 @@ def _of_dataset(folder: Path) -> Source:
         raise DataError(f"{folder / _HF_STATE} does not name its files; save the dataset again") from None
     if not paths:
         raise DataError(f"{folder} is a dataset without files; save one that holds samples")
-    return _of_several(paths, folder)
+    return _source_of_paths(paths, folder)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -170,7 +171,7 @@ def without_nulls(value: Any) -> Any:
 def record_without_nulls(record: dict[str, Any]) -> dict[str, Any]:
     """Drops null keys of a record; messages keep a null content."""
     return {
-        key: [_message(each) for each in value]
+        key: [_message(message) for message in value]
         if key in _CONVERSATIONS and isinstance(value, list)
         else without_nulls(value)
         for key, value in record.items()
@@ -178,12 +179,12 @@ def record_without_nulls(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _message(given: Any) -> Any:
-    found = without_nulls(given)
-    if isinstance(given, dict) and "content" in given and given["content"] is None:
-        # in its place, as a template may write keys in their order
-        return {key: found.get(key) for key in given if key in found or key == "content"}
-    return found
+def _message(message: Any) -> Any:
+    cleaned = without_nulls(message)
+    if isinstance(message, dict) and "content" in message and message["content"] is None:
+        # in its position, since a template may write keys in their order
+        return {key: cleaned.get(key) for key in message if key in cleaned or key == "content"}
+    return cleaned
 
 
 _CHUNK_BYTES = 1 << 18
@@ -217,8 +218,8 @@ class LineChunk(Chunk):
 
     def record(self, index: int) -> dict[str, Any]:
         line = self.lines[index]
-        found = parsed_line(line)
-        return record_without_nulls(found) if b"null" in line else found
+        record = parsed_line(line)
+        return record_without_nulls(record) if b"null" in line else record
 
 
 @dataclass(frozen=True)

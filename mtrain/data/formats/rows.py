@@ -52,7 +52,7 @@ def _batches(library: ModuleType, path: Path, kind: FileKind, most_rows: int) ->
             with steady(path) as raw, library.ipc.open_stream(raw) as reader:
                 yield from reader
         case FileKind.LINES | FileKind.LIST | FileKind.GZIP | FileKind.ZSTD:
-            raise AssertionError("lines are no rows")
+            raise AssertionError("a file of lines is not a table")
         case _:
             assert_never(kind)
 
@@ -73,21 +73,21 @@ Decoder = Callable[[Any], Any]
 def _decoder(field: Any) -> Decoder | None:
     """Builds the function that turns a column's values into JSON objects; None if they already are."""
     kind = field.type
-    # without pyarrow's own type, which came with version 19, the name stands in the field's metadata
+    # before version 19 pyarrow has no such type, and the name is in the field's metadata
     name = getattr(kind, "extension_name", None)
     if name == _JSON or (field.metadata or {}).get(b"ARROW:extension:name") == _JSON.encode():
         return partial(_decoded, field.name)
-    inner = {each.name: _decoder(each) for each in map(kind.field, range(kind.num_fields))}
-    found = {name: decoder for name, decoder in inner.items() if decoder is not None}
-    # pyarrow's classes by name: its module is imported only where a file needs it
+    inner = {child.name: _decoder(child) for child in map(kind.field, range(kind.num_fields))}
+    decoders = {name: decoder for name, decoder in inner.items() if decoder is not None}
+    # pyarrow's classes by name, since its module is imported only if a file needs it
     if type(kind).__name__ == "MapType":
-        of_value = found.get(kind.item_field.name, lambda value: value)
+        of_value = decoders.get(kind.item_field.name, lambda value: value)
         return _unless_none(lambda pairs: {key: of_value(value) for key, value in pairs})
-    if not found:
+    if not decoders:
         return None
     if type(kind).__name__ == "StructType":
-        return _unless_none(lambda value: value | {key: found[key](value[key]) for key in value if key in found})
-    (decoder,) = found.values()
+        return _unless_none(lambda value: value | {key: decoders[key](value[key]) for key in value if key in decoders})
+    (decoder,) = decoders.values()
     return _unless_none(lambda values: [decoder(value) for value in values])
 
 
@@ -106,8 +106,8 @@ def _decoded(column: str, text: str | None) -> Any:
         raise DataError(
             f"column {column!r} has the type JSON, but holds {text!r:.40} ({fault}); write it again"
         ) from None
-    # `datasets` stores a text as it is where pandas' parser, which takes "1." too, reads JSON in it;
-    # and a content is nothing but a text or parts
+    # `datasets` stores a text verbatim if pandas' parser, which also accepts "1.", reads it as JSON;
+    # and a content is always a text or a list of parts
     return value if column != "content" or isinstance(value, str | list) else text
 
 

@@ -8,11 +8,11 @@ Rows come from best-fit-decreasing: the longest sample first, each into the full
 changed of equally full ones. Samples of equal length and rows of equal content are handled together, so the cost
 depends on the number of different lengths, not of samples.
 
-Ranks should do equal work; a rank computes one row in each turn. Ranks wait for each other at the end of a step, so the
-sum of a rank's rows decides, with or without a pipeline. If ranks exchange tokens between experts, they wait in every
-turn, and the sum over turns of the most expensive row decides. Rows sorted by cost and cut into turns minimise that
-sum; within turns they are then dealt so that the sums are equal. Ranks that wait only at the end may also exchange rows
-of different turns, which makes their sums more equal.
+Ranks should do equal work; a rank computes one row in each turn. Ranks wait for each other at the end of a step, so its
+duration follows from the largest sum of a rank's rows, with or without a pipeline. If ranks exchange tokens between
+experts, they wait in every turn, and it follows from the sum over turns of the most expensive row. Rows sorted by cost
+and cut into turns minimise that sum; within turns they are then dealt so that the sums are equal. Ranks that wait only
+at the end may also exchange rows of different turns, which makes their sums more equal.
 """
 
 from bisect import bisect_left, insort
@@ -31,15 +31,15 @@ class PackedRows(NamedTuple):
     samples: NDArray[np.int64]
     """[num_samples]: row after row, each with its longest sample first."""
     ends: NDArray[np.int64]
-    """[num_rows]: where each row ends in `samples`."""
+    """[num_rows]: end of each row in `samples`."""
 
     def of(self, row: int) -> NDArray[np.int64]:
         return self.samples[int(self.ends[row - 1]) if row else 0 : int(self.ends[row])]
 
 
 _Group = tuple[tuple[int, ...], int]
-"""Rows of equal content: (length, samples of it, next smaller length, ...) and the number of rows. Plain tuples of
-numbers are not followed by the garbage collector; other types would take a third of the time."""
+"""Rows of equal content: (length, number of samples of that length, next smaller length, ...) and the number of rows.
+Plain tuples, which the garbage collector does not follow; with other types it would take a third of the time."""
 
 
 def packed(lengths: NDArray[np.int64], row_width: int) -> PackedRows:
@@ -48,14 +48,14 @@ def packed(lengths: NDArray[np.int64], row_width: int) -> PackedRows:
     Args:
         lengths: [num_samples] positions that each takes, 1 to row_width.
     """
-    assert lengths.max(initial=0) <= row_width, "a sample that is longer than a row is refused before"
+    assert lengths.max(initial=0) <= row_width, "the caller refuses a sample that is longer than a row"
     counts = np.bincount(lengths, minlength=row_width + 1)
     return _filled(_groups(counts, row_width), counts, _longest_first(lengths))
 
 
 def _groups(counts: NDArray[np.int64], row_width: int) -> list[_Group]:
     """Finds which lengths share a row; `counts` is [row_width + 1] samples of each length."""
-    # for each number of free positions, the rows that have as many; `spaces` holds the numbers that occur, ascending
+    # number of free positions -> rows with that many; `spaces` has these numbers, ascending
     waiting: dict[int, list[_Group]] = {}
     spaces: list[int] = []
     full: list[_Group] = []
@@ -66,12 +66,12 @@ def _groups(counts: NDArray[np.int64], row_width: int) -> list[_Group]:
             at = bisect_left(spaces, length)
             is_new = at == len(spaces)
             if is_new:
-                # a new row for every sample that is left, unless several share one
+                # a new row for every remaining sample, unless several share one
                 space, content, num_rows = row_width, empty, left
             else:
                 space = spaces[at]
                 content, num_rows = waiting[space].pop()
-            # the fullest row that takes a sample takes the next one too, until it is too full
+            # the fullest row that has room for a sample also gets the next ones, until it is too full
             repeats = min(space // length, left)
             used = min(num_rows, left // repeats)
             left -= used * repeats
@@ -102,7 +102,7 @@ def _longest_first(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _filled(groups: list[_Group], counts: NDArray[np.int64], longest_first: NDArray[np.int64]) -> PackedRows:
-    # index of the next sample of each length: longer ones come before it
+    # index in `longest_first` of the next sample of each length
     following = (len(longest_first) - np.cumsum(counts)).tolist()
     row_sizes = [sum(content[1::2]) for content, _ in groups]
     ends = np.cumsum(np.repeat(np.array(row_sizes, np.int64), [num_rows for _, num_rows in groups]))
@@ -115,8 +115,8 @@ def _filled(groups: list[_Group], counts: NDArray[np.int64], longest_first: NDAr
         for length, repeats in zip(content[::2], content[1::2]):
             first = following[length]
             following[length] = first + num_rows * repeats
-            taken = longest_first[first : following[length]]
-            block[:, column : column + repeats] = taken if num_rows == 1 else taken.reshape(num_rows, repeats)
+            chosen = longest_first[first : following[length]]
+            block[:, column : column + repeats] = chosen if num_rows == 1 else chosen.reshape(num_rows, repeats)
             column += repeats
         start = stop
     return PackedRows(samples, ends)
@@ -132,7 +132,7 @@ class StepPlan:
 
     num_microbatches: int
     _slots: PackedRows
-    _places: NDArray[np.int64]
+    _row_numbers: NDArray[np.int64]
     """[num_microbatches, dp_size, micro_batch_size]: number of the row; -1 for a filler."""
 
     def rows(self, microbatch: int, dp_rank: int) -> tuple[tuple[int, ...], ...]:
@@ -140,7 +140,7 @@ class StepPlan:
         rank has fewer rows than others."""
         return tuple(
             FILLER if row < 0 else tuple(self._slots.of(row).tolist())
-            for row in self._places[microbatch, dp_rank].tolist()
+            for row in self._row_numbers[microbatch, dp_rank].tolist()
         )
 
 
@@ -193,13 +193,13 @@ def plan_rows(lengths: NDArray[np.int64], slots: PackedRows, shape: StepShape) -
     num_turns = num_microbatches * shape.micro_batch_size
     turns = dealt(row_costs, num_turns, shape.dp_size, shape.wait_in_microbatches)
     # consecutive turns of a rank form a microbatch
-    places = turns.reshape(num_microbatches, shape.micro_batch_size, shape.dp_size).transpose(0, 2, 1)
-    return StepPlan(num_microbatches, slots, places)
+    row_numbers = turns.reshape(num_microbatches, shape.micro_batch_size, shape.dp_size).transpose(0, 2, 1)
+    return StepPlan(num_microbatches, slots, row_numbers)
 
 
 def num_microbatches_of(num_rows: int, shape: StepShape) -> int:
-    """Returns the microbatches of every rank for `num_rows` rows over all ranks; at least 1, even for a step without
-    samples."""
+    """Returns the number of microbatches of each rank for `num_rows` rows over all ranks; at least 1, even for a step
+    without samples."""
     a_round = shape.dp_size * shape.micro_batch_size * shape.multiple_of
     return max(1, -(-num_rows // a_round)) * shape.multiple_of
 
@@ -217,7 +217,7 @@ def _refuse_longer(lengths: NDArray[np.int64], row_width: int) -> None:
         slot = int(longer[0])
         raise DataError(
             f"sample {slot} of the step takes {lengths[slot]} positions, but a packed row has {row_width}; shorten it, "
-            "or raise train.tokens_per_micro_batch or, where that is not given, data.seq_length"
+            "or raise train.tokens_per_micro_batch or, if that is not set, data.seq_length"
         )
 
 
@@ -247,7 +247,7 @@ def dealt(row_costs: NDArray[np.int64], num_turns: int, dp_size: int, wait_in_tu
     dearest_first = np.argsort(-row_costs, kind="stable")
     missing = num_turns * dp_size - len(row_costs)
     turns = np.pad(dearest_first, (0, missing), constant_values=-1).reshape(num_turns, dp_size)
-    # -1 takes the 0 at the end
+    # index -1 selects the 0 at the end
     with_none = np.append(row_costs, 0)
     turns = np.take_along_axis(turns, np.argsort(_ranks_of_equal_load(with_none[turns]), axis=1), axis=1)
     if not wait_in_turns:
@@ -261,14 +261,14 @@ def _ranks_of_equal_load(turn_costs: NDArray[np.int64]) -> NDArray[np.int64]:
     dp_size], for costs of that shape, decreasing within a turn."""
     ranks = np.empty(turn_costs.shape, np.int64)
     loads = np.zeros(turn_costs.shape[1], np.int64)
-    for turn, each in enumerate(turn_costs):
-        ranks[turn] = _deal(loads, each)
-    # once all are dealt, a turn that is taken back and dealt again makes the spread smaller or leaves it
+    for turn, row_costs in enumerate(turn_costs):
+        ranks[turn] = _deal(loads, row_costs)
+    # once all are dealt, dealing a turn again never makes the spread larger
     for _ in range(_MAX_ROUNDS):
         before = loads.copy()
-        for turn, each in enumerate(turn_costs):
-            loads[ranks[turn]] -= each
-            ranks[turn] = _deal(loads, each)
+        for turn, row_costs in enumerate(turn_costs):
+            loads[ranks[turn]] -= row_costs
+            ranks[turn] = _deal(loads, row_costs)
         if np.array_equal(loads, before):
             break
     return ranks
@@ -293,11 +293,11 @@ def _exchange(turns: NDArray[np.int64], row_costs: NDArray[np.int64]) -> None:
             return
         differences = row_costs[turns[:, most]][:, None] - row_costs[turns[:, least]][None, :]
         # half the gap would make both equal
-        given, taken = np.unravel_index(np.abs(2 * differences - gap).argmin(), differences.shape)
-        difference = int(differences[given, taken])
+        most_turn, least_turn = np.unravel_index(np.abs(2 * differences - gap).argmin(), differences.shape)
+        difference = int(differences[most_turn, least_turn])
         if not 0 < difference < gap:
             return
-        turns[given, most], turns[taken, least] = turns[taken, least], turns[given, most]
+        turns[most_turn, most], turns[least_turn, least] = turns[least_turn, least], turns[most_turn, most]
         loads[most] -= difference
         loads[least] += difference
 

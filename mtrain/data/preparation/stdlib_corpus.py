@@ -25,7 +25,7 @@ _LEFT_OUT = {
 }
 """Folders of tests, applications, tables and third-party packages."""
 _PUBLIC_NAMES = {"posixpath": "os.path"}
-"""Modules that are known by another name."""
+"""Modules that users import under another name."""
 _HOLD_OUT_EVERY = 20
 
 _MOST_TURNS = 4
@@ -43,14 +43,14 @@ def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -
     """Writes `<kind>-train.jsonl` and, with every twentieth document, `<kind>-valid.jsonl`, in a fixed order.
 
     `text` has lines {"text", "path"}, `qa` lines {"prompt", "response", "path"}, `chat` lines {"messages", "path"}. No
-    held-out answer occurs among the others. The sources are by default those of this Python's own library.
+    held-out answer occurs in the training part. `library` is by default the standard library of this Python.
     """
     root = Path(sysconfig.get_path("stdlib")) if library is None else library
-    found = list(_found(kind, root))
-    if not found:
+    documents = list(_documents(kind, root))
+    if not documents:
         raise DataError(f"{root} holds no Python sources; install them or use another Python")
-    train = [one for number, one in enumerate(found) if number % _HOLD_OUT_EVERY]
-    valid = found[::_HOLD_OUT_EVERY]
+    train = [one for number, one in enumerate(documents) if number % _HOLD_OUT_EVERY]
+    valid = documents[::_HOLD_OUT_EVERY]
     if kind != "text":
         answers = {answer for one in train for answer in _answers(one)}
         valid = [one for one in valid if answers.isdisjoint(_answers(one))]
@@ -59,7 +59,7 @@ def build_stdlib_corpus(kind: Kind, output: Path, library: Path | None = None) -
         return [_write(output / f"{kind}-{part}.jsonl", lines) for part, lines in (("train", train), ("valid", valid))]
 
 
-def _found(kind: Kind, root: Path) -> Iterator[dict[str, Any]]:
+def _documents(kind: Kind, root: Path) -> Iterator[dict[str, Any]]:
     match kind:
         case "text":
             return ({"text": source, "path": str(name)} for name, source in _sources(root) if source.strip())
@@ -81,9 +81,9 @@ def _conversations(root: Path) -> Iterator[dict[str, Any]]:
     for path, pairs in itertools.groupby(_pairs(root), key=lambda pair: pair["path"]):
         # the documented parts of one class are neighbours in a source
         for _, group in itertools.groupby(pairs, key=lambda pair: _topic(pair["prompt"])):
-            own = list(group)
-            for first in range(0, len(own), _MOST_TURNS):
-                turns = [_turn(pair) for pair in own[first : first + _MOST_TURNS]]
+            topic_pairs = list(group)
+            for first in range(0, len(topic_pairs), _MOST_TURNS):
+                turns = [_turn(pair) for pair in topic_pairs[first : first + _MOST_TURNS]]
                 yield {"messages": [message for turn in turns for message in turn], "path": path}
 
 

@@ -1,8 +1,8 @@
 """Tokenises text into a `.bin/.idx` pair, in several processes, always to the same bytes.
 
 With `--fast` the library gigatoken encodes, thirty times as fast as `tokenizers`. Nothing proves that both always
-agree, so they are compared on texts on which tokenizers tend to differ, before the first text, and on a piece of a text
-of every chunk. One difference ends the job.
+agree, so they are compared first on texts where tokenizers tend to differ, and then on a piece of a text of every
+chunk. One difference ends the job.
 """
 
 import collections
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from mtrain.base.errors import DataError, MachineError
 from mtrain.base.signals import interrupts_blocked
-from mtrain.data.formats.documents import Document, TextFiles
+from mtrain.data.formats.documents import TextFiles
 from mtrain.data.formats.megatron_indexed import element_type, writing_corpus
 from mtrain.hf.tokenizer.tokenizer import PARALLELISM, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
@@ -50,7 +50,7 @@ _HARD_TEXTS = (
 
 
 class CheckedEncoding:
-    """Encodes texts by gigatoken, compared with the tokenizer."""
+    """Encodes texts with gigatoken, and compares samples with the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Refuses a tokenizer that gigatoken cannot read, or for which it gives other tokens."""
@@ -77,7 +77,7 @@ class CheckedEncoding:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Returns the ids of each text; raises DataError if gigatoken and the tokenizer differ."""
-        # another place in each chunk
+        # another position in each chunk
         text = texts[self._num_chunks % len(texts)]
         start = max(0, len(text) - _MOST_CHARACTERS) * (self._num_chunks % 3) // 2
         self._num_chunks += 1
@@ -86,15 +86,15 @@ class CheckedEncoding:
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
         # one thread: the workers are the parallelism
-        found: list[list[int]] = self._called(lambda: self._model.encode_batch_list(texts, parallel=False))
-        return found
+        ids: list[list[int]] = self._called(lambda: self._model.encode_batch_list(texts, parallel=False))
+        return ids
 
     def _compare(self, texts: list[str]) -> None:
-        for text, found in zip(texts, self._encoded(texts), strict=True):
-            if found != self._tokenizer.encode(text):
+        for text, ids in zip(texts, self._encoded(texts), strict=True):
+            if ids != self._tokenizer.encode(text):
                 raise DataError(
-                    f"gigatoken encodes {text[:60]!r} not as {self._tokenizer.path} does, so the corpus would be "
-                    "another one; leave --fast out"
+                    f"gigatoken and {self._tokenizer.path} encode {text[:60]!r} differently, so the corpus would "
+                    "change; leave --fast out"
                 )
 
     def _called(self, call: Callable[[], Any]) -> Any:
@@ -171,7 +171,7 @@ def tokenize_corpus(
     of workers.
 
     Args:
-        num_workers: Number of tokenising processes; 1 works in this one.
+        num_workers: Number of tokenising processes; 1 tokenises in this process.
         progress: Receives the bytes of text that were finished since the last call.
     """
     began = time.perf_counter()
@@ -189,20 +189,20 @@ def tokenize_corpus(
             progress(chunk.num_bytes)
         if writer.num_tokens == 0:
             raise DataError(
-                f"{', '.join(map(str, texts.inputs))} hold no text, so there is no corpus to write; check them"
+                f"{', '.join(map(str, texts.inputs))} hold no text, so there is no corpus to write; check the inputs"
             )
     seconds = time.perf_counter() - began
     return CorpusSummary(writer.num_documents, num_empty, writer.num_tokens, num_bytes, seconds)
 
 
-def _chunks(documents: Iterable[Document]) -> Iterator[_TextChunk]:
+def _chunks(documents: Iterable[str]) -> Iterator[_TextChunk]:
     """Groups texts into chunks whose bounds depend on the texts alone."""
     group: list[str] = []
     size = num_bytes = 0
-    for document in documents:
-        group.append(document.text)
-        size += len(document.text)
-        num_bytes += len(document.text.encode())
+    for text in documents:
+        group.append(text)
+        size += len(text)
+        num_bytes += len(text.encode())
         if size >= _CHUNK_CHARACTERS:
             yield _TextChunk(group, num_bytes)
             group, size, num_bytes = [], 0, 0

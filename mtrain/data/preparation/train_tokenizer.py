@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from mtrain.base.errors import ConfigError, DataError
 from mtrain.base.files import disk_faults, replacing
-from mtrain.data.formats.documents import Document, TextFiles
+from mtrain.data.formats.documents import TextFiles
 
 _MAX_LINE_BYTES = 65536
 
@@ -45,8 +45,8 @@ def train_tokenizer(
 ) -> None:
     """Writes a `.model` whose decode(encode(text)) is the text.
 
-    What the vocabulary lacks is spelt in bytes, white space is kept, and digits stand alone. The unknown token has id
-    0. The same inputs give the same model.
+    Characters outside the vocabulary are spelt in bytes, white space is kept, and each digit is a token. The unknown
+    token has id 0. The same inputs give the same model.
     """
     from sentencepiece import SentencePieceTrainer
 
@@ -55,7 +55,7 @@ def train_tokenizer(
     documents = texts.documents()
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=(line for each in documents for line in each.text.split("\n") if line.strip()),
+            sentence_iterator=(line for document in documents for line in document.split("\n") if line.strip()),
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
@@ -146,7 +146,7 @@ def _settings(specials: Sequence[str]) -> dict[str, Any]:
     return {**settings, "clean_up_tokenization_spaces": False, "additional_special_tokens": more}
 
 
-def _trained(documents: Iterator[Document], vocab_size: int, specials: Sequence[str]) -> str:
+def _trained(documents: Iterator[str], vocab_size: int, specials: Sequence[str]) -> str:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -161,10 +161,10 @@ def _trained(documents: Iterator[Document], vocab_size: int, specials: Sequence[
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
-    if (found := tokenizer.get_vocab_size()) < vocab_size:
+    tokenizer.train_from_iterator(documents, trainer)
+    if (size := tokenizer.get_vocab_size()) < vocab_size:
         raise DataError(
-            f"no tokenizer of {vocab_size} tokens can be trained on this text, which gives {found}; change the number "
+            f"no tokenizer of {vocab_size} tokens can be trained on this text, which gives {size}; change the number "
             "of tokens or give more text"
         )
     return str(tokenizer.to_str(pretty=True))

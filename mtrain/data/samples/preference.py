@@ -1,6 +1,6 @@
-"""Samples of preferences: pairs of answers, or answers with the mismatched sequences of KTO; two sequences each.
+"""Samples of preferences, two sequences each: pairs of answers, or answers with the mismatched sequences of KTO.
 
-Sequences 2 i and 2 i + 1 belong together. In pairs these are the chosen and the rejected answer. For separately judged
+Sequences 2 i and 2 i + 1 belong together. In a pair they are the chosen and the rejected answer. For separately judged
 answers, 2 i is the answer, and 2 i + 1 is its prompt with the answer of another record, half a source away: a pure
 function of the file, whereas neighbours in a batch would depend on the layout.
 """
@@ -41,9 +41,9 @@ class PreferenceDataset:
         if self._num_long and too_long == "refuse":
             first = int(self._groups[np.argmax(is_long)])
             raise DataError(
-                f"{self._place_of(first)}: has {lengths[is_long][0].max()} tokens in a sequence, but data.seq_length="
-                f"{seq_length} takes {seq_length + 1} ({self._num_long} of {len(self._groups)} records are longer); "
-                "raise it, or set data.too_long to end, start or drop"
+                f"{self._location_of(first)}: has {lengths[is_long][0].max()} tokens in a sequence, but "
+                f"data.seq_length={seq_length} takes {seq_length + 1} ({self._num_long} of {len(self._groups)} records "
+                "are longer); raise it, or set data.too_long to end, start or drop"
             )
         if too_long == "drop":
             self._groups = self._groups[~is_long]
@@ -55,26 +55,26 @@ class PreferenceDataset:
             )
         self.fingerprint = f"{cache.fingerprint}-{compares}-{numbers.start}-{numbers.stop}-{seq_length}-{too_long}"
         self.references: NDArray[np.float64] | None = None
-        """[sequences]: scores under the reference model, once they are known."""
+        """[sequences]: scores under the reference model; None until they are computed."""
 
     def __len__(self) -> int:
         return 2 * len(self._groups)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Returns a sequence; the same in every epoch."""
-        place, second = divmod(index, 2)
-        found, role = self._sequence(int(self._groups[place]), second)
-        length, most = len(found.ids), self._seq_length + 1
+        group, second = divmod(index, 2)
+        sequence, role = self._sequence(int(self._groups[group]), second)
+        length, most = len(sequence.ids), self._seq_length + 1
         start = max(0, length - most) if self._too_long == "start" else 0
         end = min(length, start + most)
         if self._is_judged and end < length:
-            found = with_label(found, end)
+            sequence = with_label(sequence, end)
         margin = 0.0
         if self._is_judged:
-            assert found.extras is not None, "the cache was made with margins"
-            margin = float(found.extras[-1, 0])
+            assert sequence.extras is not None, "the cache has margins"
+            margin = float(sequence.extras[-1, 0])
         reference = None if self.references is None else float(self.references[index])
-        return sample_of_record(found, start, end).as_member(GroupMember(place, role, reference, margin))
+        return sample_of_record(sequence, start, end).as_member(GroupMember(group, role, reference, margin))
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns [n]: positions that sequences take in rows, at least 1, without reading them."""
@@ -83,17 +83,17 @@ class PreferenceDataset:
         return widths
 
     def why_nothing(self) -> str | None:
-        """Explains why no answer has anything to learn; None if one has. KTO's mismatched sequences have no
-        gradient."""
-        own = self._groups
-        samples = np.stack([2 * own, 2 * own + 1], axis=1).ravel() if self._compares == "pairs" else own
+        """Explains why no answer has anything to learn; None if one has. KTO's mismatched sequences do not count, since
+        they have no gradient."""
+        groups = self._groups
+        samples = np.stack([2 * groups, 2 * groups + 1], axis=1).ravel() if self._compares == "pairs" else groups
         lengths = self.cache.lengths[samples]
         sizes = np.minimum(lengths, self._seq_length + 1)
         starts = lengths - sizes if self._too_long == "start" else np.zeros_like(lengths)
         return why_nothing(self.cache, Pieces(samples, starts, sizes), self._is_judged)
 
-    def place(self, index: int) -> str:
-        return self._place_of(int(self._groups[index // 2]))
+    def location(self, index: int) -> str:
+        return self._location_of(int(self._groups[index // 2]))
 
     def notes(self) -> Iterator[str]:
         """Yields lines for the user on sequences that are changed before training."""
@@ -105,11 +105,11 @@ class PreferenceDataset:
             f"than {self._seq_length + 1} tokens: {what}"
         )
 
-    def _others(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _mismatched_groups(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns [n]: the groups whose answers are in the mismatched sequences of `groups`."""
         first, count = self._numbers.start, len(self._numbers)
-        others: NDArray[np.int64] = first + (groups - first + count // 2) % count
-        return others
+        mismatched: NDArray[np.int64] = first + (groups - first + count // 2) % count
+        return mismatched
 
     def _whole_lengths(self, groups: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
         lengths = self.cache.lengths
@@ -118,25 +118,25 @@ class PreferenceDataset:
                 of_pairs: NDArray[np.int64] = lengths[2 * groups + second]
                 return of_pairs
             case "answers":
-                prompts, other = self.cache.prompt_lengths, self._others(groups)
+                prompts, other = self.cache.prompt_lengths, self._mismatched_groups(groups)
                 mismatched: NDArray[np.int64] = prompts[groups] + lengths[other] - prompts[other]
-                found: NDArray[np.int64] = np.where(second == 0, lengths[groups], mismatched)
-                return found
+                of_answers: NDArray[np.int64] = np.where(second == 0, lengths[groups], mismatched)
+                return of_answers
             case _:
                 assert_never(self._compares)
 
     def _sequence(self, group: int, second: int) -> tuple[TokenizedSample, Role]:
         if self._compares == "pairs":
             return self.cache.read(2 * group + second), "rejected" if second else "chosen"
-        found = self.cache.read(group)
+        answer = self.cache.read(group)
         if not second:
-            return replace(found, weight=abs(found.weight)), "rejected" if np.signbit(found.weight) else "chosen"
-        (number,) = self._others(np.array([group])).tolist()
+            return replace(answer, weight=abs(answer.weight)), "rejected" if np.signbit(answer.weight) else "chosen"
+        (number,) = self._mismatched_groups(np.array([group])).tolist()
         other, begin = self.cache.read(number), int(self.cache.prompt_lengths[number])
         prompt = int(self.cache.prompt_lengths[group])
-        ids = np.concatenate([found.ids[:prompt], other.ids[begin:]])
-        weights = np.concatenate([found.loss_weights[:prompt], other.loss_weights[begin:]])
+        ids = np.concatenate([answer.ids[:prompt], other.ids[begin:]])
+        weights = np.concatenate([answer.loss_weights[:prompt], other.loss_weights[begin:]])
         return TokenizedSample(ids, weights), "mismatched"
 
-    def _place_of(self, group: int) -> str:
-        return self.cache.place(2 * group if self._compares == "pairs" else group)
+    def _location_of(self, group: int) -> str:
+        return self.cache.location(2 * group if self._compares == "pairs" else group)

@@ -1,9 +1,9 @@
 """Windows of running text from a tokenised corpus.
 
 Training: in each epoch the documents are shuffled and laid end to end, and the stream is cut into windows that overlap
-by one token: window w holds tokens w*s ... w*s + s, of which the last s are predicted. The stream's first token is
-never predicted, and the rest after the last full window (less than s tokens, other text in every epoch) is not seen.
-`order.py` gives the order of the windows.
+by one token: window w holds tokens w*s ... w*s + s and predicts the last s. The stream's first token is never
+predicted, and the tokens after the last full window (fewer than s, other text in every epoch) are not seen. `order.py`
+defines the order of the windows.
 
 Validation: documents in file order, every window once and in order, the last one partly filled if necessary, so that
 every token but the first is predicted exactly once.
@@ -37,14 +37,14 @@ class PretrainDataset:
         """Args:
         isolate_documents: Whether attention and positions start again at each document, and no token is predicted
             across an edge.
-        shuffle_key: Seed and number of the source, for training; None reads the set in order, for validation."""
+        shuffle_key: Seed and number of the source, for training; None reads the documents in order, for validation."""
         self._corpus, self._documents, self._seq_length = corpus, documents, seq_length
         self._isolate, self._shuffle_key = isolate_documents, shuffle_key
         self._lengths = corpus.document_lengths[documents.start : documents.stop]
         # lengths are int32, and a corpus has more than 2^31 tokens
         self.num_tokens = int(self._lengths.sum(dtype=np.int64))
         predicted = max(0, self.num_tokens - 1)
-        # training drops the rest (other text in every epoch); validation has to count every token
+        # training drops an incomplete window (other text in every epoch); validation must count every token
         self._size = predicted // seq_length if shuffle_key is not None else -(-predicted // seq_length)
         self.fingerprint = f"{corpus.fingerprint}-{documents.start}-{documents.stop}-{seq_length}"
         if self._size == 0:
@@ -107,18 +107,18 @@ class PretrainDataset:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns tokens first ... last - 1 of the stream, and the positions in them at which new documents begin
         (never 0)."""
-        # right: of empty documents here, the last one, which has tokens
+        # right: skips empty documents that begin at `first`
         turn = int(np.searchsorted(starts, first, side="right")) - 1
         pieces: list[NDArray[np.int64]] = []
         edges: list[int] = []
-        place = first
-        while place < last:
+        position = first
+        while position < last:
             end = min(int(starts[turn + 1]), last)
-            if end > place:
-                if place > first:
-                    edges.append(place - first)
+            if end > position:
+                if position > first:
+                    edges.append(position - first)
                 document = self._documents.start + int(order[turn])
-                pieces.append(self._corpus.read(document, place - int(starts[turn]), end - place))
-                place = end
+                pieces.append(self._corpus.read(document, position - int(starts[turn]), end - position))
+                position = end
             turn += 1
         return np.concatenate(pieces), np.array(edges, np.int64)

@@ -1,12 +1,13 @@
-"""Samples of conversations: one sequence for the loss each, read from the token cache.
+"""Samples of finetuning: one sequence for the loss each, read from the token cache.
 
-The encoder interprets records (`mtrain.data.encoding`); here their tokens are cut to the length of a row. A sample fits
-if it has at most seq_length + 1 tokens, as the last one is only predicted; `too_long` decides about the others.
+The encoder interprets records (`mtrain.data.encoding`); this module cuts their tokens to the length of a row. A sample
+fits if it has at most seq_length + 1 tokens, as the last one is only predicted; `too_long` says what happens to longer
+ones.
 
-The record counts as a sequence. If `too_long` is split, each piece counts as one, with the weight of its record: it is
-a sample of the global batch like any other, its length is that of its own mask, and it meets the other pieces of its
-record in a step only by chance. Where a record is cut depends on data.seq_length alone, never on the layout or on
-packing. A sample without anything to learn is an empty sequence (loss.empty_sequences).
+A record counts as one sequence. If `too_long` is split, each piece counts as one, with the weight of its record: it is
+a sample of the global batch like any other, with the length of its own mask, and is in the same step as other pieces of
+its record only by chance. The cuts depend on data.seq_length alone, never on the layout or on packing. A sample without
+anything to learn is an empty sequence (loss.empty_sequences).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TooLong = Literal["end", "start", "drop", "refuse", "split"]
 
 
 class RowLimit(NamedTuple):
-    """Length up to which a sequence fits into a row, and what happens to longer ones."""
+    """Longest sequence that fits into a row, and the treatment of longer ones."""
 
     seq_length: int
     too_long: TooLong
@@ -54,20 +55,21 @@ class Pieces:
 
 @dataclass(frozen=True)
 class TooLongCounts:
-    """Counts what samples that do not fit have lost."""
+    """Losses from samples that are longer than a row."""
 
     samples: int = 0
-    """Samples that are longer than a row."""
+    """Number of samples that are longer than a row."""
     lost_tokens: int = 0
-    """Their tokens that no row holds."""
+    """Tokens of these samples that are in no row."""
     pieces: int = 0
+    """Pieces into which split cuts them."""
     empty: int = 0
-    """Rows cut out of them in which nothing is left to learn; split leaves them out."""
+    """Pieces with nothing left to learn; split leaves them out."""
 
 
 def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooLong) -> tuple[Pieces, TooLongCounts]:
-    """Cuts samples to the pieces that are trained. Pieces of a split sample overlap by one token, so that each of its
-    tokens but the first is predicted once. Pieces without a trained token are left out."""
+    """Cuts samples into the pieces to train. Pieces of a split sample overlap by one token, so that each of its tokens
+    but the first is predicted once; those without a token to learn are left out."""
     lengths = cache.lengths[numbers.start : numbers.stop]
     most = seq_length + 1
     is_long = lengths > most
@@ -87,7 +89,7 @@ def pieces_of(cache: TokenCache, numbers: range, seq_length: int, too_long: TooL
         case "refuse":
             first = numbers.start + int(np.argmax(is_long))
             raise DataError(
-                f"{cache.place(first)}: has {cache.lengths[first]} tokens, but data.seq_length={seq_length} takes "
+                f"{cache.location(first)}: has {cache.lengths[first]} tokens, but data.seq_length={seq_length} takes "
                 f"{most} ({count} of {len(samples)} samples are longer); raise it, shorten them, or set data.too_long "
                 "to end, start, split or drop"
             )
@@ -107,7 +109,7 @@ def num_trained(cache: TokenCache, pieces: Pieces) -> NDArray[np.int64]:
 
 
 def _split(samples: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int) -> Pieces:
-    # windows overlap by one token, as those of running text do (samples/pretrain.py)
+    # windows overlap by one token, as in running text (samples/pretrain.py)
     counts = np.maximum(1, -(-(lengths - 1) // seq_length))
     ends = np.cumsum(counts)
     turn = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
@@ -143,24 +145,24 @@ def why_nothing(cache: TokenCache, pieces: Pieces, is_judged: bool = False) -> s
 _NAMES_OF_0_1_0: dict[TooLong, str] = {"end": "truncate", "drop": "drop", "refuse": "refuse"}
 
 
-def sample_of_record(found: TokenizedSample, start: int, end: int, extras: Sequence[str] = ()) -> Sample:
+def sample_of_record(record: TokenizedSample, start: int, end: int, extras: Sequence[str] = ()) -> Sample:
     """Builds a sample from the tokens `start` to before `end` of a record."""
     columns: dict[str, NDArray[np.float32] | float] = {}
     choices: dict[str, NDArray[np.int32]] = {}
     if extras:
-        assert found.extras is not None, "the cache was made for them"
-        places, shape = choice_columns(extras)
-        others = {*range(len(extras))} - {*places}
-        columns = {extras[place]: found.extras[start + 1 : end, place] for place in sorted(others)}
-        if places:
-            # experts belong to the token that is read, other extras to the predicted one; a single token is padding
-            rows = found.extras[start : end - 1, places] if end - start > 1 else np.full((1, len(places)), -1)
+        assert record.extras is not None, "the cache has these extras"
+        experts, shape = choice_columns(extras)
+        side_columns = {*range(len(extras))} - {*experts}
+        columns = {extras[column]: record.extras[start + 1 : end, column] for column in sorted(side_columns)}
+        if experts:
+            # experts belong to the input token, other extras to the predicted one; a single token is padding
+            rows = record.extras[start : end - 1, experts] if end - start > 1 else np.full((1, len(experts)), -1)
             choices[ROUTED_EXPERTS] = rows.reshape(-1, *shape).astype(np.int32)
     sample = shifted(
-        found.ids[start:end].astype(np.int64),
+        record.ids[start:end].astype(np.int64),
         # position t predicts token t + 1, so the weight of the first token is not used
-        found.loss_weights[start + 1 : end].astype(np.float64),
-        weight=found.weight,
+        record.loss_weights[start + 1 : end].astype(np.float64),
+        weight=record.weight,
         extras=columns,
     )
     return replace(sample, choices=choices)
@@ -172,7 +174,7 @@ class SftDataset:
     ) -> None:
         """Args:
         numbers: Numbers of the samples that are used, counted from 0.
-        extras: Values that the cache has of each token, apart from its weight."""
+        extras: Values that the cache has for each token in addition to its weight."""
         self._seq_length, self._too_long = seq_length, too_long = limit
         self.cache, self._numbers, self._extras, self._is_judged = cache, numbers, tuple(extras), is_judged
         self._pieces: Pieces
@@ -190,12 +192,12 @@ class SftDataset:
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Returns a sample; the same in every epoch."""
-        found = self.cache.read(int(self._pieces.samples[index]))
+        record = self.cache.read(int(self._pieces.samples[index]))
         start = int(self._pieces.starts[index])
         end = start + int(self._pieces.sizes[index])
-        if self._is_judged and end < len(found.ids):
-            found = with_label(found, end)
-        return sample_of_record(found, start, end, self._extras)
+        if self._is_judged and end < len(record.ids):
+            record = with_label(record, end)
+        return sample_of_record(record, start, end, self._extras)
 
     def widths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns [n]: positions that samples take in rows, at least 1, without reading them."""
@@ -205,14 +207,14 @@ class SftDataset:
         """Explains, with counts, why no sample has anything to learn; None if one has."""
         return why_nothing(self.cache, self._pieces, self._is_judged)
 
-    def place(self, index: int) -> str:
-        return self.cache.place(int(self._pieces.samples[index]))
+    def location(self, index: int) -> str:
+        return self.cache.location(int(self._pieces.samples[index]))
 
     def fingerprint_of_0_1_0(self, tokenizer: str) -> str | None:
         """Returns the fingerprint that version 0.1.0 gave these data; None if it could not read them."""
-        (file, *others) = self.cache.files
+        (file, *more_files) = self.cache.files
         old = _NAMES_OF_0_1_0.get(self._too_long)
-        if others or file.kind is not FileKind.LINES or old is None or self.cache.num_bad:
+        if more_files or file.kind is not FileKind.LINES or old is None or self.cache.num_bad:
             return None
         part = f"{self._numbers.start}-{self._numbers.stop}"
         return f"{self.cache.file_digests[0]}-{tokenizer}-{part}-{self._seq_length}-{old}"

@@ -81,8 +81,8 @@ def test_samples_are_read_back(tmp_path: Path) -> None:
         assert bytes(sample.ids.tolist()).decode() == TEXTS[index]
         assert sample.loss_weights.tolist() == [np.float32(0.3) * each.isupper() for each in TEXTS[index]]
         assert sample.weight == 0.1
-    assert cache.place(0) == f"{tmp_path}/a.jsonl line 1"
-    assert cache.place(1002) == f"{tmp_path}/a.jsonl line 1003"
+    assert cache.location(0) == f"{tmp_path}/a.jsonl line 1"
+    assert cache.location(1002) == f"{tmp_path}/a.jsonl line 1003"
     ends = cache.starts[np.array([1, 2, 3])]
     assert cache.trained_before(ends).tolist() == [2, 4, 4]
     assert cache.trained_before(np.array([0, 2, 3, 5])).tolist() == [0, 0, 1, 3]
@@ -121,7 +121,7 @@ def test_the_same_records_have_the_same_fingerprint_in_any_form(tmp_path: Path) 
     forms = [opened(each, tmp_path / "cache") for each in (path, tmp_path / "b.jsonl.gz", folder)]
     assert len({cache.folder for cache in forms}) == 3
     assert len({cache.fingerprint for cache in forms}) == 1
-    assert forms[2].place(600) == f"{folder}/1.jsonl line 1"
+    assert forms[2].location(600) == f"{folder}/1.jsonl line 1"
     assert opened(write(tmp_path / "c.jsonl", TEXTS[::-1]), tmp_path / "cache").fingerprint != forms[0].fingerprint
     assert opened(write(tmp_path / "d.jsonl", weight=2), tmp_path / "cache").fingerprint != forms[0].fingerprint
 
@@ -131,7 +131,7 @@ def test_a_moved_file_keeps_its_entry(tmp_path: Path, count: Callable[[], int]) 
     first = opened(path, tmp_path / "cache")
     count()
     moved = opened(path.rename(tmp_path / "moved.jsonl"), tmp_path / "cache")
-    assert (count(), moved.folder, moved.place(0)) == (0, first.folder, f"{tmp_path}/moved.jsonl line 1")
+    assert (count(), moved.folder, moved.location(0)) == (0, first.folder, f"{tmp_path}/moved.jsonl line 1")
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> Non
     assert [(found[1].folder / name).read_bytes() for name in names] == [
         (found[0].folder / name).read_bytes() for name in names
     ]
-    assert (found[1].num_bad, found[1].bad_places()) == (1, [f"{path} line 1004: holds an !"])
-    assert found[1].place(1003) == f"{path} line 1005"
+    assert (found[1].num_bad, found[1].bad_records()) == (1, [f"{path} line 1004: holds an !"])
+    assert found[1].location(1003) == f"{path} line 1005"
 
 
 def test_another_encoder_is_another_entry(tmp_path: Path) -> None:

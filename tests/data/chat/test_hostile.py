@@ -46,7 +46,7 @@ HOSTILE = {
     "a walk by a namespace": ("{{ namespace(__class__=1) }}", "underscore"),
     "a change of the conversation": ("{{ messages.clear() }}", "unsafe"),
     "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-    "deep brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion|ends the process"),
+    "deep brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion|process that renders it die"),
     "chance": ("{{ range(9) | random }}", "No filter named 'random'"),
     "words by chance": ("{{ lipsum() }}", "'lipsum' is undefined"),
     "no end": ("{% for a in messages %}", "is damaged"),

@@ -58,7 +58,7 @@ def test_a_pair_is_dropped_whole_cut_or_refused(tmp_path: Path, word_tokenizer: 
     dropped = dataset(config(tmp_path, word_tokenizer, "dpo", PAIRS, data__too_long="drop"))
     assert len(dropped) == 6
     assert answers(dropped, 5) == [5, 5, 2]
-    assert dropped.place(5).endswith("line 4")
+    assert dropped.location(5).endswith("line 4")
     assert dropped.sample(0, 5).member == GroupMember(2, "rejected")
     late = dataset(config(tmp_path, word_tokenizer, "dpo", PAIRS, data__too_long="start"))
     assert answers(late, 5) == [7, 7, 7, 7, 2]

@@ -98,7 +98,7 @@ def test_pieces_are_samples_of_their_own(cache: TokenCache) -> None:
     assert len(rows) == 7
     assert rows.sample(0, 3).labels.tolist() == list(b"Fghi")
     assert rows.sample(0, 3).mask.tolist() == [1, 0, 0, 0], "E, which the piece begins with, was trained before"
-    assert rows.place(3) == rows.place(2)
+    assert rows.location(3) == rows.location(2)
     assert rows.widths(np.arange(7)).tolist() == [3, 2, 4, 4, 1, 2, 1]
     (note,) = rows.notes()
     assert note.endswith("3 of 6 samples have more than 5 tokens: split into 9 pieces; in 5 no token is left to train")
