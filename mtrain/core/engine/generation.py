@@ -1,8 +1,8 @@
-"""Single rows through the stages, with a cache of keys and values: the passes of generation.
+"""The passes of generation: single rows through the stages, with a key/value cache.
 
-megatron-core's schedules exchange microbatches of one shape for a whole step; here each pass has its own number of
-tokens and the next one depends on the output of the last stage. megatron-core's inference contexts are not used: the
-static one keeps one length for all sequences of a batch, and the dynamic one needs kernels that CPUs lack (ADR 44).
+megatron-core's schedules exchange microbatches of one shape for a whole step, but passes of generation differ in their
+number of tokens, and each depends on the output of the one before. megatron-core's inference contexts are not used: the
+static one has one length for all sequences of a batch, and the dynamic one needs kernels that CPUs lack (ADR 44).
 """
 
 import contextlib
@@ -29,20 +29,20 @@ from mtrain.core.ranks.groups import Groups
 
 @dataclass(frozen=True)
 class PassTokens:
-    """Tokens of one sequence that a pass reads; it returns the logits after the last one."""
+    """Tokens of one sequence that a pass reads; the pass returns the logits after the last of them."""
 
     sequence: int
-    """Place of the sequence in the cache."""
+    """Number of the sequence in the cache."""
     start: int
-    """Position of the first token: 0 for a prompt."""
+    """Position of the first token; 0 for a prompt."""
     tokens: Sequence[int]
 
 
 class CachedModel:
-    """The stages of this rank, whose data-parallel and context-parallel replica runs independently of all others.
+    """The stages of this rank for generation.
 
-    Experts are the exception: if they are spread over the ranks of several replicas, all replicas run the same number
-    of passes.
+    Each data-parallel and context-parallel replica runs independently of all others. But if experts are spread over the
+    ranks of several replicas, all of these must run the same number of passes.
     """
 
     def __init__(self, config: Config, groups: Groups, chunks: Sequence[Any], reading: CachedPass) -> None:
@@ -50,41 +50,42 @@ class CachedModel:
         self._pipeline = dist.get_process_group_ranks(groups.collection.pp)
         translated = get_model_config(chunks[0])
         self._dtype = translated.pipeline_dtype or translated.params_dtype
-        # a row is divided among tensor-parallel ranks under sequence parallelism
+        # sequence parallelism divides a row over tensor-parallel ranks
         self._multiple = groups.layout.tp if translated.sequence_parallel else 1
 
     @torch.no_grad()
     def next_logits(self, pieces: Sequence[PassTokens], of_prompts: bool) -> Tensor | None:
-        """Computes the logits after the last token of each piece: a whole prompt (`of_prompts`) or one token.
+        """Computes the logits after the last token of each piece, which is a whole prompt (`of_prompts`) or one token.
 
-        Collective over the replica: point-to-point between stages and an all-gather of the logits over TP, in addition
-        to the collectives of the layers. There may be no pieces, where other replicas need this one's experts.
+        Collective over the replica: transfers between stages and an all-gather of the logits over TP, in addition to
+        the collectives of the layers. `pieces` may be empty, for the sake of replicas that need this one's experts.
 
         Returns:
-            [pieces, vocab_size] float32 on the last stage, the same on all its ranks; None on the others.
+            Logits, [pieces, vocab_size] float32, on all ranks of the last stage; None on other stages.
         """
         batch, ends = self._row(pieces, of_prompts)
         output = self._through_stages(batch)
         if output is None:
             return None
         hidden, weight = output.main.operands()
-        wanted = hidden[:, 0].index_select(0, torch.tensor(ends, dtype=torch.int64, device=hidden.device))
-        local = output.main.capped(torch.matmul(wanted, weight.t()).float())
+        last_hidden = hidden[:, 0].index_select(0, torch.tensor(ends, dtype=torch.int64, device=hidden.device))
+        local = output.main.capped(torch.matmul(last_hidden, weight.t()).float())
         parts = [torch.empty_like(local) for _ in range(self._groups.layout.tp)]
         if len(parts) > 1:
             dist.all_gather(parts, local.contiguous(), group=self._groups.tp)
         else:
             parts = [local]
-        # padding of the table follows the vocabulary and is never sampled
+        # the columns after the vocabulary are padding, which is never sampled
         return torch.cat(parts, dim=-1)[:, : self._config.model.vocab_size]
 
     def from_last_stage(self, values: Tensor) -> None:
-        """Fills `values` on all stages of this replica with those of the last one. One broadcast over PP."""
+        """Fills `values` on all stages of this replica with those of the last stage. One broadcast over PP."""
         if self._groups.layout.pp > 1:
             dist.broadcast(values, self._pipeline[-1], group=self._groups.collection.pp)
 
     def _row(self, pieces: Sequence[PassTokens], of_prompts: bool) -> tuple[Microbatch, list[int]]:
-        """Joins all pieces in one row, padded to the needed multiple; returns it with each piece's last position."""
+        """Concatenates all pieces to a row, padded to the necessary multiple; also returns the index of the last token
+        of each piece."""
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
@@ -96,16 +97,16 @@ class CachedModel:
             sequences += [piece.sequence] * len(piece.tokens)
             tokens += piece.tokens
             ends.append(len(tokens) - 1)
-        # never empty, since experts and stages need a row
+        # padded to at least one multiple, since experts and stages need a row
         missing = -len(tokens) % self._multiple if tokens else self._multiple
         starts += [len(tokens)] * missing
         tokens, positions = tokens + [0] * missing, positions + [0] * missing
         sequences += [self._reading.filler] * missing
         self._reading.read(sequences, positions, of_prompts)
         row = torch.tensor([tokens], dtype=torch.int64, device=self._groups.device)
-        places = torch.tensor([positions], dtype=torch.int64, device=self._groups.device)
+        row_positions = torch.tensor([positions], dtype=torch.int64, device=self._groups.device)
         documents = torch.tensor([starts], dtype=torch.int32) if of_prompts else None
-        return Microbatch(row, row, places, {}, {}, documents, None), ends
+        return Microbatch(row, row, row_positions, {}, {}, documents, None), ends
 
     def _through_stages(self, batch: Microbatch) -> Logits | None:
         """Runs the row through the stages; returns logits on the last stage, None on other ranks."""
@@ -125,12 +126,12 @@ class CachedModel:
                 dist.send(hidden.contiguous(), self._pipeline[(stage + 1) % layout.pp], self._groups.collection.pp)
         return None
 
-    def _received(self, stage: int, own: Tensor | None, num_tokens: int) -> Tensor:
-        """Returns [tokens_local, 1, hidden] of the stage before."""
+    def _received(self, stage: int, previous: Tensor | None, num_tokens: int) -> Tensor:
+        """Returns the hidden states of the previous stage, [tokens_local, 1, hidden]."""
         layout = self._groups.layout
         if layout.pp == 1:
-            assert own is not None
-            return own
+            assert previous is not None
+            return previous
         shape = (num_tokens // self._multiple, 1, self._config.model.hidden_size)
         hidden = torch.empty(shape, dtype=self._dtype, device=self._groups.device)
         dist.recv(hidden, self._pipeline[(stage - 1) % layout.pp], self._groups.collection.pp)
@@ -141,18 +142,22 @@ class CachedModel:
 def cached_model(
     config: Config, groups: Groups, chunks: Sequence[Any], num_sequences: int, length: int
 ) -> Iterator[CachedModel]:
-    """Yields the model without dropout and with caches, which are freed at the end; parameters have to be complete.
+    """Yields the model without dropout and with caches, which are freed at the end. Parameters must be complete.
 
     Args:
-        length: Length of the longest sequence, prompt and answer.
+        config: Configuration of the run.
+        groups: Groups of this rank.
+        chunks: Chunks of this rank, one for each virtual stage.
+        num_sequences: Largest number of sequences.
+        length: Length of the longest sequence, prompt and answer together.
 
     Raises:
         ConfigError: A layer cannot continue from a cache.
     """
     refuse_uncachable(config.model, chunks)
     reading = CachedPass(num_sequences, length, groups.device)
-    kept = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Remembering)]
-    with evaluating(chunks), remembering(kept, reading):
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Remembering)]
+    with evaluating(chunks), remembering(layers, reading):
         yield CachedModel(config, groups, chunks, reading)
 
 
@@ -160,8 +165,8 @@ def refuse_uncachable(model: ModelSection, chunks: Sequence[Any]) -> None:
     """Refuses models that cannot generate, on all ranks.
 
     Raises:
-        ConfigError: Layers of TransformerEngine keep no such cache, and the output of experts with a capacity would
-            depend on which tokens are read together.
+        ConfigError: The model has a head, or layers of TransformerEngine, which have no such cache, or experts with a
+            capacity, whose outputs would depend on the tokens that are read together.
     """
     if model.head is not None:
         raise ConfigError(f"{model.head} is a head, which writes no text; generate with the original model")
@@ -171,9 +176,9 @@ def refuse_uncachable(model: ModelSection, chunks: Sequence[Any]) -> None:
             f"model.experts.capacity_factor={experts.capacity_factor} drops tokens depending on the rest of the "
             "batch, so a text cannot be generated token by token; generate with capacity_factor=null"
         )
-    # the first layer of a stage stands for all
+    # one layer with a cache stands for all of a stage
     if not any(isinstance(module, Remembering) for chunk in chunks for module in chunk.modules()):
         raise ConfigError(
-            "model.backend: TransformerEngine's layers keep no keys and values for generation here; set "
+            "model.backend: TransformerEngine's layers have no key/value cache for generation here; set "
             "model.backend=torch"
         )

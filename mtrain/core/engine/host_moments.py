@@ -1,8 +1,8 @@
-"""Adam's moments in the host's memory, on the device only while they are updated.
+"""Adam's moments in host memory, on the device only during their update.
 
-The device computes the update, with the kernel that it would use anyway, on one group of parameters after the other:
-while it updates a group, the moments of the next one arrive and those of the one before leave. So no bit depends on the
-location of moments between two updates, and the host neither computes nor waits.
+The device computes the update with its usual kernel, group by group: while it updates a group of parameters, the
+moments of the next group arrive and those of the previous one leave. So the results do not depend on where moments are
+between updates, and the host neither computes nor waits.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from mtrain.core.engine.optimizer_state import MOMENTS, GroupCounts, OptimizerSt
 from mtrain.core.state.host_memory import CopyStream, HostBlocks
 
 _ALIGNED_ELEMENTS = 16
-"""Elements of a cache line: kernels then read moments as if each were a separate tensor."""
+"""Elements of a cache line, to which moments are aligned, so that kernels read them like separate tensors."""
 
 
 class HostMoments:
-    """The moments of a rank between two updates; the optimizer must then not be used without it."""
+    """The moments of a rank between updates; replaces the `step` of the inner optimizers."""
 
     def __init__(self, state: OptimizerState, device: torch.device) -> None:
-        """Gives every parameter moments of zeros; before the first update, and before anything is loaded."""
+        """Gives every parameter zero moments; call it before the first update and before anything is loaded."""
         self._arriving, self._leaving = CopyStream(device), CopyStream(device)
         self._groups: list[_Group] = []
         blocks = HostBlocks(device.type == "cuda", "the optimizer's moments")
         for part, mains in state.mains_by_part():
             groups = [_Group(part, group, device, blocks) for group in _grouped(mains)]
-            if not groups:  # a rank may hold nothing that this optimizer updates
+            if not groups:  # this optimizer may update nothing on this rank
                 continue
             self._groups += groups
-            # On the instance: megatron-core calls it by this name when gradients are ready, and then copies the main
-            # weights, which do not move, into those of the model.
+            # replaced on the instance: megatron-core calls it when gradients are ready, and then copies the main
+            # weights, which stay on the device, to those of the model
             part.optimizer.step = functools.partial(self._step, part, groups, part.optimizer.step)
 
     @property
     def memory(self) -> list[Tensor]:
-        """Returns the host's memory of each group, [bytes] each."""
+        """Returns the host memory of each group, [bytes] each."""
         return [group.memory for group in self._groups]
 
     def _step(self, part: Any, groups: Sequence[_Group], step: Callable[[], object]) -> None:
@@ -66,38 +66,38 @@ class HostMoments:
 
 
 class _Group:
-    """Parameters that are updated together, from any of torch's groups, and their moments."""
+    """Parameters that are updated together, from any of torch's parameter groups, and their moments."""
 
     def __init__(self, part: Any, mains: Sequence[Tensor], device: torch.device, blocks: HostBlocks) -> None:
         self._mains, self._device = mains, device
         self._states = [part.optimizer.state[main] for main in mains]
-        self._param_groups, held = part.optimizer.param_groups, set(map(id, mains))
+        self._param_groups, main_ids = part.optimizer.param_groups, set(map(id, mains))
         self._parameters = [
-            [parameter for parameter in group["params"] if id(parameter) in held] for group in self._param_groups
+            [parameter for parameter in group["params"] if id(parameter) in main_ids] for group in self._param_groups
         ]
         sizes = [-(-main.numel() // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS for main in mains for _ in MOMENTS]
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self.memory = blocks.block(self._starts[-1] * torch.float32.itemsize)
         self._on_host = self.memory.view(torch.float32).zero_()
-        """[elements]: first and second moments of one parameter after the other."""
+        """First and second moments of all parameters in turn, [elements]."""
         self._on_device: Tensor | None = None
         self._come: Any = None
-        """Moment when they are on the device."""
+        """Event for the completion of the copy to the device."""
         self._gone: Any = None
-        """Moment when they are back on the host."""
+        """Event for the completion of the copy to the host."""
         for main, moments in self._moments(self._on_host):
             give_moments(part, main, moments)
 
     def come(self, arriving: CopyStream) -> None:
         """Starts the copy of the moments to the device."""
-        # memory of the computing stream: what it held before is no longer used when the copy begins
+        # allocated on the compute stream, since the copy begins after all work that used the memory before
         self._on_device = torch.empty_like(self._on_host, device=self._device)
         with arriving.copying():
             self._on_device.copy_(self._on_host, non_blocking=True)
         self._come = arriving.moment()
 
     def begin(self, arriving: CopyStream) -> None:
-        """Shows the optimizer only these parameters, with their moments, once these have arrived."""
+        """Waits for the moments, and shows the optimizer only these parameters."""
         assert self._on_device is not None
         arriving.wait(self._come)
         for group, parameters in zip(self._param_groups, self._parameters, strict=True):
@@ -105,7 +105,7 @@ class _Group:
         self._use(self._on_device)
 
     def go(self, leaving: CopyStream) -> None:
-        """Starts the copy to the host, after the update that is under way."""
+        """Starts the copy to the host, which begins after the current update."""
         assert self._on_device is not None
         self._use(self._on_host)
         with leaving.copying():
@@ -113,7 +113,7 @@ class _Group:
         self._gone = leaving.moment()
 
     def free(self, leaving: CopyStream) -> None:
-        """Releases the device's memory; its next user waits for the copy."""
+        """Releases the device memory; later work waits for the copy."""
         leaving.wait(self._gone)
         self._on_device = None
 
@@ -133,7 +133,8 @@ def _part(memory: Tensor, start: int, main: Tensor) -> Tensor:
 
 
 def _grouped(mains: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups parameters in their order, as many as fit into MOMENTS_AT_ONCE_BYTES; at least one."""
+    """Groups parameters in order, so that the moments of a group fit into MOMENTS_AT_ONCE_BYTES or belong to one
+    parameter."""
     group, size = list[Tensor](), 0
     for main in mains:
         needed = len(MOMENTS) * main.nbytes

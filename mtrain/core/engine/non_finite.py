@@ -1,8 +1,8 @@
 """Finds the rank where a nan or inf originates: in its weights, its optimizer state, or its local gradient.
 
-Losses and reduced gradients are sums, so one such number on one rank is on every rank a moment later. The check
-therefore reads what each rank holds alone: its state when a step has failed, and the gradients of its own backward
-pass, of which each step keeps one number per parameter before the ranks add them.
+Losses and reduced gradients are sums, so a nan on one rank soon is on every rank. The check therefore reads what is
+local to a rank: its state after a failed step, and the gradients of its own backward pass, for which each step stores
+one number per parameter before they are reduced.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ from mtrain.core.state.finite import NonFinite, described, non_finite
 
 
 class Cause(NamedTuple):
-    """The source of numbers that are not finite."""
+    """The origin of non-finite numbers."""
 
     text: str
-    """Names of rank and tensor; empty if no rank has such a number."""
+    """Rank and tensor; "" if no rank has such a number."""
     is_state: bool
-    """Whether weights or optimizer state are damaged, so that no other batch would do better."""
+    """Whether weights or optimizer state are damaged, so that another batch would not help."""
 
 
 class _Seen(NamedTuple):
@@ -39,30 +39,30 @@ class _Seen(NamedTuple):
 
 @torch.no_grad()
 def largest_local_gradients(sharded: ShardedModel) -> Tensor | None:
-    """Returns the largest absolute value of each parameter's gradient on the device, before ranks add theirs, or None.
+    """Returns the largest absolute value of the unreduced gradient of each parameter, on the device; None if this rank
+    has no gradients.
 
-    Call it after the last backward pass. Costs one pass over the gradients; the host does not wait.
+    Call it after the last backward pass. Makes one pass over the gradients; the host does not wait.
     """
     gradients = [gradient for _, gradient in _gradients(sharded)]
     if not gradients:
         return None
-    if gradients[0].device.type == "cpu":  # three times as fast as norms there; both keep nan
+    if gradients[0].device.type == "cpu":  # three times as fast as norms there; both propagate nan
         least, most = zip(*(torch.aminmax(gradient) for gradient in gradients))
         return torch.maximum(torch.stack(most), -torch.stack(least))
     return torch.stack(torch._foreach_norm(gradients, float("inf")))
 
 
 def cause_of_non_finite(model: RankModel, local_gradients: Tensor | None) -> Cause:
-    """Names the rank and its first tensor, the same on all ranks. One all-gather of short objects over the world.
+    """Returns the cause, the same on all ranks. One all-gather of short objects over the world.
 
-    The model's parameters are complete; `local_gradients` are those of `largest_local_gradients` in the step that
-    failed.
+    Parameters must be complete; `local_gradients` is the result of `largest_local_gradients` in the failed step.
     """
-    parts = [held.shard for held in local_state(model)]
-    own = _Seen(non_finite(parts), _in_gradients(model, local_gradients))
-    everyone: list[_Seen] = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    # weights first: a nan in one makes every later gradient nan, also on ranks whose own state is fine
+    parts = [state_shard.shard for state_shard in local_state(model)]
+    findings = _Seen(non_finite(parts), _in_gradients(model, local_gradients))
+    everyone: list[_Seen] = [findings] * dist.get_world_size()
+    dist.all_gather_object(everyone, findings)
+    # state first, since a nan in a weight makes later gradients nan even on ranks with a sound state
     state = described([rank.state for rank in everyone])
     if state is not None:
         return Cause(state, is_state=True)
@@ -83,8 +83,10 @@ def _in_gradients(model: RankModel, largest: Tensor | None) -> NonFinite | None:
     bad = [parameter for (parameter, _), is_finite in pairs if not is_finite]
     if not bad:
         return None
-    places = {id(place.data): place for place in sharded_parameters(map(unwrap, model.chunks), model.groups)}
-    place = places[id(bad[0])]
-    first = next(shards(place, place.key, place.data))
-    name = global_name(place.key, tuple(first.global_offset[: first.prepend_axis_num]))
+    sharded = {
+        id(first_bad.data): first_bad for first_bad in sharded_parameters(map(unwrap, model.chunks), model.groups)
+    }
+    first_bad = sharded[id(bad[0])]
+    first = next(shards(first_bad, first_bad.key, first_bad.data))
+    name = global_name(first_bad.key, tuple(first.global_offset[: first.prepend_axis_num]))
     return NonFinite(f"{name} is not finite", len(bad))

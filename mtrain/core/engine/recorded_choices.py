@@ -1,4 +1,4 @@
-"""The discrete choices that layers make in forward passes, for their replay (`Microbatch.choices`)."""
+"""Records the discrete choices of layers in forward passes, for later replay (`Microbatch.choices`)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,27 +14,28 @@ from mtrain.core.layers.build import unwrap
 from mtrain.core.layers.moe.router import Router
 
 Write = Callable[[Tensor, int, int, Tensor], None]
-"""(table, number of the pass, first position, choice [positions, rows, k] int32) -> None: writes the choice of a pass,
-whose positions begin at the first one of the rows that the pass read, into the table [samples, tokens, k]."""
+"""Called with (table, number of the pass, first position, choice); writes the choice of a pass, [positions, rows, k]
+int32, which begins at the first position of the rows read in the pass, into the table, [samples, tokens, k]."""
 _MODULES = {ROUTED_EXPERTS: Router}
-"""Modules that make a choice, by its name; they have `layer_number` and `record`."""
+"""Classes of the modules that make a choice, by its name; they have `layer_number` and `record`."""
 
 
 class RecordedChoices:
-    """What the layers of this rank choose, or take, in the passes inside `recording`."""
+    """Choices of this rank's layers, their own or replayed ones, in the passes inside `recording`."""
 
     def __init__(self, model: RankModel, name: str) -> None:
-        """
+        """Prepares to record the choices called `name`.
+
         Raises:
             ConfigError: The model does not make this choice, or drops tokens.
         """
         self._model, self._groups = model.config.model, model.groups
         self._shape = replayable(self._model, f"{name} are asked for")
-        # depths of multi-token prediction are not in the decoder
+        # MTP depths are not in the decoder
         every = [module for chunk in model.chunks for module in unwrap(chunk).decoder.modules()]
-        found = [module for module in every if isinstance(module, _MODULES[name])]
-        # numbered from 1 over all stages
-        self._modules = {module.layer_number - 1: module for module in found if module.layer_number is not None}
+        modules = [module for module in every if isinstance(module, _MODULES[name])]
+        # layer_number counts from 1 over all stages
+        self._modules = {module.layer_number - 1: module for module in modules if module.layer_number is not None}
         self._passes: dict[int, list[Tensor]] = {}
 
     @contextmanager
@@ -51,17 +52,23 @@ class RecordedChoices:
 
     def gathered(self, num_samples: int, num_tokens: int, num_rows: int, write: Write) -> Tensor:
         """Returns the choices of all layers and ranks, [num_samples, num_tokens, layers, k] int32 on the CPU; -1 where
-        nothing was written. A pass has read `num_rows` rows, and `write` writes one pass of one layer.
+        nothing was written.
 
-        One all-reduce over the world for each layer that chooses: a table of all layers would take as much memory as
-        they.
+        One all-reduce over the world for each layer that chooses, since a table of all layers would take too much
+        device memory.
+
+        Args:
+            num_samples: Number of samples.
+            num_tokens: Length of the longest sample.
+            num_rows: Number of rows read in each pass.
+            write: Writes the choice of one pass of one layer.
         """
         k = self._shape[1]
         whole = torch.from_numpy(open_choice(num_tokens, self._shape)).repeat(num_samples, 1, 1, 1)
         for layer in choosing_layers(self._model).nonzero()[0].tolist():
             table = torch.zeros(num_samples, num_tokens, k, dtype=torch.int32, device=self._groups.device)
-            for number, places in enumerate(self._reported(layer)):
-                rows = places.view(-1, num_rows, k)
+            for number, experts in enumerate(self._reported(layer)):
+                rows = experts.view(-1, num_rows, k)
                 first = self._groups.tp_rank * len(rows) if self._groups.layout.sp else 0
                 write(table, number, first, (rows + 1).to(table.dtype))
             dist.all_reduce(table)
@@ -69,6 +76,6 @@ class RecordedChoices:
         return whole
 
     def _reported(self, layer: int) -> list[Tensor]:
-        # without sequence parallelism all ranks of TP choose for the same tokens
+        # without sequence parallelism all tensor-parallel ranks choose for the same tokens
         is_first = self._groups.tp_rank == 0 or self._groups.layout.sp
         return self._passes.get(layer, []) if is_first else []

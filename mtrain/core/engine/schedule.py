@@ -1,4 +1,4 @@
-"""Runs microbatches through megatron-core's own schedules: no pipelining, 1F1B, interleaved."""
+"""Runs microbatches through megatron-core's schedules: no pipelining, 1F1B, interleaved."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,26 +21,26 @@ from mtrain.core.layers.output_layer import Logits
 from mtrain.core.loss.pair import LossPair
 
 LossOfLogits = Callable[[Logits, Microbatch], tuple[Tensor, Mapping[str, LossPair]]]
-"""(logits, sliced microbatch) -> (scalar to differentiate, pairs of all terms)."""
+"""Maps logits and a sliced microbatch to the scalar to differentiate and the pairs of all terms."""
 
 
 def connect(sharded: ShardedModel, optimizer: Optimizer, train: TrainSection) -> None:
-    """Sets in megatron-core's schedules how to scale the loss and when to reduce gradients and gather parameters."""
-    # one object for all chunks: the schedules read their callbacks from the TransformerConfig
+    """Tells megatron-core's schedules how to scale the loss and when to reduce gradients."""
+    # all chunks share the TransformerConfig, from which the schedules read their callbacks
     translated = get_model_config(sharded.chunks[0])
     translated.grad_scale_func = optimizer.scale_loss
-    # A function, so that megatron-core completes weight gradients that it has put off; the reduction is ours, because
-    # it may have to wait for other passes.
+    # Not None, so that megatron-core completes delayed weight gradients. The reduction itself is ours, since it may
+    # have to wait for other passes.
     translated.finalize_model_grads_func = lambda *model, **options: None
     if train.overlap_grad_reduce:
-        # without it every backward pass would reduce its bucket; with it only that of the last microbatch does
+        # makes only the backward pass of the last microbatch reduce its buckets, not every one
         translated.no_sync_func = _one_or_list([partial(sharded.no_sync, chunk) for chunk in sharded.chunks])
-        # lets pipelines start the reduction of a chunk as soon as its last backward pass is done
+        # lets pipelines start the reduction of a chunk right after its last backward pass
         translated.grad_sync_func = _one_or_list([partial(sharded.start_grad_sync, chunk) for chunk in sharded.chunks])
 
 
 def _one_or_list(functions: list[Callable[..., Any]]) -> Callable[..., Any] | list[Callable[..., Any]]:
-    # schedules.py calls a function without interleaving, and with it indexes a list by chunk
+    # schedules.py expects a function, or with interleaving a list with one per chunk
     return functions[0] if len(functions) == 1 else functions
 
 
@@ -51,12 +51,12 @@ def run_schedule(
     accumulator: PairAccumulator,
     config: Config,
 ) -> None:
-    """Runs forward and backward for every microbatch; pairs end up in the accumulator, gradients in the chunks'
-    buffers.
+    """Runs forward and backward for every microbatch; adds pairs to the accumulator, and gradients to the buffers of
+    the chunks.
 
-    The scalar is differentiated as it is: megatron-core divides by nothing, because its token counts stay at zero and
-    its config says per-token loss. Gradients of different ranks are summed by `finalize_gradients`. `loss` is called on
-    the last stage alone.
+    The scalar is differentiated unchanged: megatron-core divides by nothing, since its configuration says per-token
+    loss and its token counts stay 0. `finalize_gradients` sums gradients over ranks. `loss` is called only on the last
+    stage.
     """
 
     def consume(logits: Logits, batch: Microbatch) -> Tensor:
@@ -64,21 +64,21 @@ def run_schedule(
         accumulator.add(pairs)
         return objective
 
-    with torch.set_grad_enabled(True):  # a caller's no_grad would silently make a step without gradients
+    with torch.set_grad_enabled(True):  # under no_grad of a caller the step would silently have no gradients
         _run(chunks, batches, consume, config, forward_only=False)
 
 
 @contextlib.contextmanager
 def deferred_grad_sync(sharded: ShardedModel) -> Iterator[None]:
-    """Keeps every gradient on its rank inside the block, whatever the schedule says: other passes will add to it."""
+    """Keeps gradients on their ranks inside the block, since other passes will add to them."""
     translated = get_model_config(sharded.chunks[0])
-    # both: the schedules leave their own no_sync at the last microbatch, and grad_sync_func starts a reduction
+    # both, since schedules leave their no_sync at the last microbatch, and grad_sync_func starts a reduction
     synced = translated.no_sync_func, translated.grad_sync_func
     translated.no_sync_func = translated.grad_sync_func = None
     try:
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as contexts:
             for chunk in sharded.chunks:
-                held.enter_context(sharded.no_sync(chunk))
+                contexts.enter_context(sharded.no_sync(chunk))
             yield
     finally:
         translated.no_sync_func, translated.grad_sync_func = synced
@@ -91,11 +91,11 @@ def run_forward(
     take: Callable[[Logits, Microbatch], None],
     config: Config,
 ) -> None:
-    """Runs forward for every microbatch; `take` receives the logits of each on the last stage, in order."""
+    """Runs forward for every microbatch; calls `take` with the logits of each, in order, on the last stage."""
 
     def consume(logits: Logits, batch: Microbatch) -> Tensor:
         take(logits, batch)
-        return torch.zeros((), device=logits.main.hidden.device)  # the schedules need a loss; nothing reads this one
+        return torch.zeros((), device=logits.main.hidden.device)  # the schedules need a loss, but do not use it
 
     _run(chunks, batches, consume, config, forward_only=True)
 
@@ -121,18 +121,18 @@ def _run(
     forward_only: bool,
 ) -> None:
     def forward_step(iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Tensor | Logits, Any]:
-        # the stages share rows and order, so every stage takes the same microbatch; positions and documents are in it
+        # all stages have the same rows in the same order, so each takes the same microbatch
         batch = next(iterator)
 
         def loss_of_output(logits: Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            # megatron-core leaves the three-part form unchanged; its own token count is not used
+            # megatron-core does not change a loss in this form of three parts; the token count is unused
             return consume(logits, batch), torch.zeros((), dtype=torch.int32, device=logits.main.hidden.device), {}
 
-        return run_chunk(chunk, batch), loss_of_output  # megatron-core calls the second on the last stage alone
+        return run_chunk(chunk, batch), loss_of_output  # megatron-core calls it only on the last stage
 
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in chunks],  # each virtual stage goes through all microbatches on its own
+        data_iterator=[iter(batches) for _ in chunks],  # each virtual stage iterates over all microbatches
         model=list(chunks),
         num_microbatches=len(batches),
         seq_length=config.row_width,

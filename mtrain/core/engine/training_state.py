@@ -1,7 +1,7 @@
-"""The training state of a rank, and the slices that the rank writes, without a copy.
+"""The training state of a rank, and the shards that the rank writes, as views.
 
-Weights have replicas, which share the writing. Of a distributed optimizer each rank has a range of elements of each
-parameter, and a range is a few slices, so nothing is gathered first.
+Replicas of weights share the writing. With a distributed optimizer each rank has a range of elements of each parameter;
+a range is a few slices of the global tensor, so nothing has to be gathered.
 """
 
 import math
@@ -32,7 +32,7 @@ from mtrain.core.state.finite import NonFinite, described, non_finite
 from mtrain.core.state.shard import Shard
 
 WEIGHTS = "weights"
-"""Kind of the weights as they compute; the optimizer's states have the names of `optimizer_state.STATES`."""
+"""Kind of the model weights; the kinds of optimizer states are the names in `optimizer_state.STATES`."""
 
 
 class Held(NamedTuple):
@@ -43,16 +43,16 @@ class Held(NamedTuple):
     name: str
     """Global name of the parameter."""
     num_stacked: int
-    """Number of leading axes of the shard that number layers and experts."""
+    """Number of leading axes of the shard that stack layers and experts."""
     shard: Shard
-    """Key in a checkpoint, place and values: a view."""
+    """Key in a checkpoint, slice of the global tensor, and values as a view."""
 
 
 @torch.no_grad()
 def local_state(model: RankModel) -> Iterator[Held]:
-    """Yields all of the state, replicas included, in the order of the model, whose parameters are complete.
+    """Yields the whole state of this rank, including replicas, in the order of the model.
 
-    A model that was never updated gets zero moments.
+    Parameters must be complete. A model that was never updated gets zero moments.
     """
     modules = [unwrap(chunk) for chunk in model.chunks]
     places = {place.data: place for place in sharded_parameters(modules, model.groups)}
@@ -101,24 +101,24 @@ def local_shards(model: RankModel) -> list[Shard]:
 
 
 def non_finite_state(model: RankModel) -> str | None:
-    """Says what a checkpoint would hold that is nan or inf, the same on all ranks; None where all is finite.
+    """Describes what in a checkpoint of this state would be nan or inf, the same on all ranks; None if all is finite.
 
-    Costs one all-gather of short objects.
+    One all-gather of short objects.
     """
     found: list[NonFinite | None] = [None] * dist.get_world_size()
-    # over all ranks: each sees its own shards, and all have to stop or none
+    # over all ranks, since each sees only its shards, and either all must stop or none
     dist.all_gather_object(found, non_finite(local_shards(model)))
     return described(found)
 
 
 @torch.no_grad()
 def spoil_point(model: RankModel, step: int) -> None:
-    """Damages a number of the live state if a test asks for it, as broken memory would (base/fault_points.py)."""
+    """Damages a number of the live state if a test asks for it, like broken memory (base/fault_points.py)."""
     fault = wanted_fault(model.groups.rank, step)
     if fault is None or fault.kind not in (*_SPOILED, "flip"):
         return
     key, index = fault.phase.split(":")
-    # views of the live state, replicas too
+    # views of the live state, including replicas
     parts = (held.shard for held in local_state(model))
     values = next(part for part in parts if part.key == key).data.view(-1)
     if fault.kind == "flip":

@@ -43,10 +43,10 @@ class Stack(nn.Module):
         """
         return self.product(tokens, product)(tokens, self.weight, counts)
 
-    def product(self, tokens: Tensor, wanted: Product) -> Product:
+    def product(self, tokens: Tensor, preferred: Product) -> Product:
         """Returns the wanted product, or the sequential one if that cannot be used."""
         # grouped products take operands of one precision
-        return wanted if self.weight.dtype == tokens.dtype else sequential
+        return preferred if self.weight.dtype == tokens.dtype else sequential
 
     def biases(self, counts: Tensor, num_tokens: int) -> Tensor | None:
         """Returns each token's bias, [num_tokens, rows]; None without biases."""

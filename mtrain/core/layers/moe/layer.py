@@ -110,9 +110,9 @@ def rows_by_expert(chosen: Tensor, top_k: int) -> Tensor:
     flat = chosen.T.reshape(-1)
     count = chosen.shape[0] * top_k
     # moves each choice to the position of its number; all others to one more, which is cut off
-    places = torch.where(flat, flat.cumsum(0) - 1, count)
+    positions = torch.where(flat, flat.cumsum(0) - 1, count)
     rows = torch.empty(count + 1, dtype=torch.int64, device=chosen.device)
-    return rows.scatter_(0, places, torch.arange(len(flat), device=chosen.device))[:count]
+    return rows.scatter_(0, positions, torch.arange(len(flat), device=chosen.device))[:count]
 
 
 class SharedExperts(SharedExpertMLP):

@@ -30,12 +30,12 @@ class TopkRouting(NamedTuple):
     """[tokens, num_experts], float32 or float64 like the logits: 0 where an expert was not chosen."""
     chosen: Tensor
     """[tokens, num_experts] bool."""
-    places: Tensor
+    experts: Tensor
     """[tokens, top_k] int64: the chosen experts, the best first, or in the given order."""
 
 
 def choose(
-    logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None, given: Tensor | None = None
+    logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None, prescribed: Tensor | None = None
 ) -> TopkRouting:
     """Chooses the top_k best experts of each token, or replays given ones. Weights are the router's own.
 
@@ -44,15 +44,15 @@ def choose(
     """
     scores = scores_of(logits, section)
     ranking = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
-    places = best_places(ranking.detach(), section)
-    if given is not None:
-        places = torch.where(given >= 0, given, places)
-    weights = _normalised(scores.gather(1, places), section) * section.scaling_factor
+    experts = best_places(ranking.detach(), section)
+    if prescribed is not None:
+        experts = torch.where(prescribed >= 0, prescribed, experts)
+    weights = _normalised(scores.gather(1, experts), section) * section.scaling_factor
     return TopkRouting(
         # dense [tokens, num_experts], the form that megatron-core's dispatchers take
-        torch.zeros_like(logits).scatter(1, places, weights),
-        torch.zeros_like(logits, dtype=torch.bool).scatter(1, places, True),
-        places,
+        torch.zeros_like(logits).scatter(1, experts, weights),
+        torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True),
+        experts,
     )
 
 
@@ -173,17 +173,17 @@ class Router(MegatronModule):
         Returns:
             Weights and choice, [seq_local x batch, num_experts] each.
         """
-        logits, given = self.logits(hidden), None
+        logits, prescribed = self.logits(hidden), None
         if padding_mask is not None and padding_mask.dim() == 3:
-            padding_mask, given = self._taken_apart(padding_mask)
+            padding_mask, prescribed = self._split_marks(padding_mask)
         if self.watch is not None:
             # before the choice, so that the terms are in the logits' graph
             logits = self.watch.logits(logits, padding_mask)
-        choice = choose(logits.flatten(0, 1), self.section, self.expert_bias, given)
+        choice = choose(logits.flatten(0, 1), self.section, self.expert_bias, prescribed)
         if self.watch is not None:
             self.watch.choice(choice.chosen, padding_mask)
         if self.record is not None:
-            self.record.append(choice.places)
+            self.record.append(choice.experts)
         weights, chosen = choice.weights, choice.chosen
         if self.section.capacity_factor is not None:
             limits = self.section.top_k, self.section.capacity_factor
@@ -192,13 +192,13 @@ class Router(MegatronModule):
             weights = weights * self.per_expert_scale.to(weights.dtype)
         return weights, chosen
 
-    def _taken_apart(self, marks: Tensor) -> tuple[Tensor, Tensor]:
+    def _split_marks(self, marks: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sequence of each position, [seq_local, batch], and the experts of this layer, [seq_local x batch,
         top_k]."""
         assert self.layer_number is not None, "megatron-core numbers every layer"
         first = 1 + (self.layer_number - 1) * self.section.top_k
-        given = marks[..., first : first + self.section.top_k].flatten(0, 1)
-        return marks[..., 0].long(), given.long()
+        prescribed = marks[..., first : first + self.section.top_k].flatten(0, 1)
+        return marks[..., 0].long(), prescribed.long()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Maps [seq_local, batch, hidden_size] to logits [seq_local, batch, num_experts] in at least float32."""
