@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers: our router and experts around megatron-core's layer and token dispatchers."""
+"""Mixture-of-experts layers: our router and experts with megatron-core's layer and token dispatchers."""

@@ -1,8 +1,8 @@
-"""A rank's experts, their weights stacked along the first axis.
+"""The experts of a rank, with weights stacked along the first axis.
 
-They replace megatron-core's SequentialMLP and TEGroupedMLP, under the same checkpoint keys, without two faults of
-theirs: here, experts whose etp is not the dense layers' tp are marked as experts even if ep = 1, so that their
-gradients are summed over all their replicas, and count in the gradient norm on every rank.
+They replace megatron-core's SequentialMLP and TEGroupedMLP, with the same checkpoint keys, and fix two bugs: experts
+whose etp differs from the dense layers' tp are marked as experts even if ep = 1, so that their gradients are summed
+over all their replicas, and their gradients count in the gradient norm on every rank.
 """
 
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from mtrain.core.layers.own_parameters import expert_parameter
 from mtrain.core.layers.swiglu import Activation, weighted_activated
 
 _AXIS = {"linear_fc1": 0, "linear_fc2": 1}
-"""Axis of one expert's weight that is divided over expert tensor parallelism."""
+"""Axis of an expert's weight that expert tensor parallelism divides."""
 
 
 class Stack(nn.Module):
@@ -37,19 +37,19 @@ class Stack(nn.Module):
             self.register_parameter("bias", None)
 
     def forward(self, tokens: Tensor, counts: Tensor, product: Product) -> Tensor:
-        """Multiplies [count, columns] sorted by expert -> [count, rows], without the bias.
+        """Multiplies tokens sorted by expert, [count, columns], to [count, rows], without the bias.
 
-        Overlapped gathering of parameters waits in the call of the module.
+        A module of its own, since overlapped all-gathers of parameters are awaited in the call of their module.
         """
         return self.product(tokens, product)(tokens, self.weight, counts)
 
     def product(self, tokens: Tensor, preferred: Product) -> Product:
-        """Returns the wanted product, or the sequential one if that cannot be used."""
-        # grouped products take operands of one precision
+        """Returns the preferred product if it is usable, else the sequential one."""
+        # grouped products need operands of the same precision
         return preferred if self.weight.dtype == tokens.dtype else sequential
 
     def biases(self, counts: Tensor, num_tokens: int) -> Tensor | None:
-        """Returns each token's bias, [num_tokens, rows]; None without biases."""
+        """Returns the bias of each token, [num_tokens, rows]; None without biases."""
         if self.bias is None:
             return None
         # with output_size the host does not wait
@@ -58,7 +58,7 @@ class Stack(nn.Module):
 
 
 class Experts(MegatronModule):
-    """Feed-forward networks of this rank's experts."""
+    """The feed-forward networks of this rank's experts."""
 
     compiles_regions = False
 
@@ -70,12 +70,12 @@ class Experts(MegatronModule):
         implementation: Implementation | Literal["te"],
         name: str | None = None,
     ) -> None:
-        """Takes the implementation of the products; `te` for a subclass that has its own."""
+        """Makes the experts; `implementation` selects the product, `te` is for a subclass with its own product."""
         super().__init__(config)
         self.num_local_experts = num_local_experts
         self._ep, self._etp, self._edp = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         assert config.moe_ffn_hidden_size is not None
-        # etp has its own group: experts may be divided differently from the dense layers' tp
+        # by the group of etp, which may divide experts differently from tp in dense layers
         ffn = config.moe_ffn_hidden_size // self._etp.size()
         fc1_rows = 2 * ffn if config.gated_linear_unit else ffn
         self._row_sizes = (config.hidden_size, fc1_rows, ffn)
@@ -86,18 +86,23 @@ class Experts(MegatronModule):
         hidden_size, fc1_rows, ffn = self._row_sizes
         self.linear_fc1 = Stack(self.config, self.num_local_experts, fc1_rows, hidden_size)
         self.linear_fc2 = Stack(self.config, self.num_local_experts, hidden_size, ffn)
-        # refuses now, not in the first step
+        # to refuse an unusable product now, not in the first step
         chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """Computes the weighted outputs of all experts; with etp > 1, this rank's part of their sum.
+        """Computes the weighted outputs of all experts; with etp > 1, this rank's summand of them.
 
-        Tokens are [count, hidden_size], sorted by expert, with a weight each; their numbers are [num_local_experts]
-        int64. Returns outputs in the shape and dtype of the tokens, and no bias to be added later.
+        Args:
+            tokens: Tokens sorted by expert, [count, hidden_size].
+            tokens_per_expert: Number of tokens of each expert, [num_local_experts] int64.
+            weights: Weight of each token, [count].
+
+        Returns:
+            Outputs in the shape and dtype of the tokens, and no bias.
         """
         product = chosen_product(self.implementation, self._row_sizes, self.linear_fc1.weight)
         stacks = (self.linear_fc1, self.linear_fc2)
-        # sequential products need sizes on the host, which waits for them once
+        # sequential products need counts on the host, which waits for them once
         on_host = any(stack.product(tokens, product) is sequential for stack in stacks)
         counts = tokens_per_expert.cpu() if on_host else tokens_per_expert
         weights = weights.unsqueeze(-1)
@@ -108,7 +113,7 @@ class Experts(MegatronModule):
         activate = weighted_activated.compiled_if(self.compiles_regions)
         hidden = activate(hidden, weights, Activation.of(self.config))
         output = self.linear_fc2(hidden, counts, product)
-        # every rank of etp would add it to its part of the sum: config/rules.py refuses biases with etp > 1
+        # with etp > 1 every rank would add the bias to its summand, so config/rules.py refuses that
         biases = self.linear_fc2.biases(counts, len(tokens))
         if biases is not None:
             output = output + (biases * weights).to(tokens.dtype)
@@ -117,14 +122,14 @@ class Experts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: object = None
     ) -> dict[str, ShardedTensorFactory]:
-        """Returns each expert's tensors under one key with an axis of all experts, named like megatron-core's."""
+        """Describes the tensors of all experts for checkpoints, under megatron-core's keys with an axis of experts."""
         return {
             f"{prefix}{linear}.{name}": ShardedTensorFactory(
                 key=f"{prefix}experts.{linear}.{_kind(name)}",
                 data=parameter,
                 build_fn=self._builder(linear, name, sharded_offsets),
                 merge_fn=_unused,
-                # only ranks of expert data parallelism hold the same numbers, in whatever dense group they are
+                # only ranks of expert data parallelism hold copies
                 replica_id=(0, 0, self._edp.rank()),
             )
             for linear, stack in self.named_children()
@@ -132,14 +137,14 @@ class Experts(MegatronModule):
         }
 
     def _builder(self, linear: str, name: str, outer: tuple[tuple[int, int, int], ...]) -> Any:
-        """Returns a function that cuts a parameter into shards of the global tensor [outer axes, num_experts, ...].
-        `name` is `weight` or `bias` of all experts, or with the number of the only one."""
+        """Returns a function that splits a parameter into shards of the global tensor [outer axes, num_experts, ...].
+        `name` is `weight` or `bias` for a stack of all experts, or has the number of a single expert appended."""
         kind = _kind(name)
         first = self._ep.rank() * self.num_local_experts + int(name.removeprefix(kind) or 0)
         count, depth = self._ep.size() * self.num_local_experts, len(outer) + 1
         is_divided = kind == "weight" or linear == "linear_fc1"
         size, rank = (self._etp.size(), self._etp.rank()) if is_divided else (1, 0)
-        # globally all gates come before all ups, so a rank's gates and ups are two slices
+        # in the global tensor all gates come before all ups, so a rank's gates and ups are two slices
         num_parts = 2 if linear == "linear_fc1" and self.config.gated_linear_unit else 1
 
         def build(key: str, stack: Tensor, replica_id: ReplicaId, flattened_range: object) -> list[ShardedTensor]:
@@ -153,7 +158,7 @@ class Experts(MegatronModule):
                     replica_id=replica_id,
                     prepend_axis_num=depth,
                 )
-                # views: what is read into a shard is in the stack
+                # views, so that values loaded into a shard are in the stack
                 for number, values in enumerate(stack.detach() if name == kind else stack.detach().unsqueeze(0))
                 for index, part in enumerate(values.chunk(num_parts))
             ]
@@ -167,4 +172,4 @@ def _kind(name: str) -> str:
 
 
 def _unused(parts: object) -> Tensor:
-    raise AssertionError("shards are views of the stack: nothing is put together")
+    raise AssertionError("shards are views of the stack, so nothing is merged")

@@ -1,4 +1,4 @@
-"""Matrix products of a rank's experts: one after the other, or all in one grouped product."""
+"""Matrix products of a rank's experts: one product per expert, or one grouped product for all."""
 
 import math
 import warnings
@@ -16,31 +16,31 @@ from mtrain.base.errors import ConfigError
 from mtrain.core.layers.products import widened_linear
 
 Implementation = Literal["auto", "grouped", "sequential"]
-"""Value of `model.experts.implementation` that names products of ours."""
+"""Values of `model.experts.implementation` for products in this module."""
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(tokens [count, in] by expert, weights [experts, out, in], counts [experts] int64) -> [count, out]."""
+"""Maps (tokens [count, in] sorted by expert, weights [experts, out, in], counts [experts] int64) to [count, out]."""
 
 _grouped_mm: Callable[..., Tensor] = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # public from 2.10
 _ALIGNMENT_BYTES = 16
-"""Multiple, in bytes, that rows of the operands must have."""
+"""Number of bytes of which the size of the operands' rows must be a multiple."""
 
 
 def sequential(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Computes one product per expert, even without tokens, so that its weights get a gradient of 0."""
-    parts = torch.split(tokens, counts.tolist())  # the host waits where counts are on a GPU
+    """Computes one product per expert, even for an expert without tokens, so that its weights get a gradient of 0."""
+    parts = torch.split(tokens, counts.tolist())  # the host waits if counts are on a GPU
     return torch.cat([widened_linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
 def grouped(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Computes all experts in one kernel."""
-    # the host does not wait: counts are on the device, or in pinned memory
+    # the host does not wait, since counts are on the device or in pinned memory
     ends = counts.to(tokens.device, non_blocking=True).cumsum(0).to(torch.int32)
     return _grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
 
 
 def chosen_product(implementation: Implementation, sizes: tuple[int, ...], weight: Tensor) -> Product:
-    """Returns the product for weights like `weight`, with rows of these sizes; `auto` takes the grouped one if it is
-    there.
+    """Returns the product for weights like `weight` with rows of these sizes; `auto` means the grouped product if it is
+    available.
 
     Raises:
         ConfigError: The grouped product is configured but not available.
@@ -63,16 +63,17 @@ def chosen_product(implementation: Implementation, sizes: tuple[int, ...], weigh
 
 
 _TRIALS = ((3, 0, 5, 0), (0, 0, 0, 0))
-"""Numbers of tokens of each expert: some have none, as all may on a rank."""
+"""Numbers of tokens of each expert, including experts without tokens, and no tokens at all."""
 
 
-# by a trial: the devices and dtypes with a kernel, and with its backward, differ between releases of torch
+# by trial, since the devices and dtypes for which kernels exist, forward and backward, differ between releases of torch
 @cache
 def has_grouped(device: str, dtype: torch.dtype) -> bool:
-    """Says whether torch has a grouped product on this kind of device that gives the numbers of the sequential one.
+    """Says whether torch has a grouped product for this kind of device and dtype with the results of the sequential
+    one.
 
-    It tries tiny ones of integers, which add up exactly in any order, forward and backward, in memory full of NaN, so
-    that an element that a kernel leaves untouched is noticed.
+    Tries tiny products of integers, which are exact in any order of summation, forward and backward, in memory full of
+    NaN, which reveals elements that a kernel does not write.
     """
     try:
         with _memory_of_nan():
@@ -80,12 +81,12 @@ def has_grouped(device: str, dtype: torch.dtype) -> bool:
                 all(map(torch.equal, _trial(grouped, counts, device, dtype), _trial(sequential, counts, device, dtype)))
                 for counts in _TRIALS
             )
-    except RuntimeError:  # torch's error for a missing kernel; NotImplementedError is one, too
+    except RuntimeError:  # a missing kernel; includes NotImplementedError
         return False
 
 
 def _trial(product: Product, counts: Sequence[int], device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Returns output and gradients of a product."""
+    """Returns the output and the gradients of a product."""
 
     def numbers(*sizes: int) -> Tensor:
         return (torch.arange(math.prod(sizes)) % 5 - 2).view(sizes).to(device, dtype).requires_grad_()
@@ -98,12 +99,12 @@ def _trial(product: Product, counts: Sequence[int], device: str, dtype: torch.dt
 
 @contextmanager
 def _memory_of_nan() -> Iterator[None]:
-    """Fills new memory of torch with NaN inside the block."""
+    """Makes torch fill new memory with NaN inside the block."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     aid: Any = deterministic  # untyped in torch
     fills = aid.fill_uninitialized_memory
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about operations that are not deterministic: none has to be
+        warnings.simplefilter("ignore")  # about operations that are not deterministic, which is fine here
         torch.use_deterministic_algorithms(True, warn_only=True)
         aid.fill_uninitialized_memory = True
         try:

@@ -1,8 +1,8 @@
-"""The layer of experts: megatron-core's parts, and the sequence of each position on its way to the router.
+"""The layer of experts: megatron-core's layer, with our dispatchers and the sequence of each position for the router.
 
-Our dispatchers sort tokens by expert, and back. megatron-core's call masked_select twice per layer and pass, for whose
-size the host waits (moe_utils.py::permute) although it follows from top_k, and copy counts of tokens to the host even
-if every rank holds all experts whole. Order and numbers are the same to the bit.
+Our dispatchers sort tokens by expert, and back, with the same results to the bit. megatron-core's dispatchers call
+masked_select twice per layer and pass, where the host waits for a size (moe_utils.py::permute) that follows from top_k,
+and copy token counts to the host even if every rank holds all experts whole.
 """
 
 from functools import partial, partialmethod
@@ -30,8 +30,9 @@ from mtrain.core.layers.norm import Norm
 def dispatcher_in_place_of(
     theirs: MoETokenDispatcher, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """Returns a layer's dispatcher: megatron-core's own if sizes depend on values or all tokens are gathered."""
-    if config.moe_expert_capacity_factor is not None:  # some choices are dropped
+    """Returns our replacement of a layer's dispatcher, or megatron-core's own if sizes depend on values or all tokens
+    are gathered."""
+    if config.moe_expert_capacity_factor is not None:  # drops some choices
         return theirs
     if groups.ep.size() == groups.expt_tp.size() == 1:
         return LocalDispatcher(config, groups)
@@ -41,12 +42,13 @@ def dispatcher_in_place_of(
 
 
 class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron-core's dispatcher with another first sort. The host waits once per layer and pass, for ranks' sizes."""
+    """megatron-core's dispatcher with our first sort; the host waits once per layer and pass, for sizes of
+    transfers."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Does what `LocalDispatcher.dispatch_preprocess` does."""
+        """Sorts tokens by expert like `LocalDispatcher.dispatch_preprocess`."""
         self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
-        # starts the copies of what each rank sends and receives; the exchange waits for them
+        # starts to copy the numbers of tokens that ranks send and receive; the exchange waits for them
         counts = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1])
@@ -57,7 +59,7 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """Dispatcher of one layer; like megatron-core's, it keeps state between the parts of a pass."""
+    """Dispatcher for a rank with all experts; like megatron-core's, it keeps state between the parts of a pass."""
 
     _shape: torch.Size
     _token_of_row: Tensor
@@ -67,7 +69,7 @@ class LocalDispatcher(MoETokenDispatcher):
         """Sorts tokens, [seq_local, batch, hidden], by expert; choices and weights are [tokens, num_experts].
 
         Returns:
-            [tokens x top_k, hidden], each expert's in the order of the tokens; and the weight of each.
+            Tokens ordered by expert, then by position, [tokens x top_k, hidden], and their weights.
         """
         self._shape, self._counts = hidden_states.shape, routing_map.sum(0)
         tokens = hidden_states.reshape(-1, self._shape[-1])
@@ -75,11 +77,12 @@ class LocalDispatcher(MoETokenDispatcher):
         return ordered, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the tokens unchanged, as this rank holds all experts."""
+        """Returns the tokens unchanged, since this rank has all experts."""
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the tokens with the number of each expert's: [num_experts] int64, on the device."""
+        """Returns the tokens, the number of tokens of each expert, [num_experts] int64 on the device, and the
+        weights."""
         return hidden_states, self._counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -91,43 +94,43 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Adds up each token's outputs: [tokens x top_k, hidden] -> [seq_local, batch, hidden]."""
+        """Sums the outputs of each token, [tokens x top_k, hidden], to [seq_local, batch, hidden]."""
         tokens = torch.Size((self._shape[:-1].numel(), self._shape[-1]))
         combined: Tensor = unpermute(hidden_states, self._token_of_row, restore_shape=tokens)
         return combined.view(self._shape)
 
 
 def _by_expert(tokens: Tensor, chosen: Tensor, weights: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens and weights in the order of `rows_by_expert`, and the token of each row."""
+    """Returns tokens and weights in the order of `rows_by_expert`, and the index of the token of each row."""
     rows = rows_by_expert(chosen, top_k)
     token_of_row = rows % len(chosen)
     return tokens.index_select(0, token_of_row), weights.T.reshape(-1).index_select(0, rows), token_of_row
 
 
 def rows_by_expert(chosen: Tensor, top_k: int) -> Tensor:
-    """Returns [tokens x top_k] int64: expert x tokens + token of every choice, ascending. The host does not wait. In
-    every row of `chosen`, [tokens, num_experts] bool, top_k are true."""
+    """Returns expert x number of tokens + token for every choice, ascending, [tokens x top_k] int64, without making the
+    host wait. In `chosen`, [tokens, num_experts] bool, top_k elements of every row must be true."""
     flat = chosen.T.reshape(-1)
     count = chosen.shape[0] * top_k
-    # moves each choice to the position of its number; all others to one more, which is cut off
+    # scatters each choice to its rank among the choices, and all other elements to one more position, which is cut off
     positions = torch.where(flat, flat.cumsum(0) - 1, count)
     rows = torch.empty(count + 1, dtype=torch.int64, device=chosen.device)
     return rows.scatter_(0, positions, torch.arange(len(flat), device=chosen.device))[:count]
 
 
 class SharedExperts(SharedExpertMLP):
-    """Shared experts whose input has one gradient even if a gate reads it: recomputed or not, it is added in one
-    order."""
+    """Shared experts that read their input through one view, so that its gradient, even with a gate, is summed in the
+    same order with and without recomputation."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Returns [seq_local, batch, hidden]; takes the same."""
+        """Maps [seq_local, batch, hidden] to the same shape."""
         return super().forward(hidden_states.view_as(hidden_states))
 
 
 class ExpertsLayer(MoELayer):
-    """MoELayer whose router receives the sequence of each position, for balancing by sequence.
+    """MoELayer that passes the sequence of each position to its router, for balancing by sequence.
 
-    megatron-core passes a padding mask along, which MoELayer would make bool.
+    The numbers come as megatron-core's padding mask, which MoELayer would convert to bool.
     """
 
     token_dispatcher: MoETokenDispatcher
@@ -147,10 +150,10 @@ class ExpertsLayer(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """Routes the tokens of this rank, [seq_local, batch, hidden], sends them to their experts and brings them back.
+        """Routes the tokens of this rank, [seq_local, batch, hidden], to their experts, and returns their outputs and
+        no bias.
 
-        `padding_mask` has marks of each position, as `Router.forward` takes them, with the batch first. Returns no
-        bias.
+        `padding_mask` has the marks of each position for `Router.forward`, with the batch axis first.
         """
         assert intermediate_tensors is None
         marks = None if padding_mask is None else padding_mask.transpose(0, 1)
@@ -167,7 +170,7 @@ class ExpertsLayer(MoELayer):
 
 
 class BranchedExpertsLayer(ExpertsLayer):
-    """Computes norm(shared(norm(x))) + norm(chosen(norm(x))) of the residual stream x, which the router reads itself.
+    """Computes norm(shared(norm(x))) + norm(chosen(norm(x))) for the residual stream x, which is the router's input.
 
     Source: transformers 5.24, models/gemma4/modeling_gemma4.py, `Gemma4TextDecoderLayer`.
     """
@@ -178,7 +181,7 @@ class BranchedExpertsLayer(ExpertsLayer):
             self.add_module(name, Norm(config, config.hidden_size, config.layernorm_epsilon))
 
     def _routed(self, hidden_states: Tensor, marks: Tensor | None) -> Tensor:
-        # one gradient of its three readers, recomputed or not
+        # through one view, so that the gradients of its three readers are summed in the same order in recomputation
         hidden_states = hidden_states.view_as(hidden_states)
         shared = self.shared_output_norm(self.shared_experts_compute(self.shared_input_norm(hidden_states)))
         weights, chosen = self.route(hidden_states, marks)
@@ -189,13 +192,13 @@ class BranchedExpertsLayer(ExpertsLayer):
 
 
 def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
-    """Returns megatron-core's layer and dispatcher with our router and experts.
+    """Returns the layer class with our router and experts as submodules.
 
-    It is a class, since megatron-core 0.16.1 warns about each ModuleSpec whose class is not its own.
+    A class instead of a ModuleSpec, since megatron-core 0.16.1 warns about ModuleSpecs of foreign classes.
     """
     module, shared = Experts, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     if section.implementation == "te":
-        from mtrain.core.layers import transformer_engine  # cannot be imported where it is missing
+        from mtrain.core.layers import transformer_engine  # here, since TransformerEngine may be missing
 
         module, shared = transformer_engine.TransformerEngineExperts, transformer_engine.SHARED_EXPERTS
     submodules = MoESubmodules(
@@ -209,9 +212,9 @@ def experts_spec(section: ExpertsSection) -> type[ExpertsLayer]:
 
 
 def experts_fields(model: ModelSection) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig; none for a model without experts.
+    """Returns the fields of TransformerConfig for a model with experts; empty for one without.
 
-    megatron-core's balancing losses and its update of the bias stay off.
+    megatron-core's balancing losses and its update of biases stay off.
     """
     section = model.experts
     if section is None:
@@ -222,7 +225,7 @@ def experts_fields(model: ModelSection) -> dict[str, Any]:
         "moe_ffn_hidden_size": section.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": section.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": section.shared_gate,
-        # with a list, checkpoint keys carry the number of the layer
+        # with a list, checkpoint keys contain the number of the layer
         "moe_layer_freq": 1 if all(pattern) else pattern,
         "moe_router_topk": section.top_k,
         "moe_router_score_function": section.score,
@@ -230,7 +233,7 @@ def experts_fields(model: ModelSection) -> dict[str, Any]:
         "moe_router_num_groups": section.num_groups,
         "moe_router_group_topk": section.group_top_k,
         "moe_router_topk_scaling_factor": section.scaling_factor,
-        "moe_router_dtype": "fp32",  # our router does so anyway; unset, TransformerConfig warns from 32 experts on
+        "moe_router_dtype": "fp32",  # like our router; if unset, TransformerConfig warns from 32 experts on
         "moe_router_load_balancing_type": "none",
         # replaced by terms of the objective: see mtrain/core/engine/router_balance.py
         "moe_aux_loss_coeff": 0.0,

@@ -1,6 +1,6 @@
-"""The router: logits of each token for all experts, and the choice among them.
+"""The router, which computes the logits of each token for all experts and chooses among them.
 
-megatron-core's own (transformer/moe/router.py) calls a function that exists only with TransformerEngine
+megatron-core's router (transformer/moe/router.py) calls a function that exists only with TransformerEngine
 (moe_utils.py::RouterGatingLinearFunction) and rounds scores to float32 even in a float64 model.
 """
 
@@ -20,27 +20,30 @@ from mtrain.config.schema.experts import ExpertsSection
 from mtrain.core.layers.own_parameters import replicated_parameter
 
 _EPSILON = 1e-20
-"""Added to the sum that sigmoid scores are divided by, as megatron-core and DeepSeek do."""
+"""Added to the sum by which sigmoid scores are divided, as in megatron-core and DeepSeek's models."""
 
 
 class TopkRouting(NamedTuple):
     """The experts of each token."""
 
     weights: Tensor
-    """[tokens, num_experts], float32 or float64 like the logits: 0 where an expert was not chosen."""
+    """Weights, [tokens, num_experts], float32 or float64 like the logits; 0 for experts that are not chosen."""
     chosen: Tensor
-    """[tokens, num_experts] bool."""
+    """Mask of chosen experts, [tokens, num_experts] bool."""
     experts: Tensor
-    """[tokens, top_k] int64: the chosen experts, the best first, or in the given order."""
+    """Chosen experts, [tokens, top_k] int64, best first, or in the prescribed order."""
 
 
 def choose(
     logits: Tensor, section: ExpertsSection, expert_bias: Tensor | None, prescribed: Tensor | None = None
 ) -> TopkRouting:
-    """Chooses the top_k best experts of each token, or replays given ones. Weights are the router's own.
+    """Chooses the top_k best experts of each token, or replays prescribed ones with the weights of this router.
 
-    The bias, [num_experts], is added to the scores for the choice, not to the weights. Given experts, [tokens, top_k],
-    are negative in rows that choose.
+    Args:
+        logits: Logits, [tokens, num_experts].
+        section: Configuration of the experts.
+        expert_bias: Bias added to scores for the choice but not for the weights, [num_experts].
+        prescribed: Experts to replay, [tokens, top_k]; negative for tokens that choose.
     """
     scores = scores_of(logits, section)
     ranking = scores if expert_bias is None else scores + expert_bias.to(scores.dtype)
@@ -49,7 +52,7 @@ def choose(
         experts = torch.where(prescribed >= 0, prescribed, experts)
     weights = _normalised(scores.gather(1, experts), section) * section.scaling_factor
     return TopkRouting(
-        # dense [tokens, num_experts], the form that megatron-core's dispatchers take
+        # dense tensors, [tokens, num_experts], as megatron-core's dispatchers expect
         torch.zeros_like(logits).scatter(1, experts, weights),
         torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True),
         experts,
@@ -57,23 +60,24 @@ def choose(
 
 
 def router_marks(sequence_ids: Tensor | None, choices: Mapping[str, Tensor]) -> Tensor | None:
-    """Joins the routers' data of each position in the one argument that megatron-core passes to all layers.
+    """Combines the data of each position for routers into the one argument that megatron-core passes to all layers.
 
-    As an argument of the layers it is kept and given again wherever they are recomputed. `sequence_ids` are [batch,
-    seq] int64; None without a router.
+    As an argument of layers it is passed again in recomputation. `sequence_ids` are [batch, seq] int64; None without a
+    router.
 
     Returns:
-        [batch, seq] int64, or [batch, seq, 1 + layers x top_k] int32; `Router` takes them apart.
+        [batch, seq] int64, or [batch, seq, 1 + layers x top_k] int32, which `Router` splits.
     """
     experts = choices.get(ROUTED_EXPERTS)
     if experts is None:
         return sequence_ids
-    assert sequence_ids is not None, "batches of models with experts say what is padding"
+    assert sequence_ids is not None, "batches for models with experts mark padding"
     return torch.cat((sequence_ids.unsqueeze(-1).to(experts.dtype), experts.flatten(2)), dim=-1)
 
 
 def scores_of(logits: Tensor, section: ExpertsSection) -> Tensor:
-    """Returns the values that rank experts: sigmoid, softmax over all, or logits if the softmax comes after."""
+    """Returns the values that rank experts: sigmoid, softmax over all experts, or logits if the softmax follows the
+    choice."""
     match section.score:
         case "sigmoid":
             return logits.sigmoid()
@@ -84,22 +88,23 @@ def scores_of(logits: Tensor, section: ExpertsSection) -> Tensor:
 
 
 def best_places(ranking: Tensor, section: ExpertsSection) -> Tensor:
-    """Returns the indices of the top_k highest: [tokens, num_experts] -> [tokens, top_k] int64.
+    """Returns the indices of the top_k highest values of [tokens, num_experts], [tokens, top_k] int64.
 
-    With groups, a token chooses among its group_top_k best ones; a group counts by the sum of its num_scored highest.
+    With groups, a token chooses only among experts of its group_top_k best groups, where the score of a group is the
+    sum of its num_scored highest values.
     """
     if section.num_groups is not None and section.group_top_k is not None:
         grouped = ranking.view(len(ranking), section.num_groups, -1)
         group_scores = grouped.topk(section.num_scored, dim=-1).values.sum(-1)
         groups = group_scores.topk(section.group_top_k, dim=-1).indices
         is_open = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, groups, True)
-        # -inf and not 0: biased scores may be negative
+        # -inf instead of 0, since biased scores may be negative
         ranking = grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(1)
     return ranking.topk(section.top_k, dim=-1).indices
 
 
 def _normalised(scores: Tensor, section: ExpertsSection) -> Tensor:
-    """Computes the weights of the chosen experts from their scores, [tokens, top_k]."""
+    """Computes the weights of chosen experts from their scores, both [tokens, top_k]."""
     match section.score:
         case "softmax":
             return scores if section.pre_softmax else scores.softmax(-1)
@@ -110,26 +115,27 @@ def _normalised(scores: Tensor, section: ExpertsSection) -> Tensor:
 
 
 class StatsHook(Protocol):
-    """The watch of a router: receives what it does with each microbatch."""
+    """The watch of a router, which receives its logits and choices for each microbatch."""
 
     def logits(self, logits: Tensor, sequence_ids: Tensor | None) -> Tensor:
-        """Receives the logits [seq_local, batch, num_experts] and the sequence of each position, [seq_local, batch]
-        int64, negative at padding; may add a loss to the logits' graph."""
+        """Receives logits, [seq_local, batch, num_experts], and the sequence of each position, [seq_local, batch]
+        int64, negative at padding; returns the logits, possibly with a loss attached to their graph."""
 
     def choice(self, chosen: Tensor, sequence_ids: Tensor | None) -> None:
-        """Receives the choice [seq_local x batch, num_experts], given or its own, before any token is dropped, and the
-        sequences as in `logits`."""
+        """Receives the choice, [seq_local x batch, num_experts] bool, the router's own or a replayed one, before tokens
+        are dropped, and sequences as in `logits`."""
 
 
 class Router(MegatronModule):
-    """Chooses experts in float32 (float64 in a float64 model), whatever the precision of weights and activations."""
+    """Chooses experts in float32 (float64 in a float64 model), under any precision of weights and activations."""
 
     bias: nn.Parameter | None
     scale: nn.Parameter | None
-    """Vector that multiplies the normalised input."""
+    """Vector that multiplies the normalised input, [hidden_size]."""
     per_expert_scale: nn.Parameter | None
-    """Number of each expert that multiplies its weights."""
+    """Factor of the weights of each expert, [num_experts]."""
     expert_bias: Tensor | None
+    """Bias of each expert for the choice, [num_experts]."""
 
     def __init__(
         self,
@@ -138,15 +144,15 @@ class Router(MegatronModule):
         section: ExpertsSection,
         is_mtp_layer: bool = False,
     ) -> None:
-        """Takes megatron-core's arguments; all tensor-parallel ranks have the same weights, and is_mtp_layer, by which
-        newer versions number layers, is ignored."""
+        """Takes megatron-core's arguments; ignores is_mtp_layer, by which newer versions number layers. The weights are
+        replicated over tensor-parallel ranks."""
         super().__init__(config)
         self.section = section
-        self.tp_group = pg_collection.tp  # read where shards are named
+        self.tp_group = pg_collection.tp  # megatron-core reads it to describe shards
         self.layer_number: int | None = None
         self.watch: StatsHook | None = None
         self.record: list[Tensor] | None = None
-        """Receives the chosen experts of each pass, [seq_local x batch, top_k] int64."""
+        """Receives the chosen experts of each pass, [seq_local x batch, top_k] int64; None: not recorded."""
         self.weight = replicated_parameter(config, torch.empty(section.num_experts, config.hidden_size))
         if section.router_bias:
             self.bias = replicated_parameter(config, torch.zeros(section.num_experts))
@@ -156,28 +162,30 @@ class Router(MegatronModule):
         for name, size in sizes.items():
             scale = replicated_parameter(config, torch.ones(size)) if section.branch_norms else None
             self.register_parameter(name, scale)
-        # a buffer: it moves by counts and not by a gradient, but belongs to the checkpoint
+        # a buffer, since it is updated by counts, not by a gradient, but belongs to checkpoints
         expert_bias = torch.zeros(section.num_experts, device=self.weight.device) if section.expert_bias else None
         self.register_buffer("expert_bias", expert_bias)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Sets the global number of the layer, from 1."""
+        """Sets the number of the layer in the whole model, from 1."""
         self.layer_number = layer_number
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Routes every position of this rank, [seq_local, batch, hidden_size].
 
-        `padding_mask` has the sequence of each position in the microbatch, [seq_local, batch] int64; negative at
-        padding, which is routed but not counted. With experts to take, [seq_local, batch, marks] of `router_marks`.
+        Args:
+            hidden: Hidden states.
+            padding_mask: Sequence of each position, [seq_local, batch] int64, negative at padding, which is routed but
+                not counted; or with experts to replay, [seq_local, batch, marks] from `router_marks`.
 
         Returns:
-            Weights and choice, [seq_local x batch, num_experts] each.
+            Weights and choice, both [seq_local x batch, num_experts].
         """
         logits, prescribed = self.logits(hidden), None
         if padding_mask is not None and padding_mask.dim() == 3:
             padding_mask, prescribed = self._split_marks(padding_mask)
         if self.watch is not None:
-            # before the choice, so that the terms are in the logits' graph
+            # before the choice, so that the terms are in the graph of the logits
             logits = self.watch.logits(logits, padding_mask)
         choice = choose(logits.flatten(0, 1), self.section, self.expert_bias, prescribed)
         if self.watch is not None:
@@ -193,8 +201,8 @@ class Router(MegatronModule):
         return weights, chosen
 
     def _split_marks(self, marks: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sequence of each position, [seq_local, batch], and the experts of this layer, [seq_local x batch,
-        top_k]."""
+        """Splits marks into the sequence of each position, [seq_local, batch], and the prescribed experts of this
+        layer, [seq_local x batch, top_k]."""
         assert self.layer_number is not None, "megatron-core numbers every layer"
         first = 1 + (self.layer_number - 1) * self.section.top_k
         prescribed = marks[..., first : first + self.section.top_k].flatten(0, 1)
@@ -209,11 +217,11 @@ class Router(MegatronModule):
             size = hidden.shape[-1]
             hidden = functional.rms_norm(hidden, (size,), None, self.config.layernorm_epsilon)
             hidden = hidden * (self.scale.to(dtype) * size**-0.5)
-        # in float32: rounded to bfloat16, close scores would tie
+        # in float32, since close scores would tie in bfloat16
         return functional.linear(hidden, self.weight.to(dtype), bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Keeps the bias of the choice in float32 in a half-precision model, which would round its steps away."""
+        """Keeps expert_bias in float32 in a half-precision model, which would round its small steps away."""
         before = self.expert_bias
         applied = super()._apply(fn, recurse)
         after = self.expert_bias
