@@ -21,15 +21,15 @@ from mtrain.core.ranks.groups import Groups
 from mtrain.core.ranks.megatron import gradients_of_norm
 
 _MOST_SKIPS_AT_SMALLEST_SCALE = 2
-"""Number of skips in a row at the smallest loss scale that end the run: one can be a bad batch, two will not stop."""
+"""Number of skips in a row at the smallest loss scale that ends the run; one skip may be due to a bad batch."""
 
 _SMALLEST_EPS = 2.0**-126
-"""Smallest normal number of float32. With an epsilon that it takes for 0, the update of a zero gradient is nan."""
+"""Smallest normal float32 number. With an epsilon that rounds to 0, the update of a zero gradient is nan."""
 _LARGEST_RATIO = 1e18
-"""Largest learning rate / (epsilon x (1 - beta1)). Gradients are below 2e19, since larger ones have no square in
-float32; so updates are below 2e37, also where the second moment has no number for their squares."""
+"""Largest learning rate / (epsilon x (1 - beta1)). Gradients are below 2e19, since the squares of larger ones overflow
+in float32; so updates are below 2e37, even if the second moment underflows."""
 BLOCK = 2**16
-"""Number of elements converted to float64 at a time: half a MiB, which fits in the cache of a core."""
+"""Number of elements converted to float64 at a time: half a MiB, which fits into the cache of a core."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Update:
     """Result of one optimizer step."""
 
     grad_norm: float
-    """Global L2 norm of the normalized gradient, before clipping; NaN where fp16 overflowed."""
+    """Global L2 norm of the normalized gradient, before clipping; NaN if fp16 overflowed."""
     overflowed: bool
-    """Whether fp16 gradients were not finite: the loss scale went down and the weights stayed."""
+    """Whether fp16 gradients were not finite, so the loss scale was lowered and the weights did not change."""
 
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Options of AdamW for one update, instead of `optimizer.*`."""
+    """Options of AdamW that replace `optimizer.*`."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -70,7 +70,7 @@ class AdamOptions:
         """Refuses a learning rate at which an update could leave the range of float32.
 
         Raises:
-            ValueError: It could, or is no learning rate.
+            ValueError: The update could, or the number is not a learning rate.
         """
         if not 0 <= lr <= FLOAT32_LARGEST * (1 - self.beta1):
             raise ValueError(f"lr must be at least 0, and lr / (1 - beta1) a number of float32, but lr is {lr}")
@@ -87,10 +87,10 @@ class AdamOptions:
 
 
 class Skips:
-    """Counts fp16 overflows in a row, to end the run before it silently skips every step."""
+    """Counts fp16 overflows in a row, to end a run that would silently skip every step."""
 
     def __init__(self, most: int) -> None:
-        """Takes the number of skips in a row that ends the run."""
+        """Makes a counter; `most` is the number of skips in a row that ends the run."""
         self._most = most
         self.clear()
 
@@ -123,7 +123,7 @@ class Optimizer:
     """AdamW on this rank's shard, with Muon if configured; parameters are gathered after each update."""
 
     host_moments: HostMoments | None = None
-    """Moments on the host between updates; None where they stay on the device."""
+    """Moments on the host between updates; None if they stay on the device."""
 
     def __init__(self, config: Config, sharded: ShardedModel, groups: Groups) -> None:
         self.sharded, self.inner = sharded, sharded.optimizer()
@@ -134,7 +134,7 @@ class Optimizer:
         self._device, self._collection = groups.device, groups.collection
         self._known_scale: tuple[Tensor | None, float] = (None, 1.0)
         self.scales_loss = config.train.precision == "fp16"
-        """Whether the loss is multiplied by a scale that falls where a gradient overflows."""
+        """Whether the loss is multiplied by a scale that is lowered when a gradient overflows."""
         self._skips = Skips(config.train.max_skipped_steps)
         self._clip_grad = config.optimizer.clip_grad
         self._weight_decay = config.optimizer.weight_decay
@@ -148,7 +148,7 @@ class Optimizer:
                 assert_never(config.optimizer)
 
     def use(self, options: AdamOptions) -> None:
-        """Sets what AdamW does from the next update on.
+        """Sets the options of AdamW from the next update on.
 
         Raises:
             ConfigError: Matrices are updated by Muon, which has other options.
@@ -163,7 +163,7 @@ class Optimizer:
         """Refuses a learning rate at which the next update could leave the range of float32.
 
         Raises:
-            ValueError: It could, or is no learning rate.
+            ValueError: The update could, or the number is not a learning rate.
         """
         for group in self.inner.param_groups:
             beta1, beta2 = group["betas"]
@@ -174,7 +174,7 @@ class Optimizer:
         return self.inner.scale_loss(loss)
 
     def loss_scale(self) -> float:
-        """Returns the current fp16 loss scale. Synchronizes with the device if it has moved since the last call."""
+        """Returns the current fp16 loss scale. The host waits for the device if the scale has changed."""
         scale = self.inner.get_loss_scale()
         # the scaler makes a new tensor whenever it moves the scale
         if scale is not self._known_scale[0]:
@@ -182,7 +182,7 @@ class Optimizer:
         return self._known_scale[1]
 
     def take_weights(self) -> None:
-        """Copies the model's weights, which were set from outside, to the main weights."""
+        """Copies the model weights, which were set from outside, to the main weights."""
         self.inner.reload_model_params()
 
     def zero_grad(self) -> None:
@@ -191,18 +191,17 @@ class Optimizer:
         self.inner.zero_grad()
 
     def overflowed(self, grad_norm: float) -> bool:
-        """Says whether a norm is that of an overflowed gradient, which `update` skips to continue with a smaller
-        scale."""
+        """Says whether a norm shows that a gradient overflowed, so that `update` skips it and lowers the scale."""
         return self.scales_loss and not math.isfinite(grad_norm)
 
     @torch.no_grad()
     def local_grad_norm_sq(self) -> Tensor:
-        """Returns what this rank adds to the squared global L2 norm of the reduced gradients, a float64 scalar on the
+        """Returns this rank's summand of the squared global L2 norm of the reduced gradients, a float64 scalar on the
         device.
 
-        No communication, no host synchronization. The gradients may still be scaled in place, as the optimizer holds
-        views of the same memory. It is not finite if a gradient is not: float64 holds the squares of all float32
-        values.
+        Does not communicate, and the host does not wait. The gradients may still be scaled in place afterwards, since
+        the optimizer has views of the same memory. The result is not finite only if a gradient is not, since float64
+        holds the squares of all float32 values.
         """
         for part in self._optimizers():
             # points `.grad` of the main weights at the reduced buffers
@@ -215,13 +214,13 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, lr: float, grad_norm: float) -> Update:
-        """Makes one step on the gradients whose norm was computed; in fp16 none if they overflowed.
+        """Updates the weights by the gradients with this norm; in fp16 skips them if they overflowed.
 
-        One host synchronization if the loss scale has moved.
+        The host waits once if the loss scale has changed.
 
         Raises:
             NonFiniteError: The gradient norm is not finite, or overflows or underflows in float32; weights and state
-                are untouched.
+                are unchanged.
             NumericError: There were too many fp16 overflows, see `Skips.count`.
         """
         if self.overflowed(grad_norm):
@@ -249,19 +248,19 @@ class Optimizer:
         return Update(grad_norm, overflowed=False)
 
     def _move_scales(self, overflowed: bool) -> None:
-        """Moves dense parameters and experts to one scale; megatron-core gives each a scaler."""
+        """Updates the scalers of dense parameters and experts, which megatron-core keeps separate, alike."""
         for part in self._optimizers():
             # On stubs too: every scaler of every rank counts the same successes and overflows.
             part.grad_scaler.update(overflowed)
 
     def _sum_of_squares(self) -> Tensor:
-        """Sums the squares of this rank's gradients, in which every element counts on one rank of the world."""
+        """Sums the squares of this rank's gradients; every element counts on exactly one rank of the world."""
         # megatron-core leaves out copies over TP (no tensor_model_parallel mark) and shared tables of other stages.
         own = [gradients_of_norm(part) for part in self._optimizers() if self._counts_here(part)]
         return _sum_of_squares([gradient for gradients in own for gradient in gradients], self._device)
 
     def _counts_here(self, part: Any) -> bool:
-        """Says whether this rank's gradients count, as parts that no other rank has or as the first of the replicas."""
+        """Says whether this rank's gradients count: if no other rank has them, or on the first of the replicas."""
         if self.sharded.is_divided:
             return True
         is_of_experts = any(group["is_expert_parallel"] for group in part.param_groups)
@@ -284,12 +283,12 @@ class Optimizer:
 
 
 def check_norm(grad_norm: float, clip_grad: float) -> None:
-    """Judges the applied gradient by its norm, a float64 number before clipping, which bounds each of its elements.
+    """Checks a gradient by its norm before clipping, a float64 number that bounds each element.
 
     The gradient itself is divided, clipped and squared (for the second moment) in float32.
 
     Raises:
-        NonFiniteError: The norm is not finite, or one of the three operations overflows or underflows.
+        NonFiniteError: The norm is not finite, or one of the three operations could overflow or underflow.
     """
     if not math.isfinite(grad_norm):
         raise NonFiniteError(f"the gradient norm is {grad_norm}; the weights were not updated")
@@ -305,12 +304,12 @@ def check_norm(grad_norm: float, clip_grad: float) -> None:
 
 
 def _clipping_factor(grad_norm: float, clip_grad: float) -> float:
-    """Returns the factor of the gradient, at most 1; 1 where `clip_grad` is 0."""
+    """Returns the factor of the gradient, at most 1; 1 if `clip_grad` is 0."""
     return min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
 
 
 def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sums squares in float64, a scalar on the device: float32 on a CPU is 8e-5 off for 4 million elements."""
+    """Sums squares to a float64 scalar on the device; float32 on a CPU is off by 8e-5 for 4 million elements."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cpu":
@@ -320,7 +319,7 @@ def _sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor
 
 
 def _sum_by_blocks(gradients: Sequence[Tensor]) -> Tensor:
-    """Does what `_sum_of_squares` does by blocks: CPUs would convert each tensor whole, in twice its memory."""
+    """Computes `_sum_of_squares` in blocks, since CPUs would convert whole tensors, which doubles their memory."""
     wide = torch.empty(BLOCK, dtype=torch.float64)
     sums = []
     for gradient in gradients:

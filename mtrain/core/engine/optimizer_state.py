@@ -1,15 +1,15 @@
-"""The optimizer's state, parameter by parameter, for any optimizer and sharding.
+"""The state of the optimizer, parameter by parameter, for any optimizer and sharding.
 
-megatron-core 0.16.1 itself has a form for any layout (`fully_reshardable`), but it is not exact, so its state is read
-and set here:
+megatron-core 0.16.1 has a format for any layout (`fully_reshardable`), but it is not exact, so the state is read and
+set here. Its faults:
 
-- it looks parameters up by their place in the padded gradient buffer, in a tensor without the padding between buckets:
-  with more than one bucket the state of the later ones is shifted (distrib_optimizer.py::get_parameter_state_dp_zero);
-- after a load all parameters share one `step` tensor, which every one of them advances;
+- it finds parameters by their position in the padded gradient buffer, in a tensor without the padding between buckets,
+  so the state of all but the first bucket is shifted (distrib_optimizer.py::get_parameter_state_dp_zero);
+- after a load all parameters share one `step` tensor, which each of them advances;
 - loading visits torch Adam's `step`, which was not saved, and writes into leaf tensors outside no_grad;
-- loading into an optimizer that has not stepped asserts.
+- loading into an optimizer that has not made a step fails an assertion.
 
-The float32 main weights are saved with the moments; half-precision weights are only a rounding of them.
+The float32 main weights are saved with the moments; half-precision weights are only their rounding.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +25,9 @@ from mtrain.core.engine.sharded_model import FlatSlice, ShardedModel
 from mtrain.core.state.loss_scaler import LossScaler
 
 MAIN = "param"
-"""Name of the float32 main weights among a parameter's states, the same as megatron-core's."""
+"""Name of the float32 main weights among the states of a parameter; the same as in megatron-core."""
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
-# Names of the checkpoint format: changing one would make older checkpoints unreadable.
+# names in the checkpoint format; changing one would make older checkpoints unreadable
 MOMENTS = (_FIRST, _SECOND)
 STATES = (MAIN, *MOMENTS)
 """Names of a parameter's states in the optimizer, each float32 and of the parameter's shape. Muon has only the first
@@ -35,19 +35,19 @@ moment, no second one and no count of updates."""
 
 
 class OptimizerState:
-    """State of an optimizer of megatron-core on this rank, whatever part of the weights it updates."""
+    """State of a megatron-core optimizer on this rank, for whichever part of the weights the rank updates."""
 
     def __init__(self, inner: MegatronOptimizer, sharded: ShardedModel) -> None:
         self._inner, self._slices = inner, sharded.slices
 
     def flat_slices(self) -> list[FlatSlice]:
-        """Returns everything that this rank updates."""
+        """Returns all slices that this rank updates."""
         return [flat_slice for part in self._parts() for flat_slice in self._slices(part)]
 
     def flat_slice_states(self) -> Iterator[tuple[FlatSlice, dict[str, Tensor]]]:
-        """Yields everything that this rank updates, with its state by name: the optimizer's own tensors [end - start].
+        """Yields all slices that this rank updates, with the optimizer's own state tensors, [end - start], by name.
 
-        Moments may lie on the host (train.offload_optimizer); then the host waits for the last update.
+        If moments are on the host (train.offload_optimizer), the host waits for the last update.
         """
         for part in self._parts():
             if any(moment.is_cuda != main.is_cuda for main, moment in _first_moments(part)):
@@ -56,8 +56,8 @@ class OptimizerState:
                 yield flat_slice, _states(part, flat_slice.main)
 
     def momenta(self, has_momentum: Callable[[Tensor], bool]) -> Iterator[tuple[FlatSlice, Tensor]]:
-        """Gives parameters a momentum of zeros instead of Adam's state, before the first update; yields the parts that
-        this rank updates, each with its momentum [end - start]."""
+        """Gives parameters a momentum of zeros instead of Adam's state, before the first update; yields the slices of
+        these that this rank updates, with their momentum, [end - start]."""
         for part in self._parts():
             for flat_slice in self._slices(part):
                 if has_momentum(flat_slice.parameter):
@@ -67,14 +67,15 @@ class OptimizerState:
                     yield flat_slice, momentum
 
     def mains_by_part(self) -> Iterator[tuple[Any, list[Tensor]]]:
-        """Yields each optimizer of megatron-core that updates something here, with the main weights that it updates."""
+        """Yields each inner optimizer that updates something on this rank, with the main weights that it updates."""
         for part in self._parts():
             yield part, [flat_slice.main for flat_slice in self._slices(part)]
 
     def fuse(self) -> None:
-        """Makes torch's AdamW update a whole group in one pass over memory, on CPUs and GPUs; before the first update.
+        """Makes torch's AdamW update a whole group in one pass over memory, on CPUs and GPUs; call it before the first
+        update.
 
-        The last bit of some weights differs from the unfused form, as products are rounded in another order.
+        The last bit of some weights differs from the unfused form, since products are rounded in another order.
         """
         for part in self._parts():
             if _steps_by_parameter(part):  # the others are fused already
@@ -83,7 +84,7 @@ class OptimizerState:
                     group["fused"], group["foreach"] = True, False
 
     def set_adam_step(self, adam_step: int) -> None:
-        """Sets Adam's count of updates; each parameter has its own counter, which it advances."""
+        """Sets Adam's count of updates, of which each parameter has its own."""
         for part in self._parts():
             if _steps_by_parameter(part):
                 for main in (flat_slice.main for flat_slice in self._slices(part)):
@@ -97,16 +98,17 @@ class OptimizerState:
 
     @torch.no_grad()
     def set_main_weights(self, whole: Mapping[Tensor, Tensor]) -> None:
-        """Sets the float32 main weights of the given parameters, from tensors of their shapes; all other state
-        stays."""
+        """Sets the float32 main weights of some parameters from tensors of their shapes; leaves all other state
+        unchanged."""
         for flat_slice in self.flat_slices():
             if flat_slice.parameter in whole:
                 flat_slice.set_main(whole[flat_slice.parameter])
 
     def adam_step(self) -> int:
-        """Returns the number of Adam's updates; fewer than the run's steps if fp16 overflowed or batches were empty.
+        """Returns the number of Adam's updates, which is below the number of steps if fp16 overflowed or batches were
+        empty.
 
-        Costs one all-reduce over the world: a rank may hold no part of any parameter.
+        One all-reduce over the world, since a rank may have no part of any parameter.
         """
         steps = {0}  # for a rank that holds nothing, or before the first update
         for part in self._parts():
@@ -143,13 +145,13 @@ class OptimizerState:
                 part.grad_scaler.load_state_dict({**saved.model_dump(), "scale": torch.tensor([saved.scale])})
 
     def _parts(self) -> list[Any]:
-        """Returns the optimizers that update something here: a stage may have no dense parameter that learns, and with
-        adapters of experts alone no stage has one."""
+        """Returns the inner optimizers that update something on this rank. A stage may train no dense parameter; with
+        adapters only on experts, no stage does."""
         return [part for part in self._inner.chained_optimizers if not part.is_stub_optimizer]
 
 
 def give_moments(part: Any, main: Tensor, moments: Mapping[str, Tensor]) -> None:
-    """Replaces the moments that Adam would make at its first update; all are zero, by the names of MOMENTS."""
+    """Sets moments of zeros, by the names in MOMENTS, in place of those that Adam would make at its first update."""
     state = part.optimizer.state[main]
     if _steps_by_parameter(part):
         # torch's Adam takes a state that is not empty for complete
@@ -158,7 +160,7 @@ def give_moments(part: Any, main: Tensor, moments: Mapping[str, Tensor]) -> None
 
 
 class GroupCounts:
-    """Counts of a fused Adam's updates, one per group: it counts calls, and an update may take several."""
+    """Update counts of a fused Adam, one per group. Fused Adams count calls, of which an update may make several."""
 
     def __init__(self, part: Any) -> None:
         # torch's Adam counts per parameter, which leaves nothing to do here
@@ -177,30 +179,31 @@ class GroupCounts:
 
 
 def _first_moments(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields main weights and first moments, of the parameters that have any."""
+    """Yields main weights with their first moments, for parameters that have moments."""
     for main, state in part.optimizer.state.items():
         if _FIRST in state:
             yield main, state[_FIRST]
 
 
 def _steps_by_parameter(part: MegatronOptimizer) -> bool:
-    """Says whether steps are counted per parameter, as by torch; fused Adams (TransformerEngine, apex) count groups."""
+    """Says whether the optimizer counts updates per parameter, like torch, or per group, like the fused Adams of
+    TransformerEngine and apex."""
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _counting_groups(part: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Returns the groups of parameters whose count a fused Adam advances: it skips those without an element on this
-    rank, such as all norms if its part of the buffer lies in a table."""
+    """Returns the groups whose count a fused Adam advances. It skips groups without elements on this rank, for example
+    norms if this rank's part of the buffer lies in a table."""
     return [group for group in part.optimizer.param_groups if group["params"]]
 
 
 def _count(updates: int, main: Tensor) -> Tensor:
-    """Builds a parameter's count of updates where the fused AdamW needs it: on the device of the main weights."""
+    """Makes the update count of a parameter on the device of its main weights, where the fused AdamW needs it."""
     return torch.full((), updates, dtype=torch.float32, device=main.device)
 
 
 def _states(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
-    """Returns the tensors of one flat slice; moments of a parameter that was never updated are created as zeros."""
+    """Returns the state tensors of one flat slice; makes moments of zeros if the parameter was never updated."""
     state: dict[str, Any] = part.optimizer.state[main]
     if not state:
         give_moments(part, main, {name: torch.zeros_like(main, requires_grad=False) for name in MOMENTS})

@@ -1,4 +1,4 @@
-"""The value that every pass, save and load works on: this rank's part of a model."""
+"""This rank's part of a model, on which every pass, save and load works."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class RankModel:
     config: Config
     groups: Groups
     sharded: ShardedModel
-    """Model chunks, and what they share with other data-parallel ranks."""
+    """Model chunks, with the gradients and weights shared with other data-parallel ranks."""
     optimizer: Optimizer
 
     @property
@@ -40,11 +40,11 @@ def build_rank_model(config: Config, groups: Groups, weights_follow: bool = Fals
 
 
 def build_model(config: Config, groups: Groups, weights_follow: bool = False, in_float64: bool = False) -> ShardedModel:
-    """Builds this rank's model chunks, one for each virtual stage, with layout-free initial weights; see
-    `build_chunks`.
+    """Builds this rank's model chunks, one for each virtual stage, with initial weights that do not depend on the
+    layout; see `build_chunks`.
 
-    Collective over the world where `train.compile` asks for compiled layers. With `weights_follow` weights are nan
-    until the caller loads or draws them.
+    Collective over the world if `train.compile` asks for compiled layers. With `weights_follow` weights are nan until
+    the caller loads or draws them.
     """
     translated, chunks = build_chunks(config, groups, in_float64)
     for chunk in chunks:

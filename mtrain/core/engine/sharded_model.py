@@ -1,8 +1,8 @@
-"""The model as its data-parallel ranks share it: how gradients are summed, and how weights reach a forward pass.
+"""The model that data-parallel ranks share: how gradients are summed, and how weights reach a forward pass.
 
-`ShardedModel` hides how a data-parallel engine works; schedules, steps, optimizer and
-checkpoints use nothing else. `DataParallel` is megatron-core's DistributedDataParallel, whose distributed optimizer
-divides main weights and moments over the replicas.
+`ShardedModel` hides how a data-parallel engine works; schedules, steps, optimizer and checkpoints use nothing else.
+`DataParallel` uses megatron-core's DistributedDataParallel, whose distributed optimizer divides main weights and
+moments over the replicas.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class FlatSlice(NamedTuple):
     parameter: Tensor
     """Model parameter on this tensor-parallel rank."""
     main: Tensor
-    """Float32 main weights [end - start] (or the parameter's shape): the inner optimizer's own tensor."""
+    """Float32 main weights of the inner optimizer, [end - start] or in the shape of the parameter."""
     start: int
     """Index of the first element in the flattened parameter."""
     end: int
@@ -51,10 +51,10 @@ class FlatSlice(NamedTuple):
 
 
 class ShardedModel(Protocol):
-    """This rank's chunks, with the gradients and weights that it shares with its data-parallel ranks.
+    """This rank's chunks, with the gradients and weights that it shares with other data-parallel ranks.
 
-    Gradients are sums, never means, and are kept in float32 between backward passes. Those of experts are summed over
-    the replicas of the experts, all others over DP x CP.
+    Gradients are sums, never means, in float32 between backward passes. Those of experts are summed over the replicas
+    of the experts, all others over DP x CP.
     """
 
     @property
@@ -63,13 +63,13 @@ class ShardedModel(Protocol):
 
     @property
     def is_divided(self) -> bool:
-        """Whether replicas update different parts of the weights, so that each has the gradients of its part alone."""
+        """Whether replicas update different parts of the weights, so that each has only the gradients of its part."""
 
     def optimizer(self) -> MegatronOptimizer:
-        """Builds AdamW on what this rank updates; its `.grad` are views of the gradients here."""
+        """Builds AdamW for the weights that this rank updates; its `.grad` are views of the gradients here."""
 
     def slices(self, part: Any) -> Iterator[FlatSlice]:
-        """Yields what this rank updates by a part of the optimizer, one of its `chained_optimizers`."""
+        """Yields the slices that this rank updates by one of the `chained_optimizers` of the optimizer."""
 
     def zero_grad(self) -> None:
         """Sets all gradients to 0, before the first backward pass of a step."""
@@ -78,31 +78,32 @@ class ShardedModel(Protocol):
         """Keeps the gradients of backward passes inside the block on this rank; a later pass or call reduces them."""
 
     def start_grad_sync(self, chunk: nn.Module, *unused: object) -> None:
-        """Begins the reduction of a chunk's gradients, where it overlaps the backward pass."""
+        """Starts the reduction of a chunk's gradients if it overlaps the backward pass."""
 
     def finish_grad_sync(self, groups: Groups) -> None:
-        """Completes the reduction of all gradients, those of replicas over TP and of tied tables included."""
+        """Completes the reduction of all gradients, including those of replicas over TP and of tied tables."""
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiplies all gradients in place, without a host synchronization."""
 
     def local_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields parameters that learn with what this rank adds to their gradients: views, before the reduction."""
+        """Yields trained parameters with this rank's summand of their gradients, before the reduction, as views."""
 
     def whole_gradients(self) -> dict[Tensor, Tensor]:
-        """Gathers the reduced gradients: parameter -> tensor of its shape. Collective; for comparisons."""
+        """Gathers the reduced gradients by parameter, each in the shape of the parameter. Collective; for
+        comparisons."""
 
     def gradient_buffers(self) -> Iterator[Tensor]:
         """Yields the memory of all gradients on this rank, in as few tensors as possible."""
 
     def gather_parameters(self) -> None:
-        """Makes the weights that a forward pass reads complete now. Collective after an update, else free."""
+        """Completes the weights for a forward pass now. Collective after an update, otherwise free."""
 
     def gather_in_forward(self) -> None:
         """Lets the next forward pass gather the updated weights, if the run overlaps the two; after each update."""
 
     def release(self) -> None:
-        """Makes the memory of chunks that nobody trains any more free to be collected."""
+        """Breaks reference cycles, so that the memory of chunks that are no longer trained can be freed."""
 
 
 class DataParallel:

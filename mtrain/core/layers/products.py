@@ -1,10 +1,10 @@
 """Products of linear layers with an operand in lower precision.
 
-Frozen weights in bfloat16 are widened to the precision of the inputs. Gradients of weights in half precision are added
-to their float32 buffer without a separate pass: megatron-core calls apex's extension for it
-(`gradient_accumulation_fusion`). torch has the same products: in float32 everywhere, and on GPUs of half-precision
-factors into float32, so that a microbatch's gradient is never rounded. Other devices compute the product and add it, as
-without fusion.
+Frozen bfloat16 weights are widened to the precision of the inputs. Gradients of half-precision weights are added to
+their float32 buffer without a separate pass, for which megatron-core calls apex's extension
+(`gradient_accumulation_fusion`). torch has the same products, in float32 everywhere, and on GPUs from half-precision
+factors to float32, so that the gradient of a microbatch is never rounded. Other devices compute the product and add it,
+as without fusion.
 """
 
 from types import SimpleNamespace
@@ -19,15 +19,15 @@ from mtrain.core.kernels import add_product
 
 
 def widened(x: Tensor) -> Tensor:
-    """Returns numbers in float32 at least."""
+    """Converts to float32; wider dtypes stay."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def widened_linear(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies [..., columns] x [rows, columns] -> [..., rows], in the precision of the inputs.
+    """Multiplies inputs, [..., columns], by a weight, [rows, columns], to [..., rows], in the precision of the inputs.
 
-    A frozen weight in lower precision is converted for the product and again in backward, which keeps nothing of the
-    inputs.
+    A frozen weight in lower precision is converted for the product, and again in backward, so that only the narrow
+    weight is saved.
     """
     if inputs.dtype == weight.dtype:
         return functional.linear(inputs, weight)
@@ -36,7 +36,7 @@ def widened_linear(inputs: Tensor, weight: Tensor) -> Tensor:
 
 
 class _WidenedLinear(autograd.Function):
-    """Converts in both passes; otherwise the graph would hold every matrix in the inputs' precision until backward."""
+    """Converts the weight in both passes, since otherwise the graph would keep wide matrices until backward."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ FIELD = "gradient_accumulation_fusion"
 
 
 def install() -> None:
-    """Replaces apex's extension by torch's products, for linear layers that are built from now on."""
+    """Replaces apex's extension by torch's products in linear layers that are built from now on."""
     import megatron.core.tensor_parallel.layers as layers
 
     module: Any = layers

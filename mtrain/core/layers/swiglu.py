@@ -1,7 +1,7 @@
 """Activations of feed-forward parts, above all SwiGLU of a projection with adjacent gates and ups.
 
-megatron-core adds its offset of the ups even if it is 0, and autograd joins the two gradients in a further copy: here
-the gradient is written where the projection reads it.
+megatron-core adds its offset to the ups even if it is 0, and autograd concatenates the two gradients by another copy;
+here both gradients are written directly to where the projection reads them.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
@@ -20,7 +20,7 @@ from mtrain.core.kernels import region
 
 
 class Activation(NamedTuple):
-    """Activation of a feed-forward part, as TransformerConfig has it."""
+    """Activation of a feed-forward part, from the fields of TransformerConfig."""
 
     function: Callable[[Tensor], Tensor]
     is_gated: bool
@@ -31,7 +31,7 @@ class Activation(NamedTuple):
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Self:
-        """Reads the fields of a model."""
+        """Returns the activation of a model."""
         limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
         return cls(config.activation_func, config.gated_linear_unit, limit, offset)
 
@@ -43,9 +43,9 @@ class Activation(NamedTuple):
 
 @region(activations=1)
 def activated(projected: Tensor, activation: Activation) -> Tensor:
-    """Applies an activation to a projection: [..., f] -> [..., f], and [..., 2 f] -> [..., f] if it is gated.
+    """Applies an activation to a projection: [..., f] -> [..., f], or [..., 2 f] -> [..., f] if it is gated.
 
-    The first half are gates, the second ups. SwiGLU has the formula's bits in every precision.
+    The first half are gates, the second half are ups. SwiGLU gives the bits of the plain formula in every precision.
     """
     if activation.is_swiglu and not torch.compiler.is_compiling():
         return _SwiGlu.apply(projected)  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def activated(projected: Tensor, activation: Activation) -> Tensor:
 
 @region(activations=2)
 def weighted_activated(projected: Tensor, weights: Tensor, activation: Activation) -> Tensor:
-    """Computes `activated` times a weight of each row, [rows, 1], in the precision of the projection."""
+    """Computes `activated` times a weight for each row, [rows, 1], in the precision of the projection."""
     weighted: Tensor = activated(projected, activation) * weights
     return weighted.to(projected.dtype)
 
@@ -86,14 +86,14 @@ class _SwiGlu(torch.autograd.Function):
 
 
 class FeedForward(MLP):
-    """megatron-core's feed-forward part, with the same state."""
+    """megatron-core's feed-forward part with our activation; the state is the same."""
 
     compiles_regions = False
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes what megatron-core's module does."""
+        """Computes the same as megatron-core's module."""
         activation = Activation.of(self.config)
         is_taken = activation.is_swiglu or self.compiles_regions
         if per_token_scale is not None or torch.compiler.is_compiling() or not is_taken:
@@ -105,8 +105,8 @@ class FeedForward(MLP):
 
 
 def use_own_swiglu(model: nn.Module) -> None:
-    """Makes the dense feed-forward parts of a model use `swiglu`."""
+    """Makes the dense feed-forward parts of a model use `activated`."""
     for module in model.modules():
-        # the class changes and not the spec: TransformerLayer passes groups only to what is called MLP
+        # changes the class, not the spec, since TransformerLayer passes groups only to a class called MLP
         if type(module) is MLP:
             module.__class__ = FeedForward
