@@ -92,7 +92,6 @@ def expert_fault(numbers: NDArray[Any], columns: Sequence[int], model: ModelSect
     Args:
         numbers: Numbers of each token, [tokens, columns].
         columns: Columns that hold the experts, [layers x top_k] layer by layer.
-        model: Model with experts.
     """
     assert model.experts is not None, "only a model with experts reads them"
     layers, shape = choosing_layers(model), choice_shapes(model)[ROUTED_EXPERTS]

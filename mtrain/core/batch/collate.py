@@ -122,7 +122,6 @@ def collate(rows: Sequence[Sequence[Sample]], form: RowForm, first_of_step: Plac
 
     Args:
         rows: Samples of each row. An empty row only fills the microbatch; its weights and shares are 0.
-        form: Form of the rows.
         first_of_step: Place of the sample in slot 0 of the global batch; None if it is not in these rows.
     """
     placed = [[_piece(sample, form) for sample in row] for row in rows]

@@ -61,9 +61,7 @@ def sample_of(datum: Datum, name: str, config: Config, needed: Sequence[str] = (
     """Checks a datum and turns it into a sample.
 
     Args:
-        datum: Datum to check.
         name: Name of the datum in messages, such as "sample 3".
-        config: Configuration of the run.
         needed: Names of the extras that the loss functions read.
 
     Raises:

@@ -134,7 +134,6 @@ def top_k_fault(
         numbers: Finite numbers, [tokens, columns].
         names: Names of the columns, as in `mtrain.config.extras.columns`.
         is_counted: Tokens that a loss counts, [tokens]; only they need different ids and a plausible mass.
-        vocab_size: Number of token ids.
     """
     ids, logprobs = ([index for index, name in enumerate(names) if name.startswith(f"{key}[")] for key in _KEYS)
     if not ids and not logprobs:

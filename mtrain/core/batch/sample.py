@@ -124,7 +124,6 @@ def shifted(
     Args:
         ids: Token ids, [n + 1].
         label_mask: Weight of predicting each of ids[1:], [n].
-        weight: Weight of the whole sample.
         document_starts: Index at which the document of each of ids[:-1] begins, [n]; None for one document.
         extras: Values for each predicted token, [n], or one number for the whole sample, by name.
     """

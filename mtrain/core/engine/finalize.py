@@ -78,8 +78,6 @@ def finalize_gradients(
 
     Args:
         sharded: This rank's model, after the last backward pass.
-        sums: Sums of this rank.
-        groups: Groups of this rank.
         stop_requested: Whether this rank was asked to stop; the totals say whether any rank was.
         local_grad_norm_sq: `Optimizer.local_grad_norm_sq`, if the totals must have the norm of the reduced gradients,
             taken before their division by D.

@@ -145,10 +145,6 @@ def cached_model(
     """Yields the model without dropout and with caches, which are freed at the end. Parameters must be complete.
 
     Args:
-        config: Configuration of the run.
-        groups: Groups of this rank.
-        chunks: Chunks of this rank, one for each virtual stage.
-        num_sequences: Largest number of sequences.
         length: Length of the longest sequence, prompt and answer together.
 
     Raises:

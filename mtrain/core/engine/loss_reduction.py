@@ -76,7 +76,6 @@ class PairAccumulator:
 
         Args:
             terms: Terms computed from logits.
-            device: Device of the sums.
             router_terms: Terms computed by routers.
             num_sources: Number of sources by which the main term is reported; 0: not reported by source.
         """

@@ -58,7 +58,6 @@ class RecordedChoices:
         device memory.
 
         Args:
-            num_samples: Number of samples.
             num_tokens: Length of the longest sample.
             num_rows: Number of rows read in each pass.
             write: Writes the choice of one pass of one layer.

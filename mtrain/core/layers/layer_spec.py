@@ -215,11 +215,8 @@ def _without_certificate(
     """Returns a note on why no certificate decided; "" if the library's layers are usable without one.
 
     Args:
-        certified: Finding of the certificates.
         unmet: Reasons why the library's layers are not usable.
-        chosen: Layers that the run uses.
         is_openable: Whether a certificate would remove these reasons.
-        library: Name of the library.
     """
     if certified.certificate:
         return (

@@ -48,9 +48,7 @@ class OutputLayer(ColumnParallelLinear):
         """Makes an output layer.
 
         Args:
-            config: Configuration of the model.
             rows: Rows of the weight over all tensor-parallel ranks.
-            tp: Tensor-parallel group.
             takes_embeddings: Whether every call passes the weight, so that none is built.
             softcap: Bound of logits, see `softcapped`; None: unbounded.
         """

@@ -43,7 +43,6 @@ def aggregate(mask: NDArray[np.float64], sample_weight: float, term: TermSection
     Args:
         mask: Mask w_t >= 0 of the sequence, [seq].
         sample_weight: Weight v >= 0 of the sample.
-        term: Loss term.
         is_first_in_step: Whether this is slot 0 of the global batch (or of the validation set).
     """
     # float64, since planned and measured denominators, both sums of these shares, are compared with each other

@@ -118,7 +118,6 @@ class Objective:
 
         Args:
             loss: A loss function, or a name that `loss.function` accepts.
-            section: Configuration of the loss.
             options: Options of a loss given by name; must be None for a function.
 
         Raises:

@@ -35,7 +35,6 @@ def router_denominator(term: RouterTerm, padding: Sequence[Tensor], sequence_ids
     """Returns the denominator of a term: the number of sequences with text, or the number of text tokens.
 
     Args:
-        term: Router term.
         padding: Mask of the positions without text for each microbatch, [batch, seq] bool, full rows on the CPU.
         sequence_ids: Sequence number of each position for each microbatch; None if each row is a sequence.
     """

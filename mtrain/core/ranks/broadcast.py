@@ -33,9 +33,6 @@ def broadcast_batches(
     Args:
         batches: Full rows on the host; None on ranks other than tensor-parallel rank 0.
         count: Number of microbatches; None if rows are packed.
-        terms: Loss terms with weights.
-        config: Configuration of the run.
-        groups: Groups of this rank.
         extras: Names of extras and choices that loss functions and layers read.
     """
     if groups.layout.tp == 1:

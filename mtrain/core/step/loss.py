@@ -73,9 +73,7 @@ class OutputLoss:
         Communicates only in the output layer and, for each chunk, in the loss functions.
 
         Args:
-            logits: Output of the last stage for `batch`.
             batch: One of the objects in `rows`.
-            scalar_of: Combines the pairs.
             expected_gradient: See `sum_over_chunks`.
         """
         teacher = None if self._teacher_logits is None else self._teacher_logits(batch)

@@ -84,8 +84,6 @@ def preference_pass(
     each. Parameters are gathered first, and the model runs without dropout.
 
     Args:
-        model: Model to score with.
-        objective: Objective with a preference loss.
         batches: Full rows of this data-parallel rank; None on ranks that do not read data.
         num_microbatches: Number of microbatches of this data-parallel rank; None if only ranks with batches know.
 

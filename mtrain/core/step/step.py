@@ -101,7 +101,6 @@ class TrainingStep:
         """Adds the undivided gradients and sums of some microbatches to the step. Collective over the world.
 
         Args:
-            step: Open step.
             batches: Full rows of this data-parallel rank; None on ranks that do not read data.
             num_microbatches: Number of microbatches of this data-parallel rank; None if only ranks with batches know.
             objective: Must have the same terms in all passes of a step.
@@ -225,7 +224,6 @@ class TrainingStep:
 
         Args:
             totals: Result of `reduce`.
-            lr: Learning rate.
             judge: Called with the gradient norm before the update, unless fp16 overflowed; may raise to prevent it.
 
         Returns:

@@ -22,7 +22,6 @@ class Teacher:
         Args:
             config: Configuration of the run, with the teacher's architecture in `model`.
             chunks: Frozen chunks, one for each virtual stage.
-            groups: Groups of this rank.
         """
         self.config, self.chunks, self.groups = config, list(chunks), groups
         # a pipeline of teacher stages needs a schedule of its own, which cannot run inside the student's forward step

@@ -64,8 +64,6 @@ class Adapter(DividedModule):
         """Adds a parameter of zeros.
 
         Args:
-            name: Name of the parameter.
-            shape: Shape on this rank.
             divided_axis: Axis that TP divides; None if the parameter is replicated.
             may_be_padded: Whether it has a row for each token, with the padding that TP needs.
             is_halved: Whether a rank has a part of each half of the divided axis, as for gate and up.

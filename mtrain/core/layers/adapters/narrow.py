@@ -40,7 +40,6 @@ def widen_all_but_matrices(model: nn.Module, dtype: torch.dtype, learned: Iterab
 
     Args:
         model: Stage built inside `built_narrow`, still without adapters.
-        dtype: Dtype of the run.
         learned: Fully trained modules, whose matrices are converted as well.
     """
     whole = {inner for module in learned for inner in module.modules()}

@@ -58,10 +58,8 @@ def delta_rule(
     """Applies the gated delta rule to every row.
 
     Args:
-        tokens: Projections of the tokens.
         document_starts: Index at which each token's document starts, [batch, seq], relative to the first token here, so
             negative for a document that starts earlier. None: no document starts after the first token.
-        chunk: Number of tokens of a chunk.
         state: State before the first token, [batch, value_heads, key_dim, value_dim]; None: 0.
 
     Returns:

@@ -43,11 +43,8 @@ class GlobalAttention(RotatingAttention):
 
         Args:
             config: Configuration of the model's other layers.
-            submodules: See megatron-core.
-            layer_number: See megatron-core.
             fields: Fields of the configuration that differ in these layers.
             normalises_values: Whether values are normalised.
-            options: Further arguments of megatron-core's module.
         """
         layer_config = copy.copy(config)  # not `replace`, which would derive other fields again
         for name, value in fields.items():

@@ -233,7 +233,6 @@ class LatentCore(RowAttention):
             latent: [seq_local, batch, kv_lora_rank].
             rotary_key: [seq_local, batch, rope].
             weight: Up-projection, [heads_local * (nope + value), kv_lora_rank].
-            document_starts: See `key_set`.
 
         Returns:
             [seq_local, batch, heads_local * v_head_dim].

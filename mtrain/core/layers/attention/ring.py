@@ -68,11 +68,8 @@ def attend_backward(
     them.
 
     Args:
-        gradient: Gradient of the output.
         inputs: Queries, keys and values, where the keys may be a part of all keys.
         attended: Attention to ALL keys, from which the share of these keys follows.
-        scale: Softmax scale.
-        is_causal: Whether queries attend causally, see `attend`.
     """
     kernel, dim, groups = kernel_of(inputs[0]), inputs[0].shape[-1], inputs[1].shape[1]
     query, key, value = _prepared(kernel, *inputs)

@@ -41,7 +41,6 @@ def choose(
 
     Args:
         logits: Logits, [tokens, num_experts].
-        section: Configuration of the experts.
         expert_bias: Bias added to scores for the choice but not for the weights, [num_experts].
         prescribed: Experts to replay, [tokens, top_k]; negative for tokens that choose.
     """
@@ -174,7 +173,6 @@ class Router(MegatronModule):
         """Routes every position of this rank, [seq_local, batch, hidden_size].
 
         Args:
-            hidden: Hidden states.
             padding_mask: Sequence of each position, [seq_local, batch] int64, negative at padding, which is routed but
                 not counted; or with experts to replay, [seq_local, batch, marks] from `router_marks`.
 

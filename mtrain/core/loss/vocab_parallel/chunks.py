@@ -47,8 +47,6 @@ def sum_over_chunks(
     Args:
         weight: Weight of the output layer, [vocab_local, hidden].
         hidden: Hidden states, [rows, hidden] each.
-        loss_of_chunk: Loss of one chunk.
-        chunk_rows: Largest number of rows of a chunk.
         expected_gradient: Gradient that the result will presumably receive. Forward computes gradients with it, so that
             those of fp16 do not underflow; if backward receives another one, they are multiplied by the ratio.
     """

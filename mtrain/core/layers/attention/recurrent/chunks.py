@@ -56,7 +56,6 @@ def applied(chunks: Chunks, value: Tensor, state: Tensor | None, skip: Tensor | 
     """Carries states through rows; returns the outputs in the shape of `value` and the state after the last token.
 
     Args:
-        chunks: Effects of the chunks.
         value: Values of the tokens, [seq, batch, value_heads, value_dim].
         state: State before the first token, [batch, value_heads, key_dim, value_dim]; None: 0.
         skip: Factors with which values are added to the outputs, [value_heads]; None: values are not added.

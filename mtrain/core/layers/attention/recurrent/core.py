@@ -204,9 +204,7 @@ class RecurrentCore(nn.Module, Remembering):
 
         Args:
             heads: Heads of this tensor-parallel rank.
-            cp: Context-parallel group.
             cp_comm_type: megatron-core's name of the kind of context parallelism.
-            chunk: Number of tokens of a chunk.
         """
         super().__init__()
         self.heads, self.cp, self.chunk, self.exchange = heads, cp, chunk, Exchanged(cp)
