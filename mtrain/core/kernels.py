@@ -41,8 +41,7 @@ class Region(Generic[P, Result]):
         return compiled if torch.is_grad_enabled() else self._without_graph
 
     def _without_graph(self, *arguments: P.args, **options: P.kwargs) -> Result:
-        """Runs the graph compiled for training, so that results recomputed in backward have the same bits; another
-        graph may round differently."""
+        """Runs the graph of training, so that results recomputed in backward have the same bits."""
         positional: tuple[Any, ...] = arguments
         activations = [
             None if activation is None else activation.detach().requires_grad_()

@@ -104,8 +104,7 @@ class Microbatch:
     num_output_rows: int = 0
     """Positions with logits that at least one term counts, plus those of the MTP depths."""
     members: tuple[PlacedMember | None, ...] = ()
-    """Facts about each sequence, None for a row without a sample; empty on ranks that receive their rows by
-    broadcast."""
+    """Facts about each sequence, None for a row without a sample; empty on ranks that receive rows by broadcast."""
 
     def tensors(self) -> dict[FieldPath, Tensor]:
         """Returns all tensors of the batch by path."""

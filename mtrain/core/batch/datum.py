@@ -229,8 +229,7 @@ def _extras(datum: Datum, num_tokens: int, name: str, needed: Sequence[str]) -> 
 
 
 def _columns(values: NDArray[np.float32] | float, extra: str) -> dict[str, NDArray[np.float32] | float]:
-    """Splits an extra of several numbers per token into columns: [num_tokens - 1] each, or one number for the
-    sequence."""
+    """Splits an extra with several numbers per token into columns, [num_tokens - 1] each."""
     if isinstance(values, float) or values.ndim == 1:
         return {extra: values}
     return {column(extra, number): values[:, number] for number in range(values.shape[1])}

@@ -83,8 +83,7 @@ class Sample:
 
     @property
     def width(self) -> int:
-        """Returns the number of positions that the sample takes in a row; a sample without text takes one position of
-        padding."""
+        """Returns the number of positions in a row; a sample without text takes one position of padding."""
         # at least one, since the first position carries the share of the sequence in the denominator
         return max(1, len(self.tokens))
 

@@ -13,8 +13,7 @@ from mtrain.core.batch.batch import Microbatch
 
 
 def zigzag_index(seq: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Returns the positions of a row that a context-parallel rank holds, in its order: [seq / cp_size] int64 on the
-    CPU."""
+    """Returns the positions of a row that a context-parallel rank holds, in order, [seq / cp_size] int64 on the CPU."""
     chunk, remainder = divmod(seq, 2 * cp_size)
     assert not remainder, f"a row of {seq} tokens cannot be cut into 2 x cp = {2 * cp_size} chunks"
     # the cost of a chunk grows with the number of chunks before it, and r + (2 cp - 1 - r) is the same for every rank

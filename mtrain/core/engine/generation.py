@@ -84,8 +84,7 @@ class CachedModel:
             dist.broadcast(values, self._pipeline[-1], group=self._groups.collection.pp)
 
     def _row(self, pieces: Sequence[PassTokens], of_prompts: bool) -> tuple[Microbatch, list[int]]:
-        """Concatenates all pieces to a row, padded to the necessary multiple; also returns the index of the last token
-        of each piece."""
+        """Concatenates pieces to a row, padded to the necessary multiple; also returns the last index of each piece."""
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []

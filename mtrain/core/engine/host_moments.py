@@ -133,8 +133,7 @@ def _part(memory: Tensor, start: int, main: Tensor) -> Tensor:
 
 
 def _grouped(mains: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups parameters in order, so that the moments of a group fit into MOMENTS_AT_ONCE_BYTES or belong to one
-    parameter."""
+    """Groups parameters in order; a group has one parameter, or moments that fit into MOMENTS_AT_ONCE_BYTES."""
     group, size = list[Tensor](), 0
     for main in mains:
         needed = len(MOMENTS) * main.nbytes

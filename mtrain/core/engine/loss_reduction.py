@@ -197,8 +197,7 @@ class StepTotals:
     sources: tuple[Totals, ...] = ()
     """Main term by source of the blend; empty if the blend has one source or the loss is not reported by source."""
     diagnostics: Mapping[str, float] = field(default_factory=dict)
-    """Means and maxima that loss functions report, and statistics of a preference loss, by name; without means over
-    nothing."""
+    """Means and maxima from loss functions, and statistics of a preference loss, by name; no means over nothing."""
 
     @property
     def loss(self) -> float:
@@ -239,8 +238,7 @@ class GlobalTotals:
     def __init__(
         self, sums: StepSums, groups: Groups, stop_requested: bool = False, local_grad_norm_sq: Tensor | None = None
     ) -> None:
-        """Starts the all-reduce. The totals have a stop request if any rank has one; the parts of the squared norm are
-        summed."""
+        """Starts the all-reduce, which also sums the parts of the squared norm and combines stop requests."""
         self._terms, self._num_positions = sums.pairs.terms, sums.num_positions
         self._diagnostics, self._world_size = sums.pairs.diagnostics, groups.layout.world_size
         assert len(sums.planned) == len(self._terms), "a term has no planned denominator"

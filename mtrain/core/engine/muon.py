@@ -34,8 +34,7 @@ from mtrain.core.layers.sharded_parameters import (
 from mtrain.core.ranks.groups import Groups
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of X, (X X^T) X and (X X^T)^2 X, for which five steps bring singular values from 0.01 to 1 close to
-1."""
+"""Coefficients of X, (X X^T) X and (X X^T)^2 X; five steps bring singular values from 0.01 to 1 close to 1."""
 _ROW_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight", "router.weight")
 """Endings of the keys of matrices that AdamW updates, since each row belongs to a token or an expert."""
 
@@ -88,8 +87,7 @@ class Muon:
         sharded: ShardedModel,
         groups: Groups,
     ) -> None:
-        """Gives matrices a momentum instead of moments, and plans the rounds. One all-gather of short objects over the
-        stage."""
+        """Gives matrices a momentum, and plans the rounds. One all-gather of short objects over the stage."""
         self._section, self._model, self._groups = section, model, groups
         self._rank, self._num_ranks = groups.stage.rank(), groups.stage.size()
         self._pieces: dict[str, list[_Piece]] = {}
@@ -143,8 +141,7 @@ class Muon:
         return [direction for direction, is_sent in directions if is_sent]
 
     def _direction(self, piece: _Piece) -> Tensor:
-        """Returns the moving mean of the gradients, [num_elements]; with Nesterov, moved towards the last gradient
-        again."""
+        """Returns the moving mean of gradients, [num_elements]; Nesterov moves it towards the last gradient again."""
         assert piece.main.grad is not None, "every matrix has a gradient"
         gradient, beta = piece.of(piece.main.grad), self._section.momentum
         # the gradient has been summed, divided and clipped, like the one for Adam
@@ -152,8 +149,7 @@ class Muon:
         return gradient.lerp(piece.momentum, beta) if self._section.nesterov else piece.momentum
 
     def _orthogonalize(self, name: str, whole: Tensor) -> None:
-        """Orthogonalizes every matrix of a tensor, [rows, columns], in place, and scales it to the size of AdamW's
-        updates."""
+        """Orthogonalizes every matrix of a tensor, [rows, columns], in place, scaled to the size of AdamW's updates."""
         columns, sizes = whole.shape[1], self._segments(name, whole.shape[0])
         # fused rows repeat in blocks, [blocks, rows, columns]: in linear_qkv queries, key and value of a head group
         for block in torch.split(whole.view(-1, sum(sizes), columns), sizes, dim=1):
@@ -258,8 +254,7 @@ def is_matrix(parameter: ShardedParameter) -> bool:
 
 
 def _rounds(shapes: Mapping[str, Sizes], everyone: Sequence[_Slices]) -> Iterator[list[str]]:
-    """Yields the tensors of each round, one for each owner, the same on all ranks; those of a round have similar
-    sizes."""
+    """Yields the tensors of each round, one per owner and of similar sizes, the same on all ranks."""
     for name, shape in shapes.items():
         sent = _num_elements([piece for slices in everyone for piece in slices.get(name, ()) if piece.is_sent])
         assert sent == math.prod(shape), f"only {sent} of the {math.prod(shape)} elements of {name} have a sender"

@@ -98,8 +98,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def set_main_weights(self, whole: Mapping[Tensor, Tensor]) -> None:
-        """Sets the float32 main weights of some parameters from tensors of their shapes; leaves all other state
-        unchanged."""
+        """Sets the float32 main weights of some parameters from tensors of their shapes, and nothing else."""
         for flat_slice in self.flat_slices():
             if flat_slice.parameter in whole:
                 flat_slice.set_main(whole[flat_slice.parameter])

@@ -90,8 +90,7 @@ class ShardedModel(Protocol):
         """Yields trained parameters with this rank's summand of their gradients, before the reduction, as views."""
 
     def whole_gradients(self) -> dict[Tensor, Tensor]:
-        """Gathers the reduced gradients by parameter, each in the shape of the parameter. Collective; for
-        comparisons."""
+        """Gathers the reduced gradients by parameter, in the parameters' shapes. Collective; for comparisons."""
 
     def gradient_buffers(self) -> Iterator[Tensor]:
         """Yields the memory of all gradients on this rank, in as few tensors as possible."""

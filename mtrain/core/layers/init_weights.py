@@ -117,8 +117,7 @@ def _deviation(name: str, shape: tuple[int, ...], model: ModelSection) -> float:
 
 
 def _transformation(name: str, model: ModelSection) -> Callable[[Tensor], Tensor] | None:
-    """Returns the function from uniform numbers to initial values of a parameter; None for one that is drawn like
-    matrices."""
+    """Returns the function from uniform numbers to initial values; None for parameters drawn like matrices."""
     for part in present(model):
         for ending, transformation in MODULES[type(part)].first_values.items():
             if name.endswith(ending):

@@ -213,8 +213,7 @@ def _rotary(model: ModelSection, dtype: torch.dtype) -> Rotary:
 
 
 def scaled(embedded: Tensor) -> Tensor:
-    """Multiplies [seq_local, batch, hidden] by sqrt(hidden), rounded to the dtype of the embeddings as in
-    transformers."""
+    """Multiplies [seq_local, batch, hidden] by sqrt(hidden), rounded to their dtype as in transformers."""
     return embedded * _rounded_root(embedded.shape[-1], embedded.dtype)
 
 

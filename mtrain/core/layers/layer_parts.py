@@ -231,8 +231,7 @@ MODULES: Mapping[type[LayerPart], Modules] = {
 
 
 def layer_spec(model: ModelSection, layer: int) -> ModuleSpec:
-    """Builds the spec of layer `layer`, counted from 0, with our modules on torch and megatron-core's parallel
-    linears."""
+    """Builds the spec of layer `layer`, counted from 0, with our modules and megatron-core's parallel linears."""
     draft = LayerDraft()
     for part in LAYER_PARTS:
         modules = MODULES[type(part)]

@@ -106,8 +106,7 @@ def unbuildable(config: Sections) -> list[str]:
 
 
 def uncertified(config: Sections) -> list[str]:
-    """Returns the reasons why a run cannot use TransformerEngine's layers without a certificate of `mtrain verify
-    backend`."""
+    """Returns the reasons why a run needs a certificate to use TransformerEngine's layers."""
     beyond = release_beyond_bounds()
     reasons = {
         f"transformer_engine cannot be used ({beyond})": beyond is not None,

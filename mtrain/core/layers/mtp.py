@@ -106,8 +106,7 @@ class Depth(MegatronModule):
         return computed(embeddings, hidden_states)
 
     def _joined(self, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
-        """Combines both inputs to [seq_local, batch, hidden]; one all-gather over TP of the projection's columns, under
-        sp for all tokens."""
+        """Combines both inputs to [seq_local, batch, hidden]; one all-gather over TP of the projection's columns."""
         both = torch.cat((self.enorm(embeddings), self.hnorm(hidden_states)), dim=-1)
         columns, _ = self.eh_proj(both)
         joined: Tensor = gather_from_tensor_model_parallel_region(columns, group=self._tp)

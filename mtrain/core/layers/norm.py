@@ -120,8 +120,7 @@ OUTPUT_NORM_NAMES = {
 
 
 class OutputNormLayer(TransformerLayer):
-    """Computes residual + norm(attention(x)), where x is the residual or its norm, and the same for the feed-forward
-    part."""
+    """Computes residual + norm(sublayer(x)) for attention and feed-forward; x is the residual or its norm."""
 
     def __init__(
         self,

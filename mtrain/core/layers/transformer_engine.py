@@ -142,8 +142,7 @@ SHARED_EXPERTS = MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TER
 
 
 class TransformerEngineExperts(Experts):
-    """Experts with a tensor each, which TransformerEngine multiplies in one call; checkpoints are the same as for
-    `Experts`."""
+    """Experts with a tensor each, multiplied by TransformerEngine in one call; same checkpoints as `Experts`."""
 
     def _build(self, groups: ProcessGroupCollection) -> None:
         hidden_size, fc1_rows, ffn = self._row_sizes
@@ -165,8 +164,7 @@ class TransformerEngineExperts(Experts):
             marked(parameter)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """Computes the weighted outputs of all experts like `Experts.forward`; the host waits for the sizes, which the
-        kernels need."""
+        """Computes the weighted outputs of all experts like `Experts.forward`; the host waits for the counts."""
         counts, weights = tokens_per_expert.tolist(), weights.unsqueeze(-1)
         multiple = 1 if self.config.fp8 is None else get_fp8_align_size(self.config.fp8_recipe)
         padded_counts = [-(-count // multiple) * multiple for count in counts]

@@ -135,8 +135,7 @@ class TermInputs:
 
 @dataclass(frozen=True)
 class TokenInputs(TermInputs):
-    """Some tokens of a microbatch as one row: input of functions marked with `per_token` when logits are computed in
-    chunks."""
+    """Some tokens of a microbatch as one row: input of functions marked with `per_token` if logits come in chunks."""
 
     @property
     def sequence_ids(self) -> Tensor:

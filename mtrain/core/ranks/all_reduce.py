@@ -85,8 +85,7 @@ class _Swap:
     """An exchange of vectors between two ranks."""
 
     def __init__(self, vector: Tensor, distance: int, group: dist.ProcessGroup | None) -> None:
-        """Starts the exchange of an [n] vector on the CPU with the rank of the group that differs in the bit
-        `distance`."""
+        """Starts to exchange an [n] vector on the CPU with the rank that differs in the bit `distance`."""
         partner = dist.get_rank(group) ^ distance
         self._vector, self._received = vector, torch.empty_like(vector)
         # both are posted before either is awaited, since two partners that first wait for their sends could deadlock

@@ -142,8 +142,7 @@ def _returning(value: object) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _without_compile() -> Iterator[None]:
-    """Turns compilation off, since megatron-core compiles small functions at import (`jit_fuser`), which CPUs run
-    eagerly."""
+    """Turns off the compilation of small functions at megatron-core's import (`jit_fuser`), for CPUs."""
     original = torch.compile
     torch.compile = lambda function=None, *args, **options: (  # type: ignore[assignment]
         (lambda inner: inner) if function is None else function

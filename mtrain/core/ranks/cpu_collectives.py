@@ -94,8 +94,7 @@ def reduce_scatter_tensor(
 
 
 def _are_halves(whole: Tensor, half: Tensor, group: Any) -> bool:
-    """Says whether a call can swap halves, with the same answer on both ranks; faulty calls go to torch, which reports
-    them."""
+    """Says, alike on both ranks, whether a call can swap halves; torch handles, or refuses, all others."""
     return (
         not torch.compiler.is_compiling()  # the compiler can trace only torch's functions
         and whole.device.type == half.device.type == "cpu"

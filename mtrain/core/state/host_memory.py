@@ -25,8 +25,7 @@ class HostBlocks:
         self._is_pinned, self._purpose = is_pinned, purpose
 
     def block(self, size_bytes: int) -> Tensor:
-        """Returns [size_bytes] uint8. Keep the block itself, not just views, since pinned memory is released with
-        it."""
+        """Returns [size_bytes] uint8. Keep the block, not just views, since pinned memory is released with it."""
         if not self._is_pinned:
             return torch.empty(size_bytes, dtype=torch.uint8)
         memory = pinned_memory(size_bytes, self._purpose)

@@ -129,8 +129,7 @@ class OutputLoss:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What loss functions read about the tokens of one distribution, besides logits: [batch, seq], or [1, n] for n
-    selected tokens."""
+    """What loss functions read about tokens besides logits: [batch, seq], or [1, n] for n selected tokens."""
 
     labels: Tensor
     tokens: Tensor
@@ -283,8 +282,7 @@ def score_summands(logits: Logits, batch: Microbatch, config: Config, groups: Gr
 
 
 def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
-    """Says whether whole logits cost no more than chunks: the tokens fit into one chunk and nearly all of them
-    count."""
+    """Says whether whole logits are as cheap: the tokens fit into one chunk and nearly all of them count."""
     # leaving out an eighth saves more than copying the selection costs
     return tokens <= chunk and 8 * sum(counts) > 7 * len(counts) * tokens
 
@@ -377,8 +375,7 @@ class WeighedTokens:
         self._counts = _counted(rows) if groups.device.type == "cpu" else _counts_of_reader(whole, rows, groups)
 
     def of(self, batch: Microbatch) -> list[int]:
-        """Returns the number of tokens for the main logits, then for each MTP depth; `batch` must be an object of
-        `rows`."""
+        """Returns the number of tokens for the main logits, then for each MTP depth; `batch` must be in `rows`."""
         return self._counts[self._numbers[id(batch)]]
 
 

@@ -44,8 +44,7 @@ class StepResult:
     tokens: int
     """Number of tokens read in all calls of the step, without padding."""
     applied: bool
-    """Whether the weights were updated; False if the batch had no loss tokens or fp16 overflowed (which lowers the loss
-    scale)."""
+    """Whether the weights were updated; False if the batch had no loss tokens or fp16 overflowed."""
     diagnostics: dict[str, float] = field(default_factory=dict)
     """Diagnostics of the loss functions over all tokens or groups of the step, such as clip_fraction and
     reward_accuracy (docs/training/policy-losses.md, docs/training/preference.md). Those of a side term are named

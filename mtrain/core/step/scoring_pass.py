@@ -224,8 +224,7 @@ def _check_references(sequences: SlotScores) -> None:
 
 
 def _weighed(batch: Microbatch, by_slot: Mapping[int, tuple[float, float]]) -> Microbatch:
-    """Returns the batch with weights that give its main term the gradient and the denominator of the preference
-    loss."""
+    """Returns the batch with weights for which its main term has the gradient of the preference loss."""
     zeros = (0.0, 0.0)
     facts = [zeros if member is None else by_slot[member.slot] for member in batch.members]
     derivatives, shares = torch.tensor(facts, dtype=torch.float64).unbind(1)

@@ -22,8 +22,7 @@ LARGEST = 2.0**126
 
 
 def check_denominator(term: str, denominator: float) -> None:
-    """Raises NumericError for a denominator at which gradients lose digits; 0 passes, since nothing is divided by
-    it."""
+    """Raises NumericError for a denominator at which gradients lose digits; 0, by which nothing is divided, passes."""
     # as not (a <= D <= b), so that nan, which compares false, is refused along with negative values
     if denominator != 0 and not SMALLEST_DENOMINATOR <= denominator <= LARGEST:
         raise NumericError(

@@ -48,8 +48,7 @@ class EmbeddingAdapter(Adapter):
         self.add_parameter(f"embedding_{LORA_B}", (hidden, rank), None)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Computes the summand for the embeddings of [batch, seq] tokens; one collective over TP of `rank` numbers per
-        token."""
+        """Computes the summand for embeddings of [batch, seq] tokens; one collective over TP of `rank` numbers each."""
         is_here = (tokens >= self._first) & (tokens < self._end)
         local = torch.where(is_here, tokens - self._first, 0)
         table = self.get_parameter(f"embedding_{LORA_A}")

@@ -147,8 +147,7 @@ class LinearAdapter(Adapter):
         return (lengths - 1.0) * plain + lengths * change
 
     def _both(self, inputs: Tensor, plain: Operands) -> Operands:
-        """Returns the operands [x, scale A x] and [W, B] of the product W x + scale B A x. Copies the weight for each
-        microbatch."""
+        """Returns the operands [x, scale A x] and [W, B] of W x + scale B A x. Copies W for each microbatch."""
         (name,) = self._parts.names
         narrow = self._between(self._dropped(inputs), self._of(name, LORA_A)) * self._section.scale_of(name)
         widened = torch.cat([plain.weight, self._of(name, LORA_B)], dim=1)
@@ -159,8 +158,7 @@ class LinearAdapter(Adapter):
         return Operands(torch.cat([plain.hidden, narrow], dim=-1), widened)
 
     def _between(self, inputs: Tensor, down: Tensor) -> Tensor:
-        """Returns the complete A x, [seq, batch, ranks of all parts]; one collective over TP of `rank` numbers per
-        token."""
+        """Returns the complete A x, [seq, batch, ranks of all parts]; one collective over TP of these numbers."""
         narrow, group = functional.linear(inputs, down), self.tp_group
         # with a replicated projection, ranks have different positions, or the incoming gradient is already summed
         if group.size() == 1 or self._is_replicated:

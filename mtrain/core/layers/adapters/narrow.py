@@ -77,8 +77,7 @@ def _frozen_linear(
     tp_group: dist.ProcessGroup | None,
     **_: object,
 ) -> Tensor:
-    """Replaces megatron-core's `linear_with_frozen_weight`, which does not support mixed precision; makes the same
-    collective calls."""
+    """Replaces megatron-core's `linear_with_frozen_weight`, which needs one precision; makes the same collectives."""
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:

@@ -165,8 +165,7 @@ class GatedDeltaNet(OwnAttention):
         return output, None
 
     def _log_decay(self, projected: Tensor) -> Tensor:
-        """Returns the log decay of each head, below 0, [seq_local, batch, value_heads]; in at least float32, since
-        decays multiply over many tokens."""
+        """Returns the log decay of each head, below 0, [seq_local, batch, value_heads], in at least float32."""
         wide = widened(projected)
         return -self.A_log.to(wide.dtype).exp() * functional.softplus(wide + self.dt_bias.to(wide.dtype))
 

@@ -78,8 +78,7 @@ def outputs_of_rows(kernel: Callable[..., Any], tokens: Projected, document_star
 # cached, since it is the same in every layer, and the kernels cache what they derive from the last tensor they saw
 @lru_cache(maxsize=16)
 def _ends(rows: tuple[tuple[Run, ...], ...], seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns 0 and the end of each document in the concatenated rows, [documents + 1] int64, on the host and on the
-    device."""
+    """Returns 0 and the ends of documents in concatenated rows, [documents + 1] int64, on the host and the device."""
     ends = [row * seq + end for row, documents in enumerate(rows) for _, end in documents]
     on_host = torch.tensor([0, *ends])
     return on_host, to_device(on_host, device)

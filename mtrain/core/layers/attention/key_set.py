@@ -56,8 +56,7 @@ class KeySet:
         return functional.pad(seen, (num_sinks, 0), value=True) if num_sinks else seen
 
     def seen_from(self, positions: Tensor, num_keys: int) -> Tensor:
-        """Returns which of the first `num_keys` keys of a document the queries at `positions` see, [queries, keys]
-        bool."""
+        """Returns which of a document's first keys the queries at `positions` see, [queries, keys] bool."""
         distance = positions[:, None] - torch.arange(num_keys, device=positions.device)
         return distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
 

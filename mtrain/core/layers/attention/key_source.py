@@ -49,8 +49,7 @@ class KeySource(ABC):
         """Returns whole rows in order, [seq, batch, ...], from this rank's tokens, [seq_local, batch, ...]."""
 
     def heads(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values, [seq, batch, groups, dim], of the heads with which this rank attends, from those
-        of its tokens."""
+        """Returns keys and values, [seq, batch, groups, dim], of the heads with which this rank attends."""
         # both in one collective
         rows = self.rows(torch.cat((key, value), dim=-1))
         key, value = torch.split(rows, [key.shape[-1], value.shape[-1]], dim=-1)
@@ -61,8 +60,7 @@ class KeySource(ABC):
         return by_head
 
     def attend(self, kernels: RowKernels, query: Tensor, key: Tensor, value: Tensor, keys: KeySet) -> Tensor:
-        """Attends with the queries of this rank's tokens, [seq_local, batch, heads_local, dim]; returns the outputs in
-        the same shape."""
+        """Attends with this rank's queries, [seq_local, batch, heads_local, dim]; returns outputs of the same shape."""
         return kernels.attend_runs(query, _heads_apart(key), _heads_apart(value), keys, [(0, len(query))])
 
 

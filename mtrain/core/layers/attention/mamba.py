@@ -119,8 +119,7 @@ class MambaMixer(OwnAttention):
         return output, None
 
     def _step(self, projected: Tensor) -> Tensor:
-        """Returns the step of each head, [seq_local, batch, heads], in at least float32, since steps add up over many
-        tokens."""
+        """Returns the step of each head, [seq_local, batch, heads], in at least float32, since steps add up."""
         step = functional.softplus(projected + self.dt_bias.to(projected.dtype))
         return step.clamp(min=self.step_min) if self.step_min else step
 
@@ -156,8 +155,7 @@ def gated_and_normed(context: Tensor, gate: Tensor, weight: Tensor, epsilon: flo
 
 
 def first_step_biases(uniform: Tensor) -> Tensor:
-    """Returns initial biases from uniform numbers between 0 and 1, so that the first steps have uniform logarithms, as
-    in transformers."""
+    """Returns initial biases from uniform numbers, so that first steps have uniform logarithms as in transformers."""
     least, most, floor = math.log(0.001), math.log(0.1), 1e-4
     steps = (least + (most - least) * uniform).exp().clamp(min=floor)
     return steps + torch.log(-torch.expm1(-steps))  # the inverse of softplus

@@ -162,8 +162,7 @@ class TemperedRotary(Rotary):
         self._coefficient, self._length = rope.attention_temperature, rope.original_max_positions
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Returns angles and a factor, [seq_local, batch or 1, 1, head_dim + 1]; the positions are those of
-        `Rotary`."""
+        """Returns angles and a factor, [seq_local, batch or 1, 1, head_dim + 1], like `Rotary`."""
         # how many times the original length fits into the position, in integers, since a float32 quotient may round up
         passed = positions.t().div(self._length, rounding_mode="floor").to(self.inverse_frequencies.dtype)
         factor = 1 + self._coefficient * torch.log1p(passed)

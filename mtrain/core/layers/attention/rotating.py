@@ -219,8 +219,7 @@ class RotatingAttention(SelfAttention):
         return rotated_as_rounded(query, rotations), rotated_as_rounded(key, rotations)
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Multiplies [seq, batch, heads_local * head_dim] by the sigmoid of a gate; unlike megatron-core's method,
-        keeps float64."""
+        """Multiplies [seq, batch, heads_local * head_dim] by the sigmoid of a gate, in at least float32."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return (x * gate.reshape(x.shape).to(wide).sigmoid()).to(x.dtype)
 

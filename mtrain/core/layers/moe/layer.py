@@ -30,8 +30,7 @@ from mtrain.core.layers.norm import Norm
 def dispatcher_in_place_of(
     theirs: MoETokenDispatcher, config: TransformerConfig, groups: ProcessGroupCollection
 ) -> MoETokenDispatcher:
-    """Returns our replacement of a layer's dispatcher, or megatron-core's own if sizes depend on values or all tokens
-    are gathered."""
+    """Returns a layer's dispatcher: megatron-core's if sizes depend on values or all tokens are gathered, else ours."""
     if config.moe_expert_capacity_factor is not None:  # drops some choices
         return theirs
     if groups.ep.size() == groups.expt_tp.size() == 1:
@@ -42,8 +41,7 @@ def dispatcher_in_place_of(
 
 
 class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron-core's dispatcher with our first sort; the host waits once per layer and pass, for sizes of
-    transfers."""
+    """megatron-core's dispatcher with our first sort; the host waits once per layer and pass, for sizes."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Sorts tokens by expert like `LocalDispatcher.dispatch_preprocess`."""
@@ -81,8 +79,7 @@ class LocalDispatcher(MoETokenDispatcher):
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the tokens, the number of tokens of each expert, [num_experts] int64 on the device, and the
-        weights."""
+        """Returns the tokens, their numbers by expert, [num_experts] int64 on the device, and the weights."""
         return hidden_states, self._counts, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:

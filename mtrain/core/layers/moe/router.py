@@ -75,8 +75,7 @@ def router_marks(sequence_ids: Tensor | None, choices: Mapping[str, Tensor]) -> 
 
 
 def scores_of(logits: Tensor, section: ExpertsSection) -> Tensor:
-    """Returns the values that rank experts: sigmoid, softmax over all experts, or logits if the softmax follows the
-    choice."""
+    """Returns the values that rank experts: sigmoid, softmax, or logits if the softmax follows the choice."""
     match section.score:
         case "sigmoid":
             return logits.sigmoid()

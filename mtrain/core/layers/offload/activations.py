@@ -176,8 +176,7 @@ class KeptByLayer:
         self._back = self._side.stream.moment()
 
     def need(self) -> None:
-        """Waits for the copies from the host, since backward has reached this layer, and starts those of the layer
-        before."""
+        """Waits for this layer, which backward has reached, and starts the copies of the layer before."""
         if self._is_needed:
             return
         self._is_needed = True

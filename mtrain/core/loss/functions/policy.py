@@ -171,8 +171,7 @@ def _rollout_factor(
 
 
 def _over_sequence(values: Tensor, inputs: TermInputs, is_mean: bool = False) -> Tensor:
-    """Returns for each token the sum, or the mean, of the values of its sequence's loss tokens, [batch, seq], without a
-    graph."""
+    """Returns each token's sum, or mean, of values over the loss tokens of its sequence, [batch, seq]; no graph."""
     sums = inputs.sum_over_sequence(values.detach())
     if is_mean:
         count = inputs.sum_over_sequence(torch.ones_like(values).detach())

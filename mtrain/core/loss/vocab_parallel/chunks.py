@@ -31,8 +31,7 @@ def chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:
 
 
 def logits_of_rows(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Computes logits [rows, 1, vocab_local], as of one sequence, from hidden states [rows, hidden], without a
-    graph."""
+    """Computes logits [rows, 1, vocab_local] from hidden states [rows, hidden], without a graph."""
     return torch.matmul(hidden.detach(), weight.detach().t()).unsqueeze(1)
 
 
@@ -134,8 +133,7 @@ def _add_chunk(
 
 
 class _WeightGradient:
-    """Gradient of the output weight, summed over all chunks in float32 (float64 for a float64 weight) and rounded
-    once."""
+    """Gradient of the output weight, summed over chunks in at least float32 and rounded once."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight, self._wide = weight, _wide(weight)

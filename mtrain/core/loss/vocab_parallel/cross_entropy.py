@@ -80,8 +80,7 @@ def maximum_and_total(local: Tensor, num_real: int) -> tuple[Tensor, Tensor]:
 def softmax_of_logits(
     local: Tensor, maximum: Tensor, factor: Tensor, shift: Tensor | None, is_masked: Tensor, num_real: int
 ) -> Tensor:
-    """Computes exp(logit - maximum) x factor - shift in the dtype of the logits; exactly 0 at masked tokens and
-    padding."""
+    """Computes exp(logit - maximum) x factor - shift in the logits' dtype; exactly 0 at masked tokens and padding."""
     gradient = (local.to(maximum.dtype) - maximum.unsqueeze(-1)).exp() * factor.unsqueeze(-1)
     if shift is not None:
         gradient = gradient - shift.unsqueeze(-1)

@@ -51,16 +51,14 @@ def local_sums(weighting: Tempered, other: Tempered) -> Tensor:
 
 
 def divergence_of_sums(sums: Tensor) -> Tensor:
-    """Computes the sum of p (log p - log q), with p the weighting distribution, from `local_sums` summed over all
-    ranks."""
+    """Computes the sum of p (log p - log q), with p the weighting distribution, from globally summed `local_sums`."""
     # in float64, since for similar distributions the three parts almost cancel
     weights, gaps, other_weights = sums.double().unbind()
     return gaps / weights - weights.log() + other_weights.log()
 
 
 class Divergence(torch.autograd.Function):
-    """Autograd node (student's logits) -> KL(teacher || student), or KL(student || teacher) if `is_reverse`; [seq,
-    batch]."""
+    """Autograd node (student's logits) -> KL(teacher || student), or the reverse if `is_reverse`; [seq, batch]."""
 
     @staticmethod
     def forward(

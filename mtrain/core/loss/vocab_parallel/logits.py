@@ -306,8 +306,7 @@ class VocabParallelLogits:
         return self._exponentials
 
     def _sums_with_total(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Sums tensors, [seq, batch], over the group in one all-reduce, together with the exponentials if their sum is
-        not known yet."""
+        """Sums tensors, [seq, batch], over the group in one all-reduce, with the exponentials if not summed yet."""
         if self._exponentials is not None:
             stacked = torch.stack(parts)
             all_reduce(stacked, dist.ReduceOp.SUM, self.group)
@@ -333,8 +332,7 @@ class _TokenLosses:
 
 
 def _find_maxima(distributions: Sequence[VocabParallelLogits]) -> None:
-    """Sets the largest real logit of each token over the group; 0 if all are -inf. One all-reduce for all unknown
-    maxima."""
+    """Sets the largest real logit of each token over the group (0 if all are -inf); one all-reduce for all."""
     unknown = [logits for logits in distributions if logits._maximum is None]
     if not unknown:
         return

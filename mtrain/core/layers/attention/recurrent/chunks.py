@@ -40,8 +40,7 @@ class Chunks(NamedTuple):
     values: Tensor
     """[..., chunk, value_dim] corrections from an empty state."""
     erasing: Tensor | None
-    """[..., chunk, key_dim]; 0 for tokens whose document begins in the chunk. None: no correction depends on the
-    state."""
+    """[..., chunk, key_dim]; 0 if the document begins in the chunk. None: no correction depends on the state."""
     reading: Tensor
     """[..., chunk, key_dim] decayed queries; 0 for tokens whose document begins in the chunk."""
     attention: Tensor
@@ -149,8 +148,7 @@ def by_chunk(part: Tensor, key_heads: int, chunk: int) -> Tensor:
 
 
 def _sums(log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums log decays over the tokens after j up to i, [..., chunk, chunk], and from the start up to i, [...,
-    chunk]."""
+    """Sums log decays after token j up to i, [..., chunk, chunk], and from the start up to i, [..., chunk]."""
     # A span is the difference of two sums. In float32, a strong decay early in the chunk, even in another document,
     # would cost the bits of weak decays after it. Summed by a matrix product, since torch refuses cumsum on a GPU in
     # deterministic runs.

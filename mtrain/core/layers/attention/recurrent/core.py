@@ -64,8 +64,7 @@ def causal_convolution(
 
 
 class Convolution(DividedModule):
-    """Weights of a depthwise causal convolution; a call returns them for the core, which convolves after the exchange
-    of context parallelism."""
+    """Weights of a depthwise causal convolution; a call returns them for the core, which convolves."""
 
     divided_axes = MappingProxyType({"weight": 0, "bias": 0})
     bias: nn.Parameter | None
@@ -267,8 +266,7 @@ class RecurrentCore(nn.Module, Remembering):
         return self.outputs(tokens, document_starts, parameters.skip)
 
     def _tokens(self, convolved: Tensor, inputs: Inputs) -> Projected:
-        """Splits the output of the convolution into heads, [seq, batch, heads, dim], which may be a part of this
-        rank's."""
+        """Splits the output of the convolution into (some of) this rank's heads, [seq, batch, heads, dim]."""
         heads = self.heads
         groups = torch.unflatten(convolved, -1, (-1, heads.channels))
         query, key, values = torch.split(
@@ -280,8 +278,7 @@ class RecurrentCore(nn.Module, Remembering):
     def _with_exchanged_heads(
         self, inputs: Inputs, parameters: CoreParameters, document_starts: Tensor | None
     ) -> Tensor:
-        """Computes whole rows of a part of the heads. Two all-to-alls over CP before and one after, and the same in
-        backward."""
+        """Computes whole rows of some heads. Two all-to-alls over CP before and one after, the same in backward."""
         key_heads, to_heads = self.heads.key_heads, self.exchange.to_heads
         mixed = to_heads(torch.unflatten(inputs.mixed, -1, (key_heads, -1)))
         # not in the first exchange, which may be in half precision
@@ -357,6 +354,5 @@ def _parts_apart(rows: Tensor) -> Tensor:
 
 
 def _parts_as_rows(values: Tensor) -> Tensor:
-    """Turns [seq_local, batch, ...] into [seq_local / 2, 2 x batch, ...]: rows of the first part, then of the
-    second."""
+    """Turns [seq_local, batch, ...] into [seq_local / 2, 2 x batch, ...], rows of the first part before the second."""
     return torch.unflatten(values, 0, (2, -1)).transpose(0, 1).flatten(1, 2)
