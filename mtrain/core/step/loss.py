@@ -63,7 +63,7 @@ class OutputLoss:
 
     def pairs(self, logits: Logits, batch: Microbatch) -> dict[str, LossPair]:
         """Returns the loss pair of every term, without a graph."""
-        return self.scalar(logits, batch, _nothing, torch.ones((), device=batch.labels.device))[1]
+        return self.scalar(logits, batch, _zero, torch.ones((), device=batch.labels.device))[1]
 
     def scalar(
         self, logits: Logits, batch: Microbatch, scalar_of: ScalarOf, expected_gradient: Tensor
@@ -87,7 +87,7 @@ class OutputLoss:
         selections = _selections(distributions, logits, batch, teacher, counts)
         weight = selections[0].student.weight
         terms = [term for selection in selections for term in selection.tokens.weights]
-        sums = self._no_pairs(terms, batch.labels.device)
+        sums = self._zero_pairs(terms, batch.labels.device)
 
         def loss_of_chunk(depth: int, rows: slice, local: Tensor) -> Tensor:
             pairs = self._objective.pairs(self._inputs_of_chunk(selections[depth], rows, local))
@@ -108,12 +108,12 @@ class OutputLoss:
     ) -> Tensor:
         return sum_over_chunks(weight, hidden, loss_of, chunk, expected_gradient)
 
-    def _no_pairs(self, terms: Sequence[str], device: torch.device) -> dict[str, LossPair]:
+    def _zero_pairs(self, terms: Sequence[str], device: torch.device) -> dict[str, LossPair]:
         """Returns a pair of zeros for each term, in float64: float32 rounding would show the number of chunks."""
-        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
         num_sources = len(self._config.data.source_names)
         by_source = torch.zeros(2, num_sources, dtype=torch.float64, device=device) if num_sources else None
-        return {term: LossPair(nothing, nothing, by_source if term == MAIN_TERM else None) for term in terms}
+        return {term: LossPair(zero, zero, by_source if term == MAIN_TERM else None) for term in terms}
 
     def _inputs_of_chunk(self, selection: _Selection, rows: slice, local: Tensor) -> dict[str, TermInputs]:
         """Returns the input of each term's loss function for one chunk with logits `local`."""
@@ -214,13 +214,13 @@ def _selections(
         index = None
         if count < tokens.labels.numel():
             index = true_positions(weighed(batch, [*tokens.weights]), count)
-        row = tokens.map(partial(_one_row, index))
+        row = tokens.map(partial(_select_row, index))
         teacher_operands = None if teacher_logits is None else _Operands.of(teacher_logits, index)
         selections.append(_Selection(row, _Operands.of(student_logits, index), teacher_operands))
     return selections
 
 
-def _one_row(index: Tensor | None, rows: Tensor) -> Tensor:
+def _select_row(index: Tensor | None, rows: Tensor) -> Tensor:
     """Selects elements of a [batch, seq] tensor by index in [seq, batch] order; returns [1, n]."""
     flat = rows.t().reshape(-1)
     return (flat if index is None else flat[index]).unsqueeze(0)
@@ -287,7 +287,7 @@ def _is_whole_as_good(counts: Sequence[int], tokens: int, chunk: int) -> bool:
     return tokens <= chunk and 8 * sum(counts) > 7 * len(counts) * tokens
 
 
-def _nothing(pairs: Mapping[str, LossPair]) -> Tensor:
+def _zero(pairs: Mapping[str, LossPair]) -> Tensor:
     return torch.zeros((), device=next(iter(pairs.values())).numerator.device)
 
 
@@ -372,26 +372,26 @@ class WeighedTokens:
     def __init__(self, whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups) -> None:
         """Counts the tokens of `rows` now; the arguments are those of `OutputLoss`."""
         self._numbers = {id(batch): number for number, batch in enumerate(rows)}
-        self._counts = _counted(rows) if groups.device.type == "cpu" else _counts_of_reader(whole, rows, groups)
+        self._counts = _count_tokens(rows) if groups.device.type == "cpu" else _counts_from_reader(whole, rows, groups)
 
     def of(self, batch: Microbatch) -> list[int]:
         """Returns the number of tokens for the main logits, then for each MTP depth; `batch` must be in `rows`."""
         return self._counts[self._numbers[id(batch)]]
 
 
-def _counted(batches: Sequence[Microbatch]) -> list[list[int]]:
+def _count_tokens(batches: Sequence[Microbatch]) -> list[list[int]]:
     # numpy, since the batches are on the CPU
     return [[int(weighed(batch, terms).numpy().sum()) for terms in terms_by_distribution(batch)] for batch in batches]
 
 
-def _counts_of_reader(
+def _counts_from_reader(
     whole: Sequence[Microbatch] | None, rows: Sequence[Microbatch], groups: Groups
 ) -> list[list[int]]:
     """Returns the counts made by the rank that read the batches. One broadcast within TP, between hosts."""
     counts = None
     if whole is not None:  # a TP group shares one context-parallel slice, so one rank can count for all
         slices = [slice_for_context_parallel(batch, groups.layout.cp, groups.cp_rank) for batch in whole]
-        counts = torch.tensor(_counted(slices))
+        counts = torch.tensor(_count_tokens(slices))
     shape = (len(rows), len(terms_by_distribution(rows[0])))
     return broadcast_on_hosts(counts, shape, torch.int64, groups).numpy().tolist()
 

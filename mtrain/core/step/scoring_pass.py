@@ -108,7 +108,7 @@ def preference_pass(
         return PreferencePass(None, totals)
     values = zip(derivatives.tolist(), value.shares.tolist())
     by_slot = dict(zip(sequences.slots, values))  # slot -> derivative of its score, share of the denominator
-    return PreferencePass([_weighed(batch, by_slot) for batch in batches], totals)
+    return PreferencePass([_reweighted(batch, by_slot) for batch in batches], totals)
 
 
 def sequence_scores(
@@ -128,16 +128,16 @@ def sequence_scores(
     config, groups = model.config, model.groups
     local_batches = [] if batches is None else list(batches)
     # ranks that receive their rows by broadcast know neither the number of sequences nor their slots
-    highest = max((member.slot + 1 for batch in local_batches for member in _present(batch)), default=0)
+    highest = max((member.slot + 1 for batch in local_batches for member in _members(batch)), default=0)
     size = to_device(torch.tensor(highest), groups.device)
     dist.all_reduce(size, op=dist.ReduceOp.MAX)
-    table = to_device(_known(local_batches if groups.counts_planned else [], int(size)), groups.device)
+    table = to_device(_local_table(local_batches if groups.counts_planned else [], int(size)), groups.device)
     shared = broadcast_batches(batches, num_microbatches, (MAIN_TERM,), config, groups, choices)
     rows = [replace(batch, mtp=()) for batch in slice_for_rank(shared, groups)]
     numbers = itertools.count()
 
     def add_scores(logits: Logits, batch: Microbatch) -> None:
-        sums = _sums(score_summands(logits, batch, config, groups), batch)
+        sums = _local_scores(score_summands(logits, batch, config, groups), batch)
         number = next(numbers)
         # one rank per tensor-parallel group, since all of them compute the same sums
         if groups.counts_loss:
@@ -150,16 +150,16 @@ def sequence_scores(
     with torch.no_grad(), evaluating(model.chunks):
         run_forward(model.chunks, rows, add_scores, config)
     dist.all_reduce(table)
-    sequences = _read(table.cpu())
+    sequences = _scores_of_table(table.cpu())
     _check_members(sequences)
     return sequences
 
 
-def _present(batch: Microbatch) -> list[PlacedMember]:
+def _members(batch: Microbatch) -> list[PlacedMember]:
     return [member for member in batch.members if member is not None]
 
 
-def _sums(log_probs: Tensor, batch: Microbatch) -> Tensor:
+def _local_scores(log_probs: Tensor, batch: Microbatch) -> Tensor:
     """Returns this rank's part of the score of each sequence, [num_sequences] float64."""
     weights = batch.weights[MAIN_TERM]
     # where, not a product: the log-probability of a masked token may be inf
@@ -169,17 +169,18 @@ def _sums(log_probs: Tensor, batch: Microbatch) -> Tensor:
     return sum_by_sequence(summands, PackedSequences(batch.sequence_ids, batch.num_sequences))
 
 
-def _known(batches: Sequence[Microbatch], size: int) -> Tensor:
+def _local_table(batches: Sequence[Microbatch], size: int) -> Tensor:
     """Returns the table, [size, columns] on the CPU, with all facts of this rank's sequences but their scores; 0
     elsewhere."""
     table = torch.zeros(size, len(_COLUMNS), dtype=torch.float64)
     for batch in batches:
-        for placed in _present(batch):
-            table[placed.slot] = torch.tensor(_line_of(placed), dtype=torch.float64)
+        for placed in _members(batch):
+            table[placed.slot] = torch.tensor(_table_line(placed), dtype=torch.float64)
     return table
 
 
-def _line_of(placed: PlacedMember) -> list[float]:
+def _table_line(placed: PlacedMember) -> list[float]:
+    """Returns the facts of one sequence in the order of `_COLUMNS`, with score 0."""
     member = placed.member
     if member is None:
         return [0.0, 1.0, 0.0, 0.0, placed.length, placed.weight, -1, 0, 0.0]
@@ -189,7 +190,8 @@ def _line_of(placed: PlacedMember) -> list[float]:
     return [0.0, 1.0, *reference, placed.length, placed.weight, *group]
 
 
-def _read(table: Tensor) -> SlotScores:
+def _scores_of_table(table: Tensor) -> SlotScores:
+    """Reads the complete table; slots without a sequence are left out."""
     slots = torch.nonzero(table[:, _COLUMNS.index("is_there")]).flatten()
     columns = dict(zip(_COLUMNS, table[slots].unbind(1), strict=True))
     return SlotScores(
@@ -223,7 +225,7 @@ def _check_references(sequences: SlotScores) -> None:
         )
 
 
-def _weighed(batch: Microbatch, by_slot: Mapping[int, tuple[float, float]]) -> Microbatch:
+def _reweighted(batch: Microbatch, by_slot: Mapping[int, tuple[float, float]]) -> Microbatch:
     """Returns the batch with weights for which its main term has the gradient of the preference loss."""
     zeros = (0.0, 0.0)
     facts = [zeros if member is None else by_slot[member.slot] for member in batch.members]

@@ -111,7 +111,7 @@ class TrainingStep:
             ConfigError: This is a second pass, but terms with denominators of their own need the whole batch in the
                 first one.
         """
-        batches = self._weighed_by_preference(step, batches, num_microbatches, objective)
+        batches = self._with_preference_weights(step, batches, num_microbatches, objective)
         # denominators are planned from whole rows on the host, before rows are sliced and sent to other ranks
         planned = planned_denominators(batches or [], step.sums.pairs.terms)
         step.sums.add_batches(planned, token_counts(batches or []))
@@ -158,7 +158,7 @@ class TrainingStep:
         if self._optimizer.scales_loss:
             step.sums.gradient_scale = factors.numerator_scale * loss_scale  # constant within a step
 
-    def _weighed_by_preference(
+    def _with_preference_weights(
         self,
         step: OpenStep,
         batches: Sequence[Microbatch] | None,
