@@ -155,7 +155,7 @@ def _judged(
     is_id = (ids == np.floor(ids)) & (ids >= 0) & (ids < vocab_size)
     yield (
         ~is_id.all(axis=1),
-        f"{TOP_K_IDS} that are no token ids: whole numbers from 0 to {vocab_size - 1} are needed "
+        f"{TOP_K_IDS} that are not token ids: whole numbers from 0 to {vocab_size - 1} are needed "
         f"(model.vocab_size={vocab_size}), even where the mask is 0; use a teacher with the model's own tokenizer",
     )
     ordered = np.sort(ids, axis=1)

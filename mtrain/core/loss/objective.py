@@ -202,8 +202,8 @@ class Objective:
         if functions and isinstance(section.chunk_tokens, int):
             raise ConfigError(
                 f"loss.chunk_tokens={section.chunk_tokens} calls loss functions with a few tokens at a time, but "
-                f"{', '.join(functions)} is not marked with mtrain.per_token; mark it if what it adds for a "
-                "token follows from that token alone, or set loss.chunk_tokens=auto, which keeps whole logits for it"
+                f"{', '.join(functions)} is not marked with mtrain.per_token; mark it if its value for a token "
+                "depends on that token alone, or set loss.chunk_tokens=auto, which keeps whole logits for it"
             )
         return self
 

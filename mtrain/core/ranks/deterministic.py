@@ -64,7 +64,7 @@ def _set_variables(environ: MutableMapping[str, str], has_cuda_started: bool) ->
         if name in environ and not set(environ[name].split(",")) <= set(values)
     ]
     if faults:
-        raise _on_this_machine(f"{_KEY} cannot be combined with {', '.join(faults)}; unset what is named here")
+        raise _on_this_machine(f"{_KEY} cannot be combined with {', '.join(faults)}; unset these variables")
     missing = {name: values[0] for name, values in VARIABLES.items() if name not in environ}
     if missing and has_cuda_started:
         settings = " ".join(f"{name}={value}" for name, value in missing.items())

@@ -22,7 +22,7 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _grouped_mm: Callable[..., Tensor] = getattr(functional, "grouped_mm", None) or torch._grouped_mm  # public from 2.10
 _ALIGNMENT_BYTES = 16
-"""Number of bytes of which the size of the operands' rows must be a multiple."""
+"""Number of bytes to which rows of the operands must be aligned."""
 
 
 def sequential(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

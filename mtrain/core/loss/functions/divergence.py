@@ -1,4 +1,4 @@
-"""Divergences from another model, of which all logits, the most likely tokens or just the labels are known."""
+"""Divergences from another model, known by all its logits, its most likely tokens or just the labels."""
 
 from typing import Literal, assert_never
 

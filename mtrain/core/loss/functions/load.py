@@ -93,7 +93,7 @@ def _import(module_name: str, path: str) -> ModuleType:
         # any other name is a failed import inside the user's module
         if missing is not None and (module_name == missing or module_name.startswith(f"{missing}.")):
             raise ConfigError(
-                f"loss.function={path!r}: there is no module {missing!r} on the import path; correct the name, install "
+                f"loss.function={path!r}: module {missing!r} is not on the import path; correct the name, install "
                 "the package, or add the folder that holds it to PYTHONPATH"
             ) from error
         raise ConfigError(f"loss.function={path!r}: importing {module_name} failed: {error}") from error
