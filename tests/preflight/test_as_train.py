@@ -192,7 +192,9 @@ CASES = {
     "a name that is no function": _loss(2, "is not known", function="next_tokens"),
     "no function": _loss(2, "is of type str, but has to be a function", function="json:__name__"),
     "options that are not taken": _loss(2, "change loss.options", options={"smooth": 1}),
-    "a side term that is not there": _loss(2, "is not on the import path", side_terms={"x": {"function": "nowhere.losses:mine"}}),
+    "a side term that is not there": _loss(
+        2, "is not on the import path", side_terms={"x": {"function": "nowhere.losses:mine"}}
+    ),
     "no teacher": _loss(2, "loss.teacher is not given", function="distillation"),
     "a teacher that nobody asks": _loss(2, "loss.teacher", teacher={"checkpoint": "anywhere"}),
     "extras that records lack": _loss(2, "lacks advantages", function="ppo"),
