@@ -106,6 +106,7 @@ class OutputLoss:
     def _sum_over_chunks(
         self, weight: Tensor, hidden: list[Tensor], loss_of: LossOfChunk, chunk: int, expected_gradient: Tensor
     ) -> Tensor:
+        # a method, so that tests can plant faults here
         return sum_over_chunks(weight, hidden, loss_of, chunk, expected_gradient)
 
     def _zero_pairs(self, terms: Sequence[str], device: torch.device) -> dict[str, LossPair]:
@@ -215,8 +216,9 @@ def _selections(
         if count < tokens.labels.numel():
             index = true_positions(weighed(batch, [*tokens.weights]), count)
         row = tokens.map(partial(_select_row, index))
+        student_operands = _Operands.of(student_logits, index)
         teacher_operands = None if teacher_logits is None else _Operands.of(teacher_logits, index)
-        selections.append(_Selection(row, _Operands.of(student_logits, index), teacher_operands))
+        selections.append(_Selection(row, student_operands, teacher_operands))
     return selections
 
 

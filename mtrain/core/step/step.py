@@ -66,9 +66,9 @@ class TrainingStep:
         """Accumulates, reduces and normalises the gradients of one global batch.
 
         One all-reduce of a short float64 vector over all ranks carries the losses, the gradient norm and whether any
-        rank was asked to stop. If several terms have denominators of their own, or with fp16, a second one (within each
-        pipeline stage) sums the planned denominators during the first forward pass. The host waits for the device once,
-        at the end.
+        rank was asked to stop. If side terms have denominators of their own, or with fp16, a second all-reduce (within
+        each pipeline stage; with fp16 over all ranks) sums the planned denominators during the first forward pass. The
+        host waits for the device once, at the end.
 
         Args:
             batches: Full rows of this data-parallel rank; None on ranks that do not read data (tensor-parallel rank >
