@@ -22,13 +22,13 @@ def checked_config(paths: Sequence[Path], overrides: Sequence[str], num_ranks: i
 
 
 def check_at_least(least: int, **options: int | None) -> None:
-    """Refuses an option of a command, `gpus_per_node` for --gpus-per-node, that is too small; None is not given."""
+    """Refuses an option below `least`; `gpus_per_node=` stands for --gpus-per-node, and None for one left out."""
     for name, number in options.items():
         if number is not None and number < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}, but must be at least {least}; change it")
 
 
 def check_printable(option: str, text: str | None) -> None:
-    """Refuses a text that would break a line of a script."""
+    """Refuses text that would break a line of a script."""
     if text is not None and not text.isprintable():
-        raise ConfigError(f"{option} holds {text!r}, a control character; remove it")
+        raise ConfigError(f"{option} is {text!r}, which contains a control character; remove it")

@@ -1,4 +1,4 @@
-"""Several ranks on this machine: they start together, stop together, and none is left running."""
+"""Starts several ranks on this machine; they start together, stop together, and none is left running."""
 
 import ctypes
 import os
@@ -38,23 +38,23 @@ _LOG_LINES = 60
 _INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-"""Looked up here, since a forked child must not wait for the loader's lock; None outside Linux."""
+"""Looked up at import, because a forked child must not wait for the loader's lock; None outside Linux."""
 
 
 def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str], certifies: bool = False) -> int:
     """Trains with `num_ranks` ranks on this machine and returns the exit code.
 
     Args:
-        certifies: Whether `mtrain verify backend` runs first if these layers have no certificate here. Layers that
-            fail there are not used; if it cannot run, no rank starts.
+        certifies: Whether to run `mtrain verify backend` first if this machine has no certificate for these layers.
+            Layers that fail are not used; if the check cannot run, no rank starts.
     """
     config = checked_config(paths, overrides, num_ranks)
-    program, given = [sys.executable, "-m", "mtrain"], [*map(str, paths), *overrides]
+    program, arguments = [sys.executable, "-m", "mtrain"], [*map(str, paths), *overrides]
     if certifies:
-        checked = subprocess.run([*program, "verify", "backend", *given, "--unless-certified"], check=False)
+        checked = subprocess.run([*program, "verify", "backend", *arguments, "--unless-certified"], check=False)
         if checked.returncode not in (0, 1):  # 1: a candidate is wrong, and its certificate says so
             return checked.returncode if checked.returncode > 0 else 128 - checked.returncode
-    command = [*program, "train", *given]
+    command = [*program, "train", *arguments]
     folder = Path(config.run.dir)
     # a watchdog reports first, as it knows more
     patience_s = _AFTER_WATCHDOG_S if config.watch.enabled else 0.0
@@ -63,9 +63,9 @@ def launch_local(num_ranks: int, paths: Sequence[Path], overrides: Sequence[str]
 
 
 def launch_program(num_ranks: int, program: Path, arguments: Sequence[str]) -> int:
-    """Runs a user's program, such as one with an `Engine`, on `num_ranks` ranks and returns the exit code."""
+    """Runs a user's program, for example one that uses `Engine`, on `num_ranks` ranks and returns the exit code."""
     if not program.is_file():
-        raise ConfigError(f"{program} is not there; name a Python program, or the YAML files of a run")
+        raise ConfigError(f"{program} does not exist; name a Python program, or the YAML files of a run")
     with disk_faults("create a log folder"):
         logs = Path(tempfile.mkdtemp(prefix=f"{program.stem}-"))
     if num_ranks > 1:
@@ -77,16 +77,16 @@ def launch_program(num_ranks: int, program: Path, arguments: Sequence[str]) -> i
 def run_ranks(
     command: Sequence[str], num_ranks: int, log_dir: Path, grace_s: float = 10.0, heartbeats: Heartbeats | None = None
 ) -> int:
-    """Runs `command` once for each rank, under torchrun's environment variables, and returns the exit code.
+    """Runs `command` once per rank with torchrun's environment variables, and returns the exit code.
 
-    Rank 0 shares our output; the others append to `log_dir`/rank_<r>.log. Stop signals are passed on to every rank,
-    even those from before the ranks existed; a second SIGINT kills them. Ranks start with these signals blocked and
-    must unblock them, so that none is lost before they can handle it. When a rank fails, the others have `grace_s`
-    seconds to end before they are killed; the failing rank's error is shown once. Ranks in SIGSTOP for `grace_s`
-    seconds after a stop signal are killed, as are all once none of them gives a sign of life.
+    Rank 0 shares our output; the others append to `log_dir`/rank_<r>.log. Every rank receives each stop signal, even
+    one that arrived before the ranks existed; a second SIGINT kills them. Ranks start with these signals blocked and
+    must unblock them, so that no signal is lost before they can handle it. When a rank fails, the others have `grace_s`
+    seconds to end before they are killed, and the failing rank's error is shown once. A rank that is still suspended by
+    SIGSTOP `grace_s` seconds after a stop signal is killed, and so are all ranks once none shows a sign of life.
 
     Args:
-        heartbeats: Signs of life of the ranks; None: they are not watched.
+        heartbeats: Signs of life of the ranks; None does not watch them.
 
     Returns:
         0; the exit code of the rank that failed first; 5 if a signal killed it or it was stopped; 130 after a second
@@ -96,7 +96,7 @@ def run_ranks(
     try:
         with StopSignal() as stop, _started(command, num_ranks, log_dir, mark) as ranks:
             failure = RankWatch(ranks, stop, grace_s, heartbeats).wait()
-            # a watchdog that is ending the job has some seconds to report, before it is ended with the ranks
+            # gives a watchdog that is ending the job some seconds to report before it is killed with the ranks
             deadline = time.monotonic() + (0.0 if failure is None else _AFTER_WATCHDOG_S)
             while (node_folder({MARK: mark}) / ENDING).exists() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
@@ -117,7 +117,7 @@ def run_ranks(
 
 @contextmanager
 def _started(command: Sequence[str], num_ranks: int, log_dir: Path, mark: str) -> Iterator[list[Rank]]:
-    """Starts the ranks; after the block none of their processes is running."""
+    """Starts the ranks, and kills all of their processes at the end of the block."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -135,7 +135,7 @@ def _started(command: Sequence[str], num_ranks: int, log_dir: Path, mark: str) -
         yield ranks
     finally:
         _kill(ranks, mark)
-        shutil.rmtree(node_folder({MARK: mark}), ignore_errors=True)  # the watchdog was one of them
+        shutil.rmtree(node_folder({MARK: mark}), ignore_errors=True)  # _kill has ended the watchdog that owns it
 
 
 def _start(command: Sequence[str], environment: dict[str, str], number: int, log_dir: Path) -> Rank:
@@ -158,7 +158,7 @@ def _start(command: Sequence[str], environment: dict[str, str], number: int, log
 
 
 def _prepare(parent: int) -> None:
-    """Prepares the child before the command: the kernel kills it when the launcher ends, however that happens."""
+    """Makes the kernel kill this child when the launcher ends, however that happens."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # kept across exec; StopSignal lets them through
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -167,8 +167,8 @@ def _prepare(parent: int) -> None:
 
 
 def _kill(ranks: Sequence[Rank], mark: str) -> None:
-    """Ends the ranks, their process groups, and every process that carries our mark."""
-    with suppress(OSError):  # first: the watchdog must not report a rank that is ended here as lost
+    """Kills the ranks, their process groups, and every process that carries our mark."""
+    with suppress(OSError):  # first, or the watchdog reports the ranks killed below as lost
         (folder := node_folder({MARK: mark})).mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / ORDERED).touch()
     for rank in ranks:
@@ -182,7 +182,7 @@ def _kill(ranks: Sequence[Rank], mark: str) -> None:
 
 
 def _show(failure: Failure, first: Rank, heartbeats: Heartbeats | None) -> None:
-    """Reports which rank failed first, why and what it did, unless rank 0 has reported that itself."""
+    """Prints which rank failed first, why, and the end of its log, unless rank 0 has printed that itself."""
     failed, code = failure.rank, failure.rank.process.returncode
     if failure.is_of_its_own and (failed.log is None or (code > 1 and first.process.returncode == code)):
         return
@@ -197,7 +197,7 @@ def _seen(beat: Beat | None) -> str:
 
 
 def _show_log(rank: Rank) -> None:
-    """Shows the end of the rank's output, unless it has been shown."""
+    """Prints the end of the rank's output, unless the rank shares ours."""
     if rank.log is None:
         return
     with rank.log.open("rb") as log:
@@ -208,7 +208,7 @@ def _show_log(rank: Rank) -> None:
 
 
 def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: str) -> FailureRecord | None:
-    """Adds the launcher's record of this failure, and returns the run folder's first cause; None if there is none."""
+    """Adds the launcher's record of this failure; returns the first cause in the run folder, or None."""
     reported = last_failure(run_dir)
     beat = heartbeats.of(failure.rank)
     if not failure.is_of_its_own and beat is not None and beat.start:
@@ -225,15 +225,17 @@ def _first_cause(failure: Failure, heartbeats: Heartbeats, run_dir: Path, mark: 
             launch=mark,
             host=socket.gethostname(),
         )
-        with suppress(OSError):  # on a full disk it is shown all the same
+        with suppress(OSError):  # a full disk loses the record, not the message
             reported = record_failure(run_dir, seen)
     return reported if reported is not None and reported.launch == mark else None
 
 
 def free_port() -> int:
-    """Finds a free port below those that systems assign, so that it stays free."""
+    """Finds a free port below the range that the system assigns, so that it stays free."""
     for port in random.sample(range(*_PORTS), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise MachineError(f"no free port among 100 between {_PORTS[0]} and {_PORTS[1]}; end what listens on this machine")
+    raise MachineError(
+        f"no free port among 100 between {_PORTS[0]} and {_PORTS[1]}; stop programs that listen on this machine"
+    )

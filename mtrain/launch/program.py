@@ -9,8 +9,8 @@ from mtrain.base.signals import STOP_SIGNALS
 
 
 def run(program: str, arguments: list[str]) -> None:
-    """Runs a file as Python does: it is `__main__`, and can import modules in its folder."""
-    # the launcher starts ranks with these blocked, for the handlers of `mtrain train`; the program has none
+    """Runs a file as Python does: it is `__main__`, and can import modules from its folder."""
+    # the launcher blocks these until `mtrain train` has installed its handlers; a user's program has none
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     sys.argv = [program, *arguments]
     sys.path[0] = str(Path(program).resolve().parent)

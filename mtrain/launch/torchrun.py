@@ -1,10 +1,10 @@
-"""torchrun that no stop signal ends while it loads, and whose exit code is that of the rank that failed first.
+"""Runs torchrun so that no stop signal kills it while it loads; exits with the code of the rank that failed first.
 
 `python -m mtrain.launch.torchrun` takes torchrun's own arguments. torchrun handles signals only once it starts its
-ranks, seconds after its own start, and a rank handles them a moment later still. So they are blocked before torch is
-imported, which the ranks inherit until their handlers stand (`StopSignal`), and unblocked in torchrun once it has
-started all of its ranks, to which it passes them on. If it has no ranks a while after a signal, it is waiting for other
-nodes, which may never come: there is nothing to save, and it ends.
+ranks, seconds after its own start, and a rank handles them a moment later still. So this module blocks the signals
+before it imports torch, and ranks inherit the block until they install their handlers (`StopSignal`). torchrun unblocks
+them once it has started all of its ranks, and passes them on. If it has no ranks a while after a signal, it is waiting
+for other nodes, which may never come; it has nothing to save, and exits.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ ENVIRONMENT = {
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1,SIGHUP",  # torchrun passes them on to its ranks,
     "PET_SHUTDOWN_TIMEOUT": "300",  # which get this many seconds to save
 }
-"""Environment variables for the ranks and torchrun; existing values are kept."""
+"""Environment variables for the ranks and torchrun; a variable that is already set keeps its value."""
 _POLL_S = 0.05
 _LONGEST_WAIT_S = 5.0
-"""Seconds after a stop signal, and after torchrun has loaded, in which ranks may still begin."""
+"""Seconds that ranks may take to begin, from the later of a stop signal and the end of torchrun's loading."""
 
 
 def torchrun_arguments(nodes: int, ranks_per_node: int, node_rank: str, first_node: str, port: int) -> list[str]:
     """Returns torchrun's arguments for one node of several.
 
     Args:
-        node_rank: Number of this node; text, since it may be a variable that is filled in later.
+        node_rank: Number of this node, or a variable that a shell or Kubernetes replaces by it.
         port: Port on the first node, which must be free there.
     """
     return [
@@ -93,13 +93,13 @@ def main() -> None:
 
 
 def _without_a_meeting_place(fault: Exception) -> str:
-    """Explains why torchrun's nodes could not find each other; torch says it in many lines."""
+    """Explains in one sentence why torchrun's nodes could not find each other."""
     lines = str(fault).splitlines() or [type(fault).__name__]
     port = re.search(r"port: (\d+)", lines[0])
     if "EADDRINUSE" in lines[0] and port is not None:
         return (
             f"port {port[1]} of this machine, at which torchrun's nodes meet, is in use; set --master-port "
-            "(MASTER_PORT for launch/torchrun.sh) to a free one on all nodes, or end what listens there"
+            "(MASTER_PORT for launch/torchrun.sh) to a free port on all nodes, or stop the program that uses it"
         )
     return (
         f"torchrun's nodes cannot meet: {lines[0]}; check --master-addr and --master-port (MASTER_ADDR and MASTER_PORT "
@@ -108,7 +108,7 @@ def _without_a_meeting_place(fault: Exception) -> str:
 
 
 def _exit_code(file: Path) -> int | None:
-    """Shows the failure in the run folder; returns the exit code of its first cause, None if there is none."""
+    """Prints the failure in the run folder; returns the exit code of its first cause, or None without a failure."""
     if not file.exists():
         return None
     run_dir = Path(file.read_text())
@@ -120,8 +120,8 @@ def _exit_code(file: Path) -> int | None:
 def _let_through(folder: str, waits: threading.Event) -> None:
     """Unblocks stop signals in this thread, so that they reach the process; Python's handler runs in the main thread.
 
-    Ends the process if a signal came, no rank has begun, and torchrun may be waiting for other nodes. On a busy machine
-    it may load for longer than any limit, and ranks of one node always begin.
+    Exits the process if a signal came, no rank has begun, and torchrun may be waiting for other nodes. A launch on one
+    node never exits here: its ranks always begin, even if a busy machine takes longer than any limit to load torch.
     """
     limit_s = None
     while not (ranks := _ranks()) or len(ranks) < int(ranks[0]["LOCAL_WORLD_SIZE"]):
@@ -142,14 +142,14 @@ def _let_through(folder: str, waits: threading.Event) -> None:
 
 def _ranks() -> list[dict[str, str]]:
     """Returns the environments of the running ranks."""
-    own = psutil.Process().environ()
-    found = []
+    own_environment = psutil.Process().environ()
+    environments = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it has just ended
             environment = child.environ()
-            if environment != own and "LOCAL_WORLD_SIZE" in environment:  # equal: between fork and exec
-                found.append(environment)
-    return found
+            if environment != own_environment and "LOCAL_WORLD_SIZE" in environment:  # equal: between fork and exec
+                environments.append(environment)
+    return environments
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Rank:
 
     @property
     def is_running(self) -> bool:
-        """Says whether the rank is running; afterwards the return code of an ended rank is known."""
+        """Whether the rank is running; updates `process.returncode`."""
         return self.process.poll() is None
 
 
@@ -42,29 +42,29 @@ class Failure:
 
     rank: Rank
     cause: str
-    """Text that follows "rank 3"."""
+    """Predicate of the sentence that begins with "rank 3"."""
     exit_code: int
     is_of_its_own: bool
-    """Whether the rank left with an exit code, and may have said why."""
+    """Whether the rank exited with a code of its own, and may have said why."""
     seen_s: float = field(default_factory=time.time)
 
 
 class Heartbeats:
-    """Signs of life of one launch's ranks: a heartbeat, or processor time if the disk takes no heartbeat."""
+    """Signs of life of one launch's ranks: heartbeats, or processor time if the disk is full."""
 
     def __init__(self, folder: Path, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Silence of `limit_s` seconds loses a rank; `clock` returns seconds."""
+        """A rank counts as lost after `limit_s` seconds of silence; `clock` returns seconds."""
         self._folder, self.limit_s, self._clock = folder, limit_s, AwakeClock(_LONGEST_GAP_S, clock)
         self._latest: dict[int, tuple[tuple[Beat | None, float], float]] = {}
-        """Rank -> its latest sign of life, and when it was seen."""
+        """Rank -> its latest sign of life, and the time at which it was seen."""
 
     def of(self, rank: Rank) -> Beat | None:
-        """Returns the latest beat of this start; None if there is none."""
+        """Returns the rank's latest beat in this launch; None before the first."""
         beat = read_beat(self._folder, rank.number)
         return beat if beat is not None and beat.pid == rank.process.pid else None
 
     def is_lost(self, rank: Rank) -> bool:
-        """Says whether a running rank has been silent for too long; call it often."""
+        """Returns whether a running rank has been silent for too long; call it often."""
         now, sign = self._clock(), (self.of(rank), _processor_seconds(rank))
         latest = self._latest.get(rank.number)
         if latest is None or latest[0] != sign:
@@ -77,7 +77,7 @@ class RankWatch:
     def __init__(
         self, ranks: Sequence[Rank], stop: StopSignal, grace_s: float, heartbeats: Heartbeats | None = None
     ) -> None:
-        """`grace_s` are the seconds for ranks to end after one has failed, and for stopped ones to answer a signal."""
+        """`grace_s` is how long ranks have to end after one has failed, and suspended ranks to answer a signal."""
         self._ranks, self._stop, self._grace_s, self._heartbeats = ranks, stop, grace_s, heartbeats
         self._num_passed_on = 0
         self._stopped_since_s: dict[int, float] = {}
@@ -85,7 +85,7 @@ class RankWatch:
         self._looked_s = self._clock()
 
     def wait(self) -> Failure | None:
-        """Waits until all ranks have ended, or the grace after a failure is over; returns the first failure."""
+        """Waits until all ranks have ended, or the grace period after a failure is over; returns the first failure."""
         failure: Failure | None = None
         deadline = float("inf")
         while True:
@@ -123,7 +123,7 @@ class RankWatch:
         return Failure(first, cause, RankLostError.exit_code, False)
 
     def _lost(self) -> Failure | None:
-        """Returns the failure of a rank that will not end by itself; checked only now and then."""
+        """Returns the failure of a rank that will not end by itself; looks only every `_LOOK_S` seconds."""
         now = self._clock()
         if now - self._looked_s < _LOOK_S:
             return None
@@ -150,10 +150,10 @@ def _precedence(rank: Rank) -> tuple[bool, bool, bool, int]:
 
 
 def exit_code_of(code: int) -> int:
-    """Returns a launcher's exit code for a return code of subprocess, as shells write it: 128 + number for a signal.
+    """Converts a subprocess return code to the exit code of a shell, which is 128 + number for a signal.
 
-    SIGABRT gives 5: NCCL's watchdog aborts a process whose peer is lost, past all handlers of Python, and what follows
-    from a lost rank must not depend on the backend.
+    SIGABRT gives 5: NCCL's watchdog aborts a process that has lost a peer, past all of Python's handlers, and a lost
+    rank must give the same exit code under every backend.
     """
     if code == -signal.SIGABRT:
         return RankLostError.exit_code
@@ -161,7 +161,7 @@ def exit_code_of(code: int) -> int:
 
 
 def _is_stopped(rank: Rank) -> bool:
-    """Says whether SIGSTOP has stopped the rank; a debugger's stop is another state."""
+    """Returns whether SIGSTOP has suspended the rank; a debugger's stop is another state."""
     with suppress(psutil.Error):
         return bool(psutil.Process(rank.process.pid).status() == psutil.STATUS_STOPPED)
     return False

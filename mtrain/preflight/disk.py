@@ -1,4 +1,4 @@
-"""Disk space of a run: size and largest number of its checkpoints and exports, and whether they fit."""
+"""Checks whether the checkpoints and exports of a run fit on its disk."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ class DiskNeed:
 
     checkpoint_bytes: int
     num_checkpoints: int
-    """Checkpoints that are kept, and one that is being written before another is deleted."""
+    """Checkpoints that are kept, plus one that is written before another is deleted."""
     export_bytes: int
     num_exports: int
 
@@ -33,61 +33,64 @@ class DiskNeed:
 
 
 def disk_need(config: Config) -> DiskNeed:
-    """Estimates the disk space of a whole run of `config`, whatever its layout."""
+    """Estimates the disk space that a whole run needs; the layout does not matter."""
     section, num_steps = config.checkpoint, config.train.num_steps
     saves = num_steps // section.interval_steps if section.interval_steps else 0
     saves += 0 if section.interval_steps and num_steps % section.interval_steps == 0 else section.at_end
     forever = 0 if section.keep_every_steps is None else num_steps // section.keep_every_steps
     num_checkpoints = min(saves, section.keep_last + section.keep_best + forever + 1)
     exports = num_steps // section.export_hf_every_steps if section.export_hf_every_steps else 0
-    export = num_parameters(config.model) * element_bytes(config.train)  # a folder of Hugging Face: the weights alone
+    export = num_parameters(config.model) * element_bytes(config.train)  # a Hugging Face folder has only the weights
     return DiskNeed(checkpoint_bytes(config), num_checkpoints, export, exports)
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Estimates a checkpoint: weights in the run's precision, the optimizer's numbers in fp32; of adapters only theirs.
+    """Estimates the size of a checkpoint: weights in the run's precision and optimizer state in fp32.
 
-    Replicas are written once, and padding of the vocabulary not at all, so the size does not depend on the layout.
+    A run with adapters saves only these. Replicas are written once and vocabulary padding never, so the size does not
+    depend on the layout.
     """
     model = config.model
     trained = num_parameters(model) if config.adapter is None else num_adapter_parameters(model, config.adapter)
-    kept = 3 * trained  # main weights, in fp32 the weights once more, and both moments
-    if isinstance(config.optimizer, MuonSection):  # a momentum in the place of two moments
-        kept -= matrices_on_rank(model, Layout(), 0).total
-    return trained * element_bytes(config.train) + kept * FP32_BYTES
+    state_size = 3 * trained  # main weights, in fp32 the weights once more, and both moments
+    if isinstance(config.optimizer, MuonSection):  # one momentum instead of two moments
+        state_size -= matrices_on_rank(model, Layout(), 0).total
+    return trained * element_bytes(config.train) + state_size * FP32_BYTES
 
 
 _GIB = 2**30
 
 
 def look_at_disk(config: Config, findings: Findings) -> None:
-    """Compares the space that the run needs with the free space and with what an earlier start has written."""
+    """Compares the space that the run still needs with the free space."""
     folder, need = RunFolder(Path(config.run.dir)), disk_need(config)
-    place = _nearest(folder.path)
+    existing = _nearest(folder.path)
     with findings.looking():
-        with disk_faults(f"look at {place}"):
-            if not place.is_dir():
-                raise MachineError(f"run.dir={folder.path} is below {place}, which is a file; name another folder")
-            if not os.access(place, os.W_OK | os.X_OK):
-                raise MachineError(f"run.dir={folder.path} cannot be created: {place} is not writable; change run.dir")
-            free = shutil.disk_usage(place).free
-            held = _bytes_below(folder.checkpoints) + _bytes_below(folder.exports)
+        with disk_faults(f"look at {existing}"):
+            if not existing.is_dir():
+                raise MachineError(f"run.dir={folder.path} is below {existing}, which is a file; name another folder")
+            if not os.access(existing, os.W_OK | os.X_OK):
+                raise MachineError(
+                    f"run.dir={folder.path} cannot be created: {existing} is not writable; change run.dir"
+                )
+            free = shutil.disk_usage(existing).free
+            used = _bytes_below(folder.checkpoints) + _bytes_below(folder.exports)
         parts = f"{need.num_checkpoints} x {need.checkpoint_bytes / _GIB:.2f} GiB of checkpoints"
         if need.num_exports:
             parts += f" and {need.num_exports} x {need.export_bytes / _GIB:.2f} GiB of exports"
-        there = f", of which {held / _GIB:.2f} GiB are there" if held else ""
-        if need.total_bytes - held > free:
+        there = f", of which {used / _GIB:.2f} GiB are written" if used else ""
+        if need.total_bytes - used > free:
             raise MachineError(
-                f"run.dir={folder.path} will hold {parts}, which are {need.total_bytes / _GIB:.2f} GiB{there}, but "
-                f"{free / _GIB:.2f} GiB are free; lower checkpoint.keep_last={config.checkpoint.keep_last}, keep fewer "
-                "by keep_every_steps, keep_best or export_hf_every_steps, or set run.dir to a larger disk"
+                f"run.dir={folder.path} needs room for {parts}, {need.total_bytes / _GIB:.2f} GiB in all{there}, but "
+                f"only {free / _GIB:.2f} GiB are free; lower checkpoint.keep_last={config.checkpoint.keep_last}, keep "
+                "fewer with keep_every_steps, keep_best or export_hf_every_steps, or set run.dir to a larger disk"
             )
         findings.fact("disk", f"{parts}{there}; {free / _GIB:.1f} GiB are free")
 
 
 def _nearest(path: Path) -> Path:
-    """Returns the folder itself, or the nearest one above it that exists."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    """Returns the path itself, or its nearest parent that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def _bytes_below(folder: Path) -> int:

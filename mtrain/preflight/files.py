@@ -1,4 +1,4 @@
-"""Checks the files that a configuration names: whether they exist, are whole, and fit the model."""
+"""Checks that the files that a configuration names exist, are complete, and fit the model."""
 
 from pathlib import Path
 from typing import assert_never
@@ -16,10 +16,10 @@ from mtrain.preflight.findings import Findings
 
 
 def look_at_files(config: Config, findings: Findings) -> None:
-    """Opens each data and tokenizer file that a run would open, so that all faults are found at once.
+    """Opens every data and tokenizer file that a run would open, so that one check finds all faults.
 
-    It reads the index of an indexed corpus, tokens at a few places, and the first record of each record file as a
-    sample under the run's chat template.
+    Reads the index of an indexed corpus and a few of its tokens, and encodes the first record of each record file with
+    the run's chat template.
     """
     tokenizer = None
     if config.data.tokenizer is not None:
@@ -57,13 +57,13 @@ def look_at_files(config: Config, findings: Findings) -> None:
 
 def source_paths(data: FilesSection) -> list[str]:
     held_out = [section for sections in data.valid_sets.values() for section in sections]
-    return list(dict.fromkeys(each.path for each in (*data.all_sources, *held_out, *data.test)))
+    return list(dict.fromkeys(source.path for source in (*data.all_sources, *held_out, *data.test)))
 
 
 def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, findings: Findings) -> None:
     vocab_size, compares = config.model.vocab_size, compared(config.loss, data)
     from mtrain.data.encoding.compared import (
-        source_encoder,  # jinja2 and its limited process, which pretraining does without
+        source_encoder,  # loads jinja2 and its limited process, which pretraining does not need
     )
     from mtrain.data.formats.record_files import RecordFile, chunks, left_out, source_files
 
@@ -77,18 +77,18 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
     def look(path: str, file: RecordFile) -> None:
         chunk = next(chunks([file]), None)
         if chunk is None:
-            raise DataError(f"{file.path} holds no records; leave it out of {path}")
+            raise DataError(f"{file.path} has no records; leave it out of {path}")
         try:
-            found = encoder.encode(chunk.record(0))
+            encoded = encoder.encode(chunk.record(0))
         except DataError as fault:
             if data.on_bad == "refuse":
                 raise DataError(f"{file.place(1)}: {fault}") from None
-            findings.fact("records", f"{path}: the first one is bad and left out: {fault}")
+            findings.fact("records", f"{path}: the first record is bad and will be left out: {fault}")
             return
-        highest = max(int(sample.ids.max()) for sample in _sequences(found))
+        highest = max(int(sample.ids.max()) for sample in _sequences(encoded))
         if highest >= vocab_size:
             raise DataError(
-                f"{file.place(1)} becomes token {highest}, but model.vocab_size is {vocab_size}; take the model's "
+                f"{file.place(1)} contains token {highest}, but model.vocab_size is {vocab_size}; use the model's "
                 "own tokenizer or raise model.vocab_size"
             )
 
@@ -104,27 +104,27 @@ def _look_at_records(config: Config, data: SftSection, tokenizer: Tokenizer, fin
     if not findings.faults:
         with findings.looking():
             if not _is_learnable(data, encoder):
-                from mtrain.data.sources import Sources  # numpy and the token cache, which a usual check does without
+                from mtrain.data.sources import Sources  # loads numpy and the token cache, which few checks need
 
                 Sources(config).training()
 
 
 def _is_learnable(data: SftSection, encoder: SampleEncoder) -> bool:
-    """Says whether one of the first records shows that there is something to learn."""
+    """Returns whether one of the first records has tokens to learn."""
     from mtrain.data.formats.record_files import chunks, record_files
 
     for source in data.all_sources:
         chunk = next(chunks(record_files(source.path)))
         for index in range(len(chunk)):
             try:
-                found = encoder.encode(chunk.record(index))
+                sample = encoder.encode(chunk.record(index))
             except DataError:
                 continue  # opening the data reports bad records
-            # a record that fits its row has something to learn, unless its weight is 0
-            if any(each.weight and len(each.ids) <= data.seq_length + 1 for each in _sequences(found)):
+            # a record that fits its row has tokens to learn, unless its weight is 0
+            if any(sequence.weight and len(sequence.ids) <= data.seq_length + 1 for sequence in _sequences(sample)):
                 return True
     return False
 
 
-def _sequences(found: TokenizedSample | tuple[TokenizedSample, ...]) -> tuple[TokenizedSample, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def _sequences(sample: TokenizedSample | tuple[TokenizedSample, ...]) -> tuple[TokenizedSample, ...]:
+    return sample if isinstance(sample, tuple) else (sample,)

@@ -1,4 +1,4 @@
-"""Findings before a start: facts for the user, and faults that would end the run."""
+"""Findings of a check before a start: facts for the user, and faults that would end the run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +15,14 @@ class Findings:
     facts: list[tuple[str, str]] = field(default_factory=list)
     faults: list[MtrainError] = field(default_factory=list)
     packed_steps: Callable[[int], PackedSteps] | None = None
-    """Number of data-parallel ranks -> what the steps hold; None if samples share no rows, or were not opened."""
+    """Maps the number of data-parallel ranks to the mean content of a step; None without packing or opened data."""
 
     def fact(self, name: str, value: str) -> None:
         self.facts.append((name, value))
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Records a fault that ends the block, and continues, so that all are found at once."""
+        """Records a fault that ends the block, so that the check goes on and finds all faults."""
         try:
             yield
         except MtrainError as fault:
@@ -30,5 +30,5 @@ class Findings:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the fault that a start would meet first: configuration, data, machine; 0 without a fault."""
+        """Exit code of the fault that a start would report first: configuration, data, machine; 0 without a fault."""
         return min((fault.exit_code for fault in self.faults), default=0)

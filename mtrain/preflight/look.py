@@ -1,6 +1,6 @@
-"""Checks of a start before its first step, by the same functions as there: what they refuse, the check refuses.
+"""Checks a start up to its first step, with the functions that the start itself calls, so both refuse the same.
 
-Torch is only loaded to check weights, or a loss function other than the usual one.
+Loads torch only to check weights, or a loss function other than next_token.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from mtrain.data.sources import OpenedData
 
 _SOON_TOKENISED_BYTES, _SOON_READ_BYTES = 64 << 20, 1 << 30
-"""Size of records, and of a checkpoint, up to which a check reads them."""
+"""Largest size of record files, and of a checkpoint, that a check reads in full."""
 
 
 def look(config: Config, findings: Findings, needs_weights: bool = True, *, is_now: bool = True) -> None:
-    """Goes through a start up to where it would need ranks and devices, and checks its disks for room.
+    """Goes through a start up to the point where it needs ranks and devices, and checks for disk space.
 
     Args:
-        is_now: Whether the run would start now; if not, the one that works in its folder may have ended by then.
+        is_now: Whether the run would start now; otherwise, a run that works in its folder may have ended by then.
     """
     run_as_given, folder = config, RunFolder(Path(config.run.dir))
     if config.metrics.trackers:
@@ -45,7 +45,7 @@ def look(config: Config, findings: Findings, needs_weights: bool = True, *, is_n
             findings.fact("trackers", ", ".join(config.metrics.trackers))
     if config.checkpoint.export_hf_every_steps:
         with findings.looking():
-            from mtrain.hf.schema.registry import refuse_unexportable  # all families, which others do not need
+            from mtrain.hf.schema.registry import refuse_unexportable  # loads all families, which few checks need
 
             refuse_unexportable(config)
     if is_now:
@@ -85,14 +85,14 @@ def look(config: Config, findings: Findings, needs_weights: bool = True, *, is_n
 
 
 def _is_usual(loss: LossSection) -> bool:
-    """Says whether nothing in the loss can be refused: next_token alone, without options."""
+    """Returns whether the loss needs no check: next_token alone, without options."""
     terms = (loss, *loss.side_terms.values())
     return loss.teacher is None and all(term.function == "next_token" and not term.options for term in terms)
 
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a run, or of its reference model, and the findings about it."""
+    """The start of a run or of its reference model, and the findings about it."""
 
     config: Config
     findings: Findings
@@ -100,9 +100,9 @@ class Start:
     """Whether a `model.hf` folder without weights is a fault."""
 
     def is_soon_opened(self) -> bool:
-        """Says whether opening the data takes seconds only, as for an indexed corpus and for few records.
+        """Returns whether opening the data takes only seconds, as for an indexed corpus and for few records.
 
-        Random tokens are opened only if the configuration asks for more than tokens, which could be refused.
+        Random tokens need no check, unless the configuration asks for preference pairs or labels.
         """
         config = self.config
         if isinstance(config.data, MockSection):
@@ -115,24 +115,24 @@ class Start:
         return sum(path.stat().st_size for path in files) <= _SOON_TOKENISED_BYTES
 
     def look_at_weights(self, folder: RunFolder, data: OpenedData | None) -> None:
-        """Checks the origin of the weights; a resumed run has its own, and only needs the frozen model besides."""
+        """Checks the origin of the weights; a resumed run has its own, and needs at most the frozen model."""
         from mtrain.training.changed import changed_inputs, changes_since, resumable
 
         config, findings = self.config, self.findings
-        own = _verified(partial(resumable, config.checkpoint, folder)) if folder.path.is_dir() else None
-        if own is not None:
-            findings.fact("goes on", f"from {own.path}")
+        resumed = _verified(partial(resumable, config.checkpoint, folder)) if folder.path.is_dir() else None
+        if resumed is not None:
+            findings.fact("resumes", f"from {resumed.path}")
             inputs: dict[str, str] = {}
             if not _is_usual(config.loss):
                 from mtrain.core.loss.functions.sources import source_fingerprints
 
-                inputs = source_fingerprints(config.loss)  # not a teacher's, whose weights would have to be loaded
-            # scores of a reference model are part of the data's fingerprint, and only a run has them
+                inputs = source_fingerprints(config.loss)  # without a teacher's, which would need its weights
+            # the data's fingerprint contains the reference model's scores, which only a run has
             if data is not None and not data.preferences:
-                changes_since(own, data, config, folder.path, inputs)
+                changes_since(resumed, data, config, folder.path, inputs)
             else:
-                changed_inputs(own, inputs, config.checkpoint.allow_changed)
-        if own is None or config.adapter is not None:
+                changed_inputs(resumed, inputs, config.checkpoint.allow_changed)
+        if resumed is None or config.adapter is not None:
             self.look_at_model("weights")
         if config.loss.teacher is not None:
             from mtrain.checkpoint.state.start_weights import check_weights  # megatron-core
@@ -141,34 +141,34 @@ class Start:
             teacher = _entry_at(Path(config.loss.teacher.checkpoint))
             check_weights(teacher, teacher_config(config, teacher.path))
             findings.fact("teacher", str(teacher.path))
-        if own is None:
+        if resumed is None:
             self._look_at_adapter("adapter")
-        if own is None and config.loss.reference is not None:
+        if resumed is None and config.loss.reference is not None:
             self._look_at_reference(config.loss.reference)
 
     def look_at_model(self, name: str) -> None:
-        """Checks the initial weights of a run or a service; the finding has this name."""
+        """Checks the initial weights of a run or a service, and reports them as the finding `name`."""
         config, findings = self.config, self.findings
         if config.checkpoint.initialize_from is not None:
             from mtrain.checkpoint.state.start_weights import check_megatron_weights, check_weights  # megatron-core
 
             start = Path(config.checkpoint.initialize_from)
-            found = megatron_folder(start)
-            if found is not None:
-                check_megatron_weights(found, config)
-                findings.fact(name, str(found))
+            folder = megatron_folder(start)
+            if folder is not None:
+                check_megatron_weights(folder, config)
+                findings.fact(name, str(folder))
                 return
             entry = _entry_at(start)
             check_weights(entry, config)
             findings.fact(name, str(entry.path))
         elif config.model.hf is not None:
             if not self.needs_weights and not has_weights(Path(config.model.hf)):
-                findings.fact(name, f"{config.model.hf} holds none, which a start would refuse")
+                findings.fact(name, f"{config.model.hf} has no weights, which a start would refuse")
                 return
             from mtrain.hf.io.source import source_for  # torch
 
             source = source_for(Path(config.model.hf), config.model)
-            findings.fact(name, f"{config.model.hf}: {len(source.weights.names())} tensors, which fit the model")
+            findings.fact(name, f"{config.model.hf}: {len(source.weights.names())} tensors, all of which fit the model")
 
     def _look_at_adapter(self, name: str) -> None:
         config = self.config
@@ -183,10 +183,10 @@ class Start:
         from mtrain.training.references import named_reference
 
         reference = named_reference(self.config, named)
-        found = Start(reference.config, self.findings)
+        start = Start(reference.config, self.findings)
         try:
-            found.look_at_model("reference")
-            found._look_at_adapter("reference")
+            start.look_at_model("reference")
+            start._look_at_adapter("reference")
             if reference.saved is not None:
                 self.findings.fact("reference", f"{_entry_at(reference.saved).path}, adapters of a run")
         except DataError as error:
@@ -195,12 +195,12 @@ class Start:
 
 def _entry_at(start: Path) -> CheckpointEntry:
     entry = _verified(partial(checkpoint_at, start))
-    assert entry is not None, "checkpoint_at raises where there is none"
+    assert entry is not None, "checkpoint_at raises without one"
     return entry
 
 
 def _verified(find: Callable[[Mapping[int, str]], Newest]) -> CheckpointEntry | None:
-    """Returns the newest valid checkpoint. As at a start, all its bytes are read, unless that takes long."""
+    """Returns the newest valid checkpoint; reads all of its bytes, as a start does, unless they are many."""
     from mtrain.checkpoint.store.directory import verify_files
 
     unusable: dict[int, str] = {}

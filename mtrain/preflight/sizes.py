@@ -1,4 +1,4 @@
-"""Sizes of the training data, as `mtrain check` shows them: records, tokens, the longest, epochs."""
+"""Sizes of the training data for `mtrain check`: records, tokens, the longest sequence, epochs."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from mtrain.preflight.findings import Findings
 
 
 def look_at_sizes(epochs: Epochs, findings: Findings) -> None:
-    """Adds a fact for each source of files, and one for each epoch."""
+    """Adds a fact about each source of files, and about how often the run passes it."""
     stream, data = epochs.stream, epochs.config.data
     if isinstance(stream, Blended) and isinstance(data, FilesSection):
         for (name, _), source in zip(stream.named_sizes, stream.sources):
@@ -24,18 +24,18 @@ def look_at_sizes(epochs: Epochs, findings: Findings) -> None:
 
 
 _MOST_STEPS = 16
-"""Steps that are packed to find their mean."""
+"""Steps to pack for a mean."""
 
 
 def packed_steps(epochs: Epochs, dp_size: int) -> PackedSteps:
-    """Packs the first steps of the run, and some until its end, as training does; returns their means."""
+    """Packs a few steps, spread over the run, as training does; returns their means."""
     config, stream = epochs.config, epochs.stream
     shape, steps = StepShape.of(config, dp_size), steps_of(config, stream)
     counts, pairs, num_rows = [], 0, 0
     for step in range(0, config.train.num_steps, -(-config.train.num_steps // _MOST_STEPS)):
-        held = steps.samples(step)
-        widths = stream.widths(held.numbers)
-        rows = len((packed(widths, shape.row_width) if held.rows is None else held.rows).ends)
+        samples = steps.samples(step)
+        widths = stream.widths(samples.numbers)
+        rows = len((packed(widths, shape.row_width) if samples.rows is None else samples.rows).ends)
         counts.append(num_microbatches_of(rows, shape))
         pairs, num_rows = pairs + int((widths * (widths + 1)).sum()), num_rows + rows
     whole = num_rows * shape.row_width * (shape.row_width + 1)
@@ -55,7 +55,7 @@ def _size(source: SampleSource, seq_length: int) -> str:
 
 
 def _passes(epochs: Epochs, data: FilesSection) -> Iterator[str]:
-    """Yields how often the run passes each source of its first blend, and the steps of an epoch of a lone one."""
+    """Yields how often the run passes each source; for a single source, also the number of steps in an epoch."""
     if data.curriculum:
         return
     config, num_steps = epochs.config, epochs.config.train.num_steps
@@ -65,7 +65,7 @@ def _passes(epochs: Epochs, data: FilesSection) -> Iterator[str]:
         steps = epochs.num_steps(size)
         passed = num_steps / steps if by_rows else num_steps * config.sequences_per_step / size
         yield f"{size // group:,} samples in {steps:,} steps; the run's {num_steps:,} pass them {passed:.2f} times"
-    elif not by_rows:  # how many samples a row holds depends on all sources
+    elif not by_rows:  # the number of samples per row depends on all sources
         whole = sum(source.weight for source in data.train)
         for source, (name, size_) in zip(data.train, epochs.stream.named_sizes):
             assert size_ is not None, "files have an end"

@@ -1,1 +1,1 @@
-"""Watchdog: one process per node that notices a silent rank, says where it hangs, and ends the job."""
+"""Watchdog: one process per node that detects a silent rank, reports where it hangs, and ends the job."""

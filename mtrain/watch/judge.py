@@ -1,7 +1,7 @@
-"""Decides which rank is lost, from repeated looks at a node's ranks and, when these make no progress, at other nodes.
+"""Decides which rank is lost, from repeated looks at a node's ranks and, once they make no progress, at other nodes.
 
-A training step ends on all ranks or on none, so a job hangs when none of its ranks makes progress. Then the others wait
-for the rank at the earliest place. Time in which the watchdog itself did not run does not count.
+A training step ends on all ranks or on none, so a job hangs when none of its ranks makes progress: all wait for the
+rank that is furthest behind. Time in which the watchdog itself was suspended does not count.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,23 +17,23 @@ class Lost(StrEnum):
     STOPPED = "is stopped"
     """The rank shows no sign of life: it uses no processor time, and its heartbeat thread does not run."""
     STUCK = "makes no progress"
-    """The rank is alive, but neither it nor any other rank makes progress."""
+    """The rank is alive, but no rank makes progress."""
     GONE = "vanished silently"
     ABSENT = "has never begun"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits in seconds within which a rank has to make progress."""
+    """Seconds within which a rank has to make progress."""
 
     step_s: float
-    """Limit in data, forward_backward, update and validation; also for a sign of life in any phase."""
+    """Limit for data, forward_backward, update and validation, and for a sign of life in any phase."""
     start_s: float
-    """Limit until the first step is done: programs load, kernels are compiled, data are built."""
+    """Limit until the first step is done, while programs load, kernels are compiled and data are built."""
     save_s: float
 
     def of(self, phase: Phase, is_first_step: bool) -> float:
-        """Returns the limit of a phase; infinite if nothing shows progress."""
+        """Returns the limit of a phase; infinite for an export, which reports no progress."""
         match phase:
             case Phase.START | Phase.BUILD:
                 return max(self.start_s, self.step_s)
@@ -47,23 +47,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class Seen:
-    """State of one rank of this node at one look."""
+    """One rank of this node at one look."""
 
     state: Beat
     process: ProcessState | None
-    """State of its process; None once it has ended."""
+    """None once the process has ended."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A lost rank, as far as the watchdog can tell."""
+    """A lost rank, as far as the watchdog can identify it."""
 
     rank: int
-    """Number of the rank; negative if only the node is known."""
+    """Rank; negative if only its node is known."""
     how: Lost
     place: str
     silent_s: float
-    """Time since the last sign of life or progress of the rank."""
+    """Seconds since the rank's last sign of life or progress."""
     is_here: bool
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Loss:
 
 @dataclass
 class _Clock:
-    """Time for which nothing has changed on one rank."""
+    """Measures for how long a sign of life or progress has not changed."""
 
     sign: object = None
     silent_s: float = 0.0
@@ -89,14 +89,16 @@ class _Clock:
 
 
 class Judge:
-    """Remembers earlier looks; call it again and again."""
+    """Judges the ranks of one node; remembers earlier looks."""
 
-    def __init__(self, limits: Limits, longest_gap_s: float, others: Callable[[], Mapping[int, Beat]] = dict) -> None:
+    def __init__(
+        self, limits: Limits, longest_gap_s: float, remote_beats: Callable[[], Mapping[int, Beat]] = dict
+    ) -> None:
         """Args:
         longest_gap_s: Longest time between two looks that counts; in a longer gap the watchdog was suspended.
-        others: Returns the beats of other nodes' ranks; called when this node's ranks make no progress.
+        remote_beats: Returns the beats of other nodes' ranks; called once this node's ranks make no progress.
         """
-        self._limits, self._longest_gap_s, self._others = limits, longest_gap_s, others
+        self._limits, self._longest_gap_s, self._remote_beats = limits, longest_gap_s, remote_beats
         self._life: dict[int, _Clock] = {}
         self._progress: dict[int, _Clock] = {}
         self._elsewhere = _Clock()
@@ -106,9 +108,10 @@ class Judge:
         self._looked_s: float | None = None
         self._beats: Mapping[int, Beat] = {}
         self.nearness = 0.0
-        """Share of its limit that the slowest rank had used at the latest look; at 1 it is lost."""
+        """Share of its limit that the slowest rank has used; at 1 it is lost."""
 
     def look(self, now: float, seen: Sequence[Seen], expected: int) -> Loss | None:
+        """Returns the rank that is lost at time `now` (seconds), or None; `expected` is the node's number of ranks."""
         passed_s = min(now - (now if self._looked_s is None else self._looked_s), self._longest_gap_s)
         self._looked_s = now
         gone = next((one for one in seen if one.process is None), None)
@@ -125,13 +128,13 @@ class Judge:
                 return _loss(first, Lost.STOPPED, silent_s)
             if (behind := self._standing_still(now, seen)) is not None:
                 return behind
-        # a rank of this node may not have begun although others have
+        # some ranks of this node have begun, but not all
         self._absent_s = self._absent_s + passed_s if seen and len(seen) < expected else 0.0
         return Loss(-1, Lost.ABSENT, "", self._absent_s, True) if self._absent_s > self._limits.step_s else None
 
     def _note(self, one: Seen, passed_s: float) -> None:
         state, process = one.state, one.process
-        assert process is not None, "those that have ended are found before"
+        assert process is not None, "the caller has handled ended ranks"
         if state.step:
             self._first_steps.setdefault(state.rank, state.step)
         progress = (state.changed_s, state.step, state.phase)
@@ -140,28 +143,28 @@ class Judge:
         self._life.setdefault(state.rank, _Clock(life)).look(life, passed_s)
 
     def _standing_still(self, now: float, seen: Sequence[Seen]) -> Loss | None:
-        """Finds the slowest rank if no rank of the job has made progress for longer than that rank's limit."""
+        """Returns the slowest rank if no rank of the job has made progress for longer than that rank's limit."""
         here_s = min(self._progress[one.state.rank].silent_s for one in seen)
         shortest_s = min(self._limit(one) for one in seen)
         self._ask_others(now, here_s, shortest_s)
         still_s = min(here_s, self._elsewhere.silent_s) if self._beats else here_s
         behind = _behind(seen, self._beats)
-        one = next((each for each in seen if each.state.rank == behind.rank), None)
+        one = next((rank for rank in seen if rank.state.rank == behind.rank), None)
         limit_s = self._limit(one) if one is not None else shortest_s
         self.nearness = still_s / limit_s
         return replace(behind, silent_s=still_s) if still_s > limit_s else None
 
     def _ask_others(self, now: float, here_s: float, limit_s: float) -> None:
-        """Looks at the ranks of other nodes, but seldom: a thousand nodes may do so at once."""
+        """Reads the beats of other nodes, but seldom, because a thousand nodes may do so at once."""
         if here_s == 0.0:
             self._beats, self._elsewhere = {}, _Clock()
             return
         if here_s < limit_s / 2 or now - self._asked_s < min(max(limit_s / 60, self._longest_gap_s / 2), 10.0):
             return
         is_first, before_s, self._asked_s = not self._beats, self._asked_s, now
-        self._beats = self._others()
+        self._beats = self._remote_beats()
         sign = {rank: (beat.changed_s, beat.step, beat.phase, beat.left_with) for rank, beat in self._beats.items()}
-        # ranks there are assumed to hang for as long as those here, unless a second look shows a change
+        # assumes that those ranks have hung for as long as these, unless a second look shows a change
         self._elsewhere = _Clock(sign, here_s) if is_first else self._elsewhere
         self._elsewhere.look(sign, 0.0 if is_first else now - before_s)
 
@@ -175,13 +178,13 @@ def _loss(one: Seen, how: Lost, silent_s: float) -> Loss:
 
 
 def _behind(seen: Sequence[Seen], beats: Mapping[int, Beat]) -> Loss:
-    """Returns the rank at the earliest place: by step, by phase, then one that does not wait for another."""
+    """Returns the rank that is furthest behind: by step, by phase, then one that waits for no collective."""
     here = {one.state.rank: one for one in seen}
     elsewhere = [beat for rank, beat in beats.items() if rank not in here and beat.left_with is None]
     first = min([*(one.state for one in seen), *elsewhere], key=_earliness)
-    own = here.get(first.rank)
-    is_stopped = own is not None and own.process is not None and own.process.is_stopped
-    return Loss(first.rank, Lost.STOPPED if is_stopped else Lost.STUCK, first.place, 0.0, own is not None)
+    local_rank = here.get(first.rank)
+    is_stopped = local_rank is not None and local_rank.process is not None and local_rank.process.is_stopped
+    return Loss(first.rank, Lost.STOPPED if is_stopped else Lost.STUCK, first.place, 0.0, local_rank is not None)
 
 
 def _earliness(state: Beat) -> tuple[tuple[int, int], bool, int, int]:

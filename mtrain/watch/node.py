@@ -1,5 +1,5 @@
-"""What the ranks of a node and their watchdog see of each other: a folder in memory, which belongs to one launch on one
-node, and the state of processes in /proc, which costs microseconds to read and needs no library."""
+"""Shared by the ranks of a node and their watchdog: a folder in memory for each launch, and the state of processes in
+/proc, which takes microseconds to read and needs no library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_SRUN = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_NODEI
 
 
 def node_folder(environ: Mapping[str, str]) -> Path:
-    """Returns the folder shared by the ranks of one launch on one node, and by no others; does not create it."""
+    """Returns the folder that only the ranks of this launch on this node share; does not create it."""
     if environ.get("MTRAIN_LAUNCH"):
         names: tuple[str, ...] = _OF_LOCAL_LAUNCH
     elif "RANK" in environ:
@@ -46,12 +46,12 @@ _LONGEST = 20_000
 
 class ProcessState(NamedTuple):
     letter: str
-    """R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger."""
+    """R runs, S sleeps, D waits for a disk, T is stopped by a signal, t by a debugger."""
     cpu_s: float
     tracer: int
-    """Process that debugs it; 0 if there is none."""
+    """PID of its debugger; 0 for none."""
     caught_signals: int
-    """Bit mask of the signals with a handler."""
+    """Bit mask of the signals that have a handler."""
 
     @property
     def is_stopped(self) -> bool:
@@ -67,7 +67,7 @@ class ProcessState(NamedTuple):
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """Reads the state of a process; None if it has ended or cannot be seen."""
+    """Reads the state of a process; None if it has ended or is not visible."""
     try:
         # the name, in parentheses, may contain anything
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -82,7 +82,7 @@ def process_state(pid: int) -> ProcessState | None:
 
 
 def kernel_view(pid: int) -> str:
-    """Describes where each thread waits in the kernel, as far as this user may read it."""
+    """Describes where each thread waits in the kernel, as far as this user has permission to see."""
     lines = []
     try:
         threads = sorted(os.listdir(f"/proc/{pid}/task"), key=int)
@@ -99,7 +99,7 @@ def kernel_view(pid: int) -> str:
 
 
 def memory_kills() -> int:
-    """Counts the processes that the kernel has killed for lack of memory, in this cgroup and on this machine."""
+    """Counts the processes that the kernel has killed for lack of memory, in this cgroup or on this machine."""
     counts = []
     for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
         lines = [line.split() for line in text_of(path).splitlines()]

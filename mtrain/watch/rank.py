@@ -24,10 +24,10 @@ _MOST_STARTS = 2
 
 @contextlib.contextmanager
 def watched(config: Config, environment: RankEnvironment) -> Iterator[Pulse | None]:
-    """Gives this rank a pulse inside the block, and its node a watchdog, which the node's first rank starts.
+    """Gives this rank a pulse inside the block; the node's first rank also starts the node's watchdog.
 
-    Enter it before torch is loaded, so that a rank that hangs during loading is found. Yields None if nobody watches:
-    watch.enabled=false, or a single rank at a terminal, perhaps in a debugger.
+    Enter it before torch is loaded, so that the watchdog detects a rank that hangs during loading. Yields None without
+    a watchdog: watch.enabled=false, or a single rank at a terminal, perhaps in a debugger.
     """
     has_launcher = environment.master_port != 0
     is_at_a_terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -40,7 +40,7 @@ def watched(config: Config, environment: RankEnvironment) -> Iterator[Pulse | No
         pulse = Pulse(pulse_file(folder, environment.rank), environment.rank)
         answer_to_signal(folder, environment.rank)
     except OSError as fault:
-        _log.warning(f"warning: this run has no watchdog: {folder} cannot be written ({fault.strerror or fault})")
+        _log.warning(f"warning: this run has no watchdog: cannot write to {folder} ({fault.strerror or fault})")
         yield None
         return
     for name, value in flight_recorder(folder).items():
@@ -70,13 +70,13 @@ def watched(config: Config, environment: RankEnvironment) -> Iterator[Pulse | No
 
 
 def _beat(pulse: Pulse, settings: Settings | None, ended: threading.Event) -> None:
-    """Shows that the interpreter runs; on the node's first rank it also restarts the watchdog."""
+    """Shows that the interpreter runs; on the node's first rank, starts the watchdog and restarts it once."""
     process, num_started = None, 0
     while True:
         pulse.beat()
         if settings is not None and num_started < _MOST_STARTS and (process is None or process.poll() is not None):
             if process is not None:
-                _log.warning("warning: the watchdog has ended; it is restarted once")
+                _log.warning("warning: the watchdog has ended; restarting it once")
             process, num_started = _started(settings), num_started + 1
         elif settings is not None and process is not None and process.poll() is not None:
             _log.warning("warning: the watchdog has ended again; this run continues without one")
@@ -86,7 +86,7 @@ def _beat(pulse: Pulse, settings: Settings | None, ended: threading.Event) -> No
 
 
 def _started(settings: Settings) -> subprocess.Popen[bytes] | None:
-    # a session of its own: neither Ctrl-C nor the end of the first rank's process group ends it
+    # a new session, which neither Ctrl-C nor the end of the first rank's process group reaches
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     try:
         return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Stacks of hanging ranks: by their own handler in C, which needs no interpreter lock, and from outside."""
+"""Stacks of hanging ranks, from their own handler in C, which needs no GIL, and from outside."""
 
 import contextlib
 import ctypes
@@ -25,8 +25,8 @@ FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT":
 
 
 def answer_to_signal(folder: Path, rank: int) -> None:
-    """Makes this process write its stacks to its stack file whenever it receives SIGNAL, whatever it is doing."""
-    # kept open to the end of the process: the handler may neither open nor allocate
+    """Makes this process write its stacks to its stack file whenever it receives SIGNAL, even inside a C call."""
+    # stays open until the process ends: the handler may neither open a file nor allocate memory
     file = stack_file(folder, rank).open("wb")
     faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
     _files.append(file)
@@ -36,7 +36,7 @@ _files: list[object] = []
 
 
 def flight_recorder(folder: Path) -> dict[str, str]:
-    """Returns environment variables with which NCCL's flight recorder dumps on request, into a folder on this node."""
+    """Returns environment variables that make NCCL's flight recorder dump on request, into a folder on this node."""
     return {
         **FLIGHT_RECORDER,
         "TORCH_FR_DUMP_TEMP_FILE": str(folder / "nccl_trace_"),
@@ -48,22 +48,22 @@ def flight_recorder(folder: Path) -> dict[str, str]:
 def ask(states: Sequence[Beat]) -> list[Beat]:
     """Asks ranks for their stacks, which costs each a millisecond; returns those that will answer.
 
-    A stopped rank answers when it is continued. All its threads continue at once then, and if another thread answered,
-    the main thread would have moved on: so it has to answer itself. Otherwise any thread may answer, since the main
-    thread may be deep in the kernel.
+    A stopped rank answers when it is continued, which continues all of its threads at once. Its main thread has to
+    answer itself, since it would move on while another thread answers. In a running rank any thread may answer, since
+    the main thread may be deep in the kernel.
     """
-    found = []
+    asked_ranks = []
     for state in states:
         process = process_state(state.pid)
         if process is not None and process.catches(SIGNAL):
             with contextlib.suppress(OSError):
                 (_send_to_main_thread if process.is_stopped else os.kill)(state.pid, SIGNAL)
-                found.append(state)
-    return found
+                asked_ranks.append(state)
+    return asked_ranks
 
 
 def _send_to_main_thread(pid: int, number: int) -> None:
-    """Sends a signal to the main thread only; to the process if the C library lacks the call."""
+    """Sends a signal to the main thread only, or to the process if the C library has no tgkill."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "tgkill"):  # glibc before 2.30, musl
         os.kill(pid, number)
@@ -72,26 +72,28 @@ def _send_to_main_thread(pid: int, number: int) -> None:
 
 
 def dump(folder: Path, states: Sequence[Beat], lost: int, out: Path) -> dict[int, Path]:
-    """Writes a file of stacks for each rank, into the folder `out`; returns rank -> file, for those that were written.
+    """Writes each rank's stacks to a file in the folder `out`; returns rank -> file, without files that failed.
 
-    More is collected about the rank `lost`, which the others wait for. A stopped rank is continued; end it afterwards.
+    py-spy also looks at the rank `lost`. Stopped ranks are continued so that they answer; kill them afterwards.
     """
     seen = {state.rank: process_state(state.pid) for state in states}
     in_kernel = {state.rank: kernel_view(state.pid) for state in states}
     from_outside = {state.rank: _py_spy(state.pid) for state in states if state.rank == lost}
     stopped = [state for state in states if (one := seen[state.rank]) is not None and one.is_stopped]
-    for some in ([state for state in states if state not in stopped], stopped):
-        asked = ask(some)
-        for state in stopped if some is stopped else []:
+    for group in ([state for state in states if state not in stopped], stopped):
+        answering = ask(group)
+        for state in stopped if group is stopped else []:
             with contextlib.suppress(OSError):
                 os.kill(state.pid, signal.SIGCONT)
-        _settle([stack_file(folder, state.rank) for state in asked])
+        _settle([stack_file(folder, state.rank) for state in answering])
     _ask_flight_recorders(folder)
     files: dict[int, Path] = {}
     for state in states:
-        own = text_of(stack_file(folder, state.rank))
+        python_stack = text_of(stack_file(folder, state.rank))
         parts = [f"rank {state.rank}, process {state.pid}, in {state.place}\n"]
-        parts.append(f"\n== by faulthandler\n{own}" if own else "\n== faulthandler has not answered\n")
+        parts.append(
+            f"\n== by faulthandler\n{python_stack}" if python_stack else "\n== faulthandler has not answered\n"
+        )
         if text := from_outside.get(state.rank):
             parts.append(f"\n== by py-spy\n{text}")
         parts.append(f"\n== in the kernel\n{in_kernel[state.rank]}")
@@ -107,14 +109,14 @@ def dump(folder: Path, states: Sequence[Beat], lost: int, out: Path) -> dict[int
 
 
 def innermost(text: str, num_frames: int = 3) -> list[str]:
-    """Returns the innermost frames of the main thread from a file of `dump`: `File "x.py", line 3 in f`."""
+    """Returns the main thread's innermost frames from the text of a `dump` file: `File "x.py", line 3 in f`."""
     # faulthandler lists the oldest thread last; the title of the last section differs
     blocks = re.split(r"^(?:Current t|T)hread 0x.*$", text.partition("\n== by py-spy")[0], flags=re.MULTILINE)
     return [line.strip() for line in blocks[-1].splitlines() if line.startswith("  File ")][:num_frames]
 
 
 def _settle(files: Sequence[Path]) -> None:
-    """Waits until every file has grown and no longer changes, or patience ends."""
+    """Waits until every file has content and no longer grows, but at most `_PATIENCE_S` seconds."""
     deadline, sizes, since = time.monotonic() + _PATIENCE_S, [0] * len(files), time.monotonic()
     while time.monotonic() < deadline:
         now = [len(text_of(path)) for path in files]
@@ -129,7 +131,7 @@ def _py_spy(pid: int) -> str:
     program = shutil.which("py-spy")
     if program is None:
         return ""
-    # without pausing it: a pause needs ptrace, which a stopped process does not answer
+    # without pausing the process, since ptrace cannot pause one that is stopped
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S, check=False)
@@ -139,7 +141,7 @@ def _py_spy(pid: int) -> str:
 
 
 def _ask_flight_recorders(folder: Path) -> None:
-    """Asks NCCL's flight recorders to dump: torch listens on a pipe for each rank, and dumps on any write."""
+    """Asks NCCL's flight recorders to dump, by a write to the pipe that torch reads on each rank."""
     for pipe in folder.glob(f"{_TRACES}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)

@@ -1,6 +1,6 @@
-"""Process of the watchdog: `python -m mtrain.watch.watchdog` with its settings as JSON; `mtrain.watch.rank` starts it.
+"""The watchdog process, `python -m mtrain.watch.watchdog` with its settings as JSON; `mtrain.watch.rank` starts it.
 
-It imports no torch, uses no GPU, and exits when the ranks of its node have left. See docs/machines/survive.md.
+It does not import torch, uses no GPU, and exits when the ranks of its node have left. See docs/machines/survive.md.
 """
 
 import contextlib
@@ -23,26 +23,26 @@ from mtrain.watch.node import memory_kills, process_state
 from mtrain.watch.stacks import ask, dump, innermost
 
 ENDING = "ending"
-"""File next to the pulses: the watchdog is ending the job; it deletes the folder after its report."""
+"""File next to the pulses that says that the watchdog is ending the job; it deletes the folder after its report."""
 
 ORDERED = "ordered"
-"""File next to the pulses: the launcher ends all ranks now, so none of them counts as lost."""
+"""File next to the pulses that says that the launcher is ending all ranks, so none of them counts as lost."""
 
 _LOOKS_PER_TIMEOUT = 30
 _LOOK_S = (0.1, 0.5)
 _LONGEST_GAP = 4.0
-"""Longest gap that counts, in looks; in a longer one the ranks did not run either."""
+"""Longest gap that counts, in looks; in a longer one the ranks did not run, either."""
 _FIRST_S = 60.0
-"""Seconds in which the first rank has to appear."""
+"""Seconds within which the first rank has to appear."""
 _HEAD_START_S = 3.0
-"""Seconds that the lost rank's node has to end it, so that it is the first to end."""
+"""Seconds that other nodes wait, so that the lost rank is the first to end."""
 _OLD_S = 600.0
 _EARLY = 0.8
-"""Share of a rank's limit after which all ranks are asked for their stacks."""
+"""Share of a rank's limit after which the watchdog asks all ranks for their stacks."""
 _GRACE_S = 6.0
-"""Seconds in which the other ranks may leave by themselves after one has been ended."""
+"""Seconds in which the other ranks may leave by themselves after the lost one was killed."""
 _GONE_S = 0.7
-"""Seconds before an ended rank counts as lost: a launcher that ends all ranks ends the watchdog as well."""
+"""Seconds before an ended rank counts as lost; a launcher that is ending all ranks kills the watchdog earlier."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Watchdog:
         self._began_s, self._has_asked = time.monotonic(), False
 
     def run(self) -> None:
-        """Watches until the ranks of this node have left, or the job is ended."""
+        """Watches until the ranks of this node have left, or until it has ended the job."""
         while not self._is_over():
             now = time.monotonic()
             states = self._states()
@@ -88,7 +88,7 @@ class Watchdog:
             elif loss is not None:
                 self._end(self._named(loss, states), states)
                 return
-            # some time before the end: ranks that wait for the lost one leave as soon as it is gone
+            # asks before the limit: ranks that wait for the lost one leave as soon as it is killed
             elif self._judge.nearness < _EARLY:
                 self._has_asked = False
             elif not self._has_asked:
@@ -103,7 +103,7 @@ class Watchdog:
         if any(state.left_with is None and process_state(state.pid) is not None for state in states):
             return False
         if any(state.left_with is None and state.pid not in self._known_gone for state in states):
-            return False  # one has ended silently, which is still to be reported
+            return False  # one has ended silently, and run() has yet to report it
         if len(states) >= self._settings.local_world_size or process_state(self._settings.parent) is None:
             return True
         return time.monotonic() - self._began_s > max(_FIRST_S, self._settings.step_s)
@@ -112,27 +112,27 @@ class Watchdog:
         return (self._node / ORDERED).exists()
 
     def _states(self) -> list[Beat]:
-        found = (read_pulse(path) for path in sorted(self._node.glob("rank_*")))
-        return [state for state in found if state is not None]
+        states = (read_pulse(path) for path in sorted(self._node.glob("rank_*")))
+        return [state for state in states if state is not None]
 
     def _beats_of_others(self) -> Mapping[int, Beat]:
         here = {state.rank for state in self._states()}
         if len(here) >= self._settings.world_size:
             return {}
-        others = (rank for rank in range(self._settings.world_size) if rank not in here)
+        remote_ranks = (rank for rank in range(self._settings.world_size) if rank not in here)
         number = max((state.start for state in self._states()), default=0)
-        beats = ((rank, read_beat(self._run_dir / "heartbeats", rank)) for rank in others)
+        beats = ((rank, read_beat(self._run_dir / "heartbeats", rank)) for rank in remote_ranks)
         return {rank: beat for rank, beat in beats if beat is not None and beat.start == number}
 
     def _named(self, loss: Loss, states: Sequence[Beat]) -> Loss:
-        """Adds the number of a rank that has never begun, if there is only one node."""
+        """Fills in which rank has never begun, if the job has only one node."""
         if loss.rank >= 0 or self._settings.local_world_size != self._settings.world_size:
             return loss
         missing = set(range(self._settings.world_size)) - {state.rank for state in states}
         return replace(loss, rank=min(missing, default=-1))
 
     def _note_gone(self, loss: Loss, gone: Sequence[Beat]) -> None:
-        """Reports a rank that ended without saying why; its launcher knows more, and ends the others."""
+        """Reports a rank that ended without a report; its launcher ends the other ranks."""
         time_s = time.time()
         time.sleep(_GONE_S)
         self._known_gone |= {state.pid for state in gone}
@@ -150,14 +150,14 @@ class Watchdog:
         (self._node / ENDING).touch()
         running = [state for state in states if process_state(state.pid) is not None]
         failure = self._failure(loss, FailureClass.LOST_PEER, str(loss), states, time_s)
-        if loss.is_here:  # at once: the launcher that ends the job may end this process, too
+        if loss.is_here:  # before the stacks, because a launcher may kill this process at any moment
             self._record(failure, is_last=False)
         out = records_folder(self._run_dir, _number(states))
         files = dump(self._node, states, loss.rank, out)
-        own = [files[loss.rank]] if loss.rank in files else []
-        stack = [frame for path in own for frame in innermost(path.read_text(errors="replace"))]
+        lost_files = [files[loss.rank]] if loss.rank in files else []
+        stack = [frame for path in lost_files for frame in innermost(path.read_text(errors="replace"))]
         if loss.is_here:
-            self._record(replace(failure, stack=tuple(stack), files=tuple(map(str, own))))
+            self._record(replace(failure, stack=tuple(stack), files=tuple(map(str, lost_files))))
         else:
             time.sleep(_HEAD_START_S)
         self._kill([state for state in running if state.rank == loss.rank])
@@ -189,7 +189,7 @@ class Watchdog:
         )
 
     def _record(self, failure: FailureRecord, is_last: bool = True) -> None:
-        """Writes a record into the run folder, if this start has it; else prints the final summary."""
+        """Writes a record into the run folder if this start has opened it, or else prints the final summary."""
         if failure.start:
             with contextlib.suppress(OSError):  # a full disk: only the line on standard error remains
                 record_failure(self._run_dir, failure, again=True)
@@ -201,19 +201,19 @@ def _number(states: Sequence[Beat]) -> int:
     return max((state.start for state in states), default=0)
 
 
-def _sweep(own: Path) -> None:
-    """Deletes folders of launches that are over and whose watchdog was ended with them, as under Slurm."""
-    for folder in own.parent.glob(f"mtrain-{os.getuid()}-*"):
+def _sweep(current: Path) -> None:
+    """Deletes folders of past launches whose watchdog was killed with their ranks, as under Slurm."""
+    for folder in current.parent.glob(f"mtrain-{os.getuid()}-*"):
         with contextlib.suppress(OSError):  # the watchdog of another launch may delete the folder at this moment
             pulses = (read_pulse(path) for path in folder.glob("rank_*"))
             is_used = any(pulse is not None and process_state(pulse.pid) is not None for pulse in pulses)
-            if folder != own and not is_used and time.time() - folder.stat().st_mtime > _OLD_S:
+            if folder != current and not is_used and time.time() - folder.stat().st_mtime > _OLD_S:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks, which may still save for minutes
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, which may take minutes to save
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
     os.nice(5)
     settings = Settings(**json.loads(sys.argv[1]))

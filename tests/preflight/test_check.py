@@ -73,7 +73,7 @@ def test_a_config_json_alone_is_enough_before_anything_starts(name: str, tmp_pat
     assert code == 0, output
     code, output = call("launch", "slurm", file, "--nodes", 1, "--dry-run")
     assert code == 0, output
-    assert "holds none, which a start would refuse" in output
+    assert "has no weights, which a start would refuse" in output
     code, output = call("check", file, "--world-size", 1)
     assert code == 3, output
     assert "has neither model.safetensors nor" in output
@@ -251,7 +251,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(
     with notice:
         code, text = check(data=sft(tokenizer, path), model__vocab_size=100)
     assert code == notice.exit_code
-    assert re.search(r"becomes token \d+, but model.vocab_size is 100; take the model's own", text)
+    assert re.search(r"contains token \d+, but model.vocab_size is 100; use the model's own", text)
     assert check(data={"kind": "mock", "seq_length": 64, "tokenizer": str(tokenizer)}, model__vocab_size=100)[0] == 0
 
 
@@ -312,14 +312,14 @@ def test_a_bad_first_record_is_refused_or_noted_as_the_run_would(check: Check, t
     code, text = check(data=sft(tokenizer, path, on_bad="skip"))
     assert (code, "more than data.max_bad=0.01 allows" in text) == (3, True), "half of the records"
     code, text = check(data=sft(tokenizer, path, on_bad="skip", max_bad=1))
-    assert (code, "the first one is bad and left out" in text) == (0, True)
+    assert (code, "the first record is bad and will be left out" in text) == (0, True)
 
 
 def test_a_file_of_no_records_is_named(check: Check, tokenizer: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.parquet"
     parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), empty)
     code, text = check(data=sft(tokenizer, empty))
-    assert (code, f"{empty} holds no records" in text) == (3, True), text
+    assert (code, f"{empty} has no records" in text) == (3, True), text
 
 
 @pytest.mark.fault(
@@ -356,7 +356,7 @@ def test_checkpoints_that_do_not_fit_are_refused(check: Check, notice: Notice) -
     with notice:
         code, text = check(checkpoint={"interval_steps": 1, "keep_last": 5, "export_hf_every_steps": 5}, **large)
     assert code == notice.exit_code
-    assert "will hold 6 x " in text
+    assert "needs room for 6 x " in text
     assert "GiB of checkpoints and 2 x " in text
     assert "lower checkpoint.keep_last=5" in text
 

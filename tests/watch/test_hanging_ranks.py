@@ -133,5 +133,5 @@ def test_a_killed_watchdog_is_started_once_more(command: Any, start: Any, tmp_pa
     process.send_signal(signal.SIGTERM)
     code, _, errors = finished(process)
     assert code == 0, errors
-    assert "warning: the watchdog has ended; it is restarted once" in errors
+    assert "warning: the watchdog has ended; restarting it once" in errors
     assert "warning: the watchdog has ended again; this run continues without one" in errors

@@ -1,10 +1,10 @@
-"""The manifest: the configuration, frozen in a ConfigMap, and a JobSet of one pod per node.
+"""Writes the manifest: the configuration, frozen in a ConfigMap, and a JobSet with one pod per node.
 
-A JobSet, not a PyTorchJob: it restarts all pods when one is lost, tells a run that was asked to stop from one that
-failed, and is maintained by Kubernetes' own batch group.
+A JobSet rather than a PyTorchJob, because it restarts all pods when one is lost, distinguishes a run that was asked to
+stop from one that failed, and is maintained by Kubernetes' own batch group.
 
-The exit code of a pod decides what happens to the run (`mtrain.base.errors`, and STOPPED of torchrun's start). A Job
-says in words why it failed, so the rules of the JobSet match the words of Kubernetes' Job controller.
+A pod's exit code decides what happens to the run (`mtrain.base.errors`, and STOPPED in `mtrain.launch.torchrun`). A Job
+reports the reason for its failure as text, so the JobSet's rules match the text of Kubernetes' Job controller.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from mtrain.launch.checked import check_at_least, check_printable, checked_confi
 from mtrain.launch.torchrun import STOPPED, torchrun_arguments
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-"""A name of RFC 1123, as for namespaces, claims and secrets."""
+"""An RFC 1123 label, the name of a namespace, claim or secret."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
-"""A JobSet's name; its service has the same, and services begin with a letter."""
+"""A JobSet's name, which its service shares; a service's name begins with a letter."""
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 _LONGEST_NAME = 40
 """A pod's host name, `NAME-nodes-0-NUMBER`, has at most 63 characters."""
 
 
 class Volume(NamedTuple):
-    """A claim that every pod mounts; ranks on several nodes share it, so it must be ReadWriteMany."""
+    """A claim that every pod mounts; on several nodes it must be ReadWriteMany."""
 
     claim: str
     path: str
@@ -45,7 +45,7 @@ class Volume(NamedTuple):
     def parsed(cls, text: str) -> Volume:
         claim, _, path = text.partition(":")
         if not _LABEL.fullmatch(claim) or not path.startswith("/") or len(path) == 1 or ":" in path:
-            raise ConfigError(f"--volume is {text!r}, but has the form CLAIM:/PATH; change it")
+            raise ConfigError(f"--volume is {text!r}, but must have the form CLAIM:/PATH; change it")
         check_printable("--volume", path)
         return cls(claim, path.rstrip("/"))
 
@@ -55,12 +55,12 @@ class KubernetesOptions:
     nodes: int
     image: str
     gpus_per_node: int | None = None
-    """GPUs, and ranks, on each node; None: one rank a node and no GPU."""
+    """GPUs, and ranks, on each node; None means one rank per node and no GPU."""
     volumes: tuple[Volume, ...] = ()
     cpus: str | None = None
-    """Processors of a pod, as a Kubernetes quantity; None: up to the cluster."""
+    """Processors of a pod, as a Kubernetes quantity; None leaves it to the cluster."""
     memory: str | None = None
-    """Memory of a pod, as a Kubernetes quantity; None: up to the cluster."""
+    """Memory of a pod, as a Kubernetes quantity; None leaves it to the cluster."""
     shm: str = "16Gi"
     """Size of /dev/shm, which NCCL and gloo use inside a node; the cluster's default is 64 MiB."""
     namespace: str | None = None
@@ -72,7 +72,7 @@ class KubernetesOptions:
     max_retries: int = 3
     """Restarts after a lost rank, node or disk."""
     grace_s: int = 300
-    """Seconds from the request to stop, as when a node is drained, to the kill: the time for a step and a save."""
+    """Seconds between a request to stop, for example from a drained node, and the kill; must fit a step and a save."""
 
     def __post_init__(self) -> None:
         check_at_least(1, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
@@ -81,10 +81,10 @@ class KubernetesOptions:
         labels = {"--namespace": self.namespace, "--queue": self.queue, "--env-secret": self.env_secret}
         for option, name in labels.items():
             if name is not None and not _LABEL.fullmatch(name):
-                raise ConfigError(f"{option} is {name!r}, but may hold only a-z, 0-9 and -; change it")
+                raise ConfigError(f"{option} is {name!r}, but may contain only a-z, 0-9 and -; change it")
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"--name is {self.name!r}, but must begin with a-z and hold only a-z, 0-9 and -; change it"
+                f"--name is {self.name!r}, but must begin with a-z and contain only a-z, 0-9 and -; change it"
             )
         if self.name is not None and len(self.name) > _LONGEST_NAME:
             raise ConfigError(f"--name has {len(self.name)} characters, but at most {_LONGEST_NAME} fit; shorten it")
@@ -95,7 +95,7 @@ class KubernetesOptions:
             raise ConfigError(f"--image is {self.image!r}, but must name one image; change it")
         for key, value in self.node_selector:
             if not key or not (key + value).isprintable():
-                raise ConfigError(f"--node-selector is {key}={value}, but has the form LABEL=VALUE; change it")
+                raise ConfigError(f"--node-selector is {key}={value}, but must have the form LABEL=VALUE; change it")
 
     @property
     def ranks_per_node(self) -> int:
@@ -129,10 +129,10 @@ class KubernetesJob:
 
     @property
     def name(self) -> str:
-        """Returns the JobSet's name, one for each run folder, so that the cluster refuses a second JobSet of it."""
+        """The JobSet's name, unique to the run folder, so that the cluster refuses a second JobSet for the same run."""
         if self.options.name is not None:
             return self.options.name
-        # two run folders of the same name are two runs
+        # run folders with the same name but different paths are different runs
         return f"{shorten(PurePosixPath(self.run_dir).name)}-{_code(self.run_dir)}"
 
     @property
@@ -141,7 +141,7 @@ class KubernetesJob:
 
     @property
     def config_name(self) -> str:
-        """Returns the ConfigMap's name, which depends on its content, since neither changes under a running JobSet."""
+        """The ConfigMap's name, with a hash of its content, so that a running JobSet's ConfigMap never changes."""
         return f"{self.name}-{_code(self.config_text)}"
 
 
@@ -151,7 +151,7 @@ def kubernetes_job(paths: Sequence[Path], overrides: Sequence[str], options: Kub
     run_dir = PurePosixPath(config.run.dir)
     if not run_dir.is_absolute() or not any(run_dir.is_relative_to(volume.path) for volume in options.volumes):
         raise ConfigError(
-            f"run.dir={config.run.dir!r} is in no volume, and what a pod writes elsewhere is lost with it; "
+            f"run.dir={config.run.dir!r} is not in a volume, so a pod's files there are lost when it ends; "
             f"give --volume CLAIM:/PATH and a run.dir below that path"
         )
     return KubernetesJob(options, config, str(run_dir))
@@ -161,7 +161,7 @@ def render(job: KubernetesJob) -> str:
     """Writes the manifest, two YAML documents for `kubectl apply`."""
     options = job.options
     first = f"{job.name}-nodes-0-0.{job.name}"  # JobSet's name for pod 0
-    # Kubernetes itself replaces $(...) by the variable of its environment
+    # Kubernetes replaces $(...) by the pod's environment variable
     arguments = torchrun_arguments(options.nodes, options.ranks_per_node, "$(JOB_COMPLETION_INDEX)", first, _PORT)
     train = ["-m", "mtrain", "train", "/etc/mtrain/config.yaml"]
     amounts = {"cpu": options.cpus, "memory": options.memory, "nvidia.com/gpu": options.gpus_per_node}
@@ -185,7 +185,7 @@ def render(job: KubernetesJob) -> str:
 
 
 def _as_json(value: object) -> object:
-    """Writes a value as JSON, which no YAML reader misreads; Markup is YAML already."""
+    """Writes a value as JSON, which every YAML reader parses alike; Markup is YAML already."""
     return value if isinstance(value, Markup) else json.dumps(value, ensure_ascii=False)
 
 

@@ -1,6 +1,6 @@
-"""A user's Slurm options, and their defaults from the environment and from the nodes that a job would get.
+"""A user's Slurm options, with defaults from the environment and from the nodes of the partition.
 
-Each is checked, so none becomes shell code.
+Every option is checked, so that none becomes shell code.
 """
 
 import os
@@ -19,7 +19,7 @@ ContainerRuntime = Literal["pyxis", "apptainer"]
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _VALUE = re.compile(r"[A-Za-z0-9._,:=@%+*&|!()\[\]/-]{1,256}")
-"""Value of a Slurm option: sbatch reads it from a comment, which quotes and blanks would end and bash does not run."""
+"""Value of a Slurm option; sbatch reads it from a #SBATCH comment, where quotes and blanks would end it."""
 _OPTION = re.compile(r"([a-z][a-z-]*)(?:=(.*))?", re.DOTALL)
 _TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED")
 """Time limit: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
@@ -31,21 +31,21 @@ _OURS = frozenset(
         *("partition", "account", "qos", "time", "wrap", "array", "parsable", "wait", "test-only"),
     )
 )
-"""Options of sbatch that `mtrain launch slurm` sets, or that would break its script."""
+"""sbatch options that `mtrain launch slurm` sets, or that would break its script."""
 _SINFO_TIMEOUT_S = 15
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d+)")
-"""GPUs in generic resources: gpu:8, gpu:h100:8(S:0-1)."""
+"""GPUs in a node's generic resources: gpu:8, gpu:h100:8(S:0-1)."""
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
     nodes: int
     gpus_per_node: int | None = None
-    """GPUs on each node; None if gpus_per_task counts them, or there are none."""
+    """GPUs on each node; None if gpus_per_task counts them, or for nodes without GPUs."""
     gpus_per_task: int | None = None
-    """GPUs for each rank, which sees no others; replaces gpus_per_node."""
+    """GPUs that each rank sees; replaces gpus_per_node."""
     tasks_per_node: int | None = None
-    """Ranks on each node; None: one per GPU, or 1."""
+    """Ranks on each node; None means one per GPU, or 1 without GPUs."""
     cpus_per_task: int | None = None
     partition: str | None = None
     account: str | None = None
@@ -60,12 +60,12 @@ class SlurmOptions:
     """File with NAME=VALUE lines for the ranks; read when the job runs, not copied."""
     max_retries: int = 3
     more: tuple[str, ...] = ()
-    """Further options of sbatch, such as `reservation=weekend`."""
+    """Further sbatch options, such as `reservation=weekend`."""
     certifies: bool = False
-    """Whether the job first runs `mtrain verify backend` on a node if its layers have no certificate there."""
+    """Whether the job first runs `mtrain verify backend` on a node that has no certificate for its layers."""
 
     def __post_init__(self) -> None:
-        """Refuses a value that Slurm does not accept or could misread."""
+        """Refuses a value that Slurm would reject or could misread."""
         counts = ("nodes", "gpus_per_node", "gpus_per_task", "tasks_per_node", "cpus_per_task")
         check_at_least(1, **{name: getattr(self, name) for name in counts})
         check_at_least(0, max_retries=self.max_retries)
@@ -90,12 +90,12 @@ class SlurmOptions:
             # sbatch accepts abbreviated names
             if (ours := next((name for name in sorted(_OURS) if name.startswith(match[1])), None)) is not None:
                 raise ConfigError(
-                    f"--sbatch {option!r}: --{ours} is set by mtrain itself; use its own option, if it has one"
+                    f"--sbatch {option!r}: mtrain sets --{ours} itself; use mtrain's option for it, if it has one"
                 )
 
     @property
     def ranks_per_node(self) -> int:
-        return next((each for each in (self.tasks_per_node, self.gpus_per_node) if each is not None), 1)
+        return next((count for count in (self.tasks_per_node, self.gpus_per_node) if count is not None), 1)
 
     @property
     def num_ranks(self) -> int:
@@ -103,11 +103,11 @@ class SlurmOptions:
 
     @property
     def time_limit_s(self) -> float | None:
-        """Returns the time limit in seconds; None for the partition's limit, or none."""
+        """The time limit in seconds; None if it is UNLIMITED or left to the partition."""
         return None if self.time is None else seconds_of(self.time)
 
     def directives(self) -> Iterator[str]:
-        """Yields the options for sbatch, without those that every job has."""
+        """Yields sbatch's options, except those that are the same for every job."""
         yield f"--nodes={self.nodes}"
         yield f"--ntasks-per-node={self.ranks_per_node}"
         for option in ("gpus_per_node", "gpus_per_task", "cpus_per_task", "partition", "account", "qos", "time"):
@@ -133,12 +133,12 @@ class SlurmOptions:
 
 
 def seconds_of(time: str) -> float | None:
-    """Converts one of Slurm's time limits to seconds; None for UNLIMITED and malformed texts."""
+    """Converts a Slurm time limit to seconds; None for UNLIMITED and malformed texts."""
     if time == "UNLIMITED" or not _TIME.fullmatch(time):
         return None
     days, _, clock = time.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
-    # without days one number means minutes, two mean minutes and seconds; with days the first means hours
+    # without days, one number means minutes, and two mean minutes and seconds; with days, the first means hours
     if days:
         hours, minutes, seconds = [*parts, 0, 0][:3]
     else:
@@ -156,7 +156,7 @@ def runtime_named(name: str) -> ContainerRuntime:
 
 
 def container_command(options: SlurmOptions, python: str, work_dir: Path) -> tuple[list[str], list[str]]:
-    """Returns the options for srun and the command before the verb; a container has its own Python."""
+    """Returns srun's options, and the command that precedes the verb; a container has its own Python."""
     if options.container is None:
         return [], [python, "-m", "mtrain"]
     mounts = (str(work_dir), *options.mounts)
@@ -174,7 +174,7 @@ def container_command(options: SlurmOptions, python: str, work_dir: Path) -> tup
 
 def _check(option: str, value: str | None, form: re.Pattern[str]) -> None:
     if value is not None and not form.fullmatch(value):
-        raise ConfigError(f"{option} is {value!r}, but may hold only {form.pattern}; change it")
+        raise ConfigError(f"{option} is {value!r}, but must match {form.pattern}; change it")
 
 
 _DEFAULTS = {
@@ -183,23 +183,25 @@ _DEFAULTS = {
     "SBATCH_QOS": "qos",
     "SBATCH_TIMELIMIT": "time",
 }
-"""Variable of sbatch -> the option that it sets; sites set these variables for all jobs."""
+"""sbatch variable -> the field it sets; sites set these variables for all jobs."""
 _CONNECTION = frozenset(("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS"))
-"""Variables that say which Slurm it is, and who asks."""
+"""Variables that identify the Slurm cluster and the user."""
 
 
 def with_defaults(options: SlurmOptions, environ: Mapping[str, str]) -> tuple[SlurmOptions, list[str]]:
-    """Completes the options from the environment; returns them with notes on the variables that were used."""
-    given = {name: value for name, value in environ.items() if name.startswith("SBATCH_") and value}
-    taken = {name: field for name, field in _DEFAULTS.items() if name in given and getattr(options, field) is None}
-    notes = [f"note: --{field}={given[name]} is given by {name} of the environment" for name, field in taken.items()]
-    ignored = sorted(given.keys() - taken.keys())
+    """Fills options in from SBATCH_* variables; also returns notes on the variables it used or ignored."""
+    variables = {name: value for name, value in environ.items() if name.startswith("SBATCH_") and value}
+    used = {name: field for name, field in _DEFAULTS.items() if name in variables and getattr(options, field) is None}
+    notes = [
+        f"note: --{field}={variables[name]} comes from the environment variable {name}" for name, field in used.items()
+    ]
+    ignored = sorted(variables.keys() - used.keys())
     if ignored:
         notes.append(
-            f"note: {', '.join(ignored)} of the environment has no effect on the job; set it with an option here, or "
+            f"note: {', '.join(ignored)} in the environment has no effect on the job; set it with an option here, or "
             "with --sbatch name=value"
         )
-    values: dict[str, Any] = {field: given[name] for name, field in taken.items()}
+    values: dict[str, Any] = {field: variables[name] for name, field in used.items()}
     return replace(options, **values), notes
 
 
@@ -207,14 +209,14 @@ _READ_BY_SLURM = (
     *("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_"),
     *("SPANK_", "_SLURM_"),  # options of a site's plugins
 )
-"""Prefixes of variables that override options of a script, or filter answers of Slurm's commands."""
+"""Prefixes of variables that override a script's options, or filter the answers of Slurm's commands."""
 
 
 def for_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment for Slurm's commands.
 
-    SBATCH_* override the options of a script, and SLURM_* reach the job, whose srun reads them; there are dozens inside
-    another job. SQUEUE_STATES and others hide jobs and nodes.
+    Leaves out SBATCH_*, which override a script's options; SLURM_*, which a surrounding job sets by the dozen and this
+    job's srun would read; and variables such as SQUEUE_STATES, which hide jobs and nodes.
     """
     return {
         name: value for name, value in environ.items() if name in _CONNECTION or not name.startswith(_READ_BY_SLURM)
@@ -222,7 +224,7 @@ def for_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Nodes(NamedTuple):
-    """What every node of a partition has at least."""
+    """Resources that every node of a partition has."""
 
     cpus: int
     gpus: int
@@ -230,13 +232,13 @@ class Nodes(NamedTuple):
 
 
 def nodes_of(partition: str | None) -> Nodes | None:
-    """Asks for the nodes of partitions, by commas (None: the default one); None if Slurm does not answer."""
+    """Asks Slurm for the nodes of one or, with commas, several partitions; None: the default one, or no answer."""
     if shutil.which("sinfo") is None:
         return None
-    asked = [f"--partition={partition}"] if partition is not None else []
+    filters = [f"--partition={partition}"] if partition is not None else []
     try:
         done = subprocess.run(
-            ["sinfo", "--noheader", *asked, "--format=%P|%c|%G"],
+            ["sinfo", "--noheader", *filters, "--format=%P|%c|%G"],
             capture_output=True,
             text=True,
             timeout=_SINFO_TIMEOUT_S,
@@ -255,20 +257,20 @@ def nodes_of(partition: str | None) -> Nodes | None:
 
 
 def completed_by(options: SlurmOptions, nodes: Nodes | None, device: str) -> tuple[SlurmOptions, list[str]]:
-    """Gives each rank its share of the cores of a node (Slurm gives one); returns a note for each default."""
+    """Gives each rank its share of a node's cores, where Slurm would give it one; also returns a note if it does."""
     if nodes is None:
         return options, []
-    asked_gpus = options.gpus_per_node
-    if asked_gpus is None:
-        asked_gpus = (options.gpus_per_task or 0) * options.ranks_per_node
-    if nodes.gpus and not asked_gpus and device != "cpu":
+    job_gpus = options.gpus_per_node
+    if job_gpus is None:
+        job_gpus = (options.gpus_per_task or 0) * options.ranks_per_node
+    if nodes.gpus and not job_gpus and device != "cpu":
         raise ConfigError(
-            f"the nodes have {nodes.gpus} GPUs each, and neither --gpus-per-node nor --gpus-per-task is given; add "
-            f"--gpus-per-node {nodes.gpus}, or train.device=cpu for a run without"
+            f"each node has {nodes.gpus} GPUs, but neither --gpus-per-node nor --gpus-per-task is given; add "
+            f"--gpus-per-node {nodes.gpus}, or train.device=cpu to run without GPUs"
         )
-    share = min(1.0, asked_gpus / nodes.gpus) if nodes.gpus and asked_gpus else 1.0
+    share = min(1.0, job_gpus / nodes.gpus) if nodes.gpus and job_gpus else 1.0
     cpus = int(nodes.cpus * share) // options.ranks_per_node
     if options.cpus_per_task is not None or cpus < 1:
         return options, []
-    note = f"note: --cpus-per-task={cpus} follows from the {nodes.cpus} cores of a node; give the option for another"
+    note = f"note: --cpus-per-task={cpus} follows from the {nodes.cpus} cores of a node; set the option to change it"
     return replace(options, cpus_per_task=cpus), [note]

@@ -1,4 +1,4 @@
-"""A service that Slurm runs: its address once it listens, and how to reach it."""
+"""A service that runs as a Slurm job: waits until it listens, and says how to reach it."""
 
 import shlex
 import socket
@@ -16,7 +16,7 @@ from mtrain.launch.slurm.submit import ask_slurm, fields_of, reason_to_wait
 
 _POLL_S = 1.0
 _POLLS_PER_QUESTION = 10
-"""Looks into the run folder for each question to Slurm's controller, which many users share."""
+"""Looks into the run folder per query to Slurm's controller, which many users share."""
 _ENDED = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 )
@@ -39,19 +39,19 @@ class ServiceOptions:
 
 def wait_for_service(run_dir: Path, job: str, tell: Callable[[str], None]) -> str:
     """Waits until a queued job's service listens, and returns its address; tells, once each, why it may never start."""
-    told = None
+    reported = None
     while True:
         for _ in range(_POLLS_PER_QUESTION):
             if (address := _address(run_dir, job)) is not None:
                 return address
             time.sleep(_POLL_S)
         known: dict[str, str] = {}
-        with suppress(MachineError):  # Slurm may not answer for now
+        with suppress(MachineError):  # Slurm may be too busy to answer
             shown = ask_slurm("scontrol", "show", "job", "-o", job)
             known = fields_of(shown.stdout) if shown.returncode == 0 else {}
-        if (warning := reason_to_wait(job, known)) is not None and warning != told:
+        if (warning := reason_to_wait(job, known)) is not None and warning != reported:
             tell(warning)
-            told = warning
+            reported = warning
         if (state := known.get("JobState")) in _ENDED:
             log = run_dir / "logs" / f"job-{job}.log"
             raise MachineError(f"job {job} has ended ({state}) before its service listened{_reason(log)}; read {log}")
@@ -69,16 +69,16 @@ def ways_there(address: str, token_file: Path) -> str:
 
 
 def _address(run_dir: Path, job: str) -> str | None:
-    """Reads where the job's service listens; None without a file, or if it is an earlier job's."""
+    """Reads the address of the job's service; None without a file, or if an earlier job wrote it."""
     with suppress(OSError, ValueError):
-        found = parsed_json(read_plain_file(run_dir / "service.json", _MOST_BYTES))
-        if found.get("slurm_job") == job:
-            return str(found["address"])
+        service = parsed_json(read_plain_file(run_dir / "service.json", _MOST_BYTES))
+        if service.get("slurm_job") == job:
+            return str(service["address"])
     return None
 
 
 def _reason(log: Path) -> str:
-    """Returns the first error in a job's log, after a colon; empty if there is none."""
+    """Returns a colon and the first error in a job's log, or an empty string."""
     with suppress(OSError, UnicodeDecodeError):
         lines = read_plain_file(log, _MOST_BYTES).decode().splitlines()
         return next((f": {line.removeprefix('error: ')}" for line in lines if line.startswith("error: ")), "")

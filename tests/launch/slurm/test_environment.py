@@ -80,6 +80,6 @@ def test_nothing_of_the_submitters_environment_overrides_an_option(folder: Path,
     assert set((folder / "environment").read_text().splitlines()) == {"SLURM_CONF=/etc/x"}
     assert set((folder / "commands").read_text().split()) == set(COMMANDS)
     of_sbatch = ", ".join(sorted(f"SBATCH_{name}" for name in drawn))
-    assert f"note: {of_sbatch} of the environment has no effect on the job" in done.stderr
+    assert f"note: {of_sbatch} in the environment has no effect on the job" in done.stderr
     script = (folder / "runs" / "a" / "submissions" / "0002" / "job.sbatch").read_text()
     assert {"#SBATCH " + option for option in options} <= set(script.splitlines())

@@ -272,7 +272,8 @@ def test_what_slurm_refuses_leaves_nothing(folder: Path) -> None:
     refused = launch(folder, "run.dir=runs/a", "--nodes=2", REFUSES="1")
     assert refused.returncode == 2
     assert refused.stderr == (
-        "error: Slurm refuses the job (sbatch: error: invalid partition specified: x); change what it names\n"
+        "error: Slurm refuses the job (sbatch: error: invalid partition specified: x); change the "
+        "option that it names\n"
     )
     assert not (folder / "runs" / "a" / "submissions" / "0001").exists()
 
@@ -399,7 +400,7 @@ def test_a_job_with_other_options_is_cancelled(folder: Path, notice: Notice, can
     assert done.returncode == notice.exit_code
     so = "it is cancelled" if cancel_code == 0 else "cancel it (exit code 1)"
     assert done.stderr == (
-        "error: Slurm has made another job of this one: job 4711 has NumTasks=2 instead of 4, Partition=debug instead "
+        "error: Slurm has changed the job's options: job 4711 has NumTasks=2 instead of 4, Partition=debug instead "
         f"of gpu; {so}; use options that your site's rules allow\n"
     )
     asked = (folder / "asked").read_text().splitlines()
@@ -421,7 +422,7 @@ def test_a_job_that_cannot_be_read_back_is_said_to_be_submitted(folder: Path, an
 def test_an_answer_without_a_job_number_is_no_job(folder: Path, answer: str) -> None:
     install(folder, {"sbatch": f"#!/bin/bash\necho '{answer}'\n"})
     done = launch(folder, "run.dir=runs/a", "--nodes=2")
-    assert (done.returncode, "sbatch names no job (" in done.stderr) == (7, True)
+    assert (done.returncode, "sbatch printed no job number (" in done.stderr) == (7, True)
 
 
 def test_defaults_of_a_site_become_options_of_the_script(folder: Path) -> None:
@@ -429,9 +430,9 @@ def test_defaults_of_a_site_become_options_of_the_script(folder: Path) -> None:
     done = launch(folder, "run.dir=runs/a", "--nodes=2", "--time=90", "--dry-run", **site)
     assert {"#SBATCH --partition=gpu", "#SBATCH --account=team", "#SBATCH --time=90"} <= set(done.stdout.splitlines())
     assert [line for line in done.stderr.splitlines() if line.startswith("note: ")] == [
-        "note: --account=team is given by SBATCH_ACCOUNT of the environment",
-        "note: --partition=gpu is given by SBATCH_PARTITION of the environment",
-        "note: SBATCH_TIMELIMIT of the environment has no effect on the job; set it with an option "
+        "note: --account=team comes from the environment variable SBATCH_ACCOUNT",
+        "note: --partition=gpu comes from the environment variable SBATCH_PARTITION",
+        "note: SBATCH_TIMELIMIT in the environment has no effect on the job; set it with an option "
         "here, or with --sbatch name=value",
     ]
     refused = launch(folder, "run.dir=runs/a", "--nodes=2", "--dry-run", SBATCH_PARTITION="a b")
